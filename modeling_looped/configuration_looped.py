@@ -1,0 +1,383 @@
+# Copyright 2026 The Looped authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The configuration of a looped language model: every axis of the published systems is one field."""
+
+import difflib
+import functools
+from dataclasses import fields
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from .presets import PRESETS, preset_fields
+from .slots import num_slots, structural_layer_types
+
+
+FORMAT_VERSION = 1
+
+
+class LoopedConfigError(StrictDataclassError, ValueError):
+    """A field, or a combination of fields, that has no meaning; also a plain `ValueError`."""
+
+
+def raise_value_errors(cls):
+    """Turn the strict dataclass errors of a config class into `LoopedConfigError`, which `except ValueError` catches."""
+
+    def translate(method):
+        @functools.wraps(method)
+        def wrapper(self, *args):
+            try:
+                return method(self, *args)
+            except StrictDataclassError as error:
+                if isinstance(error, ValueError):
+                    raise
+                raise LoopedConfigError(str(error)) from error
+
+        return wrapper
+
+    cls.__setattr__ = translate(cls.__setattr__)
+    validate = translate(cls.validate)
+    validate.__is_defined_by_strict_decorator__ = True  # lets a subclass be @strict again
+    cls.validate = validate
+    return cls
+
+
+@raise_value_errors
+@strict
+class LoopedConfig(PreTrainedConfig):
+    r"""
+    Configuration of the Looped family: a decoder whose core layers are applied `num_loops` times.
+
+    ```
+    e   = prelude_norm( prelude( embedding_scale * embed(ids) ) )
+    h_0 = e | 0 | truncated normal                                # state_init
+    for t in 0..K-1:                                              # K = num_loops, chosen at run time
+        x = inject(h_t, e)                                        # injection
+        for block in core: x = block(x, h_t)
+        H_{t+1} = x                                               # what every readout sees
+        h_{t+1} = damping * inter_loop_norm(H_{t+1})              # what the next loop starts from
+    logits after loop k:  lm_head( readout_norm( coda( coda_input(H_k) ) ) )
+    ```
+
+    Depth
+        num_prelude_layers, num_core_layers, num_coda_layers (`int`): unique layers before, inside and after the loop.
+        num_loops (`int`): loops in training, and the default at run time. Every forward pass can choose another.
+        residual_scaling: factor eps on what a block adds to the stream. With n = num_loops in the core and 1 outside,
+            L unique layers and lambda = `residual_scale`: "none" 1, "sqrt" lambda/sqrt(n), "linear" lambda/n,
+            "factored" lambda/(n sqrt(L/residual_reference_layers)).
+        residual_depth: "trained" takes n from this config at any depth, "run" from the depth that is run.
+    The loop
+        injection: "none"; "add" h + e; "concat" W[h; e]; "diagonal" (a stable linear recurrence, Parcae);
+            "residual_all" (h is added before every layer of a stream that restarts at e); "attention_first" and
+            "attention_all" (the first, or every, core layer of such a stream takes its queries from h).
+        state_init: h_0 is the "embedding" e, "zeros", or "normal": noise of `state_init_std` that the training loop
+            passes as `initial_state`; without one it is zeros, so nothing in the model is random in eval.
+        inter_loop_norm: "none", "own", or "shared" with the readout (Ouro). loop_damping: a learned factor below 1.
+    Readouts
+        readout_norm: "rmsnorm", "layernorm", "none", or "final_only": raw below `num_loops`, normed from there on.
+        coda_input: what enters the coda: H ("none"), its readout norm ("norm", Huginn), or C·H ("linear", Parcae).
+        exit_gate: "none", "raw" (reads H) or "normed" (reads its readout norm); gives a distribution over exits.
+        loop_loss: "terminal"; "per_loop" (mean over loops); "exit_weighted" (expected loss under the gate, minus
+            `exit_entropy_weight` times its entropy); "gate" (trains the gate alone). norm_penalty: weight of the mean
+            of H_k^2.
+    Blocks
+        block_norm: "pre" x += f(norm x); "branch_sandwich" x += norm(f(norm x)); "residual_sandwich"
+            x = norm(x + f(norm x)). norm_affine: whether norms carry weights.
+        kv_latent_size: rank of multi-head latent attention. window_pattern: letters L (full) and S (sliding window of
+            `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L.
+        qk_norm: "none", "learned" (before RoPE) or "free" (no parameters, after RoPE). attention_bias: "none", "qk",
+            "qkv". position_embedding: "rope" or "learned".
+        hidden_act, mlp_gated, mlp_activation_scale: the MLP is down(scale * act(gate x) * up x) or down(scale * act(up x)).
+        value_embeddings: gated token embeddings added to the values of every other layer (Parcae).
+        init_scheme: "normal", "scaled_zero" (Parcae), "takase" (Huginn), "zero_output" (FLT).
+
+    `num_hidden_layers` is derived: the number of key/value slots, `P + Q + C * num_loops`, which is what caches and
+    serving engines take it for.
+
+    ```python
+    >>> from modeling_looped import LoopedConfig, LoopedForCausalLM
+    >>> model = LoopedForCausalLM(LoopedConfig.from_preset("flt", num_core_layers=6))
+    ```
+    """
+
+    model_type = "looped"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = {
+        f"{section}.*.{name}": style
+        for section in ("prelude", "core", "coda")
+        for name, style in {
+            "self_attn.q_proj": "colwise",
+            "self_attn.k_proj": "colwise",
+            "self_attn.v_proj": "colwise",
+            "self_attn.o_proj": "rowwise",
+            "mlp.gate_proj": "colwise",
+            "mlp.up_proj": "colwise",
+            "mlp.down_proj": "rowwise",
+        }.items()
+    }
+    base_model_fsdp_plan = {
+        "embed_tokens": "free_full_weight",
+        "prelude.*": "free_full_weight",
+        "core.*": "free_full_weight",
+        "coda.*": "free_full_weight",
+    }
+
+    format_version: int = FORMAT_VERSION
+
+    # sizes
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+
+    # depth
+    num_prelude_layers: int = 0
+    num_core_layers: int = 6
+    num_coda_layers: int = 0
+    num_loops: int = 4
+    residual_scaling: Literal["none", "sqrt", "linear", "factored"] = "none"
+    residual_scale: int | float = 1.0
+    residual_reference_layers: int | float = 1
+    residual_depth: Literal["trained", "run"] = "trained"
+
+    # the loop
+    injection: Literal[
+        "none", "add", "concat", "diagonal", "residual_all", "attention_first", "attention_all"
+    ] = "none"
+    state_init: Literal["embedding", "zeros", "normal"] = "embedding"
+    state_init_std: int | float | None = None
+    prelude_norm: bool = False
+    inter_loop_norm: Literal["none", "own", "shared"] = "none"
+    loop_damping: bool = False
+
+    # readouts and losses
+    readout_norm: Literal["rmsnorm", "layernorm", "none", "final_only"] = "rmsnorm"
+    coda_input: Literal["none", "norm", "linear"] = "none"
+    exit_gate: Literal["none", "raw", "normed"] = "none"
+    loop_loss: Literal["terminal", "per_loop", "exit_weighted", "gate"] = "terminal"
+    exit_entropy_weight: int | float = 0.1
+    norm_penalty: int | float = 0.0
+    logit_softcap: int | float | None = None
+
+    # blocks
+    block_norm: Literal["pre", "branch_sandwich", "residual_sandwich"] = "pre"
+    norm_affine: bool = True
+    rms_norm_eps: int | float = 1e-6
+    kv_latent_size: int | None = None
+    window_pattern: str | None = None
+    sliding_window: int | None = None
+    qk_norm: Literal["none", "learned", "free"] = "none"
+    attention_bias: Literal["none", "qk", "qkv"] = "none"
+    position_embedding: Literal["rope", "learned"] = "rope"
+    rope_parameters: RopeParameters | dict | None = None
+    hidden_act: str = "silu"
+    mlp_gated: bool = True
+    mlp_activation_scale: int | float = 1.0
+    value_embeddings: bool = False
+
+    # embeddings, dropout, initialisation
+    embedding_scale: int | float = 1.0
+    tie_word_embeddings: bool = False
+    attention_dropout: int | float = 0.0
+    residual_dropout: int | float = 0.0
+    embedding_dropout: int | float = 0.0
+    classifier_dropout: int | float | None = None
+    init_scheme: Literal["normal", "scaled_zero", "takase", "zero_output"] = "normal"
+    initializer_range: int | float = 0.02
+
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
+        self._refuse_misspelt(kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.sliding_window is None and self.window_pattern is not None:
+            self.sliding_window = self.max_position_embeddings // 4
+        if self.value_embeddings:  # whole-width tables cannot meet values that are split over ranks
+            self.base_model_tp_plan = None
+        super().__post_init__(**kwargs)
+        if num_hidden_layers is not None:
+            self.num_hidden_layers = num_hidden_layers
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides) -> "LoopedConfig":
+        """A named system of the papers, e.g. `from_preset("flt", num_core_layers=6)`; `overrides` win."""
+        return cls(**preset_fields(name, overrides))
+
+    @staticmethod
+    def preset_names() -> list[str]:
+        return sorted(PRESETS)
+
+    @classmethod
+    def _refuse_misspelt(cls, extra: dict[str, Any]):
+        known = [field.name for field in fields(cls)]
+        for key in extra:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+            if close and not hasattr(PreTrainedConfig, key):
+                raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{close[0]}`?")
+
+    # Derived sizes
+
+    @property
+    def num_layers(self) -> int:
+        """Unique layers: L = P + C + Q."""
+        return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Key/value slots of a pass at the configured depth: P + Q + C * num_loops."""
+        return num_slots(self, self.num_loops)
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, value: int):
+        if value != self.num_hidden_layers:
+            raise LoopedConfigError(
+                f"num_hidden_layers={value} does not fit: it is derived from num_prelude_layers + num_coda_layers + "
+                f"num_core_layers * num_loops = {self.num_prelude_layers} + {self.num_coda_layers} + "
+                f"{self.num_core_layers} * {self.num_loops} = {self.num_hidden_layers}. Set those fields instead."
+            )
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Attention type of every slot. Absent without a window pattern, so that no consumer sees sliding windows."""
+        if self.window_pattern is None:
+            raise AttributeError("layer_types exists only with a window_pattern")
+        prelude, core, coda = structural_layer_types(self)
+        return prelude + coda + core * self.num_loops
+
+    def residual_factor(self, num_loops: int) -> float:
+        """eps of the residual scaling rule for layers that are applied `num_loops` times."""
+        if self.residual_scaling == "none":
+            return 1.0
+        divisor = {
+            "sqrt": num_loops**0.5,
+            "linear": num_loops,
+            "factored": num_loops * (self.num_layers / self.residual_reference_layers) ** 0.5,
+        }[self.residual_scaling]
+        return self.residual_scale / divisor
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "num_hidden_layers": self.num_hidden_layers}
+
+    # Relations between fields; types and single values are checked by @strict.
+
+    def validate_format(self):
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(
+                f"this config has format_version={self.format_version}, but the installed modeling_looped reads up to "
+                f"{FORMAT_VERSION}. Upgrade modeling_looped, or load with trust_remote_code=True to use the model's code."
+            )
+
+    def validate_architecture(self):
+        self._validate_sizes()
+        self._validate_attention()
+        self._validate_loop()
+        self._validate_readout()
+
+    def _validate_sizes(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+                     "max_position_embeddings", "num_core_layers", "num_loops"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_prelude_layers", "num_coda_layers", "norm_penalty", "exit_entropy_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("residual_scale", "residual_reference_layers", "rms_norm_eps", "logit_softcap", "state_init_std",
+                     "embedding_scale", "mlp_activation_scale", "kv_latent_size", "initializer_range"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation of transformers; e.g. silu, relu2, gelu")
+
+    def _validate_attention(self):
+        if self.head_dim * self.num_attention_heads != self.hidden_size and (
+            self.hidden_size % self.num_attention_heads != 0
+        ):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
+                "change one of them"
+            )
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}; every key/value head serves equally many query heads"
+            )
+        if self.position_embedding == "rope" and self.head_dim % 2 != 0:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'")
+        if self.window_pattern is None:
+            if self.sliding_window is not None:
+                raise ValueError(
+                    f"sliding_window={self.sliding_window} needs a window_pattern that says which layers slide, e.g. 'SSSL'"
+                )
+        elif not self.window_pattern or set(self.window_pattern) - set("SL"):
+            raise ValueError(f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L")
+        elif self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, got {self.sliding_window}")
+
+    def _validate_loop(self):
+        if self.injection in ("residual_all", "attention_first", "attention_all") and self.state_init != "embedding":
+            raise ValueError(
+                f"injection={self.injection!r} restarts the stream at the embedding in every loop, so its first state "
+                f"is the embedding too: state_init must be 'embedding', got {self.state_init!r}"
+            )
+        if self.state_init_std is not None and self.state_init != "normal":
+            raise ValueError(
+                f"state_init_std={self.state_init_std} is used by state_init='normal' only, got {self.state_init!r}"
+            )
+        if self.residual_depth == "run" and (self.loop_loss != "terminal" or self.exit_gate != "none"):
+            raise ValueError(
+                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is "
+                f"nothing to read out between loops: loop_loss={self.loop_loss!r} and exit_gate={self.exit_gate!r} must be "
+                "'terminal' and 'none', or residual_depth 'trained'"
+            )
+
+    def _validate_readout(self):
+        no_norm = self.readout_norm == "none"
+        if self.inter_loop_norm == "shared" and self.readout_norm not in ("rmsnorm", "layernorm"):
+            raise ValueError(
+                f"inter_loop_norm='shared' is the readout norm at every loop, but readout_norm={self.readout_norm!r}; "
+                "use 'rmsnorm' or 'layernorm', or inter_loop_norm='own'"
+            )
+        if self.coda_input == "norm" and (no_norm or self.num_coda_layers == 0):
+            raise ValueError(
+                "coda_input='norm' applies the readout norm before the coda: it needs a readout_norm and coda layers, got "
+                f"readout_norm={self.readout_norm!r} and num_coda_layers={self.num_coda_layers}"
+            )
+        if self.exit_gate == "normed" and no_norm:
+            raise ValueError("exit_gate='normed' reads the readout norm, but readout_norm='none'; use exit_gate='raw'")
+        if self.loop_loss in ("exit_weighted", "gate") and self.exit_gate == "none":
+            raise ValueError(f"loop_loss={self.loop_loss!r} needs an exit gate: set exit_gate to 'raw' or 'normed'")
+        if self.loop_loss == "gate" and self.norm_penalty:
+            raise ValueError(
+                f"loop_loss='gate' trains the gate alone, so norm_penalty={self.norm_penalty} has nothing to act on; set it to 0"
+            )
+
+
+__all__ = ["LoopedConfig", "LoopedConfigError"]

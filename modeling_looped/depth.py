@@ -1,0 +1,107 @@
+"""How many loops each row of a batch runs, and which rows run at which tick.
+
+A *tick* is one pass through the core. With one depth for all rows, tick t is loop t. Rows of different depths are
+sorted, deepest first, so that the rows of a tick are always the first so many: views, no gathering. Rows either start
+together and leave when they are done, or, where only the last loops carry gradients, join late and end together, so
+that the ticks with gradients are the same for all rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tick(NamedTuple):
+    rows: int  # the first so many rows run
+    loop: int | list[int]  # the loop each of them is at; one number if it is the same
+    has_gradient: bool
+    next_rows: int  # rows that also run at the next tick, 0 at the last
+
+
+class DepthPlan(NamedTuple):
+    depths: list[int]  # per row, in the order of the batch
+    order: torch.Tensor | None  # sorted row i is row order[i] of the batch; None if nothing was sorted
+    inverse: torch.Tensor | None
+    ticks: list[Tick]
+    ends_together: bool
+
+    @property
+    def max_depth(self) -> int:
+        return max(self.depths)
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.order is not None
+
+    def sort(self, tensor):
+        """Rows of `tensor` in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
+        if self.order is None or not torch.is_tensor(tensor) or tensor.ndim == 0 or tensor.shape[0] != len(self.depths):
+            return tensor
+        return tensor[self.order.to(tensor.device)]
+
+    def unsort(self, tensor):
+        return tensor if self.inverse is None else tensor[self.inverse.to(tensor.device)]
+
+    def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """States of the ticks, [rows of the tick, ...] in sorted order, as states of the loops, [batch, ...].
+
+        A row that has finished keeps its last state.
+        """
+        if not self.is_mixed:
+            return tuple(states)
+        depths = sorted(self.depths, reverse=True)
+        last_tick = len(self.ticks) - 1
+        loops = []
+        for loop in range(self.max_depth):
+            rows = []
+            for row, depth in enumerate(depths):
+                own_loop = min(loop, depth - 1)
+                tick = last_tick - (depth - 1 - own_loop) if self.ends_together else own_loop
+                rows.append(states[tick][row])
+            loops.append(self.unsort(torch.stack(rows)))
+        return tuple(loops)
+
+
+def check_depths(num_loops, batch_size: int, name: str = "num_loops") -> list[int]:
+    """`num_loops` of a call (an int, or one per row) as a list of one positive int per row."""
+    advice = f"{name} is the number of loops to run: an int of at least 1, or one such int per sequence"
+    if torch.is_tensor(num_loops):
+        if num_loops.is_floating_point() or num_loops.dtype == torch.bool or num_loops.ndim > 1:
+            raise TypeError(f"{advice}; got a {num_loops.dtype} tensor of shape {tuple(num_loops.shape)}")
+        num_loops = num_loops.tolist()
+    depths = list(num_loops) if isinstance(num_loops, (list, tuple)) else [num_loops] * batch_size
+    for depth in depths:
+        if isinstance(depth, bool) or not isinstance(depth, int):
+            raise TypeError(f"{advice}; got {num_loops!r}")
+        if depth < 1:
+            raise ValueError(f"{advice}; got {num_loops!r}")
+    if len(depths) != batch_size:
+        raise ValueError(f"{advice}; got {len(depths)} depths for a batch of {batch_size} sequences")
+    return depths
+
+
+def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -> DepthPlan:
+    depths = check_depths(num_loops, batch_size)
+    window = None if backprop_loops is None else check_depths(backprop_loops, 1, "backprop_loops")[0]
+    longest = max(depths, default=1)
+    mixed = len(set(depths)) > 1
+    ends_together = mixed and window is not None
+
+    by_depth = sorted(range(batch_size), key=lambda row: -depths[row])
+    ordered = [depths[row] for row in by_depth]
+    running = []  # per tick: the depths of the rows that run at it
+    for tick in range(longest):
+        needed = longest - tick if ends_together else tick + 1
+        running.append([depth for depth in ordered if depth >= needed] if mixed else ordered)
+
+    ticks = []
+    for tick, rows in enumerate(running):
+        loop = [tick - (longest - depth) for depth in rows] if ends_together else tick
+        has_gradient = window is None or tick >= longest - window
+        next_rows = len(running[tick + 1]) if tick + 1 < longest else 0
+        ticks.append(Tick(len(rows), loop, has_gradient, min(len(rows), next_rows)))
+
+    if not mixed:
+        return DepthPlan(depths, None, None, ticks, False)
+    order = torch.tensor(by_depth)
+    return DepthPlan(depths, order, order.argsort(), ticks, ends_together)

@@ -1,0 +1,96 @@
+"""Initial weights: a scheme says how the weights of each role are drawn.
+
+Roles are given where a layer is made: "input" (q, k, v and the first MLP matrices), "output" (what joins the residual
+stream), "embedding", "head", "readout" (Parcae's C), "adapter" (concat injection), "identity" (B of the diagonal
+injection), "value_table", "value_gate", "position", "gate" (exit gate).
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .injection import DiagonalInjection
+
+
+def truncated_normal(weight, std: float):
+    """Normal, cut at three standard deviations."""
+    init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
+
+
+def orthogonal(weight, std: float):
+    """Orthogonal rows or columns, scaled so that entries have standard deviation `std`."""
+    init.orthogonal_(weight, gain=std * math.sqrt(max(weight.shape)))
+
+
+def small_std(config) -> float:
+    return math.sqrt(2 / (5 * config.hidden_size))
+
+
+def normal(weight, role, config):
+    truncated_normal(weight, config.initializer_range)
+
+
+def scaled_zero(weight, role, config):
+    """Parcae: orthogonal, residual outputs zero, value tables N(0, 1)."""
+    if role == "output":
+        init.zeros_(weight)
+    elif role == "value_table":
+        init.normal_(weight)
+    elif role == "value_gate":
+        init.kaiming_uniform_(weight, a=math.sqrt(5))  # the default of nn.Linear
+    elif role in ("input", "embedding", "head", "readout"):
+        orthogonal(weight, small_std(config))
+    else:
+        truncated_normal(weight, small_std(config))
+
+
+def takase(weight, role, config):
+    """Huginn and RDM: sqrt(2/5d) everywhere, residual outputs divided by sqrt(2 L) with L the unrolled depth."""
+    std = small_std(config)
+    if role == "output":
+        std /= math.sqrt(2 * config.num_hidden_layers)
+    truncated_normal(weight, std)
+
+
+def zero_output(weight, role, config):
+    """FLT, table 3: embedding N(0, 1), head N(0, 0.001^2), inputs uniform with variance 1 / fan_in, outputs zero."""
+    if role == "embedding":
+        init.normal_(weight)
+    elif role == "head":
+        init.normal_(weight, std=0.001)
+    elif role == "input":
+        bound = math.sqrt(3 / weight.shape[1])
+        init.uniform_(weight, -bound, bound)
+    elif role == "output":
+        init.zeros_(weight)
+    else:
+        normal(weight, role, config)
+
+
+INIT_SCHEMES = {"normal": normal, "scaled_zero": scaled_zero, "takase": takase, "zero_output": zero_output}
+
+
+def init_module(module: nn.Module, config) -> bool:
+    """Initialise a module of this package; False if it is for transformers to do (norms, rotary tables)."""
+    if isinstance(module, DiagonalInjection):
+        init.zeros_(module.log_rate)
+        init.constant_(module.dt_bias, module.initial_dt_bias())
+    elif isinstance(module, (nn.Linear, nn.Embedding)):
+        role = getattr(module, "init_role", None)
+        if role == "identity":
+            init.eye_(module.weight)
+        elif role in (None, "position", "gate"):  # heads for classification, positions: the same in every scheme
+            normal(module.weight, role, config)
+        else:
+            INIT_SCHEMES[config.init_scheme](module.weight, role, config)
+        if getattr(module, "bias", None) is not None:
+            init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            if not getattr(module.weight, "_is_hf_initialized", False):  # slicing loses the flag that init checks
+                with torch.no_grad():
+                    module.weight[module.padding_idx].zero_()
+    else:
+        return False
+    return True

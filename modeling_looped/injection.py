@@ -1,0 +1,110 @@
+"""How the state of the last loop meets the embedded input at the start of a loop.
+
+Every injection answers two questions. `enter`: what is the stream that enters the first core layer? `before_layer`:
+what does core layer l see, and where do its queries come from? `first` says whether this is loop 0: a bool, or a bool
+tensor [rows, 1, 1] where rows are at different loops.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from .layers import linear
+
+
+def where_first(first, if_first, otherwise):
+    """`if_first` in rows at loop 0, `otherwise` in the others."""
+    if isinstance(first, bool):
+        return if_first if first else otherwise
+    return torch.where(first, if_first, otherwise)
+
+
+class NoInjection(nn.Module):
+    """x = h"""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def enter(self, state, embedded):
+        return state
+
+    def before_layer(self, layer: int, x, state, first):
+        return x, None
+
+
+class AddInjection(NoInjection):
+    """x = h + e"""
+
+    def enter(self, state, embedded):
+        return state + embedded
+
+
+class ConcatInjection(NoInjection):
+    """x = W [h; e] (Huginn)"""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.proj = linear(2 * config.hidden_size, config.hidden_size, "adapter")
+
+    def enter(self, state, embedded):
+        return self.proj(torch.cat([state, embedded], dim=-1))
+
+
+class DiagonalInjection(NoInjection):
+    """x = exp(-dt exp(a)) h + dt B e with dt = softplus(b): a decay that stays below 1 whatever is learned (Parcae)."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.log_rate = nn.Parameter(torch.zeros(config.hidden_size))
+        self.dt_bias = nn.Parameter(torch.zeros(config.hidden_size))
+        self.input_proj = linear(config.hidden_size, config.hidden_size, "identity")
+
+    @staticmethod
+    def initial_dt_bias() -> float:
+        """softplus of this is ln sqrt 5, so that the decay starts at 1 / sqrt 5."""
+        return math.log(math.sqrt(5) - 1)
+
+    def decay_and_step(self):
+        wide = torch.promote_types(self.dt_bias.dtype, torch.float32)
+        step = nn.functional.softplus(self.dt_bias.to(wide))
+        return torch.exp(-step * torch.exp(self.log_rate.to(wide))), step
+
+    def enter(self, state, embedded):
+        decay, step = (factor.to(state.dtype) for factor in self.decay_and_step())
+        return decay * state + step * self.input_proj(embedded)
+
+
+class ResidualAllInjection(NoInjection):
+    """The stream restarts at e; h is added to it before every layer, from the second loop on (FLT_res)."""
+
+    def enter(self, state, embedded):
+        return embedded
+
+    def before_layer(self, layer, x, state, first):
+        return where_first(first, x, x + state), None
+
+
+class AttentionAllInjection(ResidualAllInjection):
+    """The stream restarts at e; every layer takes its queries from h, from the second loop on (FLT)."""
+
+    def before_layer(self, layer, x, state, first):
+        return x, where_first(first, x, state)
+
+
+class AttentionFirstInjection(ResidualAllInjection):
+    """The stream restarts at e; the first layer takes its queries from h, which at loop 0 is e itself (LT_ai)."""
+
+    def before_layer(self, layer, x, state, first):
+        return x, state if layer == 0 else None
+
+
+INJECTIONS = {
+    "none": NoInjection,
+    "add": AddInjection,
+    "concat": ConcatInjection,
+    "diagonal": DiagonalInjection,
+    "residual_all": ResidualAllInjection,
+    "attention_first": AttentionFirstInjection,
+    "attention_all": AttentionAllInjection,
+}

@@ -1,0 +1,228 @@
+"""The parts of a block: norms, attention, MLP. Nothing here knows about loops but the slot that attention writes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+
+VALUE_GATE_CHANNELS = 32
+
+
+class LoopedRotaryEmbedding(LlamaRotaryEmbedding):
+    pass
+
+
+class LoopedRMSNorm(nn.Module):
+    """x / rms(x), statistics in at least fp32, with or without a weight."""
+
+    def __init__(self, size: int, eps: float, affine: bool = True):
+        super().__init__()
+        self.size, self.eps = (size,), eps
+        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+
+    def forward(self, x):
+        weight = self.weight if self.weight is None else self.weight.to(x.dtype)
+        return nn.functional.rms_norm(x, self.size, weight, self.eps)
+
+    def extra_repr(self):
+        return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
+
+
+def block_norm(config) -> LoopedRMSNorm:
+    return LoopedRMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_affine)
+
+
+def linear(in_features: int, out_features: int, role: str, bias: bool = False) -> nn.Linear:
+    """A linear layer that tells the init schemes what it is for, see initialization.py."""
+    module = nn.Linear(in_features, out_features, bias=bias)
+    module.init_role = role
+    return module
+
+
+class AttentionSite:
+    """One cache slot of an attention layer: everything is the layer's but `layer_idx`.
+
+    Attention kernels with a cache of their own (continuous batching, serving engines) address it by
+    `module.layer_idx`. A looped layer fills one slot per loop, so it shows them one site per slot.
+    """
+
+    def __init__(self, attention: nn.Module, layer_idx: int):
+        self.attention = attention
+        self.layer_idx = layer_idx
+
+    def __getattr__(self, name):
+        if name == "attention":  # not yet set, e.g. while unpickling
+            raise AttributeError(name)
+        return getattr(self.attention, name)
+
+
+class LoopedAttention(nn.Module):
+    """Grouped-query or latent attention, whose queries may come from another state than its keys and values."""
+
+    def __init__(self, config, layer_idx: int, layer_type: str, value_embedding: bool):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx  # the first slot; the others are in `sites`
+        self.sites = {}
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
+
+        query_size = config.num_attention_heads * config.head_dim
+        key_value_size = config.num_key_value_heads * config.head_dim
+        bias, value_bias = config.attention_bias != "none", config.attention_bias == "qkv"
+        self.q_proj = linear(config.hidden_size, query_size, "input", bias)
+        if config.kv_latent_size is None:
+            self.kv_down_proj = None
+            key_value_input = config.hidden_size
+        else:
+            self.kv_down_proj = linear(config.hidden_size, config.kv_latent_size, "input")
+            self.kv_latent_norm = LoopedRMSNorm(config.kv_latent_size, config.rms_norm_eps, affine=False)
+            key_value_input = config.kv_latent_size
+        self.k_proj = linear(key_value_input, key_value_size, "input", bias)
+        self.v_proj = linear(key_value_input, key_value_size, "input", value_bias)
+        self.o_proj = linear(query_size, config.hidden_size, "output")
+
+        self.qk_norm = config.qk_norm
+        if self.qk_norm == "learned":
+            self.q_norm = LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
+        elif self.qk_norm == "free":
+            self.free_norm = LoopedRMSNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
+
+        if value_embedding:
+            channels = min(VALUE_GATE_CHANNELS, config.hidden_size)
+            self.value_gate = linear(channels, config.num_key_value_heads, "value_gate")
+
+    def site(self, slot: int) -> AttentionSite:
+        if slot not in self.sites:
+            self.sites[slot] = AttentionSite(self, slot)
+        return self.sites[slot]
+
+    def heads(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [rows, length, hidden]: keys and values
+        query_states: torch.Tensor,  # the same, or another state of that shape: queries
+        slot: int,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        source = hidden_states
+        if self.kv_down_proj is not None:
+            source = self.kv_latent_norm(self.kv_down_proj(hidden_states))
+        queries = self.heads(self.q_proj(query_states))
+        keys = self.heads(self.k_proj(source))
+        values = self.heads(self.v_proj(source))
+        if value_embedding is not None:
+            gate = 2 * torch.sigmoid(self.value_gate(hidden_states[..., : self.value_gate.in_features]))
+            values = values + gate.transpose(1, 2).unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
+
+        if self.qk_norm == "learned":
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if position_embeddings is not None:
+            queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        if self.qk_norm == "free":
+            queries, keys = self.free_norm(queries), self.free_norm(keys)
+
+        site = self
+        if past_key_values is not None:
+            site = self.site(slot)
+            keys, values = past_key_values.update(keys, values, slot)
+        elif "cache" in kwargs:  # continuous batching: the kernel updates its paged cache at site.layer_idx
+            site = self.site(slot)
+
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attention_interface(
+            site,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+
+
+class LoopedMLP(nn.Module):
+    """down(scale * act(gate x) * up x), or down(scale * act(up x)) without a gate."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.scale = config.mlp_activation_scale
+        self.activation = ACT2FN[config.hidden_act]
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size, "input") if config.mlp_gated else None
+        self.up_proj = linear(config.hidden_size, config.intermediate_size, "input")
+        self.down_proj = linear(config.intermediate_size, config.hidden_size, "output")
+
+    def forward(self, x):
+        if self.gate_proj is None:
+            x = self.activation(self.up_proj(x))
+        else:
+            x = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(x if self.scale == 1 else x * self.scale)
+
+
+class LoopedBlock(GradientCheckpointingLayer):
+    """Attention and MLP around the residual stream, in one of three arrangements (eps is the residual scale):
+
+    pre                 x += eps * f(norm_in x)
+    branch_sandwich     x += eps * norm_out(f(norm_in x))
+    residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
+    """
+
+    def __init__(self, config, layer_idx: int, layer_type: str, value_embedding: bool):
+        super().__init__()
+        self.layer_type = layer_type
+        self.arrangement = config.block_norm
+        self.self_attn = LoopedAttention(config, layer_idx, layer_type, value_embedding)
+        self.mlp = LoopedMLP(config)
+        self.input_layernorm = block_norm(config)
+        self.post_attention_layernorm = block_norm(config)
+        if self.arrangement != "pre":
+            self.attention_output_norm = block_norm(config)
+            self.mlp_output_norm = block_norm(config)
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
+        residual_scale: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
+        **kwargs,
+    ) -> torch.Tensor:
+        keys_from = self.input_layernorm(hidden_states)
+        queries_from = keys_from if query_states is None else self.input_layernorm(query_states)
+        branch, _ = self.self_attn(keys_from, queries_from, **kwargs)
+        hidden_states = self.join(hidden_states, branch, residual_scale, "attention_output_norm")
+        branch = self.mlp(self.post_attention_layernorm(hidden_states))
+        return self.join(hidden_states, branch, residual_scale, "mlp_output_norm")
+
+    def join(self, stream, branch, scale, norm_name):
+        if self.arrangement == "branch_sandwich":
+            branch = getattr(self, norm_name)(branch)
+        branch = self.dropout(branch)
+        stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
+        return getattr(self, norm_name)(stream) if self.arrangement == "residual_sandwich" else stream

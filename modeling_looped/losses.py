@@ -1,0 +1,202 @@
+"""Losses over loops, without ever holding the logits of more than a chunk of tokens.
+
+Every objective here is a sum over loops k and labelled tokens i of w_ki CE_ki, divided by the number of labelled tokens
+(or by the Trainer's `num_items_in_batch`):
+
+terminal        w = 1 at a row's last loop
+per_loop        w = 1 / K
+exit_weighted   w = p_ki, the exit distribution; minus beta times its entropy (Ouro, stage I)
+gate            no CE gradient: the gate learns to continue where the last loop still helped (Ouro, stage II)
+
+and norm_penalty adds the mean of H_k^2 over loops, tokens and channels. Tokens without a label are in no sum and in no
+denominator.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+
+IGNORE_INDEX = -100
+LOGITS_PER_CHUNK = 2**25
+GATE_SHARPNESS, GATE_THRESHOLD = 50.0, 0.005  # Ouro, stage II
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def shift(labels: torch.Tensor) -> torch.Tensor:
+    """Label of position i is the token at i + 1; the last position has none."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+
+
+def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -> torch.Tensor:
+    """log p_t = log lambda_t + sum_{j<t} log(1 - lambda_j), lambda = sigmoid(gate); the last loop takes the remainder.
+
+    gates: [loops, ...]; last_loop: index of each element's last loop. -inf beyond it. In logs, because in half
+    precision sigmoid rounds to 1, and a sum of probabilities may end below 1.
+    """
+    gates = at_least_fp32(gates)
+    loops = torch.arange(len(gates), device=gates.device).view(-1, *[1] * (gates.ndim - 1))
+    stay = F.logsigmoid(-gates)
+    survived = stay.cumsum(0) - stay
+    log_p = torch.where(loops == last_loop, survived, survived + F.logsigmoid(gates))
+    return log_p.masked_fill(loops > last_loop, float("-inf"))
+
+
+class _WeightedCrossEntropy(torch.autograd.Function):
+    """sum w_ki CE_ki, and the CE_ki. Each chunk's gradients are taken as soon as its logits exist, then these are freed:
+    one matrix product less than recomputing them in the backward pass, and no [tokens, vocabulary] tensor in between."""
+
+    @staticmethod
+    def forward(ctx, decode, num_states, chunk_size, positions, labels, weights, active, *tensors):
+        states, parameters = tensors[:num_states], tensors[num_states:]
+        needed = ctx.needs_input_grad[-len(tensors) :]
+        trained = [p for p, need in zip(parameters, needed[num_states:]) if need]
+        accumulators = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        losses = torch.zeros_like(weights)
+        state_gradients = []
+        for k, state in enumerate(states):
+            gradient = torch.zeros_like(state) if needed[k] else None
+            tokens = torch.arange(len(labels), device=labels.device) if active is None else active[k].nonzero()[:, 0]
+            for chunk in tokens.split(chunk_size):
+                with torch.set_grad_enabled(gradient is not None or bool(trained)):
+                    hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
+                    ce = F.cross_entropy(at_least_fp32(decode(hidden, k)), labels[chunk], reduction="none")
+                    wanted = ([hidden] if gradient is not None else []) + trained
+                    total = (ce * weights[k, chunk].detach()).sum()
+                losses[k, chunk] = ce.detach().to(losses.dtype)
+                if not wanted:
+                    continue
+                found = list(torch.autograd.grad(total, wanted, allow_unused=True))
+                if gradient is not None:
+                    gradient.flatten(0, 1).index_copy_(0, positions[chunk], found.pop(0).to(gradient.dtype))
+                for accumulator, part in zip(accumulators, found):
+                    if part is not None:
+                        accumulator += part
+            state_gradients.append(gradient)
+        found = iter(accumulators)
+        parameter_gradients = [
+            next(found).to(p.dtype) if need else None for p, need in zip(parameters, needed[num_states:])
+        ]
+        ctx.save_for_backward(losses, *state_gradients, *parameter_gradients)
+        ctx.mark_non_differentiable(losses)
+        return (losses * weights).sum(), losses
+
+    @staticmethod
+    def backward(ctx, grad_total, _):
+        losses, *gradients = ctx.saved_tensors
+        scaled = [None if g is None else g * grad_total.to(g.dtype) for g in gradients]
+        return None, None, None, None, None, losses * grad_total, None, *scaled
+
+
+def weighted_cross_entropy(
+    decode: Callable,  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
+    parameters: list[torch.Tensor],  # what `decode` reads
+    states: list[torch.Tensor],  # per loop [batch, length, d]
+    positions: torch.Tensor,  # [tokens] labelled positions in batch * length
+    labels: torch.Tensor,  # [tokens]
+    weights: torch.Tensor,  # [loops, tokens]
+    active: torch.Tensor | None,  # [loops, tokens] where a loop was run; None if everywhere
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
+    if torch.compiler.is_compiling():
+        losses = torch.stack(
+            [
+                F.cross_entropy(
+                    at_least_fp32(decode(state.flatten(0, 1)[positions], k)),
+                    labels,
+                    reduction="none",
+                    ignore_index=IGNORE_INDEX,
+                )
+                for k, state in enumerate(states)
+            ]
+        )
+        return (losses * weights).sum(), losses.detach()
+    chunk_size = max(1, LOGITS_PER_CHUNK // vocab_size)
+    return _WeightedCrossEntropy.apply(
+        decode, len(states), chunk_size, positions, labels, weights, active, *states, *parameters
+    )
+
+
+def loop_loss(
+    config,
+    decode: Callable,
+    parameters: list[torch.Tensor],
+    readouts: list[torch.Tensor],  # what decode reads, per loop, or of the last loop alone for the terminal loss
+    states: list[torch.Tensor] | None,  # H_k, for the norm penalty
+    gates: torch.Tensor | None,  # gate logits [loops, batch, length]
+    depths: list[int],  # per row
+    labels: torch.Tensor,  # [batch, length], already shifted
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The configured loss, and the mean cross-entropy at each of the given readouts (without gradients)."""
+    flat = labels.reshape(-1).to(readouts[0].device)
+    if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
+        positions, labelled = torch.arange(len(flat), device=flat.device), (flat != IGNORE_INDEX).float()
+    else:
+        positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        labelled = torch.ones(len(positions), device=flat.device)
+    targets = flat[positions]
+    count = labelled.sum().clamp(min=1)
+    items = count if num_items_in_batch is None else num_items_in_batch
+    items = items.to(flat.device) if torch.is_tensor(items) else items
+
+    depth = torch.tensor(depths, device=flat.device).repeat_interleave(labels.shape[1])[positions]  # of each token
+    loops = torch.arange(max(depths), device=flat.device)[:, None]
+    active = (loops < depth) * labelled
+    mixed = min(depths) != max(depths)
+    wide = torch.promote_types(readouts[0].dtype, torch.float32)
+
+    extra = torch.zeros((), device=flat.device, dtype=wide)
+    if gates is not None:
+        gates = gates.flatten(1)[:, positions]
+    if config.loop_loss == "terminal":
+        weights = labelled[None].to(wide)
+        active, mixed = weights, False
+    elif config.loop_loss == "per_loop":
+        weights = (active / depth).to(wide)
+    elif config.loop_loss == "exit_weighted":
+        log_p = exit_log_probabilities(gates, depth - 1)
+        probability = log_p.exp() * labelled
+        weights = probability.to(wide)
+        entropy = -(probability * log_p.masked_fill(loops >= depth, 0.0)).sum()
+        extra = extra - config.exit_entropy_weight * entropy
+    else:  # gate
+        weights = torch.zeros_like(active, dtype=wide)
+        readouts, parameters = [state.detach() for state in readouts], [p.detach() for p in parameters]
+
+    total, losses = weighted_cross_entropy(
+        decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size
+    )
+    if config.loop_loss == "gate":
+        extra = extra + gate_loss(gates, losses, active, depth)
+    if config.norm_penalty:
+        extra = extra + config.norm_penalty * squared_norm(states, positions, depth, labelled)
+    with torch.no_grad():
+        means = (losses * (active > 0)).sum(1) / (active > 0).sum(1).clamp(min=1)
+    return (total + extra) / items, means
+
+
+def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+    """Ouro's stage II: binary cross-entropy of 1 - lambda_t, for t >= 2, against a soft label of how much loop t helped.
+
+    The mean over a token's loops t = 2..K, summed over tokens.
+    """
+    improvement = (losses[:-1] - losses[1:]).clamp(min=0)
+    proceed = torch.sigmoid(GATE_SHARPNESS * (improvement - GATE_THRESHOLD))
+    gates = at_least_fp32(gates)[1:]
+    entropy = -(proceed * F.logsigmoid(-gates) + (1 - proceed) * F.logsigmoid(gates))
+    return (entropy * active[1:] / (depth - 1).clamp(min=1)).sum()
+
+
+def squared_norm(states: list[torch.Tensor], positions, depth, labelled) -> torch.Tensor:
+    """K^-1 sum_k mean_channels(H_k^2), summed over labelled tokens."""
+    total = torch.zeros((), device=positions.device, dtype=torch.promote_types(states[0].dtype, torch.float32))
+    for loop, state in enumerate(states):
+        square = at_least_fp32(state).square().mean(-1).flatten()[positions]
+        total = total + (square * (loop < depth) * labelled / depth).sum()
+    return total

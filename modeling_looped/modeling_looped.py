@@ -1,0 +1,630 @@
+# Copyright 2026 The Looped authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Looped language models: a decoder that applies the same block of layers `num_loops` times.
+
+`LoopedModel.forward` is the model, and its method `loop` is the loop. The other files each hold one idea: layers
+(a block), injection (how a loop starts), depth (which rows run), cache (keys and values under a loop), losses.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache import CacheView, view_for_pass
+from .configuration_looped import LoopedConfig
+from .depth import DepthPlan, plan_depths
+from .generation import LoopedGenerationMixin
+from .initialization import init_module
+from .injection import INJECTIONS
+from .layers import LoopedAttention, LoopedBlock, LoopedRMSNorm, LoopedRotaryEmbedding, block_norm, linear
+from .loading import StrictLoadingMixin
+from .losses import at_least_fp32, exit_log_probabilities, loop_loss, shift
+from .optimization import parameter_groups
+from .slots import coda_slot, core_slot, prelude_slot, structural_layer_types
+
+
+@dataclass
+class LoopedModelOutputWithPast(BaseModelOutputWithPast):
+    """
+    loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops keeps its last.
+    loop_readout_states: what the readout norm reads at every loop: H_k, or what the coda makes of it.
+    """
+
+    loop_hidden_states: tuple[torch.Tensor, ...] | None = None
+    loop_readout_states: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """
+    loop_hidden_states: as in LoopedModelOutputWithPast.
+    loop_logits: logits after every loop, [batch, length, vocabulary] each.
+    exit_probabilities: p(exit at loop k), [batch, length, loops].
+    loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients.
+    """
+
+    loop_hidden_states: tuple[torch.Tensor, ...] | None = None
+    loop_logits: tuple[torch.Tensor, ...] | None = None
+    exit_probabilities: torch.Tensor | None = None
+    loop_losses: torch.Tensor | None = None
+
+
+class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
+    config: LoopedConfig
+    config_class = LoopedConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LoopedBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": LoopedBlock, "attentions": LoopedAttention}
+
+    def __init__(self, config, *args, **kwargs):
+        config.validate()  # fields may have been assigned since it was made
+        super().__init__(config, *args, **kwargs)
+
+    def _init_weights(self, module):
+        if isinstance(module, LoopDamping):
+            module.reset_parameters()
+        elif not init_module(module, self.config):
+            super()._init_weights(module)
+
+
+class LoopDamping(nn.Module):
+    """h * sigmoid(a) with one learned scalar a."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.logit = nn.Parameter(torch.full((1,), 2.0))
+
+    def reset_parameters(self):
+        nn.init.constant_(self.logit, 2.0)
+
+    def forward(self, state):
+        return state * torch.sigmoid(self.logit).to(state.dtype)
+
+
+def readout_norm(config) -> nn.Module | None:
+    if config.readout_norm == "none":
+        return None
+    if config.readout_norm == "layernorm":
+        return nn.LayerNorm(config.hidden_size, config.rms_norm_eps, elementwise_affine=config.norm_affine)
+    return block_norm(config)
+
+
+class LoopedModel(LoopedPreTrainedModel):
+    """Embedding, prelude, the loop, coda and readout norm."""
+
+    def __init__(self, config: LoopedConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens.init_role = "embedding"
+        if config.position_embedding == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            self.embed_positions.init_role = "position"
+        else:
+            self.rotary_emb = LoopedRotaryEmbedding(config)
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+
+        prelude, core, coda = structural_layer_types(config)
+        self.prelude = self._blocks(prelude, first_layer=0, first_slot=prelude_slot(config, 0))
+        self.core = self._blocks(core, first_layer=len(prelude), first_slot=core_slot(config, 0, 0))
+        self.coda = self._blocks(coda, first_layer=len(prelude + core), first_slot=coda_slot(config, 0))
+        if config.value_embeddings:
+            self.value_embeds = nn.ModuleDict()
+            for layer in filter(self._has_value_embedding, range(config.num_layers)):
+                table = nn.Embedding(config.vocab_size, config.num_key_value_heads * config.head_dim)
+                table.init_role = "value_table"
+                self.value_embeds[str(layer)] = table
+
+        self.prelude_norm = block_norm(config) if config.prelude_norm else None
+        self.injection = INJECTIONS[config.injection](config)
+        self.inter_loop_norm = block_norm(config) if config.inter_loop_norm == "own" else None
+        self.damping = LoopDamping(config) if config.loop_damping else None
+        self.coda_proj = (
+            linear(config.hidden_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
+        )
+        self.norm = readout_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _has_value_embedding(self, layer: int) -> bool:
+        """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
+        return self.config.value_embeddings and layer % 2 == (self.config.num_layers - 1) % 2
+
+    def _blocks(self, layer_types: list[str], first_layer: int, first_slot: int) -> nn.ModuleList:
+        return nn.ModuleList(
+            LoopedBlock(self.config, first_slot + i, layer_type, self._has_value_embedding(first_layer + i))
+            for i, layer_type in enumerate(layer_types)
+        )
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        num_loops: int | list[int] | torch.LongTensor | None = None,
+        backprop_loops: int | None = None,
+        initial_state: torch.FloatTensor | None = None,
+        output_loop_hidden_states: bool = False,
+        output_loop_readout_states: bool = False,
+        **kwargs,
+    ) -> LoopedModelOutputWithPast:
+        r"""
+        num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
+        backprop_loops: gradients flow through each row's last so many loops; the states before them are constants.
+        initial_state: h_0, [batch, length, hidden], where `state_init` is "normal".
+        output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        elif self.config.value_embeddings:
+            raise ValueError("value_embeddings are looked up by token: pass input_ids instead of inputs_embeds")
+        batch_size, length = inputs_embeds.shape[:2]
+        plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)
+        every_loop = output_loop_hidden_states or output_loop_readout_states
+        self._check_pass(plan, inputs_embeds, initial_state, every_loop, kwargs)
+
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        view = view_for_pass(past_key_values, self.config, plan)
+        if position_ids is None:
+            position_ids = self._positions(inputs_embeds, attention_mask, past_key_values)
+        # from here to the end of the loop, rows are sorted by depth
+        inputs_embeds, attention_mask, position_ids, initial_state, input_ids = (
+            plan.sort(tensor) for tensor in (inputs_embeds, attention_mask, position_ids, initial_state, input_ids)
+        )
+        masks = self._masks(attention_mask, inputs_embeds, past_key_values, position_ids, plan)
+
+        x = inputs_embeds if self.config.embedding_scale == 1 else inputs_embeds * self.config.embedding_scale
+        position_embeddings = None
+        if self.config.position_embedding == "learned":
+            x = x + self.embed_positions(position_ids)
+        else:
+            position_embeddings = self.rotary_emb(x, position_ids=position_ids)
+        x = self.embedding_dropout(x)
+
+        shared = {
+            "masks": masks,
+            "position_embeddings": position_embeddings,
+            "value_embeddings": {layer: table(input_ids) for layer, table in self._value_tables()},
+            "past_key_values": view,
+            "position_ids": position_ids,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        for layer, block in enumerate(self.prelude):
+            x = self.run_block(block, x, layer, prelude_slot(self.config, layer), self.config.residual_factor(1), shared)
+        embedded = x if self.prelude_norm is None else self.prelude_norm(x)
+
+        final, ticks = self.loop(embedded, self.initial_state(embedded, initial_state), plan, every_loop, shared)
+
+        loop_hidden_states = plan.spread(ticks) if output_loop_hidden_states else None
+        loop_readout_states = None
+        if output_loop_readout_states:
+            loop_readout_states = plan.spread([self.run_coda(state, shared) for state in ticks])
+            final = loop_readout_states[-1]
+        else:
+            final = plan.unsort(self.run_coda(final, shared))
+        if isinstance(view, CacheView):
+            view.finish()
+        return LoopedModelOutputWithPast(
+            last_hidden_state=self.readout(final, plan.depths),
+            past_key_values=past_key_values,
+            loop_hidden_states=loop_hidden_states,
+            loop_readout_states=loop_readout_states,
+        )
+
+    def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, shared: dict):
+        """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
+        scale = self._residual_scale(plan, embedded)
+        running, finished, ticks = state[: plan.ticks[0].rows], [], []
+        for tick in plan.ticks:
+            with nullcontext() if tick.has_gradient else torch.no_grad():
+                if len(running) < tick.rows:  # rows that join now
+                    running = torch.cat([running, state[len(running) : tick.rows]])
+                rows = slice(tick.rows)
+                first = self._at_first_loop(tick, embedded)
+                x = self.injection.enter(running, embedded[rows])
+                for layer, block in enumerate(self.core):
+                    x, queries = self.injection.before_layer(layer, x, running, first)
+                    # rows of mixed depth that end together have no cache, so their slot does not matter
+                    slot = core_slot(self.config, tick.loop if isinstance(tick.loop, int) else 0, layer)
+                    row_scale = scale if isinstance(scale, float) else scale[rows]
+                    x = self.run_block(
+                        block, x, len(self.prelude) + layer, slot, row_scale, shared, queries, rows=tick.rows
+                    )
+                if every_loop:
+                    ticks.append(x)
+                if tick.next_rows < tick.rows:
+                    finished.append(x[tick.next_rows :])
+                if tick.next_rows:
+                    running = self.between(x[: tick.next_rows])
+        return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), ticks
+
+    def between(self, state):
+        """What the next loop starts from."""
+        if self.config.inter_loop_norm == "shared":
+            state = self.norm(state)
+        elif self.inter_loop_norm is not None:
+            state = self.inter_loop_norm(state)
+        return state if self.damping is None else self.damping(state)
+
+    def run_block(self, block, x, layer: int, slot: int, scale, shared: dict, query_states=None, rows=None):
+        """One layer on the first `rows` rows of the batch."""
+        value_embedding = shared["value_embeddings"].get(layer)
+        mask, position_embeddings = shared["masks"][block.layer_type], shared["position_embeddings"]
+        if rows is not None and rows < len(shared["position_ids"]):
+            mask = mask[:rows] if mask is not None and len(mask) > 1 else mask
+            value_embedding = None if value_embedding is None else value_embedding[:rows]
+            if position_embeddings is not None:
+                position_embeddings = tuple(table[:rows] for table in position_embeddings)
+        passed_on = {key: shared[key] for key in shared if key not in ("masks", "value_embeddings")}
+        passed_on["position_embeddings"] = position_embeddings
+        return block(
+            x, query_states, scale, slot=slot, attention_mask=mask, value_embedding=value_embedding, **passed_on
+        )
+
+    def run_coda(self, state, shared: dict):
+        """From H to what the readout norm reads."""
+        if self.config.coda_input == "norm":
+            state = self.norm(state)
+        elif self.coda_proj is not None:
+            state = self.coda_proj(state)
+        for i, block in enumerate(self.coda):
+            layer = len(self.prelude) + len(self.core) + i
+            scale = self.config.residual_factor(1)
+            state = self.run_block(
+                block, state, layer, coda_slot(self.config, i), scale, shared, rows=len(state)
+            )
+        return state
+
+    def readout(self, x, depth: int | list[int]):
+        """The readout norm at loop `depth` (an int, or one per row of `x`). "final_only" is raw below the trained depth."""
+        if self.norm is None:
+            return x
+        if self.config.readout_norm == "final_only":
+            depths = [depth] if isinstance(depth, int) else depth
+            normed = [d >= self.config.num_loops for d in depths]
+            if not any(normed):
+                return x
+            if not all(normed):
+                return torch.where(torch.tensor(normed, device=x.device)[:, None, None], self.norm(x), x)
+        return self.norm(x)
+
+    def initial_state(self, embedded, given: torch.Tensor | None):
+        if given is not None:
+            return given.to(embedded.dtype)
+        return embedded if self.config.state_init == "embedding" else torch.zeros_like(embedded)
+
+    def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
+        """Noise for `initial_state`, cut at three standard deviations. The model itself never draws any."""
+        self._check_takes_initial_state()
+        std = self.config.state_init_std
+        if std is None:
+            std = (2 / (5 * self.config.hidden_size)) ** 0.5 * self.config.embedding_scale
+        state = torch.empty(batch_size, length, self.config.hidden_size, device=generator.device if generator else None)
+        return nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+    def _value_tables(self):
+        if not self.config.value_embeddings:
+            return []
+        return [(int(layer), table) for layer, table in self.value_embeds.items()]
+
+    def _residual_scale(self, plan: DepthPlan, like: torch.Tensor) -> float | torch.Tensor:
+        """eps of the core: one number, or [rows, 1, 1] where it follows each row's own depth."""
+        if self.config.residual_depth == "trained":
+            return self.config.residual_factor(self.config.num_loops)
+        factors = [self.config.residual_factor(depth) for depth in sorted(plan.depths, reverse=True)]
+        if not plan.is_mixed:
+            return factors[0]
+        return torch.tensor(factors, device=like.device, dtype=like.dtype)[:, None, None]
+
+    def _at_first_loop(self, tick, like: torch.Tensor) -> bool | torch.Tensor:
+        if isinstance(tick.loop, int):
+            return tick.loop == 0
+        return torch.tensor([loop == 0 for loop in tick.loop], device=like.device)[:, None, None]
+
+    def _positions(self, inputs_embeds, attention_mask, past_key_values):
+        """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""
+        length = inputs_embeds.shape[1]
+        if (
+            self.config.position_embedding == "learned"
+            and torch.is_tensor(attention_mask)
+            and attention_mask.ndim == 2
+        ):
+            return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
+
+    def _masks(self, attention_mask, inputs_embeds, past_key_values, position_ids, plan: DepthPlan) -> dict:
+        if isinstance(attention_mask, dict):  # prepared by generate
+            return {layer_type: plan.sort(mask) for layer_type, mask in attention_mask.items()}
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        masks = {"full_attention": create_causal_mask(**arguments)}
+        if self.config.window_pattern is not None:
+            masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
+        return masks
+
+    def _check_takes_initial_state(self):
+        if self.config.state_init != "normal":
+            raise ValueError(
+                f"initial_state is for models with state_init='normal'; this one starts from {self.config.state_init!r}"
+            )
+
+    def _check_pass(self, plan: DepthPlan, inputs_embeds, initial_state, every_loop: bool, kwargs: dict):
+        length = inputs_embeds.shape[1]
+        if self.config.position_embedding == "learned" and length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{length} tokens are more than the {self.config.max_position_embeddings} learned positions of this model "
+                "(max_position_embeddings)"
+            )
+        if initial_state is not None:
+            self._check_takes_initial_state()
+            if initial_state.shape != inputs_embeds.shape:
+                raise ValueError(
+                    f"initial_state has shape {tuple(initial_state.shape)}, but the embedded input is "
+                    f"{tuple(inputs_embeds.shape)}; they must be equal"
+                )
+        if every_loop and self.config.residual_depth == "run":
+            raise ValueError(
+                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states and logits "
+                "of every loop mean nothing; run each depth by itself"
+            )
+        if plan.is_mixed and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
+            raise ValueError(
+                f"output_hidden_states and output_attentions need one depth for all rows, got {plan.depths}; "
+                "use output_loop_hidden_states, or run rows of one depth together"
+            )
+
+
+class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: LoopedConfig):
+        super().__init__(config)
+        self.model = LoopedModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
+        self.exit_gate = linear(config.hidden_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_loops: int | list[int] | torch.LongTensor | None = None,
+        backprop_loops: int | None = None,
+        initial_state: torch.FloatTensor | None = None,
+        output_logits: bool = True,
+        output_loop_hidden_states: bool = False,
+        output_loop_logits: bool = False,
+        output_exit_probabilities: bool = False,
+        shift_labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> LoopedCausalLMOutputWithPast:
+        r"""
+        num_loops, backprop_loops, initial_state, output_loop_hidden_states: as in `LoopedModel`.
+        labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
+        output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
+        output_loop_logits: the logits after every loop, from this one pass.
+        output_exit_probabilities: the exit distribution of the gate.
+        """
+        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        labels = self._shifted_labels(labels, shift_labels, shape)
+        has_loss = labels is not None
+        all_readouts = output_loop_logits or (has_loss and self.config.loop_loss != "terminal")
+        all_gates = output_exit_probabilities or (has_loss and self.config.loop_loss in ("exit_weighted", "gate"))
+        all_states = output_loop_hidden_states or all_gates or (has_loss and self.config.norm_penalty > 0)
+        self._check_outputs(output_loop_logits, output_exit_probabilities, past_key_values, use_cache)
+
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            num_loops=num_loops,
+            backprop_loops=backprop_loops,
+            initial_state=initial_state,
+            output_loop_hidden_states=all_states,
+            output_loop_readout_states=all_readouts,
+            **kwargs,
+        )
+        states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
+        gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
+        batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
+
+        loss, loop_losses = None, None
+        if has_loss and logits is not None and self._has_plain_loss(logits, labels):
+            loss = self.loss_function(
+                logits=logits,
+                labels=None,
+                shift_labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        elif has_loss:
+            loss, loop_losses = loop_loss(
+                self.config,
+                self.decode if all_readouts else lambda hidden, _: self.logits(hidden),
+                self._decode_parameters(with_norm=all_readouts),
+                readouts if all_readouts else [outputs.last_hidden_state],
+                states,
+                gates,
+                batch_depths,
+                labels,
+                num_items_in_batch,
+            )
+        loop_logits = None
+        if output_loop_logits:
+            loop_logits = tuple(self.decode(state[:, keep], k, batch_depths) for k, state in enumerate(readouts))
+        exit_probabilities = None
+        if output_exit_probabilities:
+            last_loop = torch.tensor(batch_depths, device=gates.device)[:, None] - 1
+            exit_probabilities = exit_log_probabilities(gates, last_loop).exp().movedim(0, -1)
+        return LoopedCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            loop_hidden_states=states if output_loop_hidden_states else None,
+            loop_logits=loop_logits,
+            exit_probabilities=exit_probabilities,
+            loop_losses=loop_losses,
+        )
+
+    def logits(self, hidden_states):
+        """From normed states to logits."""
+        logits = self.lm_head(hidden_states)
+        if self.config.logit_softcap is None:
+            return logits
+        cap = self.config.logit_softcap
+        return (cap * torch.tanh(at_least_fp32(logits) / cap)).to(logits.dtype)
+
+    def decode(self, readout_states, loop: int, depths: list[int] | None = None):
+        """From what the readout norm reads after loop index `loop` to logits; a row of less depth stays at its last."""
+        depth = loop + 1 if depths is None else [min(loop + 1, depth) for depth in depths]
+        return self.logits(self.model.readout(readout_states, depth))
+
+    def gate(self, state):
+        """Gate logit of H: [batch, length]."""
+        if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
+            state = state.detach()
+        if self.config.exit_gate == "normed":
+            state = self.model.norm(state)
+        return self.exit_gate(state).squeeze(-1)
+
+    def parameter_groups(self, lr: float, weight_decay: float = 0.0, eps: float = 1e-8, keep_decay_product=False):
+        """Optimizer groups under which rates transfer over depth, see optimization.py."""
+        return parameter_groups(self, lr, weight_decay, eps, keep_decay_product)
+
+    def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
+        return self.model.sample_initial_state(batch_size, length, generator)
+
+    def _has_plain_loss(self, logits, labels) -> bool:
+        """Whether the loss is that of any causal LM, on logits that are there anyway."""
+        return self.config.loop_loss == "terminal" and not self.config.norm_penalty and logits.shape[:2] == labels.shape
+
+    def _decode_parameters(self, with_norm: bool) -> list[torch.Tensor]:
+        parameters = list(self.lm_head.parameters())
+        if with_norm and self.model.norm is not None:
+            parameters += list(self.model.norm.parameters())
+        return parameters
+
+    def _shifted_labels(self, labels, shift_labels, shape):
+        if labels is None and shift_labels is None:
+            return None
+        given = labels if shift_labels is None else shift_labels
+        if given.shape != shape:
+            raise ValueError(
+                f"labels have shape {tuple(given.shape)}, but the input is {tuple(shape)}: pass one label per token, "
+                "unshifted, with -100 where there is nothing to learn"
+            )
+        return shift(labels) if shift_labels is None else shift_labels
+
+    def _check_outputs(self, loop_logits: bool, exit_probabilities: bool, past_key_values, use_cache):
+        if exit_probabilities and self.exit_gate is None:
+            raise ValueError("output_exit_probabilities needs an exit gate, but this model has exit_gate='none'")
+        # use_cache alone, as it is by default, makes no demand: the cache of such a pass would be thrown away
+        if loop_logits and self.config.num_coda_layers and past_key_values is not None:
+            raise ValueError(
+                "output_loop_logits runs the coda after every loop, and its keys and values of which loop should the cache "
+                "keep? Run without past_key_values."
+            )
+
+
+class _LoopedClassifier:
+    """The heads of transformers on our trunk; the trunk is built here because AutoModel does not know remote code."""
+
+    def _build(self, config, **heads: nn.Module):
+        LoopedPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LoopedModel(config)
+        for name, head in heads.items():
+            setattr(self, name, head)
+        self.post_init()
+
+
+class LoopedForSequenceClassification(_LoopedClassifier, GenericForSequenceClassification, LoopedPreTrainedModel):
+    def __init__(self, config: LoopedConfig):
+        self._build(config, score=nn.Linear(config.hidden_size, config.num_labels, bias=False))
+
+
+class LoopedForTokenClassification(_LoopedClassifier, GenericForTokenClassification, LoopedPreTrainedModel):
+    def __init__(self, config: LoopedConfig):
+        dropout = 0.1 if config.classifier_dropout is None else config.classifier_dropout
+        self._build(
+            config, dropout=nn.Dropout(dropout), score=nn.Linear(config.hidden_size, config.num_labels)
+        )
+
+
+class LoopedForQuestionAnswering(_LoopedClassifier, GenericForQuestionAnswering, LoopedPreTrainedModel):
+    def __init__(self, config: LoopedConfig):
+        self._build(config, qa_outputs=nn.Linear(config.hidden_size, 2))
+
+
+__all__ = [
+    "LoopedForCausalLM",
+    "LoopedForQuestionAnswering",
+    "LoopedForSequenceClassification",
+    "LoopedForTokenClassification",
+    "LoopedModel",
+    "LoopedPreTrainedModel",
+]

@@ -1,0 +1,38 @@
+"""Optimizer groups under which hyperparameters transfer over depth (residual scaling, appendix 8.2)."""
+
+from torch import nn
+
+
+def parameter_groups(
+    model: nn.Module, lr: float, weight_decay: float = 0.0, eps: float = 1e-8, keep_decay_product: bool = False
+) -> list[dict]:
+    """Groups for AdamW. With residual_scaling "factored", every parameter inside a block gets lr and eps times
+    m^(-1/2), m = L / residual_reference_layers; embeddings, head, final norm, gate and injection keep the base rate.
+    Nothing depends on the number of loops. Weight decay keeps its value, or with `keep_decay_product` the product
+    lr * weight_decay keeps its own (the workshop version).
+    """
+    config = model.config
+    factor = 1.0
+    if config.residual_scaling == "factored":
+        factor = (config.num_layers / config.residual_reference_layers) ** -0.5
+    trunk = getattr(model, model.base_model_prefix, model)
+    block_ids = {id(p) for section in (trunk.prelude, trunk.core, trunk.coda) for p in section.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    block_decay = weight_decay / factor if keep_decay_product else weight_decay
+    groups = [
+        {
+            "name": "base",
+            "params": [p for p in trained if id(p) not in block_ids],
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "eps": eps,
+        },
+        {
+            "name": "blocks",
+            "params": [p for p in trained if id(p) in block_ids],
+            "lr": lr * factor,
+            "weight_decay": block_decay,
+            "eps": eps * factor,
+        },
+    ]
+    return [group for group in groups if group["params"]]
