@@ -1,0 +1,295 @@
+"""What a recipe may say: one dataclass per section, filled from YAML and `key=value` arguments.
+
+A recipe holds only what differs from the defaults below, may start from another with `extends: other.yaml`, and an
+unknown key is an error that names the nearest known one. `model` holds a preset name and `LoopedConfig` fields.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from modeling_looped import LoopedConfig
+
+
+class RecipeError(ValueError):
+    """A recipe that can not be run as it is written."""
+
+
+@dataclass
+class DataConfig:
+    source: str = "embedded"  # embedded | a `datasets` name | a file, folder or glob of txt, jsonl or parquet
+    source_config: str | None = None  # configuration of a `datasets` name, e.g. sample-10BT
+    split: str = "train"
+    text_field: str = "text"
+    streaming: bool = False
+    max_documents: int | None = None
+    validation_source: str | None = None  # its own source; otherwise documents are held out of `source`
+    validation_split: str | None = None
+    validation_fraction: float = 0.01
+    tokenizer: str = "bpe"  # bpe | word: trained on the training documents; otherwise a name or folder
+    tokenizer_vocab_size: int = 32768
+    tokenizer_max_characters: int | None = None  # how much text a tokenizer is trained on
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    sequence_length: int = 1024
+    stride: int | None = None  # concatenate: distance between starts of rows; None is sequence_length
+    document_masking: bool = False  # position_ids restart at every document, so attention stays inside it
+    num_proc: int | None = None
+    cache_dir: str = ".shards"
+
+
+@dataclass
+class DepthConfig:
+    sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "fixed"
+    mean: float | None = None  # None is the model's num_loops
+    maximum: int | None = None
+    per: Literal["batch", "sequence"] = "batch"
+    backprop_loops: int | None = None  # gradients through the last so many loops; None is all
+    split: Literal["total", "prefix"] = "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
+
+
+@dataclass
+class OptimizerConfig:
+    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices of the blocks; the rest stays with AdamW
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    keep_decay_product: bool = False  # lr * weight_decay stays what it is at the base rate
+    embedding_lr: float | None = None
+    head_lr: float | None = None
+    reference_width: int | None = None  # embedding and head rates times sqrt(reference_width / hidden_size)
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    muon_momentum_start: float = 0.85
+    muon_momentum_steps: int = 300
+    muon_weight_decay: float = 0.0
+    muon_weight_decay_end: float | None = None  # reached linearly at the last step; None stays constant
+    clip: float | None = 1.0
+
+
+@dataclass
+class ScheduleConfig:
+    name: Literal["constant", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None  # wsd
+    decay_fraction: float | None = None  # wsd, of all steps
+    final_ratio: float = 0.0  # last rate over the base rate: cosine, wsd
+
+
+@dataclass
+class TrainingConfig:
+    output_dir: str = "runs/default"
+    seed: int = 0
+    # length of the run: the first that is set
+    steps: int | None = None
+    tokens: float | None = None
+    epochs: float | None = None
+    tokens_per_parameter: float | None = None  # parameters without the token embedding, as FLT counts
+    rows_per_step: int = 64  # sequences per optimizer step, over all processes
+    micro_batch_size: int = 8  # sequences per process and forward pass
+    compile: bool = False  # compile the blocks, once for all loops
+    gradient_checkpointing: bool = False
+    initialize_from: str | None = None  # a saved model to start from
+    freeze_all_but_gate: bool = False  # Ouro's stage II
+    save_every: int = 500
+    keep_last: int = 2
+    keep_best: bool = True
+    resume: bool = True  # continue from the newest whole checkpoint in output_dir
+    max_loss: float | None = None  # stop as diverged above this validation loss
+    push_to_hub: str | None = None
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = 250
+    rows: int = 128
+    loops: list[int] | None = None  # None: 1..num_loops, one pass for all
+
+
+@dataclass
+class LoggingConfig:
+    every: int = 10
+    monitor_every: int = 50  # residual norms, state change, first MLP gradient, spectral radius
+    trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, trackio
+    project: str = "looped"
+
+
+SECTIONS = {
+    "data": DataConfig,
+    "depth": DepthConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "training": TrainingConfig,
+    "evaluation": EvaluationConfig,
+    "logging": LoggingConfig,
+}
+
+
+@dataclass
+class Recipe:
+    model: dict = field(default_factory=dict)  # preset, and LoopedConfig fields
+    data: DataConfig = field(default_factory=DataConfig)
+    depth: DepthConfig = field(default_factory=DepthConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def model_config(self, **overrides) -> LoopedConfig:
+        """The model's config; `overrides` hold what only the tokenizer knows (vocab_size and special tokens)."""
+        fields = {**self.model, **overrides}
+        preset = fields.pop("preset", None)
+        return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+
+    def num_steps(self, num_parameters_without_embedding: int, num_rows: int | None = None) -> int:
+        training = self.training
+        tokens_per_step = training.rows_per_step * self.data.sequence_length
+        if training.steps is not None:
+            return training.steps
+        if training.tokens is not None:
+            return max(1, math.ceil(training.tokens / tokens_per_step))
+        if training.tokens_per_parameter is not None:
+            tokens = training.tokens_per_parameter * num_parameters_without_embedding
+            return max(1, math.ceil(tokens / tokens_per_step))
+        if training.epochs is not None:
+            if num_rows is None:
+                raise RecipeError("training.epochs needs prepared data to know how long an epoch is")
+            return max(1, math.ceil(training.epochs * num_rows / training.rows_per_step))
+        raise RecipeError("say how long to train: training.steps, tokens, tokens_per_parameter or epochs")
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+    def save(self, path: str | Path):
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+def load_recipe(path: str | Path, overrides: typing.Sequence[str] = ()) -> Recipe:
+    """A recipe from YAML, with `section.key=value` overrides (values are YAML too)."""
+    raw = _read(Path(path))
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot:
+            raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")
+        raw.setdefault(section, {})
+        if not isinstance(raw[section], dict):
+            raise RecipeError(f"section {section!r} must hold key: value pairs, got {raw[section]!r}")
+        raw[section][name] = _number(yaml.safe_load(value))
+    return recipe_from_dict(raw, str(path))
+
+
+def recipe_from_dict(raw: dict, where: str = "the recipe") -> Recipe:
+    _refuse_unknown(raw, ["model", *SECTIONS], where, "section")
+    recipe = Recipe(model=_model_fields(raw.get("model") or {}, where))
+    for name, section in SECTIONS.items():
+        values = raw.get(name) or {}
+        if not isinstance(values, dict):
+            raise RecipeError(f"{where}: section {name!r} must hold key: value pairs, got {values!r}")
+        hints = typing.get_type_hints(section)
+        _refuse_unknown(values, list(hints), where, f"key in {name}")
+        checked = {key: _checked(value, hints[key], f"{name}.{key}", where) for key, value in values.items()}
+        setattr(recipe, name, section(**checked))
+    _check_relations(recipe, where)
+    return recipe
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict:
+    if not path.is_file():
+        raise RecipeError(f"there is no recipe {path}")
+    if path.resolve() in seen:
+        raise RecipeError(f"{path} extends itself")
+    try:
+        raw = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} must hold sections (model, data, ...), got {raw!r}")
+    base = raw.pop("extends", None)
+    merged = _read(path.parent / base, (*seen, path.resolve())) if base else {}
+    for name, section in raw.items():
+        if isinstance(section, dict) and isinstance(merged.get(name), dict):
+            merged[name] = {**merged[name], **section}
+        else:
+            merged[name] = section
+    return merged
+
+
+def _model_fields(fields: dict, where: str) -> dict:
+    if not isinstance(fields, dict):
+        raise RecipeError(f"{where}: section 'model' must hold key: value pairs, got {fields!r}")
+    known = [f.name for f in dataclasses.fields(LoopedConfig)] + ["preset"]
+    _refuse_unknown(fields, known, where, "key in model")
+    return {key: _number(value) for key, value in fields.items()}
+
+
+def _refuse_unknown(given: dict, known: list[str], where: str, what: str):
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            raise RecipeError(f"{where}: unknown {what}: {key!r}; {advice}")
+
+
+def _number(value):
+    """YAML reads 3e-4 as text."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _checked(value, hint, key: str, where: str):
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        origin = typing.get_origin(option)
+        if option is type(None) and value is None:
+            return None
+        if origin is Literal and value in typing.get_args(option):
+            return value
+        if option is float and not isinstance(value, bool) and isinstance(_number(value), (int, float)):
+            return float(_number(value))
+        if option is int and not isinstance(value, bool):
+            number = _number(value)
+            if isinstance(number, int) or (isinstance(number, float) and number.is_integer()):
+                return int(number)
+        if origin is list and isinstance(value, list):
+            (item,) = typing.get_args(option)
+            return [_checked(element, item, key, where) for element in value]
+        if option in (str, bool) and isinstance(value, option):
+            return value
+    wanted = " or ".join(
+        f"one of {', '.join(map(str, typing.get_args(o)))}" if typing.get_origin(o) is Literal else getattr(o, "__name__", str(o))
+        for o in options
+        if o is not type(None)
+    )
+    raise RecipeError(f"{where}: {key} must be {wanted}, got {value!r}")
+
+
+def _check_relations(recipe: Recipe, where: str):
+    training, data, depth = recipe.training, recipe.data, recipe.depth
+    for name in ("rows_per_step", "micro_batch_size", "save_every", "keep_last"):
+        if getattr(training, name) < 1:
+            raise RecipeError(f"{where}: training.{name} must be at least 1, got {getattr(training, name)}")
+    if data.sequence_length < 2:
+        raise RecipeError(f"{where}: data.sequence_length must be at least 2, got {data.sequence_length}")
+    if not 0 < data.validation_fraction < 1:
+        raise RecipeError(f"{where}: data.validation_fraction must lie between 0 and 1, got {data.validation_fraction}")
+    if data.packing == "best_fit" and data.stride is not None:
+        raise RecipeError(f"{where}: data.stride={data.stride} is for packing 'concatenate'; best_fit has no stride")
+    if depth.sampler == "fixed" and depth.mean is not None:
+        raise RecipeError(f"{where}: depth.mean={depth.mean} needs a sampler that draws depths; set model.num_loops instead")
+    if depth.split == "prefix" and depth.backprop_loops is None:
+        raise RecipeError(f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops")
+    if recipe.schedule.name == "wsd" and (recipe.schedule.decay_steps is None) == (recipe.schedule.decay_fraction is None):
+        raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
