@@ -1,0 +1,1 @@
+"""Evaluation and measurements, run from a clone: `python -m eval.benchmark`."""

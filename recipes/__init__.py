@@ -1,0 +1,1 @@
+"""Training recipes, run from a clone: `python -m recipes.demo`."""

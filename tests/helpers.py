@@ -1,0 +1,43 @@
+"""Models small enough for a test, in which nothing is hidden by an initialisation that is zero, one or tiny."""
+
+import torch
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+
+
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_core_layers": 2,
+    "num_loops": 3,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # at this width 0.02 gives uniform attention, which forgives wrong masks and positions
+}
+
+
+def tiny_config(preset: str | None = None, **fields) -> LoopedConfig:
+    """A config of width 32 with 2 core layers and 3 loops, of a named system or of none; `fields` win."""
+    fields = {**TINY, **fields}
+    return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+
+
+@torch.no_grad()
+def shake(model: torch.nn.Module, std: float = 0.2, seed: int = 0) -> torch.nn.Module:
+    """Add noise to every parameter, so that zero outputs, unit norms and closed gates cannot hide a mistake."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += std * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model
+
+
+def tiny_model(model_class=LoopedForCausalLM, preset: str | None = None, **fields) -> torch.nn.Module:
+    """A seeded, shaken model in eval mode."""
+    torch.manual_seed(0)
+    return shake(model_class(tiny_config(preset, **fields))).eval()
+
+
+def random_ids(batch_size: int, length: int, vocab_size: int = TINY["vocab_size"], seed: int = 0) -> torch.LongTensor:
+    """Token ids without the special ones below 3."""
+    return torch.randint(3, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed))
