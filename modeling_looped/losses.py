@@ -29,7 +29,7 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 def shift(labels: torch.Tensor) -> torch.Tensor:
     """Label of position i is the token at i + 1; the last position has none."""
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -> torch.Tensor:
