@@ -1,14 +1,8 @@
 """Looped language models for transformers: one model family in which every published variant is a setting."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
+from .auto_classes import AUTO_CLASSES
 from .cache import LoopedCache
 from .configuration_looped import LoopedConfig, LoopedConfigError
 from .modeling_looped import (
@@ -23,12 +17,9 @@ from .modeling_looped import (
 
 __version__ = "0.1.0"
 
-AutoConfig.register("looped", LoopedConfig, exist_ok=True)
-AutoModel.register(LoopedConfig, LoopedModel, exist_ok=True)
-AutoModelForCausalLM.register(LoopedConfig, LoopedForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(LoopedConfig, LoopedForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(LoopedConfig, LoopedForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(LoopedConfig, LoopedForQuestionAnswering, exist_ok=True)
+transformers.AutoConfig.register("looped", LoopedConfig, exist_ok=True)
+for auto_name, model_class in AUTO_CLASSES.items():
+    getattr(transformers, auto_name).register(LoopedConfig, model_class, exist_ok=True)
 
 __all__ = [
     "LoopedCache",

@@ -116,6 +116,7 @@ class LoopedConfig(PreTrainedConfig):
     """
 
     model_type = "looped"
+    _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
     keys_to_ignore_at_inference = ["past_key_values"]
     base_model_tp_plan = {
         f"{section}.*.{name}": style
@@ -281,6 +282,15 @@ class LoopedConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "num_hidden_layers": self.num_hidden_layers}
+
+    def save_pretrained(self, *args, **kwargs):
+        """Writes the code beside config.json, so that the folder also opens where this package is not installed."""
+        # transformers copies the files that it finds imported in this one: with this import, all of the model
+        from .auto_classes import auto_map
+
+        if type(self) is LoopedConfig:  # a subclass has models of its own
+            self.auto_map = {**(getattr(self, "auto_map", None) or {}), **auto_map()}
+        super().save_pretrained(*args, **kwargs)
 
     # Relations between fields; types and single values are checked by @strict.
 

@@ -1,0 +1,23 @@
+"""Which class of ours an Auto class of transformers opens: the installed package, and a saved folder as remote code."""
+
+from .modeling_looped import (
+    LoopedForCausalLM,
+    LoopedForQuestionAnswering,
+    LoopedForSequenceClassification,
+    LoopedForTokenClassification,
+    LoopedModel,
+)
+
+
+AUTO_CLASSES = {
+    "AutoModel": LoopedModel,
+    "AutoModelForCausalLM": LoopedForCausalLM,
+    "AutoModelForQuestionAnswering": LoopedForQuestionAnswering,
+    "AutoModelForSequenceClassification": LoopedForSequenceClassification,
+    "AutoModelForTokenClassification": LoopedForTokenClassification,
+}
+
+
+def auto_map() -> dict[str, str]:
+    """The table as config.json spells it, file by file; transformers adds AutoConfig itself."""
+    return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in AUTO_CLASSES.items()}
