@@ -267,9 +267,7 @@ class LoopedModel(LoopedPreTrainedModel):
                     # rows of mixed depth that end together have no cache, so their slot does not matter
                     slot = core_slot(self.config, tick.loop if isinstance(tick.loop, int) else 0, layer)
                     row_scale = scale if isinstance(scale, float) else scale[rows]
-                    x = self.run_block(
-                        block, x, len(self.prelude) + layer, slot, row_scale, shared, queries, rows=tick.rows
-                    )
+                    x = self.run_block(block, x, len(self.prelude) + layer, slot, row_scale, shared, queries)
                 if every_loop:
                     ticks.append(x)
                 if tick.next_rows < tick.rows:
@@ -286,20 +284,19 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.inter_loop_norm(state)
         return state if self.damping is None else self.damping(state)
 
-    def run_block(self, block, x, layer: int, slot: int, scale, shared: dict, query_states=None, rows=None):
-        """One layer on the first `rows` rows of the batch."""
-        value_embedding = shared["value_embeddings"].get(layer)
-        mask, position_embeddings = shared["masks"][block.layer_type], shared["position_embeddings"]
-        if rows is not None and rows < len(shared["position_ids"]):
-            mask = mask[:rows] if mask is not None and len(mask) > 1 else mask
-            value_embedding = None if value_embedding is None else value_embedding[:rows]
-            if position_embeddings is not None:
-                position_embeddings = tuple(table[:rows] for table in position_embeddings)
-        passed_on = {key: shared[key] for key in shared if key not in ("masks", "value_embeddings")}
-        passed_on["position_embeddings"] = position_embeddings
-        return block(
-            x, query_states, scale, slot=slot, attention_mask=mask, value_embedding=value_embedding, **passed_on
-        )
+    def run_block(self, block, x, layer: int, slot: int, scale, shared: dict, query_states=None):
+        """One layer on `x`: the batch, or the first rows of it."""
+
+        def of_rows(batched):  # what is the same for all rows has a batch size of 1
+            return batched[: len(x)] if batched is not None and batched.shape[0] > len(x) else batched
+
+        arguments = {key: shared[key] for key in shared if key not in ("masks", "value_embeddings")}
+        arguments["attention_mask"] = of_rows(shared["masks"][block.layer_type])
+        arguments["value_embedding"] = of_rows(shared["value_embeddings"].get(layer))
+        arguments["position_ids"] = of_rows(shared["position_ids"])
+        if shared["position_embeddings"] is not None:
+            arguments["position_embeddings"] = tuple(of_rows(table) for table in shared["position_embeddings"])
+        return block(x, query_states, scale, slot=slot, **arguments)
 
     def run_coda(self, state, shared: dict):
         """From H to what the readout norm reads."""
@@ -310,9 +307,7 @@ class LoopedModel(LoopedPreTrainedModel):
         for i, block in enumerate(self.coda):
             layer = len(self.prelude) + len(self.core) + i
             scale = self.config.residual_factor(1)
-            state = self.run_block(
-                block, state, layer, coda_slot(self.config, i), scale, shared, rows=len(state)
-            )
+            state = self.run_block(block, state, layer, coda_slot(self.config, i), scale, shared)
         return state
 
     def readout(self, x, depth: int | list[int]):
