@@ -1,0 +1,242 @@
+"""Speed and memory as ratios, measured in one run: `python -m eval.benchmark [train|decode|memory|depths] [options]`.
+
+train    tokens/s of a training step (forward, backward, AdamW) over transformers' Llama of the same unrolled depth
+decode   tokens/s of cached greedy decoding over the same Llama
+memory   peak memory of a per-loop training step over a terminal one
+depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
+
+Each prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in turns, and the
+ratio is that of their medians, so that a machine that slows down slows both.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+
+
+def in_turns(first, second, repeats: int) -> tuple[float, float]:
+    """Median seconds of two functions, called alternately after one warm-up each."""
+    times = ([], [])
+    for turn in range(repeats + 1):
+        for function, seconds in zip((first, second), times):
+            synchronize()
+            start = time.perf_counter()
+            function()
+            synchronize()
+            if turn:
+                seconds.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def looped_config(args, **fields) -> LoopedConfig:
+    return LoopedConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.width,
+        intermediate_size=args.ff,
+        num_attention_heads=args.width // 64,
+        num_core_layers=args.layers,
+        num_loops=args.loops,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        **fields,
+    )
+
+
+def build(args, config_or_class):
+    model = (LlamaForCausalLM if isinstance(config_or_class, LlamaConfig) else LoopedForCausalLM)(config_or_class)
+    return model.to(device=args.device, dtype=getattr(torch, args.dtype))
+
+
+def unrolled_llama(args):
+    return build(
+        args,
+        LlamaConfig(
+            vocab_size=args.vocab,
+            hidden_size=args.width,
+            intermediate_size=args.ff,
+            num_attention_heads=args.width // 64,
+            num_hidden_layers=args.layers * args.loops,
+            max_position_embeddings=4096,
+            eos_token_id=None,
+        ),
+    )
+
+
+def tokens(args, batch=None, length=None):
+    return torch.randint(3, args.vocab, (batch or args.batch, length or args.length), device=args.device)
+
+
+def training_step(model, batch, **kwargs):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step():
+        model(input_ids=batch, labels=batch, use_cache=False, **kwargs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def matmul_rate(args) -> float:
+    """FLOP/s of a large matrix product in the dtype of the run."""
+    a = torch.randn(2048, 2048, device=args.device, dtype=getattr(torch, args.dtype))
+    seconds, _ = in_turns(lambda: a @ a, lambda: None, 8)
+    return 2 * 2048**3 / seconds
+
+
+def train(args) -> dict:
+    batch = tokens(args)
+    looped, llama = build(args, looped_config(args)).train(), unrolled_llama(args).train()
+    ours, theirs = in_turns(training_step(looped, batch, output_logits=False), training_step(llama, batch), args.repeats)
+    drop_in, _ = in_turns(training_step(looped, batch), lambda: None, args.repeats)
+    layer = 4 * args.width**2 + 3 * args.width * args.ff
+    flops = 6 * batch.numel() * (args.layers * args.loops * layer + args.vocab * args.width)
+    flops += 12 * args.layers * args.loops * args.width * args.length * batch.numel() / 2  # causal attention
+    return {
+        "speedup_over_llama": theirs / ours,
+        "speedup_with_logits_returned": theirs / drop_in,
+        "utilisation_of_matmul_rate": flops / ours / matmul_rate(args),
+        "llama_utilisation": flops / theirs / matmul_rate(args),
+    }
+
+
+def decode(args) -> dict:
+    prompt = tokens(args, length=args.prompt)
+    looped, llama = build(args, looped_config(args)).eval(), unrolled_llama(args).eval()
+    settings = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": 0}
+    settings["attention_mask"] = torch.ones_like(prompt)
+    ours, theirs = in_turns(
+        lambda: looped.generate(prompt, **settings), lambda: llama.generate(prompt, **settings), args.repeats
+    )
+    return {"speedup_over_llama": theirs / ours}
+
+
+def memory(args) -> dict:
+    """Peak of the process (or the GPU) above the model itself, each in a fresh process."""
+    peaks = {}
+    for loss in ("terminal", "per_loop"):
+        arguments = [a for a in sys.argv[1:] if a != "memory"]
+        command = [sys.executable, "-m", "eval.benchmark", "_memory", *arguments, "--loss", loss]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[loss] = json.loads(result.stdout.splitlines()[-1])["peak"]
+    return {"per_loop_over_terminal": peaks["per_loop"] / peaks["terminal"], **peaks}
+
+
+def measure_memory(args) -> dict:
+    model = build(args, looped_config(args, loop_loss=args.loss)).train()
+    batch = tokens(args)
+    step = training_step(model, batch, output_logits=args.with_logits)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    before = peak_bytes()
+    step()
+    return {"peak": peak_bytes() - (0 if torch.cuda.is_available() else before)}
+
+
+def peak_bytes() -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def depths(args) -> dict:
+    model = build(args, looped_config(args)).eval()
+    batch = tokens(args)
+    settings = {"use_cache": False}
+
+    @torch.no_grad()
+    def one():
+        model(batch, **settings)
+
+    @torch.no_grad()
+    def every():
+        model(batch, output_loop_logits=True, output_logits=False, **settings)
+
+    keep = torch.arange(args.length - args.continuation, args.length, device=args.device)
+
+    @torch.no_grad()
+    def every_at_continuation():
+        model(batch, output_loop_logits=True, output_logits=False, logits_to_keep=keep, **settings)
+
+    layer = 4 * args.width**2 + 3 * args.width * args.ff + args.width * args.length  # attention at half its square
+    trunk, head = args.layers * args.loops * layer, args.vocab * args.width
+    all_seconds, one_seconds = in_turns(every, one, args.repeats)
+    some_seconds, full_seconds = in_turns(every_at_continuation, one, args.repeats)
+    ratio, predicted = all_seconds / one_seconds, (trunk + args.loops * head) / (trunk + head)
+    return {
+        "all_depths_over_one": ratio,
+        "predicted_by_flops": predicted,
+        "over_prediction": ratio / predicted,
+        "all_depths_at_continuation_over_one": some_seconds / full_seconds,
+    }
+
+
+BENCHMARKS = {"train": train, "decode": decode, "memory": memory, "depths": depths, "_memory": measure_memory}
+
+
+def commit() -> str:
+    try:
+        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("which", choices=BENCHMARKS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--ff", type=int, default=1536)
+    parser.add_argument("--layers", type=int, default=4, help="unique layers")
+    parser.add_argument("--loops", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--continuation", type=int, default=32, help="positions whose logits loglikelihood needs")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--loss", default="terminal", help=argparse.SUPPRESS)
+    parser.add_argument("--with-logits", action="store_true", help="memory: return the last logits as well")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    result = BENCHMARKS[args.which](args)
+    line = {
+        "benchmark": args.which,
+        **{key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()},
+        "command": "python -m eval.benchmark " + shlex.join(sys.argv[1:]),
+        "commit": commit(),
+        "hardware": processor(),
+        "dtype": args.dtype,
+    }
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
