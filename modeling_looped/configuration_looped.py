@@ -118,25 +118,6 @@ class LoopedConfig(PreTrainedConfig):
     model_type = "looped"
     _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {
-        f"{section}.*.{name}": style
-        for section in ("prelude", "core", "coda")
-        for name, style in {
-            "self_attn.q_proj": "colwise",
-            "self_attn.k_proj": "colwise",
-            "self_attn.v_proj": "colwise",
-            "self_attn.o_proj": "rowwise",
-            "mlp.gate_proj": "colwise",
-            "mlp.up_proj": "colwise",
-            "mlp.down_proj": "rowwise",
-        }.items()
-    }
-    base_model_fsdp_plan = {
-        "embed_tokens": "free_full_weight",
-        "prelude.*": "free_full_weight",
-        "core.*": "free_full_weight",
-        "coda.*": "free_full_weight",
-    }
 
     format_version: int = FORMAT_VERSION
 
@@ -217,11 +198,29 @@ class LoopedConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.sliding_window is None and self.window_pattern is not None:
             self.sliding_window = self.max_position_embeddings // 4
-        if self.value_embeddings:  # whole-width tables cannot meet values that are split over ranks
-            self.base_model_tp_plan = None
+        self.base_model_tp_plan, self.base_model_fsdp_plan = self._tensor_parallel_plan(), self._fsdp_plan()
         super().__post_init__(**kwargs)
         if num_hidden_layers is not None:
             self.num_hidden_layers = num_hidden_layers
+
+    def _sections(self) -> list[str]:
+        sizes = {"prelude": self.num_prelude_layers, "core": self.num_core_layers, "coda": self.num_coda_layers}
+        return [section for section, size in sizes.items() if size > 0]
+
+    def _tensor_parallel_plan(self) -> dict[str, str] | None:
+        """How the matrices of the layers that exist are split over ranks."""
+        if self.value_embeddings:  # whole-width tables cannot meet values that are split over ranks
+            return None
+        split_outputs = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"]
+        if self.mlp_gated:
+            split_outputs.append("mlp.gate_proj")
+        styles = dict.fromkeys(split_outputs, "colwise")
+        styles |= {"self_attn.o_proj": "rowwise", "mlp.down_proj": "rowwise"}
+        return {f"{section}.*.{name}": style for section in self._sections() for name, style in styles.items()}
+
+    def _fsdp_plan(self) -> dict[str, str]:
+        modules = ["embed_tokens", *(f"{section}.*" for section in self._sections())]
+        return dict.fromkeys(modules, "free_full_weight")
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "LoopedConfig":

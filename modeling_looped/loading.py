@@ -7,13 +7,15 @@ class StrictLoadingMixin:
         """As `PreTrainedModel.from_pretrained`, but a tensor of the trunk that is missing from the checkpoint or
         unknown to the model is an error. Heads may differ: a causal LM's checkpoint opens as a classifier.
         `strict=False` (or `ignore_mismatched_sizes=True`) gives transformers' own behaviour: a report, fresh weights.
+        So does `output_loading_info=True`, since that report is then in the caller's hands.
         """
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
         # without a path the caller gave a state_dict, and with it the responsibility
-        if strict and pretrained_model_name_or_path is not None and not kwargs.get("ignore_mismatched_sizes"):
+        has_path = pretrained_model_name_or_path is not None
+        if strict and has_path and not wants_info and not kwargs.get("ignore_mismatched_sizes"):
             cls._refuse_gaps(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
 
