@@ -1,6 +1,8 @@
 """Models small enough for a test, in which nothing is hidden by an initialisation that is zero, one or tiny."""
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
@@ -41,3 +43,12 @@ def tiny_model(model_class=LoopedForCausalLM, preset: str | None = None, **field
 def random_ids(batch_size: int, length: int, vocab_size: int = TINY["vocab_size"], seed: int = 0) -> torch.LongTensor:
     """Token ids without the special ones below 3."""
     return torch.randint(3, vocab_size, (batch_size, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Words a to z and four special tokens: 30 ids."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -1,0 +1,220 @@
+"""A saved folder opens with `trust_remote_code=True` in a Python that does not know this package."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+import modeling_looped
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.auto_classes import AUTO_CLASSES
+from tests.helpers import tiny_model, tiny_tokenizer
+
+
+INPUT_IDS = torch.tensor([[5, 9, 33, 7, 12], [4, 60, 2, 2, 17]])
+DEPTHS = [2, 3]  # per row
+
+# Opens every folder, writes what comes out and saves each model again. Arguments: folders, where to save, results.
+CHILD = """
+import importlib, json, sys
+
+class Hidden:  # the package may be installed beside torch
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "modeling_looped":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hidden())
+try:
+    importlib.import_module("modeling_looped")
+    sys.exit("modeling_looped is installed here, so nothing is tested")
+except ModuleNotFoundError:
+    pass
+
+import torch, transformers
+
+folders, again, results, input_ids, depths = json.loads(sys.argv[1])
+input_ids = torch.tensor(input_ids)
+found = {}
+for auto, folder in folders.items():
+    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    assert type(model.config).__module__.startswith("transformers_modules."), type(model.config)
+    with torch.no_grad():
+        outputs = model(input_ids=input_ids, num_loops=depths)
+        found[auto] = [value for value in outputs.values() if torch.is_tensor(value)]
+    if model.can_generate():
+        found["generate"] = model.generate(input_ids, num_loops=2, do_sample=False, max_new_tokens=6)
+    model.save_pretrained(again + "/" + auto)
+torch.save(found, results)
+"""
+
+
+FIELDS = {
+    "num_key_value_heads": 2, "num_prelude_layers": 1, "num_coda_layers": 1, "injection": "concat",
+    "window_pattern": "SL", "sliding_window": 3, "exit_gate": "normed", "pad_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+
+
+def run_clean(script, *arguments, tmp_path, **environment):
+    """A Python that sees neither this working directory nor PYTHONPATH, with an empty cache of remote code."""
+    modules = tmp_path / f"modules{len(list(tmp_path.iterdir()))}"
+    # one thread here and there: sums split over threads round differently
+    environment = {**os.environ, "HF_MODULES_CACHE": str(modules), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+                   **environment}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", script, *arguments],
+        cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder of each class, and what the class gives here."""
+    root = tmp_path_factory.mktemp("saved")
+    folders, expected = {}, {}
+    torch.set_num_threads(1)
+    for auto, model_class in AUTO_CLASSES.items():
+        model = tiny_model(model_class, **FIELDS)
+        with torch.no_grad():
+            outputs = model(input_ids=INPUT_IDS, num_loops=DEPTHS)
+        expected[auto] = [value for value in outputs.values() if torch.is_tensor(value)]
+        if model.can_generate():
+            expected["generate"] = model.generate(INPUT_IDS, num_loops=2, do_sample=False, max_new_tokens=6)
+        folders[auto] = str(root / auto)
+        model.save_pretrained(folders[auto], max_shard_size="20kB")
+    tiny_tokenizer().save_pretrained(folders["AutoModelForCausalLM"])
+    return folders, expected, code_of(os.path.dirname(modeling_looped.__file__))
+
+
+def open_elsewhere(folders, tmp_path):
+    again, results = tmp_path / "again", tmp_path / "results.pt"
+    arguments = [folders, str(again), str(results), INPUT_IDS.tolist(), DEPTHS]
+    run_clean(CHILD, json.dumps(arguments), tmp_path=tmp_path)
+    return {auto: str(again / auto) for auto in folders}, torch.load(results)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert torch.equal(found["generate"], expected["generate"])
+    for auto in AUTO_CLASSES:
+        assert len(found[auto]) == len(expected[auto]) > 0
+        assert all(torch.equal(a, b) for a, b in zip(found[auto], expected[auto])), auto
+
+
+def test_every_class_opens_elsewhere_bit_for_bit_and_saves_again(saved, tmp_path):
+    folders, expected, _ = saved
+    saved_again, found = open_elsewhere(folders, tmp_path)
+    assert_same(found, expected)
+
+    # what remote code wrote is as complete as what the package wrote
+    (tmp_path / "second").mkdir()
+    _, found = open_elsewhere(saved_again, tmp_path / "second")
+    assert_same(found, expected)
+    for auto, folder in saved_again.items():
+        assert code_of(folder) == code_of(folders[auto])
+        # and the installed package beats the code in the folder
+        model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+        assert type(model) is AUTO_CLASSES[auto] and type(model.config) is LoopedConfig
+
+
+def code_of(folder):
+    return {name: open(os.path.join(folder, name)).read() for name in os.listdir(folder) if name.endswith(".py")}
+
+
+def test_folder_is_complete(saved):
+    folders, _, package_code = saved
+    for folder in folders.values():
+        auto_map = json.load(open(os.path.join(folder, "config.json")))["auto_map"]
+        assert auto_map == {
+            "AutoConfig": "configuration_looped.LoopedConfig",
+            "AutoModel": "modeling_looped.LoopedModel",
+            "AutoModelForCausalLM": "modeling_looped.LoopedForCausalLM",
+            "AutoModelForQuestionAnswering": "modeling_looped.LoopedForQuestionAnswering",
+            "AutoModelForSequenceClassification": "modeling_looped.LoopedForSequenceClassification",
+            "AutoModelForTokenClassification": "modeling_looped.LoopedForTokenClassification",
+        }
+        code = code_of(folder)
+        assert code == {name: package_code[name] for name in code}
+    assert "auto_map" not in json.load(open(os.path.join(folders["AutoModelForCausalLM"], "tokenizer_config.json")))
+
+
+def test_causal_folder_serves_every_task_elsewhere(saved, tmp_path):
+    """The pipeline, another head on the same trunk, a fresh model of the config; and never without consent."""
+    folders, *_ = saved
+    script = """
+import sys, torch, transformers
+from transformers import AutoModelForSequenceClassification
+folder = sys.argv[1]
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+assert tokenizer("a b j")["input_ids"] == [4, 5, 13]
+pipe = transformers.pipeline("text-generation", model=folder, trust_remote_code=True)
+text = pipe("a b c", num_loops=1, max_new_tokens=3, do_sample=False)[0]["generated_text"]
+assert text.startswith("a b c"), text
+
+causal = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+classifier = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=4)
+assert classifier(torch.tensor([[2, 3, 4]])).logits.shape == (1, 4)
+for name, weight in causal.model.state_dict().items():
+    assert torch.equal(weight, classifier.model.state_dict()[name]), name
+
+config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True, num_loops=5)
+assert config.num_hidden_layers == 12
+fresh = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+assert len(fresh(torch.tensor([[2, 3]]), output_loop_logits=True).loop_logits) == 5
+
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    sys.exit("ran foreign code without consent")
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error)
+"""
+    run_clean(script.strip(), folders["AutoModelForCausalLM"], tmp_path=tmp_path)
+
+
+def test_opens_from_the_hub_cache(saved, tmp_path):
+    """Files of a hub repository are collected import by import, not as a folder."""
+    folders, expected, _ = saved
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub" / "models--looped--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots").mkdir()
+    os.symlink(folders["AutoModelForCausalLM"], repository / "snapshots" / commit)
+    script = """
+import json, sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("looped/tiny", trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+with torch.no_grad():
+    torch.save(model(torch.tensor(json.loads(sys.argv[1])), num_loops=[2, 3]).logits, sys.argv[2])
+"""
+    results = tmp_path / "logits.pt"
+    hub = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    run_clean(script.strip(), json.dumps(INPUT_IDS.tolist()), str(results), tmp_path=tmp_path, **hub)
+    assert torch.equal(torch.load(results), expected["AutoModelForCausalLM"][0])
+
+
+def test_wrapped_class_saves_under_its_own_name(tmp_path):
+    """FSDP2 replaces the class of a sharded model; its folder must not depend on that class."""
+    model = tiny_model(**FIELDS)
+    model.__class__ = type("FSDPLoopedForCausalLM", (LoopedForCausalLM,), {"__module__": "torch.nn.modules.module"})
+    model.save_pretrained(tmp_path)
+    written = json.load(open(tmp_path / "config.json"))
+    assert written["architectures"] == ["LoopedForCausalLM"]
+    assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_looped.LoopedForCausalLM"
+    assert not (tmp_path / "module.py").exists()
+
+
+def test_subclassed_config_keeps_its_own_map(tmp_path):
+    class OtherConfig(LoopedConfig):
+        model_type = "other"
+
+    config = OtherConfig()
+    config.auto_map = {"AutoModel": "modeling_other.OtherModel"}
+    config.save_pretrained(tmp_path)
+    assert json.load(open(tmp_path / "config.json"))["auto_map"]["AutoModel"] == "modeling_other.OtherModel"
