@@ -1,0 +1,44 @@
+# make demo      train a small looped model on text that is already here, measure it at every depth, sample from it
+# make test      ruff check and the tests, without the slow ones
+# make test-all  every test, with fresh random examples
+# make lint      ruff check and the formatting
+# make clean     remove the environment and what tools leave behind (trained models under runs/ stay)
+#
+# Each sets up .venv by itself. PYTHON=python3.12 chooses the interpreter, WORKERS=8 the parallel test processes.
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+# one thread each: the models of the tests are small, and processes that share cores spin in each other's way
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-all check lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m recipes.demo
+
+test: check
+	$(PYTEST) -m "not slow"
+
+test-all: check
+	HYPOTHESIS_PROFILE=thorough $(PYTEST)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+
+lint: check
+	$(BIN)/ruff format --check .
+
+# torch first and by itself: where its exact version is at hand as a CPU build, pip takes that
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
