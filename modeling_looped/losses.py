@@ -32,6 +32,12 @@ def shift(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
+def denominator(labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor | int:
+    """Labelled tokens: those at hand, or of all that the Trainer accumulates. At least 1: no labels, no loss."""
+    items = (labels != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+    return items.to(labels.device).clamp(min=1) if torch.is_tensor(items) else max(items, 1)
+
+
 def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -> torch.Tensor:
     """log p_t = log lambda_t + sum_{j<t} log(1 - lambda_j), lambda = sigmoid(gate); the last loop takes the remainder.
 
@@ -41,7 +47,7 @@ def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -
     gates = at_least_fp32(gates)
     loops = torch.arange(len(gates), device=gates.device).view(-1, *[1] * (gates.ndim - 1))
     stay = F.logsigmoid(-gates)
-    survived = stay.cumsum(0) - stay
+    survived = torch.cat([torch.zeros_like(stay[:1]), stay[:-1].cumsum(0)])
     log_p = torch.where(loops == last_loop, survived, survived + F.logsigmoid(gates))
     return log_p.masked_fill(loops > last_loop, float("-inf"))
 
@@ -59,7 +65,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         losses = torch.zeros_like(weights)
         state_gradients = []
         for k, state in enumerate(states):
-            gradient = torch.zeros_like(state) if needed[k] else None
+            gradient = torch.zeros_like(state, memory_format=torch.contiguous_format) if needed[k] else None
             tokens = torch.arange(len(labels), device=labels.device) if active is None else active[k].nonzero()[:, 0]
             for chunk in tokens.split(chunk_size):
                 with torch.set_grad_enabled(gradient is not None or bool(trained)):
@@ -92,6 +98,10 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         return None, None, None, None, None, losses * grad_total, None, *scaled
 
 
+def detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in tensors]
+
+
 def weighted_cross_entropy(
     decode: Callable,  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
     parameters: list[torch.Tensor],  # what `decode` reads
@@ -116,7 +126,10 @@ def weighted_cross_entropy(
             ]
         )
         return (losses * weights).sum(), losses.detach()
-    chunk_size = max(1, LOGITS_PER_CHUNK // vocab_size)
+    if not torch.is_grad_enabled():  # an autograd function is not told
+        states, parameters = detached(states), detached(parameters)
+    # with at most a quarter of the tokens the chunks stay small beside the logits that a model returns
+    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, -(-len(labels) // 4)))
     return _WeightedCrossEntropy.apply(
         decode, len(states), chunk_size, positions, labels, weights, active, *states, *parameters
     )
@@ -135,30 +148,27 @@ def loop_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The configured loss, and the mean cross-entropy at each of the given readouts (without gradients)."""
     flat = labels.reshape(-1).to(readouts[0].device)
+    wide = torch.promote_types(readouts[0].dtype, torch.float32)
     if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
-        positions, labelled = torch.arange(len(flat), device=flat.device), (flat != IGNORE_INDEX).float()
+        positions, labelled = torch.arange(len(flat), device=flat.device), (flat != IGNORE_INDEX).to(wide)
     else:
         positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
-        labelled = torch.ones(len(positions), device=flat.device)
+        labelled = torch.ones(len(positions), device=flat.device, dtype=wide)
     targets = flat[positions]
-    count = labelled.sum().clamp(min=1)
-    items = count if num_items_in_batch is None else num_items_in_batch
-    items = items.to(flat.device) if torch.is_tensor(items) else items
 
     depth = torch.tensor(depths, device=flat.device).repeat_interleave(labels.shape[1])[positions]  # of each token
     loops = torch.arange(max(depths), device=flat.device)[:, None]
     active = (loops < depth) * labelled
     mixed = min(depths) != max(depths)
-    wide = torch.promote_types(readouts[0].dtype, torch.float32)
 
     extra = torch.zeros((), device=flat.device, dtype=wide)
     if gates is not None:
         gates = gates.flatten(1)[:, positions]
     if config.loop_loss == "terminal":
-        weights = labelled[None].to(wide)
-        active, mixed = weights, False
+        weights = active = labelled[None]
+        mixed = False
     elif config.loop_loss == "per_loop":
-        weights = (active / depth).to(wide)
+        weights = active / depth
     elif config.loop_loss == "exit_weighted":
         log_p = exit_log_probabilities(gates, depth - 1)
         probability = log_p.exp() * labelled
@@ -166,8 +176,8 @@ def loop_loss(
         entropy = -(probability * log_p.masked_fill(loops >= depth, 0.0)).sum()
         extra = extra - config.exit_entropy_weight * entropy
     else:  # gate
-        weights = torch.zeros_like(active, dtype=wide)
-        readouts, parameters = [state.detach() for state in readouts], [p.detach() for p in parameters]
+        weights = torch.zeros_like(active)
+        readouts, parameters = detached(readouts), detached(parameters)
 
     total, losses = weighted_cross_entropy(
         decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size
@@ -178,7 +188,7 @@ def loop_loss(
         extra = extra + config.norm_penalty * squared_norm(states, positions, depth, labelled)
     with torch.no_grad():
         means = (losses * (active > 0)).sum(1) / (active > 0).sum(1).clamp(min=1)
-    return (total + extra) / items, means
+    return (total + extra) / denominator(flat, num_items_in_batch), means
 
 
 def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from .initialization import init_module
 from .injection import INJECTIONS
 from .layers import LoopedAttention, LoopedBlock, LoopedRMSNorm, LoopedRotaryEmbedding, block_norm, linear
 from .loading import StrictLoadingMixin
-from .losses import at_least_fp32, exit_log_probabilities, loop_loss, shift
+from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .optimization import parameter_groups
 from .slots import coda_slot, core_slot, prelude_slot, structural_layer_types
 
@@ -492,7 +492,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 labels=None,
                 shift_labels=labels,
                 vocab_size=self.config.vocab_size,
-                num_items_in_batch=num_items_in_batch,
+                num_items_in_batch=denominator(labels, num_items_in_batch),
             )
         elif has_loss:
             loss, loop_losses = loop_loss(
@@ -540,10 +540,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def gate(self, state):
         """Gate logit of H: [batch, length]."""
-        if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
-            state = state.detach()
         if self.config.exit_gate == "normed":
             state = self.model.norm(state)
+        if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
+            state = state.detach()
         return self.exit_gate(state).squeeze(-1)
 
     def parameter_groups(self, lr: float, weight_decay: float = 0.0, eps: float = 1e-8, keep_decay_product=False):
