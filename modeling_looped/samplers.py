@@ -1,0 +1,148 @@
+"""Depths and initial noise of a training step, drawn outside the model.
+
+Everything here is a function of (seed, step, row), where a row is numbered over the whole step: a run that resumes, or
+goes on with another number of processes, draws the same.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+LOGNORMAL_SIGMA = 0.5  # Huginn
+
+
+def generator_of(*key, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator seeded with a hash of `key`, so that neighbouring steps and rows have nothing in common."""
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def poisson(rate: float, generator: torch.Generator) -> int:
+    return int(torch.poisson(torch.tensor(float(rate), dtype=torch.float64), generator=generator))
+
+
+def fixed_depth(mean: float, least: int, generator: torch.Generator) -> int:
+    return _whole(mean, "fixed")
+
+
+def poisson_depth(mean: float, least: int, generator: torch.Generator) -> int:
+    """max(least, Poisson(mean)) (Parcae)"""
+    return max(least, poisson(mean, generator))
+
+
+def poisson_lognormal_depth(mean: float, least: int, generator: torch.Generator) -> int:
+    """Poisson(rate) + 1, rate ~ LogNormal(ln mean - sigma^2 / 2, sigma), which has mean `mean` (Huginn)."""
+    noise = torch.randn((), generator=generator, dtype=torch.float64).item()
+    rate = mean * math.exp(LOGNORMAL_SIGMA * noise - LOGNORMAL_SIGMA**2 / 2)
+    return poisson(rate, generator) + 1
+
+
+def uniform_depth(mean: float, least: int, generator: torch.Generator) -> int:
+    """Every depth from `least` to 2 mean - least alike, so that the mean is `mean`."""
+    most = _whole(2 * mean, "uniform") - least
+    return int(torch.randint(least, most + 1, (), generator=generator))
+
+
+SAMPLERS = {
+    "fixed": fixed_depth,
+    "poisson": poisson_depth,
+    "poisson_lognormal": poisson_lognormal_depth,
+    "uniform": uniform_depth,
+}
+
+
+def depths_of_step(
+    sampler: str,
+    mean: float,
+    seed: int,
+    step: int,
+    rows: Sequence[int],
+    per: str = "sequence",
+    backprop_loops: int | None = None,
+    split: str = "total",
+    maximum: int | None = None,
+) -> list[int]:
+    """The depth T of each of `rows`, numbers of rows in the step; per="batch" gives all rows of the step one depth.
+
+    split "total" (Parcae, algorithm 4): T ~ sampler(mean), at least 1. How many of its loops carry gradients is for
+    the model's `backprop_loops` to say. split "prefix" (Huginn; Parcae, algorithm 3): n ~ sampler(mean - k), which
+    may be 0, and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts
+    one loop more than its rate, so that its mean is `mean` + 1, as published.
+    """
+    _check(sampler, mean, per, backprop_loops, split, maximum)
+    draw = SAMPLERS[sampler]
+    suffix = backprop_loops if split == "prefix" else 0
+    least = 0 if split == "prefix" else 1
+    depths = {}
+    for row in dict.fromkeys("batch" if per == "batch" else int(row) for row in rows):
+        depth = draw(mean - suffix, least, generator_of("depth", seed, step, row)) + suffix
+        depths[row] = depth if maximum is None else min(depth, maximum)
+    return [depths["batch" if per == "batch" else int(row)] for row in rows]
+
+
+def initial_state_of_step(
+    model, seed: int, step: int, rows: Sequence[int], length: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """h_0 of each of `rows`, [rows, length, hidden].
+
+    Drawn on `device`, because a CPU needs longer for the noise of a row than a GPU for the row; so the noise is the
+    same on every device of a kind, not across kinds.
+    """
+    model = getattr(model, "module", model)  # inside DDP
+    generators = (generator_of("initial_state", seed, step, int(row), device=device) for row in rows)
+    return torch.cat([model.sample_initial_state(1, length, generator) for generator in generators])
+
+
+def balanced_ranks(depths: Sequence[int], num_processes: int) -> list[list[int]]:
+    """Which rows each process takes: equally many, and about equally many loops.
+
+    The deepest row left goes to the process with the fewest loops among those that have room. A process gets its rows
+    deepest first, so that rows of one micro-batch have similar depths, here and on the other processes.
+    """
+    if len(depths) % num_processes:
+        raise ValueError(
+            f"{len(depths)} rows cannot be split evenly over {num_processes} processes: choose a number of rows per "
+            f"step that is a multiple of {num_processes}"
+        )
+    room = len(depths) // num_processes
+    ranks = [[] for _ in range(num_processes)]
+    loops = [0] * num_processes
+    for row in sorted(range(len(depths)), key=lambda row: (-depths[row], row)):
+        rank = min((r for r in range(num_processes) if len(ranks[r]) < room), key=lambda r: (loops[r], r))
+        ranks[rank].append(row)
+        loops[rank] += depths[row]
+    return ranks
+
+
+def _whole(number: float, sampler: str) -> int:
+    if number != round(number):
+        raise ValueError(
+            f"sampler {sampler!r} draws whole loops, but its mean leads to {number}: choose a mean that is a "
+            f"multiple of {'0.5' if sampler == 'uniform' else '1'}"
+        )
+    return round(number)
+
+
+def _check(sampler, mean, per, backprop_loops, split, maximum):
+    for name, value, known in (
+        ("sampler", sampler, tuple(SAMPLERS)),
+        ("per", per, ("sequence", "batch")),
+        ("split", split, ("total", "prefix")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if not 1 <= mean < math.inf:
+        raise ValueError(f"the mean depth must be at least 1, got {mean}")
+    if maximum is not None and maximum < 1:
+        raise ValueError(f"the maximum depth must be at least 1, got {maximum}")
+    if split == "prefix":
+        if backprop_loops is None:
+            raise ValueError("split='prefix' draws the loops before the last backprop_loops: set backprop_loops")
+        if not 1 <= backprop_loops <= mean:
+            raise ValueError(
+                "split='prefix' draws mean - backprop_loops loops, so backprop_loops must lie between 1 and the mean; "
+                f"got backprop_loops={backprop_loops} and mean={mean}"
+            )
