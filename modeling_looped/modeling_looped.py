@@ -98,6 +98,15 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         elif not init_module(module, self.config):
             super()._init_weights(module)
 
+    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
+        """As in transformers; the value tables too hold a row per token."""
+        embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        for _, table in self.base_model._value_tables():
+            is_trained = table.weight.requires_grad
+            self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=mean_resizing)
+            table.requires_grad_(is_trained)
+        return embeddings
+
 
 class LoopDamping(nn.Module):
     """h * sigmoid(a) with one learned scalar a."""
