@@ -9,6 +9,7 @@ that the ticks with gradients are the same for all rows.
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 
 class Tick(NamedTuple):
@@ -33,11 +34,10 @@ class DepthPlan(NamedTuple):
     def is_mixed(self) -> bool:
         return self.order is not None
 
-    def sort(self, tensor):
-        """Rows of `tensor` in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
-        if self.order is None or not torch.is_tensor(tensor) or tensor.ndim == 0 or tensor.shape[0] != len(self.depths):
-            return tensor
-        return tensor[self.order.to(tensor.device)]
+    def sort(self, batched):
+        """Rows in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
+        has_rows = isinstance(batched, (torch.Tensor, BlockMask)) and batched.shape[:1] == (len(self.depths),)
+        return take_rows(batched, self.order) if self.is_mixed and has_rows else batched
 
     def unsort(self, tensor):
         return tensor if self.inverse is None else tensor[self.inverse.to(tensor.device)]
@@ -60,6 +60,17 @@ class DepthPlan(NamedTuple):
                 rows.append(states[tick][row])
             loops.append(self.unsort(torch.stack(rows)))
         return tuple(loops)
+
+
+def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor):
+    """Rows of a tensor, or of flex attention's mask, whose rule must then be asked about the rows that they were."""
+    rows = rows.to(batched.device) if torch.is_tensor(rows) else rows
+    taken = batched[rows]
+    if isinstance(batched, BlockMask):
+        kept = torch.arange(batched.shape[0], device=batched.device)[rows]
+        rule = batched.mask_mod
+        taken.mask_mod = lambda row, head, query, key: rule(kept[row], head, query, key)
+    return taken
 
 
 def check_depths(num_loops, batch_size: int, name: str = "num_loops") -> list[int]:

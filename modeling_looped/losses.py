@@ -145,8 +145,9 @@ def loop_loss(
     depths: list[int],  # per row
     labels: torch.Tensor,  # [batch, length], already shifted
     num_items_in_batch: torch.Tensor | int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The configured loss, and the mean cross-entropy at each of the given readouts (without gradients)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
+    and that of every token, [loops, batch, length], 0 where there is no label."""
     flat = labels.reshape(-1).to(readouts[0].device)
     wide = torch.promote_types(readouts[0].dtype, torch.float32)
     if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
@@ -164,9 +165,11 @@ def loop_loss(
     extra = torch.zeros((), device=flat.device, dtype=wide)
     if gates is not None:
         gates = gates.flatten(1)[:, positions]
-    if config.loop_loss == "terminal":
+    if config.loop_loss == "terminal" and len(readouts) == 1:
         weights = active = labelled[None]
         mixed = False
+    elif config.loop_loss == "terminal":  # the other loops are there to be looked at
+        weights = (loops == depth - 1) * labelled
     elif config.loop_loss == "per_loop":
         weights = active / depth
     elif config.loop_loss == "exit_weighted":
@@ -187,8 +190,10 @@ def loop_loss(
     if config.norm_penalty:
         extra = extra + config.norm_penalty * squared_norm(states, positions, depth, labelled)
     with torch.no_grad():
-        means = (losses * (active > 0)).sum(1) / (active > 0).sum(1).clamp(min=1)
-    return (total + extra) / denominator(flat, num_items_in_batch), means
+        losses = losses * (active > 0)
+        means = losses.sum(1) / (active > 0).sum(1).clamp(min=1)
+        of_tokens = losses.new_zeros(len(losses), len(flat)).index_copy_(1, positions, losses)
+    return (total + extra) / denominator(flat, num_items_in_batch), means, of_tokens.view(-1, *labels.shape)
 
 
 def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache import CacheView, view_for_pass
 from .configuration_looped import LoopedConfig
-from .depth import DepthPlan, plan_depths
+from .depth import DepthPlan, plan_depths, take_rows
 from .generation import LoopedGenerationMixin
 from .initialization import init_module
 from .injection import INJECTIONS
@@ -66,12 +66,14 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
     exit_probabilities: p(exit at loop k), [batch, length, loops].
     loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients.
+    loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without label.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
     loop_logits: tuple[torch.Tensor, ...] | None = None
     exit_probabilities: torch.Tensor | None = None
     loop_losses: torch.Tensor | None = None
+    loop_token_losses: torch.Tensor | None = None
 
 
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
@@ -210,7 +212,10 @@ class LoopedModel(LoopedPreTrainedModel):
         every_loop = output_loop_hidden_states or output_loop_readout_states
         self._check_pass(plan, inputs_embeds, initial_state, every_loop, kwargs)
 
-        if use_cache and past_key_values is None:
+        no_cache_because = self._no_cache_because(plan, output_loop_readout_states)
+        if past_key_values is not None and no_cache_because:
+            raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without past_key_values.")
+        if use_cache and past_key_values is None and not no_cache_because:  # by default use_cache makes no demand
             past_key_values = DynamicCache(config=self.config)
         view = view_for_pass(past_key_values, self.config, plan)
         if position_ids is None:
@@ -219,7 +224,11 @@ class LoopedModel(LoopedPreTrainedModel):
         inputs_embeds, attention_mask, position_ids, initial_state, input_ids = (
             plan.sort(tensor) for tensor in (inputs_embeds, attention_mask, position_ids, initial_state, input_ids)
         )
+        # before a cache is made: beside one, packed documents are not looked for
         masks = self._masks(attention_mask, inputs_embeds, past_key_values, position_ids, plan)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        view = view_for_pass(past_key_values, self.config, plan)
 
         x = inputs_embeds if self.config.embedding_scale == 1 else inputs_embeds * self.config.embedding_scale
         position_embeddings = None
@@ -297,7 +306,7 @@ class LoopedModel(LoopedPreTrainedModel):
         """One layer on `x`: the batch, or the first rows of it."""
 
         def of_rows(batched):  # what is the same for all rows has a batch size of 1
-            return batched[: len(x)] if batched is not None and batched.shape[0] > len(x) else batched
+            return take_rows(batched, slice(len(x))) if batched is not None and batched.shape[0] > len(x) else batched
 
         arguments = {key: shared[key] for key in shared if key not in ("masks", "value_embeddings")}
         arguments["attention_mask"] = of_rows(shared["masks"][block.layer_type])
@@ -392,6 +401,13 @@ class LoopedModel(LoopedPreTrainedModel):
             masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
         return masks
 
+    def _no_cache_because(self, plan: DepthPlan, reads_out_every_loop: bool) -> str | None:
+        if reads_out_every_loop and len(self.coda):
+            return "the coda runs after every loop, and no slot is meant for the keys and values of more than one run"
+        if plan.ends_together:
+            return f"with backprop_loops, rows of depths {plan.depths} are aligned at their last loops, not their first"
+        return None
+
     def _check_takes_initial_state(self):
         if self.config.state_init != "normal":
             raise ValueError(
@@ -454,6 +470,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_logits: bool = True,
         output_loop_hidden_states: bool = False,
         output_loop_logits: bool = False,
+        output_loop_losses: bool = False,
         output_exit_probabilities: bool = False,
         shift_labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
@@ -464,12 +481,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
+        output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept for it.
         output_exit_probabilities: the exit distribution of the gate.
         """
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
         labels = self._shifted_labels(labels, shift_labels, shape)
         has_loss = labels is not None
-        all_readouts = output_loop_logits or (has_loss and self.config.loop_loss != "terminal")
+        loop_losses = output_loop_losses or self.config.loop_loss != "terminal"
+        all_readouts = output_loop_logits or (has_loss and loop_losses)
         all_gates = output_exit_probabilities or (has_loss and self.config.loop_loss in ("exit_weighted", "gate"))
         all_states = output_loop_hidden_states or all_gates or (has_loss and self.config.norm_penalty > 0)
         self._check_outputs(output_loop_logits, output_exit_probabilities, past_key_values, use_cache)
@@ -494,8 +513,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
         batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
 
-        loss, loop_losses = None, None
-        if has_loss and logits is not None and self._has_plain_loss(logits, labels):
+        loss, losses, token_losses = None, None, None
+        if has_loss and logits is not None and not loop_losses and self._has_plain_loss(logits, labels):
             loss = self.loss_function(
                 logits=logits,
                 labels=None,
@@ -504,7 +523,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 num_items_in_batch=denominator(labels, num_items_in_batch),
             )
         elif has_loss:
-            loss, loop_losses = loop_loss(
+            loss, losses, token_losses = loop_loss(
                 self.config,
                 self.decode if all_readouts else lambda hidden, _: self.logits(hidden),
                 self._decode_parameters(with_norm=all_readouts),
@@ -531,7 +550,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             loop_hidden_states=states if output_loop_hidden_states else None,
             loop_logits=loop_logits,
             exit_probabilities=exit_probabilities,
-            loop_losses=loop_losses,
+            loop_losses=losses,
+            loop_token_losses=token_losses if output_loop_losses else None,
         )
 
     def logits(self, hidden_states):
