@@ -18,11 +18,11 @@ import functools
 from dataclasses import fields
 from typing import Any, Literal
 
-from huggingface_hub.dataclasses import strict
+from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from .presets import PRESETS, preset_fields
 from .slots import num_slots, structural_layer_types
@@ -55,6 +55,14 @@ def raise_value_errors(cls):
     validate.__is_defined_by_strict_decorator__ = True  # lets a subclass be @strict again
     cls.validate = validate
     return cls
+
+
+def readable_format(version: int):
+    if not 1 <= version <= FORMAT_VERSION:
+        raise ValueError(
+            f"this config has format_version={version}, but the installed modeling_looped reads 1 to {FORMAT_VERSION}. "
+            "Upgrade modeling_looped, or load with trust_remote_code=True to use the model's own code."
+        )
 
 
 @raise_value_errors
@@ -119,7 +127,8 @@ class LoopedConfig(PreTrainedConfig):
     _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
     keys_to_ignore_at_inference = ["past_key_values"]
 
-    format_version: int = FORMAT_VERSION
+    # the first field, so that a future config says that it is one before its new values are found to be unknown
+    format_version: int = validated_field(readable_format, default=FORMAT_VERSION)
 
     # sizes
     vocab_size: int = 32000
@@ -293,13 +302,6 @@ class LoopedConfig(PreTrainedConfig):
 
     # Relations between fields; types and single values are checked by @strict.
 
-    def validate_format(self):
-        if self.format_version > FORMAT_VERSION:
-            raise ValueError(
-                f"this config has format_version={self.format_version}, but the installed modeling_looped reads up to "
-                f"{FORMAT_VERSION}. Upgrade modeling_looped, or load with trust_remote_code=True to use the model's code."
-            )
-
     def validate_architecture(self):
         self._validate_sizes()
         self._validate_attention()
@@ -308,20 +310,24 @@ class LoopedConfig(PreTrainedConfig):
 
     def _validate_sizes(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                     "max_position_embeddings", "num_core_layers", "num_loops"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                     "head_dim", "max_position_embeddings", "num_core_layers", "num_loops"):  # fmt: skip
+            value = getattr(self, name)
+            if value is None or value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         for name in ("num_prelude_layers", "num_coda_layers", "norm_penalty", "exit_entropy_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         for name in ("residual_scale", "residual_reference_layers", "rms_norm_eps", "logit_softcap", "state_init_std",
                      "embedding_scale", "mlp_activation_scale", "kv_latent_size", "initializer_range"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
-        for name in ("attention_dropout", "residual_dropout", "embedding_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        for name in ("attention_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {value}")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id={self.pad_token_id} is not a token below vocab_size={self.vocab_size}")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation of transformers; e.g. silu, relu2, gelu")
 
@@ -340,6 +346,7 @@ class LoopedConfig(PreTrainedConfig):
             )
         if self.position_embedding == "rope" and self.head_dim % 2 != 0:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'")
+        self._validate_rope_type()
         if self.window_pattern is None:
             if self.sliding_window is not None:
                 raise ValueError(
@@ -347,8 +354,23 @@ class LoopedConfig(PreTrainedConfig):
                 )
         elif not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L")
-        elif self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1, got {self.sliding_window}")
+        elif self.sliding_window is None or self.sliding_window < 1:
+            raise ValueError(
+                f"window_pattern={self.window_pattern!r} needs a sliding_window of at least 1, got {self.sliding_window}"
+            )
+
+    def _validate_rope_type(self):
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+            )
+        nested = [key for key, value in self.rope_parameters.items() if isinstance(value, dict)]
+        if nested:
+            raise ValueError(
+                f"rope_parameters are the same for all layers, but got them for each of {', '.join(nested)}: pass one "
+                "flat dict such as {'rope_type': 'default', 'rope_theta': 10000.0}"
+            )
 
     def _validate_loop(self):
         if self.injection in ("residual_all", "attention_first", "attention_all") and self.state_init != "embedding":
@@ -356,15 +378,22 @@ class LoopedConfig(PreTrainedConfig):
                 f"injection={self.injection!r} restarts the stream at the embedding in every loop, so its first state "
                 f"is the embedding too: state_init must be 'embedding', got {self.state_init!r}"
             )
+        if self.injection == "none" and self.state_init != "embedding":
+            raise ValueError(
+                f"with injection='none' and state_init={self.state_init!r} the input never reaches the loop: set "
+                "state_init to 'embedding', or choose an injection"
+            )
         if self.state_init_std is not None and self.state_init != "normal":
             raise ValueError(
                 f"state_init_std={self.state_init_std} is used by state_init='normal' only, got {self.state_init!r}"
             )
-        if self.residual_depth == "run" and (self.loop_loss != "terminal" or self.exit_gate != "none"):
+        if self.residual_depth == "run" and (
+            self.loop_loss != "terminal" or self.exit_gate != "none" or self.norm_penalty
+        ):
             raise ValueError(
-                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is "
-                f"nothing to read out between loops: loop_loss={self.loop_loss!r} and exit_gate={self.exit_gate!r} must be "
-                "'terminal' and 'none', or residual_depth 'trained'"
+                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is nothing "
+                f"to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
+                f"norm_penalty={self.norm_penalty} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
             )
 
     def _validate_readout(self):

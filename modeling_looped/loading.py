@@ -1,5 +1,7 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
+from safetensors import SafetensorError
+
 
 class StrictLoadingMixin:
     @classmethod
@@ -10,38 +12,52 @@ class StrictLoadingMixin:
         So does `output_loading_info=True`, since that report is then in the caller's hands.
         """
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-        )
         # without a path the caller gave a state_dict, and with it the responsibility
         has_path = pretrained_model_name_or_path is not None
-        if strict and has_path and not wants_info and not kwargs.get("ignore_mismatched_sizes"):
-            cls._refuse_gaps(pretrained_model_name_or_path, model, info)
+        refuses = strict and has_path and not wants_info and not kwargs.get("ignore_mismatched_sizes")
+        if refuses:
+            kwargs["ignore_mismatched_sizes"] = True  # the error is ours, and says which sizes
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"a weight file of the checkpoint {pretrained_model_name_or_path} is truncated or damaged ({error}); "
+                "fetch or save it again"
+            ) from error
+        if refuses:
+            cls._refuse_misfits(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
 
     @classmethod
-    def _refuse_gaps(cls, path, model, info: dict):
+    def _refuse_misfits(cls, path, model, info: dict):
         prefix = cls.base_model_prefix + "."
+        trunk = getattr(model, cls.base_model_prefix, model)
         own_heads = {name.split(".")[0] for name, _ in model.named_parameters() if not name.startswith(prefix)}
-        is_trunk = not any(name.startswith(prefix) for name, _ in model.named_parameters())
+        same_class = cls.__name__ in (model.config.architectures or [cls.__name__])
 
-        def belongs_to_trunk(name: str) -> bool:
-            return name.startswith(prefix) or (is_trunk and name.split(".")[0] in dict(model.named_children()))
+        def in_trunk(name: str) -> bool:  # a trunk that was saved alone has no prefix
+            return name.startswith(prefix) or hasattr(trunk, name.split(".")[0])
 
-        missing = sorted(name for name in info["missing_keys"] if belongs_to_trunk(name))
-        extra = sorted(
-            name for name in info["unexpected_keys"] if belongs_to_trunk(name) or name.split(".")[0] in own_heads
-        )
-        same_head = cls.__name__ in (model.config.architectures or [cls.__name__])
-        if same_head:
-            missing = sorted(info["missing_keys"])
-        if missing or extra:
+        misfits = {
+            "missing from it": [name for name in info["missing_keys"] if same_class or in_trunk(name)],
+            "not in the model": [
+                name
+                for name in info["unexpected_keys"]
+                if same_class or in_trunk(name) or name.split(".")[0] in own_heads
+            ],
+            "of another shape": [
+                f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]
+            ],
+        }
+        reports = [
+            f"{what}: {', '.join(sorted(names)[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+            for what, names in misfits.items()
+            if names
+        ]
+        if reports:
             raise ValueError(
-                f"the checkpoint {path} does not fit {cls.__name__}: "
-                + "; ".join(
-                    f"{len(names)} tensors {what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-                    for names, what in ((missing, "are missing from it"), (extra, "are not in the model"))
-                    if names
-                )
-                + ". Check that config.json belongs to these weights; pass strict=False to load what fits."
+                f"the checkpoint {path} does not fit {cls.__name__}. Tensors {'; '.join(reports)}. Check that config.json "
+                "belongs to these weights; strict=False or ignore_mismatched_sizes=True load what fits."
             )

@@ -132,6 +132,13 @@ def readout_norm(config) -> nn.Module | None:
     return block_norm(config)
 
 
+def check_inputs(input_ids, inputs_embeds):
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError(
+            f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
+        )
+
+
 class LoopedModel(LoopedPreTrainedModel):
     """Embedding, prelude, the loop, coda and readout norm."""
 
@@ -201,8 +208,7 @@ class LoopedModel(LoopedPreTrainedModel):
         initial_state: h_0, [batch, length, hidden], where `state_init` is "normal".
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         elif self.config.value_embeddings:
@@ -215,9 +221,6 @@ class LoopedModel(LoopedPreTrainedModel):
         no_cache_because = self._no_cache_because(plan, output_loop_readout_states)
         if past_key_values is not None and no_cache_because:
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without past_key_values.")
-        if use_cache and past_key_values is None and not no_cache_because:  # by default use_cache makes no demand
-            past_key_values = DynamicCache(config=self.config)
-        view = view_for_pass(past_key_values, self.config, plan)
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, past_key_values)
         # from here to the end of the loop, rows are sorted by depth
@@ -226,7 +229,7 @@ class LoopedModel(LoopedPreTrainedModel):
         )
         # before a cache is made: beside one, packed documents are not looked for
         masks = self._masks(attention_mask, inputs_embeds, past_key_values, position_ids, plan)
-        if use_cache and past_key_values is None:
+        if use_cache and past_key_values is None and not no_cache_because:  # by default use_cache makes no demand
             past_key_values = DynamicCache(config=self.config)
         view = view_for_pass(past_key_values, self.config, plan)
 
@@ -484,6 +487,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept for it.
         output_exit_probabilities: the exit distribution of the gate.
         """
+        check_inputs(input_ids, inputs_embeds)
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
         labels = self._shifted_labels(labels, shift_labels, shape)
         has_loss = labels is not None
@@ -491,7 +495,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         all_readouts = output_loop_logits or (has_loss and loop_losses)
         all_gates = output_exit_probabilities or (has_loss and self.config.loop_loss in ("exit_weighted", "gate"))
         all_states = output_loop_hidden_states or all_gates or (has_loss and self.config.norm_penalty > 0)
-        self._check_outputs(output_loop_logits, output_exit_probabilities, past_key_values, use_cache)
+        if output_exit_probabilities and self.exit_gate is None:
+            raise ValueError("output_exit_probabilities needs an exit gate, but this model has exit_gate='none'")
+        if output_loop_losses and not has_loss:
+            raise ValueError("output_loop_losses needs labels to compare with: pass labels or shift_labels")
 
         outputs = self.model(
             input_ids=input_ids,
@@ -602,16 +609,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 "unshifted, with -100 where there is nothing to learn"
             )
         return shift(labels) if shift_labels is None else shift_labels
-
-    def _check_outputs(self, loop_logits: bool, exit_probabilities: bool, past_key_values, use_cache):
-        if exit_probabilities and self.exit_gate is None:
-            raise ValueError("output_exit_probabilities needs an exit gate, but this model has exit_gate='none'")
-        # use_cache alone, as it is by default, makes no demand: the cache of such a pass would be thrown away
-        if loop_logits and self.config.num_coda_layers and past_key_values is not None:
-            raise ValueError(
-                "output_loop_logits runs the coda after every loop, and its keys and values of which loop should the cache "
-                "keep? Run without past_key_values."
-            )
 
 
 class _LoopedClassifier:
