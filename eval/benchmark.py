@@ -103,7 +103,9 @@ def matmul_rate(args) -> float:
 def train(args) -> dict:
     batch = tokens(args)
     looped, llama = build(args, looped_config(args)).train(), unrolled_llama(args).train()
-    ours, theirs = in_turns(training_step(looped, batch, output_logits=False), training_step(llama, batch), args.repeats)
+    ours, theirs = in_turns(
+        training_step(looped, batch, output_logits=False), training_step(llama, batch), args.repeats
+    )
     drop_in, _ = in_turns(training_step(looped, batch), lambda: None, args.repeats)
     layer = 4 * args.width**2 + 3 * args.width * args.ff
     flops = 6 * batch.numel() * (args.layers * args.loops * layer + args.vocab * args.width)
@@ -119,7 +121,12 @@ def train(args) -> dict:
 def decode(args) -> dict:
     prompt = tokens(args, length=args.prompt)
     looped, llama = build(args, looped_config(args)).eval(), unrolled_llama(args).eval()
-    settings = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": args.new_tokens,
+        "min_new_tokens": args.new_tokens,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     settings["attention_mask"] = torch.ones_like(prompt)
     ours, theirs = in_turns(
         lambda: looped.generate(prompt, **settings), lambda: llama.generate(prompt, **settings), args.repeats
@@ -195,7 +202,9 @@ BENCHMARKS = {"train": train, "decode": decode, "memory": memory, "depths": dept
 
 def commit() -> str:
     try:
-        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

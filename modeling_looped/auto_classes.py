@@ -1,4 +1,5 @@
-"""Which class of ours an Auto class of transformers opens: the installed package, and a saved folder as remote code."""
+"""Which class of ours an Auto class of transformers opens: the installed package, and a saved folder as remote "
+"code."""
 
 from .modeling_looped import (
     LoopedForCausalLM,

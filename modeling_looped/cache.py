@@ -25,13 +25,16 @@ def shared_slots(sharing: str) -> int | None:
     kind, _, count = sharing.partition("-")
     if kind == "cyclic" and count.isdigit() and int(count) >= 1:
         return int(count)
-    raise ValueError(f"cache_sharing={sharing!r} is not known: choose 'none', 'last' or 'cyclic-S' with S >= 1, e.g. 'cyclic-4'")
+    raise ValueError(
+        f"cache_sharing={sharing!r} is not known: choose 'none', 'last' or 'cyclic-S' with S >= 1, e.g. 'cyclic-4'"
+    )
 
 
 class LoopedCache(DynamicCache):
     """A dynamic cache whose loops share slots: 1/N of the memory for past positions.
 
-    sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot t mod S).
+    sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot
+    t mod S).
     Tokens of the same pass always see each other at their own loop. So with sharing, what a token sees depends on how
     the sequence was cut into passes: that is the approximation.
     """
@@ -100,7 +103,8 @@ def is_written(cache: Cache, slot: int) -> bool:
 
 
 def view_for_pass(cache, config, plan):
-    """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence that is under way."""
+    """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence that is under "
+    "way."""
     if cache is None or not isinstance(cache, Cache):
         return cache
     shared = shared_slots(getattr(cache, "sharing", "none"))
@@ -118,7 +122,8 @@ def view_for_pass(cache, config, plan):
             stored = next(loop for loop in range(needed) if not is_written(cache, core_slot(config, loop, 0)))
             if int(cache.get_seq_length(first)) > 0:
                 raise ValueError(
-                    f"num_loops={plan.max_depth} is deeper than the {stored} loops that the cache holds of this sequence, "
+                    f"num_loops={plan.max_depth} is deeper than the {stored} loops that the cache holds of this "
+                    "sequence, "
                     "and the past has no keys and values for the deeper loops. Run the sequence at one depth or "
                     "shallower, or start it again with an empty cache."
                 )

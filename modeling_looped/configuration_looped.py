@@ -36,7 +36,8 @@ class LoopedConfigError(StrictDataclassError, ValueError):
 
 
 def raise_value_errors(cls):
-    """Turn the strict dataclass errors of a config class into `LoopedConfigError`, which `except ValueError` catches."""
+    """Turn the strict dataclass errors of a config class into `LoopedConfigError`, which `except ValueError` "
+    "catches."""
 
     def translate(method):
         @functools.wraps(method)
@@ -60,7 +61,8 @@ def raise_value_errors(cls):
 def readable_format(version: int):
     if not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"this config has format_version={version}, but the installed modeling_looped reads 1 to {FORMAT_VERSION}. "
+            f"this config has format_version={version}, but the installed modeling_looped reads 1 to "
+            f"{FORMAT_VERSION}. "
             "Upgrade modeling_looped, or load with trust_remote_code=True to use the model's own code."
         )
 
@@ -110,7 +112,8 @@ class LoopedConfig(PreTrainedConfig):
             `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L.
         qk_norm: "none", "learned" (before RoPE) or "free" (no parameters, after RoPE). attention_bias: "none", "qk",
             "qkv". position_embedding: "rope" or "learned".
-        hidden_act, mlp_gated, mlp_activation_scale: the MLP is down(scale * act(gate x) * up x) or down(scale * act(up x)).
+        hidden_act, mlp_gated, mlp_activation_scale: the MLP is down(scale * act(gate x) * up x) or
+            down(scale * act(up x)).
         value_embeddings: gated token embeddings added to the values of every other layer (Parcae).
         init_scheme: "normal", "scaled_zero" (Parcae), "takase" (Huginn), "zero_output" (FLT).
 
@@ -150,9 +153,9 @@ class LoopedConfig(PreTrainedConfig):
     residual_depth: Literal["trained", "run"] = "trained"
 
     # the loop
-    injection: Literal[
-        "none", "add", "concat", "diagonal", "residual_all", "attention_first", "attention_all"
-    ] = "none"
+    injection: Literal["none", "add", "concat", "diagonal", "residual_all", "attention_first", "attention_all"] = (
+        "none"
+    )
     state_init: Literal["embedding", "zeros", "normal"] = "embedding"
     state_init_std: int | float | None = None
     prelude_norm: bool = False
@@ -329,7 +332,9 @@ class LoopedConfig(PreTrainedConfig):
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id={self.pad_token_id} is not a token below vocab_size={self.vocab_size}")
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act={self.hidden_act!r} is not an activation of transformers; e.g. silu, relu2, gelu")
+            raise ValueError(
+                f"hidden_act={self.hidden_act!r} is not an activation of transformers; e.g. silu, relu2, gelu"
+            )
 
     def _validate_attention(self):
         if self.head_dim * self.num_attention_heads != self.hidden_size and (
@@ -345,25 +350,32 @@ class LoopedConfig(PreTrainedConfig):
                 f"num_key_value_heads={self.num_key_value_heads}; every key/value head serves equally many query heads"
             )
         if self.position_embedding == "rope" and self.head_dim % 2 != 0:
-            raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'")
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'"
+            )
         self._validate_rope_type()
         if self.window_pattern is None:
             if self.sliding_window is not None:
                 raise ValueError(
-                    f"sliding_window={self.sliding_window} needs a window_pattern that says which layers slide, e.g. 'SSSL'"
+                    f"sliding_window={self.sliding_window} needs a window_pattern that says which layers slide, "
+                    "e.g. 'SSSL'"
                 )
         elif not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise ValueError(f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L")
+            raise ValueError(
+                f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L"
+            )
         elif self.sliding_window is None or self.sliding_window < 1:
             raise ValueError(
-                f"window_pattern={self.window_pattern!r} needs a sliding_window of at least 1, got {self.sliding_window}"
+                f"window_pattern={self.window_pattern!r} needs a sliding_window of at least 1, got "
+                f"{self.sliding_window}"
             )
 
     def _validate_rope_type(self):
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise ValueError(
-                f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+                f"rope_type={rope_type!r} is not one of transformers': default, "
+                f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
             )
         nested = [key for key, value in self.rope_parameters.items() if isinstance(value, dict)]
         if nested:
@@ -391,7 +403,8 @@ class LoopedConfig(PreTrainedConfig):
             self.loop_loss != "terminal" or self.exit_gate != "none" or self.norm_penalty
         ):
             raise ValueError(
-                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is nothing "
+                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is "
+                "nothing "
                 f"to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
                 f"norm_penalty={self.norm_penalty} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
             )
@@ -405,7 +418,8 @@ class LoopedConfig(PreTrainedConfig):
             )
         if self.coda_input == "norm" and (no_norm or self.num_coda_layers == 0):
             raise ValueError(
-                "coda_input='norm' applies the readout norm before the coda: it needs a readout_norm and coda layers, got "
+                "coda_input='norm' applies the readout norm before the coda: it needs a readout_norm and coda "
+                "layers, got "
                 f"readout_norm={self.readout_norm!r} and num_coda_layers={self.num_coda_layers}"
             )
         if self.exit_gate == "normed" and no_norm:
@@ -414,7 +428,8 @@ class LoopedConfig(PreTrainedConfig):
             raise ValueError(f"loop_loss={self.loop_loss!r} needs an exit gate: set exit_gate to 'raw' or 'normed'")
         if self.loop_loss == "gate" and self.norm_penalty:
             raise ValueError(
-                f"loop_loss='gate' trains the gate alone, so norm_penalty={self.norm_penalty} has nothing to act on; set it to 0"
+                f"loop_loss='gate' trains the gate alone, so norm_penalty={self.norm_penalty} has nothing to act "
+                "on; set it to 0"
             )
 
 

@@ -64,11 +64,11 @@ class DepthPlan(NamedTuple):
 
 def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor):
     """Rows of a tensor, or of flex attention's mask, whose rule must then be asked about the rows that they were."""
-    rows = rows.to(batched.device) if torch.is_tensor(rows) else rows
+    device = (batched.kv_indices if isinstance(batched, BlockMask) else batched).device
+    rows = rows.to(device) if torch.is_tensor(rows) else rows
     taken = batched[rows]
     if isinstance(batched, BlockMask):
-        kept = torch.arange(batched.shape[0], device=batched.device)[rows]
-        rule = batched.mask_mod
+        rule, kept = batched.mask_mod, torch.arange(batched.shape[0], device=device)[rows]
         taken.mask_mod = lambda row, head, query, key: rule(kept[row], head, query, key)
     return taken
 

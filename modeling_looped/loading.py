@@ -58,6 +58,7 @@ class StrictLoadingMixin:
         ]
         if reports:
             raise ValueError(
-                f"the checkpoint {path} does not fit {cls.__name__}. Tensors {'; '.join(reports)}. Check that config.json "
+                f"the checkpoint {path} does not fit {cls.__name__}. Tensors {'; '.join(reports)}. Check that "
+                "config.json "
                 "belongs to these weights; strict=False or ignore_mismatched_sizes=True load what fits."
             )

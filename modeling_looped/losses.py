@@ -1,7 +1,7 @@
 """Losses over loops, without ever holding the logits of more than a chunk of tokens.
 
-Every objective here is a sum over loops k and labelled tokens i of w_ki CE_ki, divided by the number of labelled tokens
-(or by the Trainer's `num_items_in_batch`):
+Every objective here is a sum over loops k and labelled tokens i of w_ki CE_ki, divided by the number of labelled
+tokens (or by the Trainer's `num_items_in_batch`):
 
 terminal        w = 1 at a row's last loop
 per_loop        w = 1 / K
@@ -53,8 +53,11 @@ def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):
-    """sum w_ki CE_ki, and the CE_ki. Each chunk's gradients are taken as soon as its logits exist, then these are freed:
-    one matrix product less than recomputing them in the backward pass, and no [tokens, vocabulary] tensor in between."""
+    """sum w_ki CE_ki, and the CE_ki.
+
+    Each chunk's gradients are taken as soon as its logits exist, then these are freed: one matrix product less than
+    recomputing them in the backward pass, and no [tokens, vocabulary] tensor in between.
+    """
 
     @staticmethod
     def forward(ctx, decode, num_states, chunk_size, positions, labels, weights, active, *tensors):
@@ -197,7 +200,8 @@ def loop_loss(
 
 
 def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
-    """Ouro's stage II: binary cross-entropy of 1 - lambda_t, for t >= 2, against a soft label of how much loop t helped.
+    """Ouro's stage II: binary cross-entropy of 1 - lambda_t, for t >= 2, against a soft label of how much loop t
+    helped.
 
     The mean over a token's loops t = 2..K, summed over tokens.
     """

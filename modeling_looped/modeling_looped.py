@@ -41,7 +41,7 @@ from .depth import DepthPlan, plan_depths, take_rows
 from .generation import LoopedGenerationMixin
 from .initialization import init_module
 from .injection import INJECTIONS
-from .layers import LoopedAttention, LoopedBlock, LoopedRMSNorm, LoopedRotaryEmbedding, block_norm, linear
+from .layers import LoopedAttention, LoopedBlock, LoopedRotaryEmbedding, block_norm, linear
 from .loading import StrictLoadingMixin
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .optimization import parameter_groups
@@ -66,7 +66,8 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
     exit_probabilities: p(exit at loop k), [batch, length, loops].
     loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients.
-    loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without label.
+    loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
+        label.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
@@ -251,7 +252,9 @@ class LoopedModel(LoopedPreTrainedModel):
             **kwargs,
         }
         for layer, block in enumerate(self.prelude):
-            x = self.run_block(block, x, layer, prelude_slot(self.config, layer), self.config.residual_factor(1), shared)
+            x = self.run_block(
+                block, x, layer, prelude_slot(self.config, layer), self.config.residual_factor(1), shared
+            )
         embedded = x if self.prelude_norm is None else self.prelude_norm(x)
 
         final, ticks = self.loop(embedded, self.initial_state(embedded, initial_state), plan, every_loop, shared)
@@ -332,7 +335,8 @@ class LoopedModel(LoopedPreTrainedModel):
         return state
 
     def readout(self, x, depth: int | list[int]):
-        """The readout norm at loop `depth` (an int, or one per row of `x`). "final_only" is raw below the trained depth."""
+        """The readout norm at loop `depth` (an int, or one per row of `x`). "final_only" is raw below the trained "
+        "depth."""
         if self.norm is None:
             return x
         if self.config.readout_norm == "final_only":
@@ -355,7 +359,9 @@ class LoopedModel(LoopedPreTrainedModel):
         std = self.config.state_init_std
         if std is None:
             std = (2 / (5 * self.config.hidden_size)) ** 0.5 * self.config.embedding_scale
-        state = torch.empty(batch_size, length, self.config.hidden_size, device=generator.device if generator else None)
+        state = torch.empty(
+            batch_size, length, self.config.hidden_size, device=generator.device if generator else None
+        )
         return nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std, generator=generator)
 
     def _value_tables(self):
@@ -408,20 +414,24 @@ class LoopedModel(LoopedPreTrainedModel):
         if reads_out_every_loop and len(self.coda):
             return "the coda runs after every loop, and no slot is meant for the keys and values of more than one run"
         if plan.ends_together:
-            return f"with backprop_loops, rows of depths {plan.depths} are aligned at their last loops, not their first"
+            return (
+                f"with backprop_loops, rows of depths {plan.depths} are aligned at their last loops, not their first"
+            )
         return None
 
     def _check_takes_initial_state(self):
         if self.config.state_init != "normal":
             raise ValueError(
-                f"initial_state is for models with state_init='normal'; this one starts from {self.config.state_init!r}"
+                "initial_state is for models with state_init='normal'; this one starts from "
+                f"{self.config.state_init!r}"
             )
 
     def _check_pass(self, plan: DepthPlan, inputs_embeds, initial_state, every_loop: bool, kwargs: dict):
         length = inputs_embeds.shape[1]
         if self.config.position_embedding == "learned" and length > self.config.max_position_embeddings:
             raise ValueError(
-                f"{length} tokens are more than the {self.config.max_position_embeddings} learned positions of this model "
+                f"{length} tokens are more than the {self.config.max_position_embeddings} learned positions of this "
+                "model "
                 "(max_position_embeddings)"
             )
         if initial_state is not None:
@@ -433,7 +443,8 @@ class LoopedModel(LoopedPreTrainedModel):
                 )
         if every_loop and self.config.residual_depth == "run":
             raise ValueError(
-                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states and logits "
+                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states "
+                "and logits "
                 "of every loop mean nothing; run each depth by itself"
             )
         if plan.is_mixed and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
@@ -484,7 +495,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
-        output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept for it.
+        output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.
         output_exit_probabilities: the exit distribution of the gate.
         """
         check_inputs(input_ids, inputs_embeds)
@@ -570,7 +581,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return (cap * torch.tanh(at_least_fp32(logits) / cap)).to(logits.dtype)
 
     def decode(self, readout_states, loop: int, depths: list[int] | None = None):
-        """From what the readout norm reads after loop index `loop` to logits; a row of less depth stays at its last."""
+        """From what the readout norm reads after loop index `loop` to logits; a row of less depth stays at its "
+        "last."""
         depth = loop + 1 if depths is None else [min(loop + 1, depth) for depth in depths]
         return self.logits(self.model.readout(readout_states, depth))
 
@@ -591,7 +603,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def _has_plain_loss(self, logits, labels) -> bool:
         """Whether the loss is that of any causal LM, on logits that are there anyway."""
-        return self.config.loop_loss == "terminal" and not self.config.norm_penalty and logits.shape[:2] == labels.shape
+        return (
+            self.config.loop_loss == "terminal" and not self.config.norm_penalty and logits.shape[:2] == labels.shape
+        )
 
     def _decode_parameters(self, with_norm: bool) -> list[torch.Tensor]:
         parameters = list(self.lm_head.parameters())
@@ -631,9 +645,7 @@ class LoopedForSequenceClassification(_LoopedClassifier, GenericForSequenceClass
 class LoopedForTokenClassification(_LoopedClassifier, GenericForTokenClassification, LoopedPreTrainedModel):
     def __init__(self, config: LoopedConfig):
         dropout = 0.1 if config.classifier_dropout is None else config.classifier_dropout
-        self._build(
-            config, dropout=nn.Dropout(dropout), score=nn.Linear(config.hidden_size, config.num_labels)
-        )
+        self._build(config, dropout=nn.Dropout(dropout), score=nn.Linear(config.hidden_size, config.num_labels))
 
 
 class LoopedForQuestionAnswering(_LoopedClassifier, GenericForQuestionAnswering, LoopedPreTrainedModel):

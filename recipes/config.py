@@ -51,7 +51,9 @@ class DepthConfig:
     maximum: int | None = None
     per: Literal["batch", "sequence"] = "batch"
     backprop_loops: int | None = None  # gradients through the last so many loops; None is all
-    split: Literal["total", "prefix"] = "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
+    split: Literal["total", "prefix"] = (
+        "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
+    )
 
 
 @dataclass
@@ -269,7 +271,9 @@ def _checked(value, hint, key: str, where: str):
         if option in (str, bool) and isinstance(value, option):
             return value
     wanted = " or ".join(
-        f"one of {', '.join(map(str, typing.get_args(o)))}" if typing.get_origin(o) is Literal else getattr(o, "__name__", str(o))
+        f"one of {', '.join(map(str, typing.get_args(o)))}"
+        if typing.get_origin(o) is Literal
+        else getattr(o, "__name__", str(o))
         for o in options
         if o is not type(None)
     )
@@ -284,12 +288,20 @@ def _check_relations(recipe: Recipe, where: str):
     if data.sequence_length < 2:
         raise RecipeError(f"{where}: data.sequence_length must be at least 2, got {data.sequence_length}")
     if not 0 < data.validation_fraction < 1:
-        raise RecipeError(f"{where}: data.validation_fraction must lie between 0 and 1, got {data.validation_fraction}")
+        raise RecipeError(
+            f"{where}: data.validation_fraction must lie between 0 and 1, got {data.validation_fraction}"
+        )
     if data.packing == "best_fit" and data.stride is not None:
         raise RecipeError(f"{where}: data.stride={data.stride} is for packing 'concatenate'; best_fit has no stride")
     if depth.sampler == "fixed" and depth.mean is not None:
-        raise RecipeError(f"{where}: depth.mean={depth.mean} needs a sampler that draws depths; set model.num_loops instead")
+        raise RecipeError(
+            f"{where}: depth.mean={depth.mean} needs a sampler that draws depths; set model.num_loops instead"
+        )
     if depth.split == "prefix" and depth.backprop_loops is None:
-        raise RecipeError(f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops")
-    if recipe.schedule.name == "wsd" and (recipe.schedule.decay_steps is None) == (recipe.schedule.decay_fraction is None):
+        raise RecipeError(
+            f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops"
+        )
+    if recipe.schedule.name == "wsd" and (recipe.schedule.decay_steps is None) == (
+        recipe.schedule.decay_fraction is None
+    ):
         raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")

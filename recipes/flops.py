@@ -54,7 +54,9 @@ def attention_flops(config, layers: str, length: int) -> int:
     return sum(4 * width * k for k in keys)
 
 
-def training_flops_per_token(config, length: int, depth: float | None = None, backprop_loops: float | None = None) -> float:
+def training_flops_per_token(
+    config, length: int, depth: float | None = None, backprop_loops: float | None = None
+) -> float:
     """`depth` and `backprop_loops` may be means of what is drawn."""
     n = sizes(config)
     depth = config.num_loops if depth is None else depth

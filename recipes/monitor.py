@@ -52,9 +52,14 @@ class Monitor:
             too_large = limit is not None and value >= limit
             grown = factor is not None and reference is not None and value > factor * max(reference, 1e-8)
             if (too_large or grown) and name not in self.warned:
-                reason = f"reached {limit:g}" if too_large else f"is {value / max(reference, 1e-8):.0f} times its early median"
+                reason = (
+                    f"reached {limit:g}"
+                    if too_large
+                    else f"is {value / max(reference, 1e-8):.0f} times its early median"
+                )
                 messages.append(
-                    f"{name} = {value:.4g} {reason}: the loop may be diverging. Lower the learning rate, or control the "
+                    f"{name} = {value:.4g} {reason}: the loop may be diverging. Lower the learning rate, or control "
+                    "the "
                     "state (norm_penalty, inter_loop_norm, injection='diagonal', residual_scaling)."
                 )
                 self.warned.add(name)

@@ -1,0 +1,349 @@
+"""Pretrain a looped model: `accelerate launch -m recipes.pretrain recipes/smoke/flt.yaml [section.key=value ...]`.
+
+The run is a function of the recipe alone: which tokens, depths and noise a step sees depends on (seed, step, row of
+the global batch), so it resumes bit for bit after any interruption, and the number of processes does not matter.
+Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and final/ for `from_pretrained`.
+"""
+
+import math
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from tqdm import tqdm
+
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.samplers import balanced_ranks, depths_of_step, generator_of, initial_state_of_step
+
+from .checkpoint import export_model, latest_checkpoint, load_checkpoint, save_checkpoint
+from .config import Recipe, RecipeError, load_recipe
+from .flops import sizes, training_flops_per_token
+from .hardware import matmul_rate
+from .metrics import MetricsLog
+from .monitor import Monitor
+from .optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from .shards import prepare, rows_of_step
+
+
+class Divergence(RuntimeError):
+    """The loss is no longer a number, or above training.max_loss."""
+
+
+class Pretraining:
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        training = recipe.training
+        self.output = Path(training.output_dir)
+        # truncated backpropagation may leave parameters without a gradient, e.g. the embedding without injection
+        ddp = DistributedDataParallelKwargs(find_unused_parameters=recipe.depth.backprop_loops is not None)
+        self.accelerator = Accelerator(
+            log_with=recipe.logging.trackers or None, project_dir=str(self.output), kwargs_handlers=[ddp]
+        )
+        self.check_batches()
+        with self.accelerator.main_process_first():
+            self.data = prepare(recipe.data)
+
+        set_seed(training.seed)
+        self.model = self.build_model()
+        self.bare = self.model
+        self.config = self.model.config
+        num_rows = len(self.data.train)
+        self.total_steps = recipe.num_steps(sizes(self.config).without_embedding, num_rows)
+        self.model.train()
+        if training.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        if training.compile:
+            for block in [*self.model.model.prelude, *self.model.model.core, *self.model.model.coda]:
+                block.compile()
+        optimizers = build_optimizers(self.model, recipe.optimizer, self.total_steps)
+        self.model, *self.optimizers = self.accelerator.prepare(self.model, *optimizers)
+        self.schedulers = build_schedulers(self.optimizers, recipe.schedule, self.total_steps)
+        self.monitor = Monitor()
+        self.step = 0
+        self.best = self.last_validation = math.inf
+        self.metrics = MetricsLog(self.output / "metrics.jsonl", self.accelerator)
+
+    # Setting up
+
+    def check_batches(self):
+        training, world = self.recipe.training, self.accelerator.num_processes
+        if training.rows_per_step % world:
+            raise RecipeError(
+                f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; "
+                "change one"
+            )
+
+    def build_model(self) -> LoopedForCausalLM:
+        recipe, tokenizer = self.recipe, self.data.tokenizer
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, self.trained_positions())}
+        if recipe.training.initialize_from is not None:
+            model = LoopedForCausalLM.from_pretrained(recipe.training.initialize_from, **self.changes_to_start())
+        else:
+            if "vocab_size" not in recipe.model and "preset" not in recipe.model:
+                fields["vocab_size"] = -(-len(tokenizer) // 64) * 64
+            model = LoopedForCausalLM(recipe.model_config(**fields))
+        if len(tokenizer) > model.config.vocab_size:
+            raise RecipeError(
+                f"the tokenizer has {len(tokenizer)} entries, but the model's vocab_size is "
+                f"{model.config.vocab_size}: "
+                "raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+            )
+        if recipe.training.freeze_all_but_gate:
+            if model.exit_gate is None:
+                raise RecipeError("training.freeze_all_but_gate needs a model with an exit gate: set model.exit_gate")
+            model.requires_grad_(False)
+            model.exit_gate.requires_grad_(True)
+        return model
+
+    def trained_positions(self) -> int:
+        """Positions that the recipe or its preset asks for; learned ones are as many as asked for, no more."""
+        if "max_position_embeddings" in self.recipe.model or "preset" in self.recipe.model:
+            return self.recipe.model_config().max_position_embeddings
+        return 0
+
+    def changes_to_start(self) -> dict:
+        """Fields of the recipe's model that change a saved model, e.g. its loss; a gate that is new starts fresh."""
+        changes = {key: value for key, value in self.recipe.model.items() if key != "preset"}
+        return {**changes, "strict": "exit_gate" not in changes}
+
+    # One step
+
+    def depth_settings(self, step: int, rows: list[int]) -> list[int]:
+        depth = self.recipe.depth
+        return depths_of_step(
+            depth.sampler,
+            self.config.num_loops if depth.mean is None else depth.mean,
+            self.recipe.training.seed,
+            step,
+            rows,
+            per=depth.per,
+            backprop_loops=depth.backprop_loops,
+            split=depth.split,
+            maximum=depth.maximum,
+        )
+
+    def micro_batches(self, step: int):
+        """This process's rows of a step, as (batch, depths, initial state); every process makes equally many."""
+        training, accelerator = self.recipe.training, self.accelerator
+        data_rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
+        positions = list(range(training.rows_per_step))  # rows of the global batch
+        depths = self.depth_settings(step, positions)
+        mine = balanced_ranks(depths, accelerator.num_processes)[accelerator.process_index]
+        for start in range(0, len(mine), training.micro_batch_size):
+            rows = mine[start : start + training.micro_batch_size]
+            batch = self.data.train.batch([data_rows[row] for row in rows])
+            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+            yield batch, [depths[row] for row in rows], self.noise(step, rows)
+
+    def noise(self, step: int, rows: list[int]):
+        if self.config.state_init != "normal":
+            return None
+        length = self.recipe.data.sequence_length
+        return initial_state_of_step(self.bare, self.recipe.training.seed, step, rows, length, self.accelerator.device)
+
+    def train_step(self, step: int, watch: bool) -> dict:
+        """Forward, backward and update on all rows of a step; `watch` measures the states and gradients too."""
+        accelerator, recipe = self.accelerator, self.recipe
+        set_seed(generator_of("dropout", recipe.training.seed, step, accelerator.process_index).initial_seed() % 2**32)
+        micro_batches = list(self.micro_batches(step))
+        labelled = sum((batch["labels"][:, 1:] != -100).sum() for batch, _, _ in micro_batches)
+        labelled = accelerator.reduce(labelled, reduction="sum").clamp(min=1)
+        total, states = torch.zeros((), device=accelerator.device), None
+        for i, (batch, depths, noise) in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            with accelerator.no_sync(self.model) if not last else nullcontext():
+                outputs = self.model(
+                    **batch,
+                    num_loops=depths if len(set(depths)) > 1 else depths[0],
+                    backprop_loops=recipe.depth.backprop_loops,
+                    initial_state=noise,
+                    # gradients are averaged over processes, so each divides by its share of the labels
+                    num_items_in_batch=labelled / accelerator.num_processes,
+                    output_logits=False,
+                    output_loop_hidden_states=watch and last,
+                    use_cache=False,
+                )
+                accelerator.backward(outputs.loss)
+            total += outputs.loss.detach()
+            states = outputs.loop_hidden_states
+        loss = accelerator.reduce(total, reduction="mean").item()
+        if not math.isfinite(loss):
+            rows = rows_of_step(recipe.training.seed, step, recipe.training.rows_per_step, len(self.data.train))
+            raise Divergence(
+                f"the loss of step {step} is {loss} on training rows {rows}; the last checkpoint is intact. "
+                "Lower optimizer.lr, or control the state (norm_penalty, inter_loop_norm, injection, "
+                "residual_scaling)."
+            )
+        metrics = {"loss": loss, "loops": sum(sum(depths) for _, depths, _ in micro_batches) / self.own_rows()}
+        if watch:
+            metrics.update(self.monitor.measure(self.bare, states))
+        if recipe.optimizer.clip is not None:
+            norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
+            metrics["gradient_norm"] = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
+        apply_step_settings(self.optimizers, step, recipe.optimizer, self.total_steps)
+        set_learning_rates(self.schedulers, step)
+        metrics["lr"] = self.optimizers[0].param_groups[0]["lr"]
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return metrics
+
+    def own_rows(self) -> int:
+        return self.recipe.training.rows_per_step // self.accelerator.num_processes
+
+    # The run
+
+    def train(self):
+        recipe, accelerator = self.recipe, self.accelerator
+        self.start()
+        flops = training_flops_per_token(
+            self.config, recipe.data.sequence_length, recipe.depth.mean, recipe.depth.backprop_loops
+        )
+        peak = matmul_rate(accelerator) * accelerator.num_processes
+        tokens = recipe.training.rows_per_step * recipe.data.sequence_length
+        bar = tqdm(
+            total=self.total_steps, initial=self.step, disable=not accelerator.is_main_process, dynamic_ncols=True
+        )
+        clock, since = time.perf_counter(), 0
+        while self.step < self.total_steps:
+            step = self.step
+            watch = step % recipe.logging.monitor_every == 0
+            metrics = self.train_step(step, watch)
+            self.step, since = step + 1, since + 1
+            for message in self.monitor.warnings(metrics):
+                accelerator.print(f"step {step}: {message}")
+            if watch or self.step % recipe.logging.every == 0 or self.step == self.total_steps:
+                speed = tokens * since / (time.perf_counter() - clock)
+                clock, since = time.perf_counter(), 0
+                metrics.update(tokens_per_second=speed, mfu=speed * flops / peak)
+                self.metrics.write(step, metrics)
+                bar.set_postfix(loss=f"{metrics['loss']:.3f}", tok_s=f"{speed:.0f}", loops=f"{metrics['loops']:.1f}")
+            bar.update(1)
+            done = self.step == self.total_steps
+            if done or self.step % recipe.evaluation.every == 0:
+                self.evaluate()
+                clock = time.perf_counter()
+            if done or self.step % recipe.training.save_every == 0:
+                self.save()
+                clock = time.perf_counter()
+        bar.close()
+        return self.finish()
+
+    def start(self):
+        """Continue from the newest whole checkpoint, or begin."""
+        recipe = self.recipe
+        found = latest_checkpoint(self.output / "checkpoints") if recipe.training.resume else None
+        if found is not None:
+            extra = load_checkpoint(found, self.model, self.optimizers, config=self.config.to_dict())
+            self.step, self.best = extra["step"], extra["best"]
+            self.monitor.load_state_dict(extra["monitor"])
+            self.accelerator.print(f"continuing from {found} at step {self.step}")
+        self.metrics.start(self.step)
+        if self.accelerator.is_main_process:
+            recipe.save(self.output / "recipe.yaml")
+        if recipe.logging.trackers:
+            self.accelerator.init_trackers(recipe.logging.project, config=flat(recipe.to_dict()))
+
+    def save(self):
+        extra = {"step": self.step, "best": self.best, "monitor": self.monitor.state_dict()}
+        is_best = self.recipe.training.keep_best and self.last_validation <= self.best
+        save_checkpoint(
+            self.output / "checkpoints",
+            self.step,
+            self.model,
+            self.optimizers,
+            extra,
+            keep_last=self.recipe.training.keep_last,
+            is_best=is_best,
+            config=self.config.to_dict(),
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict:
+        """Cross-entropy and bits per byte on the validation rows, at every depth from one pass."""
+        accelerator, recipe = self.accelerator, self.recipe
+        validation = self.data.validation
+        count = min(recipe.evaluation.rows, len(validation))
+        mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
+        loops = recipe.evaluation.loops or list(range(1, self.config.num_loops + 1))
+        sums = torch.zeros(max(loops), device=accelerator.device, dtype=torch.float64)
+        nats = torch.zeros_like(sums)
+        counted = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # labels, bytes
+        self.model.eval()
+        for i in range(self.equal_batches(count)):
+            rows = mine[i * recipe.training.micro_batch_size : (i + 1) * recipe.training.micro_batch_size]
+            weight = 1.0 if rows else 0.0  # a process without rows left still takes part, FSDP gathers in every pass
+            batch = self.data.validation.batch(rows or [0])
+            num_bytes = self.data.validation.num_bytes(rows or [0]).to(accelerator.device)
+            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+            outputs = self.model(
+                **batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False
+            )
+            losses = outputs.loop_token_losses.double()  # [loops, rows, length]
+            labelled = torch.zeros_like(losses[0])
+            labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
+            has_bytes = labelled * (num_bytes > 0)
+            sums += weight * (losses * labelled).sum((1, 2))
+            nats += weight * (losses * has_bytes).sum((1, 2))
+            counted += weight * torch.stack([labelled.sum(), (num_bytes * has_bytes).sum()])
+        self.model.train()
+        sums, nats, counted = (accelerator.reduce(t, reduction="sum") for t in (sums, nats, counted))
+        metrics = {}
+        for k in loops:
+            metrics[f"validation/loss_at_{k}"] = (sums[k - 1] / counted[0]).item()
+            metrics[f"validation/bits_per_byte_at_{k}"] = (nats[k - 1] / counted[1] / math.log(2)).item()
+        final = min(max(loops), self.config.num_loops)
+        self.last_validation = metrics[f"validation/loss_at_{final}"]
+        metrics["validation/loss"] = self.last_validation
+        self.metrics.write(self.step - 1, metrics)
+        self.best = min(self.best, self.last_validation)
+        limit = recipe.training.max_loss
+        if limit is not None and not self.last_validation <= limit:
+            raise Divergence(f"the validation loss {self.last_validation:.4f} is above training.max_loss={limit}")
+        return metrics
+
+    def equal_batches(self, count: int) -> int:
+        """Forward passes that every process makes over `count` rows."""
+        per_process = -(-count // self.accelerator.num_processes)
+        return -(-per_process // self.recipe.training.micro_batch_size)
+
+    def finish(self) -> Path:
+        final = self.output / "final"
+        export_model(final, self.model, self.data.tokenizer, self.accelerator)
+        if self.recipe.training.push_to_hub and self.accelerator.is_main_process:
+            from .publish import push
+
+            push(final, self.recipe, self.metrics.path)
+        if self.recipe.logging.trackers:
+            self.accelerator.end_training()
+        self.accelerator.print(f"saved {final}; open it with from_pretrained")
+        return final
+
+
+def flat(nested: dict, prefix: str = "") -> dict:
+    result = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            result.update(flat(value, f"{prefix}{key}."))
+        else:
+            result[prefix + key] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return result
+
+
+def main(arguments: list[str]) -> Path:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)
+    return Pretraining(load_recipe(arguments[0], arguments[1:])).train()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (RecipeError, Divergence) as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
