@@ -305,6 +305,10 @@ class LoopedConfig(PreTrainedConfig):
 
     # Relations between fields; types and single values are checked by @strict.
 
+    def validate_rope(self):
+        if self.position_embedding == "rope":  # transformers fills in rope_parameters, and checks them, regardless
+            super().validate_rope()
+
     def validate_architecture(self):
         self._validate_sizes()
         self._validate_attention()
