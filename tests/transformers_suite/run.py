@@ -1,0 +1,112 @@
+"""Run transformers' model tests on one tiny model: python run.py TESTS MODEL REPORT [pytest options]
+
+TESTS is the folder `tests` of transformers' source distribution, MODEL a key of `models.MODELS`, REPORT the json file to
+write: [test, outcome, message] for every test and subtest. Run it outside of the project, whose `tests` is not this one.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+
+HERE = Path(__file__).resolve().parent
+MAPPINGS = {
+    "MODEL_MAPPING_NAMES": "LoopedModel",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "LoopedForCausalLM",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "LoopedForSequenceClassification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "LoopedForTokenClassification",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "LoopedForQuestionAnswering",
+}
+CONFIG_FIELDS = {  # of every config; the list of transformers' own tests is not in the source distribution
+    "return_dict": False,
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "dtype": "float16",
+    "chunk_size_feed_forward": 5,
+    "architectures": ["LoopedModel"],
+    "id2label": {0: "label"},
+    "label2id": {"label": "0"},
+    "problem_type": "regression",
+}
+
+
+def add_module(name: str, **contents):
+    module = ModuleType(name)
+    vars(module).update(contents)
+    sys.modules[name] = module
+
+
+def provide_tests_package(folder: str):
+    """`tests`, with empty mixins and small stand-ins for what is not in the source distribution."""
+    add_module("tests", __path__=[folder])
+    add_module("tests.generation.test_utils", GenerationTesterMixin=type("GenerationTesterMixin", (), {}))
+    add_module("tests.exporters.test_export", ExportTesterMixin=type("ExportTesterMixin", (), {}))
+    add_module("tests.utils.test_configuration_utils", config_common_kwargs=CONFIG_FIELDS)
+
+    import pipelines
+
+    for task in ("feature_extraction", "text_generation", "text_classification", "token_classification", "zero_shot"):
+        add_module(f"tests.pipelines.test_pipelines_{task}", **vars(pipelines))
+
+
+def register():
+    """The mixins know a head by its name in transformers' own tables."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    import modeling_looped  # noqa: F401
+
+    for mapping, name in MAPPINGS.items():
+        getattr(modeling_auto, mapping)["looped"] = name
+    transformers.utils.direct_transformers_import = lambda *args, **kwargs: transformers  # not the sdist's copy
+
+
+def save_models(folder: str, name: str):
+    """For the pipeline tests, which load their models, and the list of them, from a folder."""
+    import torch
+    from helpers import tiny_tokenizer
+    from models import ALL_CLASSES, LoopedModelTester
+
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    for model_class in ALL_CLASSES:
+        target = Path(folder, "looped", model_class.__name__)
+        model_class(LoopedModelTester(name, published_init=False).get_config()).save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    report = Path(folder, "reports", "tiny_model_summary.json")
+    report.parent.mkdir()
+    entry = {"tokenizer_classes": ["PreTrainedTokenizerFast"], "processor_classes": []}
+    report.write_text(json.dumps({model_class.__name__: entry for model_class in ALL_CLASSES}))
+
+
+class Recorder:
+    def __init__(self):
+        self.outcomes = []
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or not report.passed:
+            message = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            self.outcomes.append([report.nodeid.rpartition("::")[2], report.outcome, message])
+
+
+def main(tests: str, name: str, report: str, *options: str):
+    import pytest
+
+    sys.path += [str(HERE.parent), str(HERE.parent.parent)]  # helpers; modeling_looped
+    os.environ["LOOPED_SUITE_MODEL"] = name
+    recorder = Recorder()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRANSFORMERS_TINY_MODEL_PATH"] = folder
+        provide_tests_package(tests)
+        register()
+        save_models(folder, name)
+        quiet = ["-q", "-W", "ignore", "--noconftest", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider"]
+        pytest.main([*quiet, *options, str(HERE / "suite.py")], plugins=[recorder])
+    Path(report).write_text(json.dumps(recorder.outcomes))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

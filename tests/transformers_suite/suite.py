@@ -1,0 +1,84 @@
+"""The mixins of transformers on one tiny model of the Looped family; run.py prepares what they need."""
+
+import os
+import unittest
+
+from models import ALL_CLASSES, LoopedModelTester
+from tests import test_modeling_common
+from tests.test_configuration_common import ConfigTester
+from tests.test_modeling_common import ModelTesterMixin
+from tests.test_pipeline_mixin import PipelineTesterMixin
+from tests.test_training_mixin import TrainingTesterMixin
+
+from modeling_looped import (
+    LoopedConfig,
+    LoopedForCausalLM,
+    LoopedForSequenceClassification,
+    LoopedForTokenClassification,
+    LoopedModel,
+)
+
+
+def has_attribute(value, name: str) -> bool:
+    """The mixins set `sliding_window` wherever it exists; without a window pattern it is refused, so it does not."""
+    if name == "sliding_window" and isinstance(value, LoopedConfig) and value.window_pattern is None:
+        return False
+    return hasattr(value, name)
+
+
+def config_without_init(config, zero_init=test_modeling_common._config_zero_init):
+    """The mixins set every field named `*_std` to almost 0; that of h_0 is no weight and means something else."""
+    zeroed = zero_init(config)
+    zeroed.state_init_std = config.state_init_std
+    return zeroed
+
+
+INIT_TESTS = ("test_can_init_all_missing_weights", "test_init_weights_can_init_buffers", "test_training_overfit")
+
+test_modeling_common.hasattr = has_attribute
+test_modeling_common._config_zero_init = config_without_init
+
+
+class LoopedTest(ModelTesterMixin, TrainingTesterMixin, PipelineTesterMixin, unittest.TestCase):
+    model_tester = None
+    all_model_classes = ALL_CLASSES
+    pipeline_model_mapping = {
+        "feature-extraction": LoopedModel,
+        "text-generation": LoopedForCausalLM,
+        "text-classification": LoopedForSequenceClassification,
+        "token-classification": LoopedForTokenClassification,
+        "zero-shot": LoopedForSequenceClassification,
+    }
+
+    def setUp(self):
+        name = os.environ["LOOPED_SUITE_MODEL"]
+        self.model_tester = LoopedModelTester(name, published_init=self._testMethodName in INIT_TESTS)
+
+    def test_config(self):
+        fields = self.model_tester.get_config().to_diff_dict()
+        ConfigTester(self, config_class=LoopedConfig, **fields).run_common_tests()
+
+    def test_labels_are_prepared(self):
+        """Heads that the mixins do not know get no labels, and then every test with a loss passes without one."""
+        _, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        for model_class in ALL_CLASSES[1:]:
+            added = set(self._prepare_for_class(inputs, model_class, return_labels=True)) - set(inputs)
+            self.assertTrue({"labels"} <= added or {"start_positions", "end_positions"} <= added, model_class)
+
+    def test_num_layers_is_small(self):  # the mixin counts slots
+        self.assertLessEqual(self.model_tester.get_config().num_layers, 3)
+
+    def test_inputs_embeds(self):
+        self.skip_if_tokens_are_needed()
+        super().test_inputs_embeds()
+
+    def test_inputs_embeds_matches_input_ids(self):
+        self.skip_if_tokens_are_needed()
+        super().test_inputs_embeds_matches_input_ids()
+
+    def skip_if_tokens_are_needed(self):
+        if self.model_tester.get_config().value_embeddings:
+            self.skipTest("value embeddings are looked up by token: such a model refuses inputs_embeds")
+
+    def test_generation_tester_mixin_inheritance(self):
+        self.skipTest("the source distribution has no GenerationTesterMixin")
