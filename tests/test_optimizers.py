@@ -1,0 +1,234 @@
+"""Who optimizes what at which rate, and what changes with the step."""
+
+import math
+
+import pytest
+import torch
+
+from modeling_looped import LoopedConfig
+from recipes.config import OptimizerConfig, RecipeError, ScheduleConfig
+from recipes.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+
+from .helpers import tiny_model
+
+
+MUON = {"name": "muon", "muon_lr": 0.02, "lr": 0.004, "betas": [0.8, 0.95], "eps": 1e-10}
+# written out, not taken from the code: projections of attention and MLP
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "kv_down_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def names_of(model, groups) -> list[str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return sorted(names[id(parameter)] for group in groups for parameter in group["params"])
+
+
+def rates_of(model, optimizers, key: str = "lr") -> dict[str, float]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: group[key]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("preset", LoopedConfig.preset_names())
+def test_muon_takes_the_projections_of_the_blocks_and_adamw_the_rest(preset):
+    model = tiny_model(preset=preset)
+    muon, adamw = build_optimizers(model, OptimizerConfig(**MUON), total_steps=10)
+    expected = [
+        name for name, _ in model.named_parameters() if name.split(".")[-2] in MATRICES and name.endswith(".weight")
+    ]
+    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+    assert names_of(model, muon.param_groups) == sorted(expected)
+    everything = names_of(model, muon.param_groups + adamw.param_groups)
+    assert everything == sorted(name for name, _ in model.named_parameters())
+
+
+def test_latent_attention_biases_and_gates():
+    model = tiny_model(
+        kv_latent_size=16, attention_bias="qkv", qk_norm="learned", exit_gate="raw", value_embeddings=True
+    )
+    muon, adamw = build_optimizers(model, OptimizerConfig(**MUON), total_steps=10)
+    assert "model.core.0.self_attn.kv_down_proj.weight" in names_of(model, muon.param_groups)
+    rest = names_of(model, adamw.param_groups)
+    for name in (
+        "exit_gate.weight",
+        "lm_head.weight",
+        "model.core.0.self_attn.q_norm.weight",
+        "model.core.0.self_attn.q_proj.bias",
+        "model.core.1.self_attn.value_gate.weight",
+        "model.value_embeds.1.weight",
+    ):
+        assert name in rest
+
+
+def test_adamw_groups_are_those_of_the_model():
+    """Residual scaling, appendix 8.2: L / L_ref = 2 / 0.5, so that rates and eps inside blocks are halved."""
+    model = tiny_model(residual_scaling="factored", residual_reference_layers=0.5)
+    config = OptimizerConfig(lr=0.01, weight_decay=0.1, eps=1e-8)
+    (adamw,) = build_optimizers(model, config, total_steps=10)
+    rates, eps, decay = (rates_of(model, [adamw], key) for key in ("lr", "eps", "weight_decay"))
+    for name, rate in rates.items():
+        factor = 0.5 if name.startswith("model.core") else 1.0
+        assert math.isclose(rate, 0.01 * factor) and math.isclose(eps[name], 1e-8 * factor) and decay[name] == 0.1
+    assert adamw.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_muon_follows_the_same_rule_of_depth():
+    model = tiny_model(residual_scaling="factored", residual_reference_layers=0.5)
+    config = OptimizerConfig(**MUON, muon_weight_decay=0.1)
+    rates = rates_of(model, build_optimizers(model, config, 10))
+    assert rates["model.core.0.mlp.up_proj.weight"] == 0.01
+    assert rates["model.core.0.input_layernorm.weight"] == 0.002
+    assert rates["lm_head.weight"] == 0.004
+    config = OptimizerConfig(**MUON, muon_weight_decay=0.1, keep_decay_product=True)
+    muon, _ = build_optimizers(model, config, 10)
+    assert math.isclose(muon.param_groups[0]["lr"] * muon.param_groups[0]["weight_decay"], 0.02 * 0.1)
+
+
+def test_embedding_and_head_have_their_own_rates():
+    """FLT: 0.2 and 0.004, times sqrt(768 / d), which is sqrt(24) at d = 32."""
+    model = tiny_model(preset="flt")
+    config = OptimizerConfig(**MUON, embedding_lr=0.2, head_lr=0.008, reference_width=768)
+    rates = rates_of(model, build_optimizers(model, config, 10))
+    assert math.isclose(rates["model.embed_tokens.weight"], 0.2 * 24**0.5)
+    assert math.isclose(rates["lm_head.weight"], 0.008 * 24**0.5)
+    assert rates["model.core.0.mlp.up_proj.weight"] == 0.02
+
+
+def test_every_embedding_table_has_the_embedding_rate():
+    model = tiny_model(value_embeddings=True, position_embedding="learned", tie_word_embeddings=True)
+    rates = rates_of(model, build_optimizers(model, OptimizerConfig(lr=0.01, embedding_lr=0.1), 10))
+    fast = {name for name, rate in rates.items() if rate == 0.1}
+    assert fast == {"model.embed_tokens.weight", "model.embed_positions.weight", "model.value_embeds.1.weight"}
+    assert len(rates) == len(list(model.parameters()))
+
+
+def test_a_tied_head_has_no_rate_of_its_own():
+    model = tiny_model(tie_word_embeddings=True)
+    with pytest.raises(RecipeError, match="head_lr=0.1.*tied"):
+        build_optimizers(model, OptimizerConfig(head_lr=0.1), 10)
+
+
+def test_only_what_requires_gradients_is_optimized():
+    model = tiny_model(exit_gate="raw", loop_loss="gate")
+    model.requires_grad_(False)
+    model.exit_gate.requires_grad_(True)
+    (only,) = build_optimizers(model, OptimizerConfig(**MUON, embedding_lr=1.0), 10)
+    assert names_of(model, only.param_groups) == ["exit_gate.bias", "exit_gate.weight"]
+    model.requires_grad_(False)
+    with pytest.raises(RecipeError, match="nothing to train"):
+        build_optimizers(model, OptimizerConfig(), 10)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [({"eps": 0.0}, "eps must be positive"), ({"muon_lr": -1.0}, "muon_lr must be positive, got -1")],
+)
+def test_settings_that_cannot_work_are_refused(fields, message):
+    with pytest.raises(RecipeError, match=message):
+        build_optimizers(tiny_model(), OptimizerConfig(**fields), 10)
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Five quintic iterations of Muon, in float64."""
+    x = matrix.double()
+    x = x.T if len(matrix) > matrix.shape[1] else x
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if len(matrix) > matrix.shape[1] else x
+
+
+def test_first_step_of_muon_is_the_orthogonal_update_times_the_published_factor():
+    model = tiny_model()
+    weight = model.model.core[0].mlp.up_proj.weight  # [48, 32]: taller than wide
+    config = OptimizerConfig(**MUON, muon_weight_decay=0.5)
+    optimizers = build_optimizers(model, config, total_steps=10)
+    # a well-conditioned gradient: small singular values would amplify the rounding of bf16
+    gradient = torch.linalg.qr(torch.randn(48, 32, dtype=torch.float64))[0] * torch.linspace(1, 3, 32)
+    weight.grad = gradient.float()
+    before = weight.detach().double()
+    for optimizer in optimizers:
+        optimizer.step()
+    # with an empty buffer the momentum scales the gradient, which the iteration forgets
+    expected = -0.02 * math.sqrt(48 / 32) * newton_schulz(gradient)
+    update = weight.detach().double() - before * (1 - 0.02 * 0.5)
+    # the iterations are in bf16; without the factor the difference would be 0.18
+    assert (update - expected).norm() / expected.norm() < 0.05
+
+
+def test_momentum_is_warmed_and_decay_runs_out():
+    model = tiny_model()
+    config = OptimizerConfig(**MUON, muon_weight_decay=0.2, muon_weight_decay_end=0.0)
+    optimizers = build_optimizers(model, config, total_steps=1001)
+    group = optimizers[0].param_groups[0]
+    for step, momentum, decay in (
+        (0, 0.85, 0.2),
+        (150, 0.90, 0.17),
+        (300, 0.95, 0.14),
+        (1000, 0.95, 0.0),
+        (75, 0.875, 0.185),
+    ):
+        apply_step_settings(optimizers, step, config, total_steps=1001)
+        assert math.isclose(group["momentum"], momentum) and math.isclose(group["weight_decay"], decay, abs_tol=1e-12)
+    assert all(group["weight_decay"] == 0 for group in optimizers[1].param_groups)
+
+
+def schedule(config: ScheduleConfig, total_steps: int, steps, optimizer: OptimizerConfig | None = None) -> list[float]:
+    optimizers = build_optimizers(tiny_model(), optimizer or OptimizerConfig(lr=0.5), total_steps)
+    schedulers = build_schedulers(optimizers, config, total_steps)
+    rates = []
+    for step in steps:
+        set_learning_rates(schedulers, step)
+        rates.append(optimizers[0].param_groups[0]["lr"])
+        assert schedulers[0].get_last_lr()[0] == rates[-1]
+    return rates
+
+
+def test_constant_schedule_warms_up():
+    assert schedule(ScheduleConfig("constant", warmup_steps=4), 100, [0, 1, 4, 99]) == [0, 0.125, 0.5, 0.5]
+
+
+def test_cosine_schedule_ends_at_its_ratio():
+    rates = schedule(ScheduleConfig("cosine", warmup_steps=10, final_ratio=0.1), 110, [5, 10, 60, 85, 110])
+    half = 0.5 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.75)))
+    assert torch.allclose(torch.tensor(rates), torch.tensor([0.25, 0.5, 0.275, half, 0.05]))
+
+
+def test_warmup_stable_decay_decays_linearly():
+    by_steps = ScheduleConfig("wsd", warmup_steps=10, decay_steps=20, final_ratio=0.2)
+    rates = schedule(by_steps, 100, [10, 79, 80, 90, 100])
+    assert torch.allclose(torch.tensor(rates), torch.tensor([0.5, 0.5, 0.5, 0.3, 0.1]))
+    by_fraction = ScheduleConfig("wsd", warmup_steps=10, decay_fraction=0.2, final_ratio=0.2)
+    assert schedule(by_fraction, 100, range(100)) == schedule(by_steps, 100, range(100))
+
+
+def test_rates_are_a_function_of_the_step_alone():
+    config = ScheduleConfig("wsd", warmup_steps=10, decay_steps=20)
+    there, back = list(range(100)), list(range(99, -1, -1))
+    assert schedule(config, 100, there) == schedule(config, 100, back)[::-1]
+
+
+def test_every_group_follows_the_schedule_from_its_own_rate():
+    model = tiny_model(preset="flt")
+    optimizers = build_optimizers(model, OptimizerConfig(**MUON, embedding_lr=0.2), 100)
+    base = rates_of(model, optimizers)
+    schedulers = build_schedulers(optimizers, ScheduleConfig("wsd", decay_fraction=0.5), 100)
+    set_learning_rates(schedulers, 75)
+    assert rates_of(model, optimizers) == pytest.approx({name: rate / 2 for name, rate in base.items()})
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (ScheduleConfig("cosine", warmup_steps=101), "warmup_steps=101.*100 steps"),
+        (ScheduleConfig("wsd", warmup_steps=60, decay_fraction=0.5), "50 steps of decay.*100 steps"),
+        (ScheduleConfig("cosine", final_ratio=1.5), "final_ratio.*1.5"),
+    ],
+)
+def test_a_schedule_longer_than_the_run_is_refused(config, message):
+    with pytest.raises(RecipeError, match=message):
+        schedule(config, 100, [0])
