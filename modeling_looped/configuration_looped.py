@@ -368,9 +368,9 @@ class LoopedConfig(PreTrainedConfig):
             raise ValueError(
                 f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L"
             )
-        elif self.sliding_window is None or self.sliding_window < 1:
+        elif self.sliding_window is None or self.sliding_window < 2:  # the caches of transformers cannot hold 0 tokens
             raise ValueError(
-                f"window_pattern={self.window_pattern!r} needs a sliding_window of at least 1, got "
+                f"window_pattern={self.window_pattern!r} needs a sliding_window of at least 2, got "
                 f"{self.sliding_window}"
             )
 
