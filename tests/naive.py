@@ -1,0 +1,237 @@
+"""The model family written out a second time, for comparison: plain loops in float64, straight from the formulas.
+
+Nothing is shared with the package but the names of config fields and weights. No caches, masks, rows of different
+depths or half precision: a loop is a `for`, a head is an index, and a token attends to a list of positions.
+
+Shapes: states are [batch, length, hidden]; `weights` is a state dict of a causal LM in float64.
+"""
+
+import math
+
+import torch
+
+
+FP32_EPSILON = 2.0**-23  # of the parameter-free norm of queries and keys
+GATE_CHANNELS = 32  # of the normed input that a value gate reads
+
+
+def linear(weights: dict, name: str, x):
+    y = x @ weights[f"{name}.weight"].T
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def rms_norm(x, eps: float, weight=None):
+    y = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    return y if weight is None else y * weight
+
+
+def norm(config, weights: dict, name: str, x):
+    """A norm over the hidden channels, with a weight unless the config says that norms have none."""
+    return rms_norm(x, config.rms_norm_eps, weights[f"{name}.weight"] if config.norm_affine else None)
+
+
+def layer_norm(config, weights: dict, name: str, x):
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / (centred.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+    return y * weights[f"{name}.weight"] + weights[f"{name}.bias"] if config.norm_affine else y
+
+
+def activation(name: str, x):
+    if name == "silu":
+        return x / (1 + torch.exp(-x))
+    if name == "relu2":
+        return torch.where(x > 0, x * x, torch.zeros_like(x))
+    if name == "gelu":
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+    raise NotImplementedError(name)
+
+
+def rotate(config, x):
+    """RoPE on one head, [batch, length, head_dim]: channel i and i + d/2 are a complex number, turned by pos * f_i."""
+    half = x.shape[-1] // 2
+    theta = config.rope_parameters["rope_theta"]
+    frequencies = torch.tensor([theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=x.dtype)
+    angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * frequencies
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def attend(query, key, value, window: int | None):
+    """One head: position i sees positions i - window + 1 to i."""
+    outputs = []
+    for i in range(query.shape[1]):
+        first = 0 if window is None else max(0, i - window + 1)
+        keys, values = key[:, first : i + 1], value[:, first : i + 1]
+        scores = (keys @ query[:, i, :, None]).squeeze(-1) / math.sqrt(query.shape[-1])  # [batch, seen]
+        exponentials = torch.exp(scores - scores.max(-1, keepdim=True).values)
+        shares = exponentials / exponentials.sum(-1, keepdim=True)
+        outputs.append((shares[:, None, :] @ values).squeeze(1))
+    return torch.stack(outputs, dim=1)
+
+
+def attention(config, weights: dict, name: str, keys_from, queries_from, window: int | None, value_table):
+    d = config.head_dim
+    source = keys_from
+    if config.kv_latent_size is not None:
+        source = rms_norm(linear(weights, f"{name}.kv_down_proj", keys_from), config.rms_norm_eps)
+    q = linear(weights, f"{name}.q_proj", queries_from)
+    k = linear(weights, f"{name}.k_proj", source)
+    v = linear(weights, f"{name}.v_proj", source)
+    heads = []
+    for head in range(config.num_attention_heads):
+        shared = head // (config.num_attention_heads // config.num_key_value_heads)
+        query = q[..., head * d : (head + 1) * d]
+        key, value = (x[..., shared * d : (shared + 1) * d] for x in (k, v))
+        if value_table is not None:
+            gates = 2 * torch.sigmoid(linear(weights, f"{name}.value_gate", keys_from[..., :GATE_CHANNELS]))
+            value = value + gates[..., shared, None] * value_table[..., shared * d : (shared + 1) * d]
+        if config.qk_norm == "learned":
+            query = rms_norm(query, config.rms_norm_eps, weights[f"{name}.q_norm.weight"])
+            key = rms_norm(key, config.rms_norm_eps, weights[f"{name}.k_norm.weight"])
+        if config.position_embedding == "rope":
+            query, key = rotate(config, query), rotate(config, key)
+        if config.qk_norm == "free":
+            query, key = rms_norm(query, FP32_EPSILON), rms_norm(key, FP32_EPSILON)
+        heads.append(attend(query, key, value, window))
+    return linear(weights, f"{name}.o_proj", torch.cat(heads, dim=-1))
+
+
+def mlp(config, weights: dict, name: str, x):
+    up = linear(weights, f"{name}.up_proj", x)
+    if config.mlp_gated:
+        inner = activation(config.hidden_act, linear(weights, f"{name}.gate_proj", x)) * up
+    else:
+        inner = activation(config.hidden_act, up)
+    return linear(weights, f"{name}.down_proj", config.mlp_activation_scale * inner)
+
+
+def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None):
+    """`layer` counts the unique layers of prelude, core and coda. Queries come from `queries_from`, normed as `x` is."""
+    num_layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
+    window = None
+    if config.window_pattern is not None and layer < num_layers - 1:
+        if config.window_pattern[layer % len(config.window_pattern)] == "S":
+            window = config.sliding_window
+    value_table = None
+    if config.value_embeddings and layer % 2 == (num_layers - 1) % 2:
+        value_table = weights[f"model.value_embeds.{layer}.weight"][ids]
+
+    def attention_branch(x):
+        normed = norm(config, weights, f"{name}.input_layernorm", x)
+        queries = normed if queries_from is None else norm(config, weights, f"{name}.input_layernorm", queries_from)
+        return attention(config, weights, f"{name}.self_attn", normed, queries, window, value_table)
+
+    def mlp_branch(x):
+        return mlp(config, weights, f"{name}.mlp", norm(config, weights, f"{name}.post_attention_layernorm", x))
+
+    for branch, norm_name in ((attention_branch, "attention_output_norm"), (mlp_branch, "mlp_output_norm")):
+        if config.block_norm == "pre":
+            x = x + eps * branch(x)
+        elif config.block_norm == "branch_sandwich":
+            x = x + eps * norm(config, weights, f"{name}.{norm_name}", branch(x))
+        else:
+            x = norm(config, weights, f"{name}.{norm_name}", x + eps * branch(x))
+    return x
+
+
+def residual_factor(config, num_loops: int) -> float:
+    num_layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
+    scale, depth = config.residual_scale, num_layers / config.residual_reference_layers
+    return {
+        "none": 1.0,
+        "sqrt": scale / math.sqrt(num_loops),
+        "linear": scale / num_loops,
+        "factored": scale / (num_loops * math.sqrt(depth)),
+    }[config.residual_scaling]
+
+
+def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
+    """H_{t+1} from h_t and e."""
+    x, restarts = state, config.injection in ("residual_all", "attention_first", "attention_all")
+    if config.injection == "add":
+        x = state + embedded
+    elif config.injection == "concat":
+        x = linear(weights, "model.injection.proj", torch.cat([state, embedded], dim=-1))
+    elif config.injection == "diagonal":
+        step = torch.log1p(torch.exp(weights["model.injection.dt_bias"]))
+        rate = -torch.exp(weights["model.injection.log_rate"])
+        x = torch.exp(step * rate) * state + step * linear(weights, "model.injection.input_proj", embedded)
+    elif restarts:
+        x = embedded
+    for layer in range(config.num_core_layers):
+        queries_from = None
+        if t > 0 and config.injection == "residual_all":
+            x = x + state
+        if t > 0 and (config.injection == "attention_all" or (config.injection == "attention_first" and layer == 0)):
+            queries_from = state
+        unique = config.num_prelude_layers + layer
+        x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from)
+    return x
+
+
+def readout_norm(config, weights: dict, x):
+    if config.readout_norm == "layernorm":
+        return layer_norm(config, weights, "model.norm", x)
+    return norm(config, weights, "model.norm", x)
+
+
+def between_loops(config, weights: dict, state):
+    if config.inter_loop_norm == "own":
+        state = norm(config, weights, "model.inter_loop_norm", state)
+    elif config.inter_loop_norm == "shared":
+        state = readout_norm(config, weights, state)
+    if config.loop_damping:
+        state = state / (1 + torch.exp(-weights["model.damping.logit"]))
+    return state
+
+
+def logits_of(config, weights: dict, state, depth: int, ids):
+    """Logits from H of loop `depth`."""
+    x = state
+    if config.coda_input == "norm":
+        x = readout_norm(config, weights, x)
+    elif config.coda_input == "linear":
+        x = linear(weights, "model.coda_proj", x)
+    for layer in range(config.num_coda_layers):
+        unique = config.num_prelude_layers + config.num_core_layers + layer
+        x = block(config, weights, f"model.coda.{layer}", unique, x, residual_factor(config, 1), ids)
+    raw = config.readout_norm == "none" or (config.readout_norm == "final_only" and depth < config.num_loops)
+    if not raw:
+        x = readout_norm(config, weights, x)
+    logits = linear(weights, "lm_head", x)
+    cap = config.logit_softcap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def exit_distribution(config, weights: dict, states: list):
+    """p_t = lambda_t prod_{j<t} (1 - lambda_j), the last loop taking what is left: [batch, length, loops]."""
+    probabilities, left = [], 1.0
+    for state in states[:-1]:
+        x = readout_norm(config, weights, state) if config.exit_gate == "normed" else state
+        gate = 1 / (1 + torch.exp(-linear(weights, "exit_gate", x).squeeze(-1)))
+        probabilities.append(left * gate)
+        left = left * (1 - gate)
+    return torch.stack([*probabilities, left * torch.ones(states[0].shape[:2], dtype=states[0].dtype)], dim=-1)
+
+
+def forward(config, weights: dict, ids, num_loops: int | None = None, initial_state=None):
+    """H_1 .. H_K, the logits of every depth, and the exit distribution (None without a gate)."""
+    depth = config.num_loops if num_loops is None else num_loops
+    x = config.embedding_scale * weights["model.embed_tokens.weight"][ids]
+    if config.position_embedding == "learned":
+        x = x + weights["model.embed_positions.weight"][: ids.shape[1]]
+    for layer in range(config.num_prelude_layers):
+        x = block(config, weights, f"model.prelude.{layer}", layer, x, residual_factor(config, 1), ids)
+    embedded = norm(config, weights, "model.prelude_norm", x) if config.prelude_norm else x
+
+    state = embedded if config.state_init == "embedding" else torch.zeros_like(embedded)
+    if initial_state is not None:
+        assert config.state_init == "normal"
+        state = initial_state
+    eps = residual_factor(config, depth if config.residual_depth == "run" else config.num_loops)
+    states = []
+    for t in range(depth):
+        states.append(one_loop(config, weights, state, embedded, t, eps, ids))
+        state = between_loops(config, weights, states[-1])
+    logits = [logits_of(config, weights, state, k, ids) for k, state in enumerate(states, start=1)]
+    return states, logits, None if config.exit_gate == "none" else exit_distribution(config, weights, states)
