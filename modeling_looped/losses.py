@@ -107,7 +107,7 @@ def detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def weighted_cross_entropy(
     decode: Callable,  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
-    parameters: list[torch.Tensor],  # what `decode` reads
+    parameters: list[torch.Tensor] | None,  # what `decode` reads; None leaves them to autograd, with all logits
     states: list[torch.Tensor],  # per loop [batch, length, d]
     positions: torch.Tensor,  # [tokens] labelled positions in batch * length
     labels: torch.Tensor,  # [tokens]
@@ -116,7 +116,7 @@ def weighted_cross_entropy(
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
-    if torch.compiler.is_compiling():
+    if parameters is None or torch.compiler.is_compiling():
         losses = torch.stack(
             [
                 F.cross_entropy(
@@ -141,7 +141,7 @@ def weighted_cross_entropy(
 def loop_loss(
     config,
     decode: Callable,
-    parameters: list[torch.Tensor],
+    parameters: list[torch.Tensor] | None,  # what decode reads, see `weighted_cross_entropy`
     readouts: list[torch.Tensor],  # what decode reads, per loop, or of the last loop alone for the terminal loss
     states: list[torch.Tensor] | None,  # H_k, for the norm penalty
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
@@ -183,7 +183,7 @@ def loop_loss(
         extra = extra - config.exit_entropy_weight * entropy
     else:  # gate
         weights = torch.zeros_like(active)
-        readouts, parameters = detached(readouts), detached(parameters)
+        readouts, parameters = detached(readouts), parameters and detached(parameters)
 
     total, losses = weighted_cross_entropy(
         decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size

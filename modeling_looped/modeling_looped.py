@@ -607,11 +607,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             self.config.loop_loss == "terminal" and not self.config.norm_penalty and logits.shape[:2] == labels.shape
         )
 
-    def _decode_parameters(self, with_norm: bool) -> list[torch.Tensor]:
-        parameters = list(self.lm_head.parameters())
-        if with_norm and self.model.norm is not None:
-            parameters += list(self.model.norm.parameters())
-        return parameters
+    def _decode_parameters(self, with_norm: bool) -> list[torch.Tensor] | None:
+        """What `decode` reads. None where these modules carry hooks (a head that FSDP shards by itself, tensor
+        parallel), which bring the weights only to forward and backward passes that autograd sees."""
+        modules = [self.lm_head] if not with_norm or self.model.norm is None else [self.lm_head, self.model.norm]
+        if any(part._forward_pre_hooks or part._forward_hooks for module in modules for part in module.modules()):
+            return None
+        return [parameter for module in modules for parameter in module.parameters()]
 
     def _shifted_labels(self, labels, shift_labels, shape):
         if labels is None and shift_labels is None:
