@@ -3,6 +3,10 @@
 from safetensors import SafetensorError
 
 
+class LoopedCheckpointError(ValueError, RuntimeError):
+    """A checkpoint that does not fit the model: a `ValueError`, and the `RuntimeError` that transformers raises."""
+
+
 class StrictLoadingMixin:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, strict: bool = True, **kwargs):
@@ -57,8 +61,7 @@ class StrictLoadingMixin:
             if names
         ]
         if reports:
-            raise ValueError(
+            raise LoopedCheckpointError(
                 f"the checkpoint {path} does not fit {cls.__name__}. Tensors {'; '.join(reports)}. Check that "
-                "config.json "
-                "belongs to these weights; strict=False or ignore_mismatched_sizes=True load what fits."
+                "config.json belongs to these weights; strict=False or ignore_mismatched_sizes=True load what fits."
             )
