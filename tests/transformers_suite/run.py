@@ -1,7 +1,7 @@
 """Run transformers' model tests on one tiny model: python run.py TESTS MODEL REPORT [pytest options]
 
-TESTS is the folder `tests` of transformers' source distribution, MODEL a key of `models.MODELS`, REPORT the json file to
-write: [test, outcome, message] for every test and subtest. Run it outside of the project, whose `tests` is not this one.
+TESTS is the folder `tests` of transformers' source distribution, MODEL a key of `models.MODELS`, REPORT the json file
+to write: [test, outcome, message] for every test and subtest. Run it outside of the project, whose `tests` is another.
 """
 
 import json

@@ -4,11 +4,6 @@ import os
 import unittest
 
 from models import ALL_CLASSES, LoopedModelTester
-from tests import test_modeling_common
-from tests.test_configuration_common import ConfigTester
-from tests.test_modeling_common import ModelTesterMixin
-from tests.test_pipeline_mixin import PipelineTesterMixin
-from tests.test_training_mixin import TrainingTesterMixin
 
 from modeling_looped import (
     LoopedConfig,
@@ -17,6 +12,11 @@ from modeling_looped import (
     LoopedForTokenClassification,
     LoopedModel,
 )
+from tests import test_modeling_common
+from tests.test_configuration_common import ConfigTester
+from tests.test_modeling_common import ModelTesterMixin
+from tests.test_pipeline_mixin import PipelineTesterMixin
+from tests.test_training_mixin import TrainingTesterMixin
 
 
 def has_attribute(value, name: str) -> bool:
