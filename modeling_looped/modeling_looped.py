@@ -624,7 +624,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 f"labels have shape {tuple(given.shape)}, but the input is {tuple(shape)}: pass one label per token, "
                 "unshifted, with -100 where there is nothing to learn"
             )
-        return shift(labels) if shift_labels is None else shift_labels
+        return shift(labels) if shift_labels is None else shift_labels.contiguous()
 
 
 class _LoopedClassifier:

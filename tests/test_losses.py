@@ -1,0 +1,529 @@
+"""Every loss against its formula: naive, in float64, one row at a time, on full logits, with plain autograd."""
+
+import copy
+import weakref
+
+import peft
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from modeling_looped import LoopedForCausalLM, losses
+from modeling_looped.losses import exit_log_probabilities
+
+from .helpers import random_ids, tiny_config, tiny_model
+
+
+LOSSES = {
+    "terminal": {},
+    "terminal_penalty": {"norm_penalty": 0.03},
+    "per_loop": {"loop_loss": "per_loop"},
+    "per_loop_penalty": {"loop_loss": "per_loop", "norm_penalty": 0.03},
+    "exit_weighted_raw": {"loop_loss": "exit_weighted", "exit_gate": "raw", "exit_entropy_weight": 0.2},
+    "exit_weighted_normed": {"loop_loss": "exit_weighted", "exit_gate": "normed", "norm_penalty": 0.03},
+    "gate_raw": {"loop_loss": "gate", "exit_gate": "raw"},
+    "gate_normed": {"loop_loss": "gate", "exit_gate": "normed"},
+}
+READOUTS = {
+    "rmsnorm": {},
+    "layernorm": {"readout_norm": "layernorm"},
+    "raw": {"readout_norm": "none"},
+    "final_only": {"readout_norm": "final_only"},
+    "softcap": {"logit_softcap": 2.0},
+    "tied": {"tie_word_embeddings": True},
+    "shared_norm": {"inter_loop_norm": "shared"},
+    "coda": {"num_prelude_layers": 1, "num_coda_layers": 2},
+    "coda_of_normed": {"num_coda_layers": 1, "coda_input": "norm"},
+    "coda_of_projected": {"num_coda_layers": 1, "coda_input": "linear"},
+}
+RUNS = {
+    "trained_depth": {},
+    "shallower": {"num_loops": 2},
+    "one_loop": {"num_loops": 1},
+    "deeper": {"num_loops": 5},
+    "depth_of_each_row": {"num_loops": [1, 3, 2]},
+    "truncated": {"backprop_loops": 2},
+    "truncated_depth_of_each_row": {"num_loops": [1, 4, 2], "backprop_loops": 2},
+}
+IGNORE = -100
+
+
+# The reference: the blocks are the model's, all that a loss reads is written out
+
+
+def rms_norm(norm, x):
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+
+def readout_norm(model, x):
+    norm = model.model.norm
+    if model.config.readout_norm != "layernorm":
+        return rms_norm(norm, x)
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+def states_of_row(model, ids, depth, backprop_loops):
+    """H_1..H_depth of one row, [1, length, hidden] each, and what runs a section of blocks."""
+    trunk = model.model
+    x = trunk.embed_tokens(ids[None])
+    positions = trunk.rotary_emb(x, position_ids=torch.arange(len(ids))[None])
+
+    def run(blocks, x):
+        for block in blocks:
+            x = block(x, slot=0, position_embeddings=positions)
+        return x
+
+    x, states = run(trunk.prelude, x), []
+    for loop in range(depth):
+        if backprop_loops is not None and loop < depth - backprop_loops:
+            with torch.no_grad():
+                states.append(run(trunk.core, x))
+        else:
+            states.append(run(trunk.core, x))
+        x = readout_norm(model, states[-1]) if model.config.inter_loop_norm == "shared" else states[-1]
+        if backprop_loops is not None and loop + 1 <= depth - backprop_loops:
+            x = x.detach()
+    return states, run
+
+
+def logits_of_state(model, state, depth, run):
+    config, x = model.config, state
+    if config.coda_input == "norm":
+        x = readout_norm(model, x)
+    elif config.coda_input == "linear":
+        x = x @ model.model.coda_proj.weight.T
+    x = run(model.model.coda, x)
+    if not (config.readout_norm == "none" or (config.readout_norm == "final_only" and depth < config.num_loops)):
+        x = readout_norm(model, x)
+    logits = (x @ model.lm_head.weight.T)[0]
+    return logits if config.logit_softcap is None else config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+
+
+def stop_and_stay(model, state):
+    """lambda = sigmoid(gate) and 1 - lambda, [length] each; the second not by subtraction, which cancels."""
+    if model.config.exit_gate == "normed":
+        state = readout_norm(model, state)
+    if model.config.loop_loss == "gate":
+        state = state.detach()
+    gate = (state @ model.exit_gate.weight.T + model.exit_gate.bias)[0, :, 0]
+    return 1 / (1 + torch.exp(-gate)), 1 / (1 + torch.exp(gate))
+
+
+def exit_distribution(model, states):
+    """p_k, [length] for every loop."""
+    left, probabilities = 1.0, []
+    for state in states[:-1]:
+        stop, stay = stop_and_stay(model, state)
+        probabilities.append(left * stop)
+        left = left * stay
+    return [*probabilities, left * torch.ones(states[0].shape[1], dtype=states[0].dtype)]
+
+
+def reference_row(model, ids, targets, depth, backprop_loops=None):
+    """Sum of the loss over the labelled positions of one row; and the cross-entropies, [loops, labelled positions]."""
+    config, keep = model.config, targets != IGNORE
+    states, run = states_of_row(model, ids, depth, backprop_loops)
+    logits = [logits_of_state(model, state, k, run)[keep] for k, state in enumerate(states, start=1)]
+    picked = torch.arange(int(keep.sum())), targets[keep]
+    ce = [z.exp().sum(-1).log() - z[picked] for z in logits]
+
+    if config.loop_loss == "terminal":
+        total = ce[-1].sum()
+    elif config.loop_loss == "per_loop":
+        total = sum(ce).sum() / depth
+    elif config.loop_loss == "exit_weighted":
+        p = [p[keep] for p in exit_distribution(model, states)]
+        total = sum(
+            (p[k] * ce[k]).sum() + config.exit_entropy_weight * (p[k] * p[k].log()).sum() for k in range(depth)
+        )
+    else:
+        total = 0.0 * ce[-1].detach().sum()
+        for k in range(1, depth):
+            helped = (ce[k - 1] - ce[k]).clamp(min=0).detach()
+            go_on = 1 / (1 + torch.exp(-50 * (helped - 0.005)))
+            stop, stay = (p[keep] for p in stop_and_stay(model, states[k]))
+            total = total - (go_on * stay.log() + (1 - go_on) * stop.log()).sum() / (depth - 1)
+    if config.norm_penalty:
+        total = total + config.norm_penalty * sum(s[0][keep].square().mean(-1).sum() for s in states) / depth
+    return total, torch.stack(ce).detach()
+
+
+def reference_loss(model, ids, labels, num_loops=None, backprop_loops=None, items=None):
+    depths = num_loops if isinstance(num_loops, list) else [num_loops or model.config.num_loops] * len(ids)
+    targets = torch.cat([labels[:, 1:], torch.full((len(labels), 1), IGNORE)], dim=1)
+    rows = [reference_row(model, *row, backprop_loops) for row in zip(ids, targets, depths)]
+    return sum(total for total, _ in rows) / ((targets != IGNORE).sum() if items is None else items)
+
+
+# Helpers
+
+
+def float64_model(**fields):
+    return tiny_model(**{"attention_dropout": 0.0, **fields}).double()
+
+
+def batch(batch_size=3, length=7, seed=0):
+    """Ids, and labels of which some are ignored: at either end, in the middle, and different ones in every row."""
+    ids = random_ids(batch_size, length, seed=seed)
+    labels = ids.clone()
+    labels[torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed)) < 0.3] = IGNORE
+    labels[0, -2:] = IGNORE
+    return ids, labels
+
+
+def gradients(model, loss):
+    """Gradients of every parameter, zero where there is none."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same(model, found, wanted, rtol=1e-9, atol=1e-11):
+    """Equal losses, equal gradients of every parameter."""
+    torch.testing.assert_close(found.detach(), wanted.detach(), rtol=rtol, atol=atol, check_dtype=False)
+    found, wanted = gradients(model, found), gradients(model, wanted)
+    assert any(gradient.abs().max() > 1e-6 for gradient in wanted.values())
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# The formulas
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_value_and_gradients_follow_the_formula(loss, readout):
+    fields = {**LOSSES[loss], **READOUTS[readout]}
+    if fields.get("exit_gate") == "normed" and readout == "raw":
+        fields["exit_gate"] = "raw"  # there is no norm to read
+    model = float64_model(**fields)
+    ids, labels = batch()
+    assert_same(model, model(ids, labels=labels, output_logits=False).loss, reference_loss(model, ids, labels))
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_formula_at_every_depth(loss, run):
+    model = float64_model(**LOSSES[loss], readout_norm="final_only", num_prelude_layers=1, num_coda_layers=1)
+    ids, labels = batch()
+    found = model(ids, labels=labels, output_logits=False, **RUNS[run]).loss
+    wanted = reference_loss(model, ids, labels, **RUNS[run])
+    if loss.startswith("gate") and run == "one_loop":  # there is no loop to go on to
+        assert found == wanted == 0
+    else:
+        assert_same(model, found, wanted)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_returned_logits_do_not_change_the_loss(loss):
+    model = tiny_model(**LOSSES[loss])
+    ids, labels = batch()
+    assert_same(model, model(ids, labels=labels).loss, model(ids, labels=labels, output_logits=False).loss, 1e-4, 1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loop_losses_are_the_means_of_every_depth(loss):
+    model = float64_model(**LOSSES[loss])
+    ids, labels = batch()
+    output = model(ids, labels=labels, num_loops=[2, 3, 1], output_loop_losses=True)
+    targets = torch.cat([labels[:, 1:], torch.full((len(labels), 1), IGNORE)], dim=1)
+    rows = [reference_row(model, *row)[1] for row in zip(ids, targets, [2, 3, 1])]
+    wanted = [torch.cat([row[k] for row in rows if k < len(row)]).mean() for k in range(3)]
+    torch.testing.assert_close(output.loop_losses, torch.stack(wanted))
+    assert not output.loop_losses.requires_grad
+
+
+@pytest.mark.parametrize("loss", ["per_loop", "exit_weighted_raw", "gate_raw"])
+def test_small_chunks_give_the_same(loss, monkeypatch):
+    model = float64_model(**LOSSES[loss])
+    ids, labels = batch()
+    whole = gradients(model, model(ids, labels=labels).loss)
+    calls = []
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", lambda hidden, k: calls.append(len(hidden)) or decode(hidden, k))
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 2 * model.config.vocab_size)
+    chunked = gradients(model, model(ids, labels=labels).loss)
+    assert max(calls) == 2 and sum(calls) == model.config.num_loops * int((labels[:, 1:] != IGNORE).sum())
+    for name in whole:
+        torch.testing.assert_close(chunked[name], whole[name], rtol=1e-10, atol=1e-12)
+
+
+# transformers' conventions
+
+
+@pytest.mark.parametrize("output_logits", [True, False])
+@pytest.mark.parametrize(
+    "loss", ["terminal", "terminal_penalty", "per_loop_penalty", "exit_weighted_normed", "gate_normed"]
+)
+class TestConventions:
+    @pytest.fixture
+    def model(self, loss):
+        return float64_model(**LOSSES[loss])
+
+    @pytest.fixture
+    def tolerance(self, loss, output_logits):
+        """The plain loss, on logits that are returned, is transformers' own, which is in fp32 whatever it is given."""
+        return (1e-5, 1e-7) if loss == "terminal" and output_logits else (1e-9, 1e-11)
+
+    def test_shifted_labels_are_taken_as_they_are(self, model, output_logits, tolerance):
+        ids, labels = batch()
+        longer = torch.cat([labels, torch.full((len(labels), 1), IGNORE)], dim=1)
+        shifted = longer[:, 1:]
+        assert not shifted.is_contiguous()  # as a slice of the Trainer's is not
+        found = model(ids, shift_labels=shifted, output_logits=output_logits).loss
+        assert_same(model, found, reference_loss(model, ids, labels), *tolerance)
+        both = model(ids, labels=ids, shift_labels=shifted, output_logits=output_logits).loss
+        torch.testing.assert_close(both, found, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("as_tensor", [False, True])
+    def test_num_items_is_the_denominator(self, model, output_logits, as_tensor, tolerance):
+        ids, labels = batch()
+        items = torch.tensor(29) if as_tensor else 29
+        found = model(ids, labels=labels, num_items_in_batch=items, output_logits=output_logits).loss
+        assert_same(model, found, reference_loss(model, ids, labels, items=29), *tolerance)
+
+    def test_accumulated_micro_batches_are_the_batch(self, model, output_logits, tolerance):
+        ids, labels = batch(batch_size=4)
+        items = int((labels[:, 1:] != IGNORE).sum())
+        whole = gradients(model, model(ids, labels=labels, output_logits=output_logits).loss)
+        model.zero_grad()
+        for rows in (slice(0, 1), slice(1, 4)):
+            output = model(ids[rows], labels=labels[rows], num_items_in_batch=items, output_logits=output_logits)
+            output.loss.backward()
+        for name, parameter in model.named_parameters():
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found, whole[name], rtol=tolerance[0], atol=tolerance[1])
+
+    @pytest.mark.parametrize("items", [None, 0, 13])
+    def test_no_labels_no_loss(self, model, output_logits, items):
+        ids, labels = batch()
+        labels = torch.full_like(labels, IGNORE)
+        loss = model(ids, labels=labels, num_items_in_batch=items, output_logits=output_logits).loss
+        assert loss == 0
+        assert all(not gradient.any() for gradient in gradients(model, loss).values())
+
+    def test_a_row_without_labels_counts_nowhere(self, model, output_logits, tolerance):
+        ids, labels = batch()
+        labels[1] = IGNORE
+        found = model(ids, labels=labels, output_logits=output_logits).loss
+        assert_same(model, found, model(ids[[0, 2]], labels=labels[[0, 2]], output_logits=False).loss, *tolerance)
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_evaluation_takes_no_gradients(self, model, output_logits, mode, monkeypatch):
+        ids, labels = batch()
+        wanted = model(ids, labels=labels, output_logits=output_logits).loss.detach()
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("a gradient is taken")
+
+        monkeypatch.setattr(torch.autograd, "grad", refuse)
+        with mode():
+            found = model(ids, labels=labels, output_logits=output_logits).loss
+        assert not found.requires_grad
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padding_on_the_left_is_no_token(loss):
+    model = float64_model(**LOSSES[loss])
+    ids, labels = batch(batch_size=2)
+    padded_ids = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+    padded_labels = torch.cat([torch.full((2, 3), IGNORE), labels], dim=1)
+    labels[:, 0] = padded_labels[:, 3] = IGNORE  # or the last pad would learn to predict the first token
+    mask = torch.cat([torch.zeros(2, 3, dtype=torch.long), torch.ones_like(ids)], dim=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = {"input_ids": padded_ids, "attention_mask": mask, "position_ids": positions, "labels": padded_labels}
+    found = model(**padded, output_logits=False).loss
+    assert_same(model, found, reference_loss(model, ids, labels))
+
+
+# Exit probabilities
+
+
+def test_exit_probabilities_sum_to_one_in_half_precision():
+    values = torch.tensor([-30.0, -6.25, 0.0, 6.25, 30.0])
+    gates = torch.cartesian_prod(*[values] * 4).T  # [loops, combinations]
+    stop, stay = 1 / (1 + torch.exp(-gates.double())), 1 / (1 + torch.exp(gates.double()))
+    wanted = [stop[0], stop[1] * stay[0], stop[2] * stay[1] * stay[0], stay[2] * stay[1] * stay[0]]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        found = exit_log_probabilities(gates.to(dtype), 3).exp()
+        torch.testing.assert_close(found.sum(0), torch.ones_like(found[0]), rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.double(), torch.stack(wanted), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("bias", [-30.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_model_that_never_wants_to_stop_does_at_the_last_loop(dtype, bias):
+    model = tiny_model(exit_gate="normed").to(dtype)
+    with torch.no_grad():
+        model.exit_gate.weight.zero_()
+        model.exit_gate.bias.fill_(bias)
+    p = model(random_ids(3, 5), num_loops=[1, 4, 3], output_exit_probabilities=True).exit_probabilities
+    wanted = torch.zeros(3, 5, 4)
+    for row, last in enumerate([0, 3, 2]):
+        wanted[row, :, last if bias < 0 else 0] = 1
+    torch.testing.assert_close(p.float(), wanted, rtol=0, atol=1e-6)
+
+
+def test_exit_probabilities_of_a_model_follow_the_formula():
+    model = float64_model(exit_gate="normed")
+    ids = random_ids(2, 5)
+    found = model(ids, num_loops=[4, 2], output_exit_probabilities=True).exit_probabilities
+    for row, depth in enumerate([4, 2]):
+        states, _ = states_of_row(model, ids[row], depth, None)
+        wanted = exit_distribution(model, states) + [torch.zeros(5, dtype=torch.float64)] * (4 - depth)
+        torch.testing.assert_close(found[row], torch.stack(wanted, dim=-1))
+
+
+@pytest.mark.parametrize("gate", ["raw", "normed"])
+def test_gate_loss_trains_the_gate_alone(gate):
+    model = tiny_model(loop_loss="gate", exit_gate=gate)
+    ids, labels = batch()
+    model(ids, labels=labels).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    assert trained == {"exit_gate.weight", "exit_gate.bias"}
+
+
+# Under the tools of training
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("backprop_loops", [None, 1])
+def test_bfloat16_autocast_stays_near(loss, backprop_loops):
+    model = tiny_model(**LOSSES[loss])
+    ids, labels = batch(batch_size=8, length=16)
+    wanted = model(ids, labels=labels, backprop_loops=backprop_loops).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(ids, labels=labels, backprop_loops=backprop_loops).loss
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=0)
+    found, wanted = gradients(model, found), gradients(model, wanted)
+    for name, gradient in wanted.items():
+        assert found[name].dtype == gradient.dtype
+        if gradient.norm() > 1e-4:
+            assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.97, name
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_checkpointing_changes_nothing(loss):
+    model = float64_model(**LOSSES[loss], num_prelude_layers=1, num_coda_layers=1).train()
+    ids, labels = batch()
+    plain = model(ids, labels=labels, output_logits=False).loss
+    wanted = gradients(model, plain)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    checkpointed = model(ids, labels=labels, output_logits=False).loss
+    torch.testing.assert_close(checkpointed, plain, rtol=0, atol=0)
+    for name, gradient in gradients(model, checkpointed).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if not name.startswith("gate")])
+@pytest.mark.parametrize("output_logits", [True, False])
+def test_adapter_on_the_head_is_used_and_trained(loss, output_logits):
+    base = float64_model(**LOSSES[loss])
+    merged = copy.deepcopy(base)
+    settings = peft.LoraConfig(target_modules=["lm_head"], r=3, lora_alpha=6, init_lora_weights=False)
+    adapted = peft.get_peft_model(base, settings).double().eval()
+    head = base.lm_head
+    a, b = head.lora_A["default"].weight, head.lora_B["default"].weight
+    with torch.no_grad():
+        merged.lm_head.weight += 2 * b @ a
+    ids, labels = batch()
+    tolerance = {"rtol": 1e-5, "atol": 1e-7} if loss == "terminal" and output_logits else {"rtol": 1e-9, "atol": 1e-11}
+
+    found, wanted = adapted(input_ids=ids, labels=labels, output_logits=output_logits).loss, None
+    wanted = reference_loss(merged, ids, labels)
+    torch.testing.assert_close(found.double(), wanted, **tolerance)
+    gradient = gradients(merged, wanted)["lm_head.weight"]
+    found.backward()
+    torch.testing.assert_close(a.grad, 2 * b.T @ gradient, **tolerance)
+    torch.testing.assert_close(b.grad, 2 * gradient @ a.T, **tolerance)
+    assert head.base_layer.weight.grad is None
+
+
+def test_scaled_loss_scales_the_gradients():
+    model = float64_model(loop_loss="per_loop")
+    ids, labels = batch()
+    once = gradients(model, model(ids, labels=labels).loss)
+    scaled = gradients(model, 1024 * model(ids, labels=labels).loss)
+    for name in once:
+        torch.testing.assert_close(scaled[name], 1024 * once[name])
+
+
+# Memory
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive: what an allocator would be asked for, without its noise."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.peak = self.largest = 0
+        self.alive = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in tree_iter(result):
+            if torch.is_tensor(tensor):
+                self.count(tensor)
+        return result
+
+    def count(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self.largest = max(self.largest, tensor.numel())
+        if key not in self.alive:
+            self.alive[key] = weakref.ref(storage, lambda _: self.free(key, size))
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+
+    def free(self, key, size):
+        del self.alive[key]
+        self.bytes -= size
+
+
+def memory_of_a_step(ids, output_logits, train=True, **fields):
+    torch.manual_seed(0)
+    config = tiny_config(vocab_size=8192, num_loops=4, max_position_embeddings=256, **fields)
+    model = LoopedForCausalLM(config)
+    with LiveTensors() as live, torch.set_grad_enabled(train):
+        loss = model(ids, labels=ids, output_logits=output_logits).loss
+        if train:
+            loss.backward()
+    return live
+
+
+@pytest.mark.parametrize("output_logits", [True, False])
+@pytest.mark.parametrize("loss", ["per_loop", "exit_weighted_raw", "gate_raw"])
+@pytest.mark.parametrize("train", [True, False])
+def test_logits_of_all_loops_are_never_held(loss, output_logits, train):
+    ids = random_ids(4, 128, vocab_size=8192)
+    terminal = memory_of_a_step(ids, output_logits, train)
+    found = memory_of_a_step(ids, output_logits, train, **LOSSES[loss])
+    logits_of_one_loop = ids.numel() * 8192
+    assert terminal.peak > logits_of_one_loop  # the measure sees what it is to see
+    assert found.largest <= logits_of_one_loop
+    assert found.peak <= 1.15 * terminal.peak
+
+
+def test_chunks_bound_the_memory(monkeypatch):
+    """Without returned logits, a step holds the logits of a chunk, however many tokens there are."""
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 32 * 8192)
+    for rows in (1, 4):
+        live = memory_of_a_step(random_ids(rows, 128, vocab_size=8192), False, loop_loss="per_loop")
+        assert live.largest <= 32 * 8192
+
+
+def test_the_measure_of_memory_sees_all_loops():
+    """The same step, written so that it holds the logits of every loop, is found out."""
+    ids = random_ids(4, 128, vocab_size=8192)
+    terminal = memory_of_a_step(ids, True)
+    torch.manual_seed(0)
+    model = LoopedForCausalLM(tiny_config(vocab_size=8192, num_loops=4, max_position_embeddings=256))
+    with LiveTensors() as live:
+        logits = model(ids, output_loop_logits=True).loop_logits
+        ce = [torch.nn.functional.cross_entropy(z[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for z in logits]
+        (sum(ce) / 4).backward()
+    assert live.peak > 2 * terminal.peak
