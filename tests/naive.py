@@ -106,7 +106,7 @@ def mlp(config, weights: dict, name: str, x):
 
 
 def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None):
-    """`layer` counts the unique layers of prelude, core and coda. Queries come from `queries_from`, normed as `x` is."""
+    """`layer` counts the unique layers of prelude, core and coda; `queries_from` is normed as `x` is."""
     num_layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
     window = None
     if config.window_pattern is not None and layer < num_layers - 1:

@@ -333,23 +333,18 @@ def test_gradients_where_only_the_last_loop_is_read(name):
     compare_gradients(this, [logits], [expected_logits(name, depth)])
 
 
-def compare_gradients(this: Case, outputs: list, expected: list):
+def compare_gradients(this: Case, outputs: list, references: list):
     """Of one random weighted sum of all outputs, with respect to every weight."""
     generator = torch.Generator().manual_seed(2)
     weightings = [torch.randn(output.shape, generator=generator, dtype=output.dtype) for output in outputs]
+
+    def gradients(values, variables):
+        total = sum((value * weighting).sum() for value, weighting in zip(values, weightings))
+        return torch.autograd.grad(total, variables, retain_graph=True, allow_unused=True)
+
     parameters = dict(this.model.named_parameters())
-    ours, theirs = (
-        torch.autograd.grad(
-            sum((output * weighting).sum() for output, weighting in zip(values, weightings)),
-            variables,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for values, variables in (
-            (outputs, parameters.values()),
-            (expected, [this.weights[key] for key in parameters]),
-        )
-    )
+    ours = gradients(outputs, parameters.values())
+    theirs = gradients(references, [this.weights[key] for key in parameters])
     for key, gradient, expected_gradient in zip(parameters, ours, theirs):
         if expected_gradient is None:
             assert gradient is None or not gradient.any(), key
