@@ -217,7 +217,7 @@ class LoopedModel(LoopedPreTrainedModel):
         batch_size, length = inputs_embeds.shape[:2]
         plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
-        self._check_pass(plan, inputs_embeds, initial_state, every_loop, kwargs)
+        self._check_pass(plan, inputs_embeds, past_key_values, initial_state, every_loop, kwargs)
 
         no_cache_because = self._no_cache_because(plan, output_loop_readout_states)
         if past_key_values is not None and no_cache_because:
@@ -426,13 +426,15 @@ class LoopedModel(LoopedPreTrainedModel):
                 f"{self.config.state_init!r}"
             )
 
-    def _check_pass(self, plan: DepthPlan, inputs_embeds, initial_state, every_loop: bool, kwargs: dict):
-        length = inputs_embeds.shape[1]
+    def _check_pass(
+        self, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, kwargs: dict
+    ):
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        length = inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past)  # a static cache's is on the device
         if self.config.position_embedding == "learned" and length > self.config.max_position_embeddings:
             raise ValueError(
-                f"{length} tokens are more than the {self.config.max_position_embeddings} learned positions of this "
-                "model "
-                "(max_position_embeddings)"
+                f"{length} tokens are more than the max_position_embeddings={self.config.max_position_embeddings} "
+                "positions that this model has learned: shorten the input"
             )
         if initial_state is not None:
             self._check_takes_initial_state()
@@ -443,9 +445,8 @@ class LoopedModel(LoopedPreTrainedModel):
                 )
         if every_loop and self.config.residual_depth == "run":
             raise ValueError(
-                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states "
-                "and logits "
-                "of every loop mean nothing; run each depth by itself"
+                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states and "
+                "logits of every loop mean nothing; run each depth by itself"
             )
         if plan.is_mixed and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
             raise ValueError(
@@ -581,8 +582,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return (cap * torch.tanh(at_least_fp32(logits) / cap)).to(logits.dtype)
 
     def decode(self, readout_states, loop: int, depths: list[int] | None = None):
-        """From what the readout norm reads after loop index `loop` to logits; a row of less depth stays at its "
-        "last."""
+        """From what the readout norm reads after loop index `loop` to logits. A row of less depth stays at its last."""
         depth = loop + 1 if depths is None else [min(loop + 1, depth) for depth in depths]
         return self.logits(self.model.readout(readout_states, depth))
 
