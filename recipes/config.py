@@ -28,6 +28,7 @@ class DataConfig:
     source_config: str | None = None  # configuration of a `datasets` name, e.g. sample-10BT
     split: str = "train"
     text_field: str = "text"
+    document_start: str | None = None  # rows are lines, joined to documents that begin where this pattern matches
     streaming: bool = False
     max_documents: int | None = None
     validation_source: str | None = None  # its own source; otherwise documents are held out of `source`
@@ -35,8 +36,9 @@ class DataConfig:
     validation_fraction: float = 0.01
     tokenizer: str = "bpe"  # bpe | word: trained on the training documents; otherwise a name or folder
     tokenizer_vocab_size: int = 32768
-    tokenizer_max_characters: int | None = None  # how much text a tokenizer is trained on
+    tokenizer_max_characters: int | None = None  # how much text a tokenizer is trained on; None is 2 billion
     packing: Literal["concatenate", "best_fit"] = "concatenate"
+    cropped: Literal["keep", "drop"] = "keep"  # best_fit: what is cut off comes back as a document, or is lost (Parcae)
     sequence_length: int = 1024
     stride: int | None = None  # concatenate: distance between starts of rows; None is sequence_length
     document_masking: bool = False  # position_ids restart at every document, so attention stays inside it
@@ -50,7 +52,8 @@ class DepthConfig:
     mean: float | None = None  # None is the model's num_loops
     maximum: int | None = None
     per: Literal["batch", "sequence"] = "batch"
-    backprop_loops: int | None = None  # gradients through the last so many loops; None is all
+    # gradients through the last so many loops; "half" is half the mean depth, rounded up; None is all
+    backprop_loops: int | Literal["half"] | None = None
     split: Literal["total", "prefix"] = (
         "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
     )
@@ -64,6 +67,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     keep_decay_product: bool = False  # lr * weight_decay stays what it is at the base rate
+    decay_product: float | None = None  # sets weight_decay to this over lr
     embedding_lr: float | None = None
     head_lr: float | None = None
     reference_width: int | None = None  # embedding and head rates times sqrt(reference_width / hidden_size)
@@ -93,6 +97,7 @@ class TrainingConfig:
     steps: int | None = None
     tokens: float | None = None
     epochs: float | None = None
+    flops: float | None = None  # training operations, see flops.py
     tokens_per_parameter: float | None = None  # parameters without the token embedding, as FLT counts
     rows_per_step: int = 64  # sequences per optimizer step, over all processes
     micro_batch_size: int = 8  # sequences per process and forward pass
@@ -151,13 +156,25 @@ class Recipe:
         preset = fields.pop("preset", None)
         return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
 
-    def num_steps(self, num_parameters_without_embedding: int, num_rows: int | None = None) -> int:
+    def mean_depth(self, config: LoopedConfig) -> float:
+        return config.num_loops if self.depth.mean is None else self.depth.mean
+
+    def backprop_loops(self, config: LoopedConfig) -> int | None:
+        if self.depth.backprop_loops == "half":
+            return math.ceil(self.mean_depth(config) / 2)
+        return self.depth.backprop_loops
+
+    def num_steps(
+        self, num_parameters_without_embedding: int, flops_per_token: float, num_rows: int | None = None
+    ) -> int:
         training = self.training
         tokens_per_step = training.rows_per_step * self.data.sequence_length
         if training.steps is not None:
             return training.steps
         if training.tokens is not None:
             return max(1, math.ceil(training.tokens / tokens_per_step))
+        if training.flops is not None:
+            return max(1, round(training.flops / flops_per_token / tokens_per_step))
         if training.tokens_per_parameter is not None:
             tokens = training.tokens_per_parameter * num_parameters_without_embedding
             return max(1, math.ceil(tokens / tokens_per_step))
@@ -165,7 +182,7 @@ class Recipe:
             if num_rows is None:
                 raise RecipeError("training.epochs needs prepared data to know how long an epoch is")
             return max(1, math.ceil(training.epochs * num_rows / training.rows_per_step))
-        raise RecipeError("say how long to train: training.steps, tokens, tokens_per_parameter or epochs")
+        raise RecipeError("say how long to train: training.steps, tokens, flops, tokens_per_parameter or epochs")
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
@@ -252,7 +269,8 @@ def _number(value):
 
 
 def _checked(value, hint, key: str, where: str):
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
     for option in options:
         origin = typing.get_origin(option)
         if option is type(None) and value is None:
@@ -281,7 +299,12 @@ def _checked(value, hint, key: str, where: str):
 
 
 def _check_relations(recipe: Recipe, where: str):
-    training, data, depth = recipe.training, recipe.data, recipe.depth
+    training, data, depth, optimizer = recipe.training, recipe.data, recipe.depth, recipe.optimizer
+    if optimizer.decay_product is not None:
+        decay = optimizer.decay_product / optimizer.lr
+        if optimizer.weight_decay not in (0, decay):
+            raise RecipeError(f"{where}: set optimizer.weight_decay or optimizer.decay_product, not both")
+        optimizer.weight_decay = decay
     for name in ("rows_per_step", "micro_batch_size", "save_every", "keep_last"):
         if getattr(training, name) < 1:
             raise RecipeError(f"{where}: training.{name} must be at least 1, got {getattr(training, name)}")

@@ -52,7 +52,11 @@ class Pretraining:
         self.bare = self.model
         self.config = self.model.config
         num_rows = len(self.data.train)
-        self.total_steps = recipe.num_steps(sizes(self.config).without_embedding, num_rows)
+        self.backprop_loops = recipe.backprop_loops(self.config)
+        self.flops_per_token = training_flops_per_token(
+            self.config, recipe.data.sequence_length, recipe.mean_depth(self.config), self.backprop_loops
+        )
+        self.total_steps = recipe.num_steps(sizes(self.config).without_embedding, self.flops_per_token, num_rows)
         self.model.train()
         if training.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -117,12 +121,12 @@ class Pretraining:
         depth = self.recipe.depth
         return depths_of_step(
             depth.sampler,
-            self.config.num_loops if depth.mean is None else depth.mean,
+            self.recipe.mean_depth(self.config),
             self.recipe.training.seed,
             step,
             rows,
             per=depth.per,
-            backprop_loops=depth.backprop_loops,
+            backprop_loops=self.backprop_loops,
             split=depth.split,
             maximum=depth.maximum,
         )
@@ -160,7 +164,7 @@ class Pretraining:
                 outputs = self.model(
                     **batch,
                     num_loops=depths if len(set(depths)) > 1 else depths[0],
-                    backprop_loops=recipe.depth.backprop_loops,
+                    backprop_loops=self.backprop_loops,
                     initial_state=noise,
                     # gradients are averaged over processes, so each divides by its share of the labels
                     num_items_in_batch=labelled / accelerator.num_processes,
@@ -201,9 +205,6 @@ class Pretraining:
     def train(self):
         recipe, accelerator = self.recipe, self.accelerator
         self.start()
-        flops = training_flops_per_token(
-            self.config, recipe.data.sequence_length, recipe.depth.mean, recipe.depth.backprop_loops
-        )
         peak = matmul_rate(accelerator) * accelerator.num_processes
         tokens = recipe.training.rows_per_step * recipe.data.sequence_length
         bar = tqdm(
@@ -220,7 +221,7 @@ class Pretraining:
             if watch or self.step % recipe.logging.every == 0 or self.step == self.total_steps:
                 speed = tokens * since / (time.perf_counter() - clock)
                 clock, since = time.perf_counter(), 0
-                metrics.update(tokens_per_second=speed, mfu=speed * flops / peak)
+                metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
                 self.metrics.write(step, metrics)
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tok_s=f"{speed:.0f}", loops=f"{metrics['loops']:.1f}")
             bar.update(1)

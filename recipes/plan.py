@@ -1,0 +1,65 @@
+"""What a recipe would cost: `python -m recipes.plan recipes/parcae/small.yaml [section.key=value ...]`.
+
+Parameters, tokens, steps and operations by the papers' formulas, without data or weights. For a `*.sweep.yaml`, one
+line per run.
+"""
+
+import sys
+
+from .config import Recipe, RecipeError, load_recipe
+from .flops import forward_flops_per_token, sizes, training_flops_per_token
+from .sweep import is_sweep, load_sweep
+
+
+def plan(recipe: Recipe) -> dict:
+    config = recipe.model_config()
+    n = sizes(config)
+    length = recipe.data.sequence_length
+    depth, window = recipe.mean_depth(config), recipe.backprop_loops(config)
+    per_token = training_flops_per_token(config, length, depth, window)
+    result = {
+        "parameters": n.total,
+        "parameters without embedding": n.without_embedding,
+        "effective parameters": n.outer + round(depth * n.core) + n.coda + n.head,
+        "mean depth": depth,
+        "loops with gradients": depth if window is None else min(window, depth),
+        "training FLOPs per token": per_token,
+        "forward FLOPs per token": forward_flops_per_token(config, length, depth),
+    }
+    try:
+        steps = recipe.num_steps(n.without_embedding, per_token)
+    except RecipeError as error:
+        return {**result, "steps": str(error)}
+    tokens = steps * recipe.training.rows_per_step * length
+    return {**result, "steps": steps, "tokens": tokens, "training FLOPs": tokens * per_token}
+
+
+def show(value) -> str:
+    if isinstance(value, float) and abs(value) >= 1e6:
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, (int, float)) else str(value)
+
+
+def main(arguments: list[str]):
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)
+    path, overrides = arguments[0], arguments[1:]
+    if not is_sweep(path):
+        for name, value in plan(load_recipe(path, overrides)).items():
+            print(f"{name:30} {show(value)}")
+        return
+    total = 0.0
+    for run in load_sweep(path, overrides):
+        costs = plan(run.recipe)
+        total += costs.get("training FLOPs", 0.0)
+        chosen = {key: costs[key] for key in ("parameters", "steps", "tokens", "training FLOPs") if key in costs}
+        print(f"{run.name:60} " + "  ".join(f"{key} {show(value)}" for key, value in chosen.items()))
+    print(f"all runs: training FLOPs {show(total)}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RecipeError as error:
+        raise SystemExit(f"RecipeError: {error}") from None

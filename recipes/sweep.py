@@ -1,0 +1,155 @@
+"""Many runs from one file: `python -m recipes.sweep recipes/residual_scaling/transfer.sweep.yaml [key=value ...]`.
+
+    recipe: 12_layers.yaml            # what every run starts from
+    set: {training.max_loss: 4.0}     # what every run changes
+    grid: {model.num_loops: [1, 2]}   # one run per combination,
+    runs: [{name: a, depth.per: batch}]  # or one per entry
+    plot: {x: optimizer.lr, curve: model.num_loops, panel: [...]}
+
+Runs that are done are not run again; a run that diverges is recorded and left out of the plot. Launch with
+`accelerate launch -m recipes.sweep ...` for several GPUs. Results: runs/<sweep>/results.jsonl and, with `plot`, a PNG
+of the final validation loss against x, with a star at each curve's optimum (residual scaling, figure 5).
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from .config import Recipe, RecipeError, load_recipe
+from .metrics import read_metrics
+
+
+class Run(NamedTuple):
+    name: str
+    settings: dict  # what sets it apart
+    path: Path  # of the recipe
+    overrides: list[str]
+    recipe: Recipe
+
+
+def is_sweep(path) -> bool:
+    return str(path).endswith(".sweep.yaml")
+
+
+def load_sweep(path: str | Path, overrides=()) -> list[Run]:
+    path = Path(path)
+    if not path.is_file():
+        raise RecipeError(f"there is no sweep {path}")
+    raw = yaml.safe_load(path.read_text()) or {}
+    unknown = set(raw) - {"recipe", "set", "grid", "runs", "plot"}
+    if unknown or "recipe" not in raw or ("grid" in raw) == ("runs" in raw):
+        raise RecipeError(f"{path} must hold recipe, one of grid and runs, and may hold set and plot; got {sorted(raw)}")
+    if "grid" in raw:
+        names = list(raw["grid"])
+        entries = [dict(zip(names, values)) for values in itertools.product(*raw["grid"].values())]
+    else:
+        entries = raw["runs"]
+    runs = []
+    for entry in entries:
+        entry = dict(entry)
+        base = path.parent / entry.pop("recipe", raw["recipe"])
+        name = entry.pop("name", None) or "_".join(f"{key.split('.')[-1]}={value}" for key, value in entry.items())
+        folder = Path("runs") / path.name.removesuffix(".sweep.yaml") / name
+        changes = {**(raw.get("set") or {}), **entry, "training.output_dir": str(folder)}
+        arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()] + list(overrides)
+        recipe = load_recipe(base, arguments)
+        if any(argument.startswith("training.output_dir=") for argument in overrides):
+            recipe.training.output_dir = str(Path(recipe.training.output_dir) / name)
+            arguments.append(f"training.output_dir={recipe.training.output_dir}")
+        runs.append(Run(name, entry, base, arguments, recipe))
+    if len({run.name for run in runs}) != len(runs):
+        raise RecipeError(f"{path}: two runs have the same name; give them names of their own")
+    return runs
+
+
+def outcome(run: Run) -> dict | None:
+    """The run's settings and final validation loss; None if it is not done."""
+    folder = Path(run.recipe.training.output_dir)
+    if (folder / "diverged.txt").exists():
+        return {"name": run.name, **run.settings, "loss": None, "diverged": (folder / "diverged.txt").read_text()}
+    if not (folder / "final" / "config.json").exists():
+        return None
+    losses = [r["validation/loss"] for r in read_metrics(folder / "metrics.jsonl") if "validation/loss" in r]
+    return {"name": run.name, **run.settings, "loss": losses[-1] if losses else None}
+
+
+def run_all(runs: list[Run]) -> list[dict]:
+    results = []
+    for run in runs:
+        if outcome(run) is None:
+            # a process of its own, so that one run cannot leave anything behind for the next
+            command = [sys.executable, "-m", "recipes.pretrain", str(run.path), *run.overrides]
+            finished = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if finished.returncode and "Divergence:" in finished.stderr:
+                folder = Path(run.recipe.training.output_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "diverged.txt").write_text(finished.stderr[finished.stderr.index("Divergence:") :])
+            elif finished.returncode:
+                raise RecipeError(f"run {run.name} failed:\n{finished.stderr[-2000:]}")
+        results.append(outcome(run))
+        print(json.dumps(results[-1]))
+    return results
+
+
+def optima(results: list[dict], x: str, curve: str) -> dict:
+    """Per curve, the x with the least loss."""
+    best = {}
+    for result in results:
+        if result["loss"] is not None and (result[curve] not in best or result["loss"] < best[result[curve]]["loss"]):
+            best[result[curve]] = result
+    return {key: result[x] for key, result in sorted(best.items())}
+
+
+def draw(results: list[dict], plot: dict, path: Path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = defaultdict(list)
+    for result in results:
+        panels[tuple(result.get(key) for key in plot.get("panel", []))].append(result)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False, sharey=True)
+    for axis, (panel, members) in zip(axes[0], panels.items()):
+        for value in sorted({result[plot["curve"]] for result in members}):
+            points = sorted(
+                (r[plot["x"]], r["loss"]) for r in members if r[plot["curve"]] == value and r["loss"] is not None
+            )
+            if points:
+                (line,) = axis.plot(*zip(*points), marker="o", label=f"{plot['curve'].split('.')[-1]} = {value}")
+                best = min(points, key=lambda point: point[1])
+                axis.plot(*best, marker="*", markersize=14, color=line.get_color())
+        axis.set(xscale="log", xlabel=plot["x"], title=", ".join(map(str, panel)))
+        axis.legend()
+    axes[0][0].set_ylabel("validation loss")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str]):
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)
+    runs = load_sweep(arguments[0], arguments[1:])
+    results = run_all(runs)
+    folder = Path(runs[0].recipe.training.output_dir).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+    plot = yaml.safe_load(Path(arguments[0]).read_text()).get("plot")
+    if plot:
+        draw(results, plot, folder / "results.png")
+        print(f"optima of {plot['x']}: {optima(results, plot['x'], plot['curve'])}" if not plot.get("panel") else folder)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RecipeError as error:
+        raise SystemExit(f"RecipeError: {error}") from None

@@ -1,0 +1,154 @@
+"""Every recipe is a model that can be built, and a plan whose numbers are the papers'."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.config import RecipeError, load_recipe
+from recipes.plan import plan
+from recipes.sweep import is_sweep, load_sweep, optima
+
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+FILES = sorted(path for path in FOLDER.rglob("*.yaml") if path.parent.name != "accelerate")
+RECIPES = [path for path in FILES if not is_sweep(path)]
+SWEEPS = [path for path in FILES if is_sweep(path)]
+
+
+def name(path):
+    return str(path.relative_to(FOLDER))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_recipe_is_built_and_planned(path):
+    recipe = load_recipe(path)
+    costs = plan(recipe)
+    assert costs["parameters"] > 0
+    assert costs["training FLOPs per token"] > costs["forward FLOPs per token"] > 0
+    if recipe.training.epochs is None and path.parent.name != "smoke":
+        assert costs["tokens"] >= 1e8
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=name)
+def test_sweep_runs_are_recipes(path):
+    raw = yaml.safe_load(path.read_text())
+    runs = load_sweep(path)
+    expected = len(raw["runs"]) if "runs" in raw else 1
+    for values in raw.get("grid", {}).values():
+        expected *= len(values)
+    assert len(runs) == expected
+    for run in (runs[0], runs[-1]):
+        assert plan(run.recipe)["parameters"] > 0
+        for key, value in run.settings.items():
+            section, field = key.split(".")
+            section = getattr(run.recipe, section)
+            assert (section[field] if isinstance(section, dict) else getattr(section, field)) == value
+
+
+@pytest.mark.parametrize("folder", sorted({path.parts[len(FOLDER.parts)] for path in FILES}))
+def test_every_family_has_a_readme(folder):
+    assert (FOLDER / folder / "README.md").stat().st_size > 500
+
+
+PUBLISHED = {
+    "parcae/small": 144_323_136,
+    "parcae/medium": 388_003_328,
+    "parcae/large": 776_655_680,
+    "parcae/xlarge": 1_338_591_744,
+    "parcae/transformer_small": 143_141_184,
+    "parcae/transformer_medium": 385_903_104,
+    "parcae/transformer_large": 773_375_040,
+    "parcae/transformer_xlarge": 1_333_868_544,
+    "parcae/rdm/rdm_100m": 114_242_560,
+    "parcae/rdm/rdm_350m": 382_765_056,
+    "fully_looped/small_flt": 2 * 151_680 * 384 + 12 * 6 * 384**2,
+    "fully_looped/base_lt": 2 * 151_680 * 768 + 12 * 12 * 768**2,
+}
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_published_parameter_counts(recipe):
+    assert plan(load_recipe(FOLDER / f"{recipe}.yaml"))["parameters"] == PUBLISHED[recipe]
+
+
+def test_flops_are_those_of_the_formula():
+    """C = (2 N1 + 6 N2) D and attention, written out for Parcae 140M: mean depth 8, 4 loops with gradients."""
+    costs = plan(load_recipe(FOLDER / "parcae/small.yaml"))
+    d, ff, length, vocabulary = 768, 3072, 2048, 32768
+    block = 4 * d * d + 2 * d * ff + 2 * d
+    gate = 6 * 32  # of value embeddings: layers 1, 3 and 5, one each in prelude, core and coda
+    attention = 4 * d * length
+    prelude = 2 * block + gate + d
+    core = 2 * block + gate + d * d + 2 * d
+    coda = 2 * block + gate + d * d
+    head = d + vocabulary * d
+    expected = 6 * (prelude + coda + head) + 4 * 3 * attention + (2 * core + 2 * attention) * (4 + 3 * 4)
+    assert costs["training FLOPs per token"] == expected
+    assert costs["steps"] == -(-11_200_000_000 // (256 * 2048))
+
+
+def test_budget_in_flops():
+    costs = plan(load_recipe(FOLDER / "parcae/small.yaml", ["training.tokens=null", "training.flops=1e18"]))
+    assert costs["training FLOPs"] == pytest.approx(1e18, rel=0.01)
+
+
+def test_flt_counts_tokens_per_parameter_without_the_embedding():
+    costs = plan(load_recipe(FOLDER / "fully_looped/small_flt.yaml"))
+    without_embedding = 151_680 * 384 + 12 * 6 * 384**2
+    assert costs["parameters without embedding"] == without_embedding
+    assert 0 <= costs["tokens"] - 20 * without_embedding < 512 * 1024
+
+
+def test_decay_product():
+    recipe = load_recipe(FOLDER / "residual_scaling/workshop_340m.yaml", ["optimizer.lr=5e-4", "optimizer.weight_decay=0"])
+    assert recipe.optimizer.weight_decay == pytest.approx(0.02)
+
+
+def test_optima():
+    results = [
+        {"lr": 1.0, "n": 1, "loss": 3.0},
+        {"lr": 2.0, "n": 1, "loss": 2.0},
+        {"lr": 1.0, "n": 2, "loss": 1.0},
+        {"lr": 2.0, "n": 2, "loss": None},
+    ]
+    assert optima(results, "lr", "n") == {1: 2.0, 2: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training.step=3"], "'step'.*did you mean 'steps'"),
+        (["trainin.steps=3"], "'trainin'.*did you mean 'training'"),
+        (["model.num_loop=3"], "'num_loop'.*did you mean 'num_loops'"),
+        (["steps=3"], "not an override"),
+        (["training.steps=many"], "training.steps must be int, got 'many'"),
+        (["data.packing=tetris"], "one of concatenate, best_fit, got 'tetris'"),
+        (["data.packing=best_fit", "data.stride=3"], "stride=3"),
+        (["depth.split=prefix"], "backprop_loops"),
+        (["depth.mean=4"], "needs a sampler"),
+        (["schedule.name=wsd"], "decay_steps and schedule.decay_fraction"),
+        (["training.rows_per_step=0"], "at least 1, got 0"),
+        (["optimizer.decay_product=1e-5", "optimizer.weight_decay=0.1"], "not both"),
+    ],
+)
+def test_bad_recipes(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(FOLDER / "smoke/base.yaml", overrides)
+
+
+def test_files_that_are_not_recipes(tmp_path):
+    with pytest.raises(RecipeError, match="there is no recipe"):
+        load_recipe(tmp_path / "missing.yaml")
+    (tmp_path / "self.yaml").write_text("extends: self.yaml")
+    with pytest.raises(RecipeError, match="extends itself"):
+        load_recipe(tmp_path / "self.yaml")
+    (tmp_path / "broken.yaml").write_text("model: [")
+    with pytest.raises(RecipeError, match="not YAML"):
+        load_recipe(tmp_path / "broken.yaml")
+
+
+def test_saved_recipe_opens_again(tmp_path):
+    recipe = load_recipe(FOLDER / "parcae/small.yaml")
+    recipe.save(tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
