@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import yaml
 
-from .config import Recipe, RecipeError, load_recipe
+from .config import Recipe, RecipeError, load_recipe, number
 from .metrics import read_metrics
 
 
@@ -44,7 +44,9 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
     raw = yaml.safe_load(path.read_text()) or {}
     unknown = set(raw) - {"recipe", "set", "grid", "runs", "plot"}
     if unknown or "recipe" not in raw or ("grid" in raw) == ("runs" in raw):
-        raise RecipeError(f"{path} must hold recipe, one of grid and runs, and may hold set and plot; got {sorted(raw)}")
+        raise RecipeError(
+            f"{path} must hold recipe, one of grid and runs, and may hold set and plot; got {sorted(raw)}"
+        )
     if "grid" in raw:
         names = list(raw["grid"])
         entries = [dict(zip(names, values)) for values in itertools.product(*raw["grid"].values())]
@@ -52,7 +54,7 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
         entries = raw["runs"]
     runs = []
     for entry in entries:
-        entry = dict(entry)
+        entry = {key: number(value) for key, value in entry.items()}
         base = path.parent / entry.pop("recipe", raw["recipe"])
         name = entry.pop("name", None) or "_".join(f"{key.split('.')[-1]}={value}" for key, value in entry.items())
         folder = Path("runs") / path.name.removesuffix(".sweep.yaml") / name
@@ -145,7 +147,9 @@ def main(arguments: list[str]):
     plot = yaml.safe_load(Path(arguments[0]).read_text()).get("plot")
     if plot:
         draw(results, plot, folder / "results.png")
-        print(f"optima of {plot['x']}: {optima(results, plot['x'], plot['curve'])}" if not plot.get("panel") else folder)
+        print(
+            f"optima of {plot['x']}: {optima(results, plot['x'], plot['curve'])}" if not plot.get("panel") else folder
+        )
 
 
 if __name__ == "__main__":

@@ -101,7 +101,9 @@ def test_flt_counts_tokens_per_parameter_without_the_embedding():
 
 
 def test_decay_product():
-    recipe = load_recipe(FOLDER / "residual_scaling/workshop_340m.yaml", ["optimizer.lr=5e-4", "optimizer.weight_decay=0"])
+    recipe = load_recipe(
+        FOLDER / "residual_scaling/workshop_340m.yaml", ["optimizer.lr=5e-4", "optimizer.weight_decay=0"]
+    )
     assert recipe.optimizer.weight_decay == pytest.approx(0.02)
 
 
