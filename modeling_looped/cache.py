@@ -22,7 +22,7 @@ def shared_slots(sharing: str) -> int | None:
         return None
     if sharing == "last":
         return 1
-    kind, _, count = sharing.partition("-")
+    kind, _, count = str(sharing).partition("-")
     if kind == "cyclic" and count.isdigit() and int(count) >= 1:
         return int(count)
     raise ValueError(
@@ -33,10 +33,9 @@ def shared_slots(sharing: str) -> int | None:
 class LoopedCache(DynamicCache):
     """A dynamic cache whose loops share slots: 1/N of the memory for past positions.
 
-    sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot
-    t mod S).
-    Tokens of the same pass always see each other at their own loop. So with sharing, what a token sees depends on how
-    the sequence was cut into passes: that is the approximation.
+    sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot t mod
+    S). Tokens of the same pass always see each other at their own loop. So with sharing, what a token sees depends on
+    how the sequence was cut into passes: that is the approximation.
     """
 
     def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
@@ -46,8 +45,6 @@ class LoopedCache(DynamicCache):
         config = copy.deepcopy(config)
         config.num_loops = loops if shared is None else min(loops, shared)
         super().__init__(config=config)
-        if shared is not None:
-            self.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
 
 class CacheView:
@@ -57,7 +54,11 @@ class CacheView:
         self.cache, self.config, self.plan = cache, config, plan
         self.shared = shared_slots(getattr(cache, "sharing", "none"))
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
-        self.latest = {}  # per layer: keys and values of this pass, of all rows, as each row's last loop left them
+        # keys and values of this pass, of all rows: per layer as each row's last loop left them; and where loops share
+        # slots, per slot as the last loop that uses it left them
+        self.latest, self.written = {}, {}
+        if self.shared is not None:
+            cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
     def layer_and_loop(self, slot: int) -> tuple[int, int]:
         first = core_slot(self.config, 0, 0)
@@ -66,24 +67,27 @@ class CacheView:
         loop, layer = divmod(slot - first, self.config.num_core_layers)
         return first + layer, loop
 
+    def slot(self, layer: int, loop: int) -> int:
+        if layer < core_slot(self.config, 0, 0):
+            return layer
+        return layer + (loop if self.shared is None else loop % self.shared) * self.config.num_core_layers
+
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         rows = keys.shape[0]
         layer, loop = self.layer_and_loop(slot)
-        if rows < len(self.plan.depths):  # the other rows have finished: they keep what their last loop left
-            kept_keys, kept_values = self.latest[layer]
-            keys, values = torch.cat([keys, kept_keys[rows:]]), torch.cat([values, kept_values[rows:]])
-        self.latest[layer] = keys, values
-        keys, values = self.write(layer, loop, keys, values, *args, **kwargs)
+        slot = self.slot(layer, loop)
+        fresh = self.latest[layer] = with_finished_rows((keys, values), self.latest.get(layer))
+        if self.shared is not None:
+            if slot in self.written:  # take back what an earlier loop of this pass wrote
+                fresh = with_finished_rows((keys, values), self.written[slot])
+                self.cache.layers[slot].crop(-keys.shape[-2])
+            self.written[slot] = fresh
+        keys, values = self.write(slot, *fresh, *args, **kwargs)
         if self.plan.is_mixed:
             keys, values = self.plan.sort(keys)[:rows], self.plan.sort(values)[:rows]
         return keys, values
 
-    def write(self, layer: int, loop: int, keys, values, *args, **kwargs):
-        slot = layer
-        if layer >= core_slot(self.config, 0, 0):
-            slot += (loop if self.shared is None else loop % self.shared) * self.config.num_core_layers
-            if self.shared is not None and loop >= self.shared:  # take back what an earlier loop of this pass wrote
-                self.cache.layers[slot].crop(-keys.shape[-2])
+    def write(self, slot: int, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         return self.cache.update(self.plan.unsort(keys), self.plan.unsort(values), slot, *args, **kwargs)
 
     def finish(self):
@@ -91,11 +95,19 @@ class CacheView:
         for loop in range(self.plan.max_depth, self.stored_loops):
             for layer in range(self.config.num_core_layers):
                 layer = core_slot(self.config, 0, layer)
-                self.write(layer, loop, *self.latest[layer])
+                self.write(self.slot(layer, loop), *self.latest[layer])
         if self.shared is not None:
             for layer in self.cache.layers:
                 if layer.is_sliding and layer.is_initialized:
                     layer.crop(0)  # back to the window
+                    layer.record_past = False
+
+
+def with_finished_rows(new: tuple[torch.Tensor, ...], all_rows: tuple[torch.Tensor, ...] | None):
+    """Keys and values of the rows that ran, followed by those of the rows that have finished."""
+    if all_rows is None or len(new[0]) == len(all_rows[0]):
+        return new
+    return tuple(torch.cat([part, whole[len(part) :]]) for part, whole in zip(new, all_rows))
 
 
 def is_written(cache: Cache, slot: int) -> bool:
@@ -103,33 +115,31 @@ def is_written(cache: Cache, slot: int) -> bool:
 
 
 def view_for_pass(cache, config, plan):
-    """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence that is under "
-    "way."""
+    """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
     if cache is None or not isinstance(cache, Cache):
         return cache
     shared = shared_slots(getattr(cache, "sharing", "none"))
     needed = plan.max_depth if shared is None else min(plan.max_depth, shared)
-    first = core_slot(config, 0, 0)
+    stored = 0
+    while is_written(cache, core_slot(config, stored, 0)):
+        stored += 1
 
-    if not is_written(cache, first):  # a new sequence
-        stored = 0
-        if cache.layer_class_to_replicate is None:  # layers were made for the configured depth: add for this one
-            for slot in range(len(cache.layers), num_slots(config, needed)):
-                cache.layers.append(copy.deepcopy(cache.layers[slot - config.num_core_layers]))
-    else:
-        stored = needed
-        if not is_written(cache, core_slot(config, needed - 1, 0)):
-            stored = next(loop for loop in range(needed) if not is_written(cache, core_slot(config, loop, 0)))
-            if int(cache.get_seq_length(first)) > 0:
-                raise ValueError(
-                    f"num_loops={plan.max_depth} is deeper than the {stored} loops that the cache holds of this "
-                    "sequence, "
-                    "and the past has no keys and values for the deeper loops. Run the sequence at one depth or "
-                    "shallower, or start it again with an empty cache."
-                )
-        while is_written(cache, core_slot(config, stored, 0)):
-            stored += 1
-
+    if stored < needed:
+        if stored > 0 and int(cache.get_seq_length(core_slot(config, 0, 0))) > 0:
+            raise ValueError(
+                f"num_loops={plan.max_depth} is deeper than the {stored} loops that the cache holds of this sequence, "
+                "and the past has no keys and values for the deeper loops. Run the sequence at one depth or "
+                "shallower, or start it again with an empty cache."
+            )
+        if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
+            fit_layers(cache, num_slots(config, needed), config.num_core_layers)
     if plan.is_mixed or shared is not None or stored > plan.max_depth:
         return CacheView(cache, config, plan, stored)
     return cache
+
+
+def fit_layers(cache: Cache, count: int, per_loop: int):
+    """Add layers for deeper loops and drop those of loops that do not run: unfilled sliding ones cannot be cropped."""
+    del cache.layers[count:]
+    while len(cache.layers) < count:
+        cache.layers.append(copy.deepcopy(cache.layers[-per_loop]))

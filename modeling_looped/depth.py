@@ -63,19 +63,21 @@ class DepthPlan(NamedTuple):
 
 
 def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor):
-    """Rows of a tensor, or of flex attention's mask, whose rule must then be asked about the rows that they were."""
-    device = (batched.kv_indices if isinstance(batched, BlockMask) else batched).device
-    rows = rows.to(device) if torch.is_tensor(rows) else rows
+    """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
+    if not isinstance(batched, BlockMask):
+        return batched[rows.to(batched.device) if torch.is_tensor(rows) else rows]
     taken = batched[rows]
-    if isinstance(batched, BlockMask):
-        rule, kept = batched.mask_mod, torch.arange(batched.shape[0], device=device)[rows]
-        taken.mask_mod = lambda row, head, query, key: rule(kept[row], head, query, key)
+    if torch.is_tensor(rows):  # the mask's rule must be asked about the rows that these were
+        rows = rows.to(batched.kv_indices.device)
+        taken.mask_mod = lambda row, *place: batched.mask_mod(rows[row], *place)
+    else:
+        taken.mask_mod = batched.mask_mod
     return taken
 
 
-def check_depths(num_loops, batch_size: int, name: str = "num_loops") -> list[int]:
+def check_depths(num_loops, batch_size: int) -> list[int]:
     """`num_loops` of a call (an int, or one per row) as a list of one positive int per row."""
-    advice = f"{name} is the number of loops to run: an int of at least 1, or one such int per sequence"
+    advice = "num_loops is the number of loops to run: an int of at least 1, or one such int per sequence"
     if torch.is_tensor(num_loops):
         if num_loops.is_floating_point() or num_loops.dtype == torch.bool or num_loops.ndim > 1:
             raise TypeError(f"{advice}; got a {num_loops.dtype} tensor of shape {tuple(num_loops.shape)}")
@@ -91,9 +93,19 @@ def check_depths(num_loops, batch_size: int, name: str = "num_loops") -> list[in
     return depths
 
 
+def check_window(backprop_loops: int | None):
+    if backprop_loops is None:
+        return
+    advice = "backprop_loops is the number of last loops that get gradients, an int of at least 1 for all sequences"
+    if isinstance(backprop_loops, bool) or not isinstance(backprop_loops, int):
+        raise TypeError(f"{advice}; got {backprop_loops!r}")
+    if backprop_loops < 1:
+        raise ValueError(f"{advice}; got {backprop_loops!r}")
+
+
 def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -> DepthPlan:
-    depths = check_depths(num_loops, batch_size)
-    window = None if backprop_loops is None else check_depths(backprop_loops, 1, "backprop_loops")[0]
+    depths, window = check_depths(num_loops, batch_size), backprop_loops
+    check_window(window)
     longest = max(depths, default=1)
     mixed = len(set(depths)) > 1
     ends_together = mixed and window is not None

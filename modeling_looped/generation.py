@@ -7,6 +7,13 @@ from .cache import LoopedCache
 from .depth import check_depths
 
 
+def depth_argument(num_loops) -> int | torch.LongTensor:
+    """One depth, or a tensor of one per prompt, which transformers repeats for beams as it would not repeat a list."""
+    is_one = not isinstance(num_loops, (list, tuple)) and not (torch.is_tensor(num_loops) and num_loops.ndim > 0)
+    depths = check_depths(num_loops, 1 if is_one else len(num_loops))
+    return depths[0] if is_one else torch.tensor(depths, dtype=torch.long)
+
+
 class LoopedGenerationMixin(GenerationMixin):
     def generate(self, *args, num_loops=None, cache_sharing: str | None = None, **kwargs):
         """As `GenerationMixin.generate`.
@@ -14,28 +21,30 @@ class LoopedGenerationMixin(GenerationMixin):
         num_loops: depth of every token, one number or one per prompt. cache_sharing: "none", "last" or "cyclic-S".
         """
         if num_loops is not None:
-            if isinstance(num_loops, (list, tuple)):  # a tensor is repeated for beams, a list would not be
-                num_loops = torch.tensor(check_depths(num_loops, len(num_loops)))
-            kwargs["num_loops"] = num_loops
+            num_loops = kwargs["num_loops"] = depth_argument(num_loops)
         if cache_sharing is not None and cache_sharing != "none":
-            if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens"):
-                raise ValueError(
-                    f"cache_sharing={cache_sharing!r} makes a token's cache depend on how the sequence was cut into "
-                    "passes, "
-                    "which assisted decoding changes: use one or the other"
-                )
-            if kwargs.get("past_key_values") is not None or kwargs.get("cache_implementation") is not None:
-                raise ValueError(
-                    f"cache_sharing={cache_sharing!r} makes its own cache: leave out past_key_values and "
-                    "cache_implementation"
-                )
-            depth = (
-                None
-                if num_loops is None
-                else max(check_depths(num_loops, 1 if isinstance(num_loops, int) else len(num_loops)))
-            )
-            kwargs["past_key_values"] = LoopedCache(self.config, cache_sharing, depth)
+            for name, default in (("past_key_values", None), ("cache_implementation", None), ("use_cache", True)):
+                if kwargs.get(name, default) not in (default, None):
+                    raise ValueError(
+                        f"cache_sharing={cache_sharing!r} makes its own cache, which {name} contradicts: leave one out"
+                    )
+            deepest = num_loops if num_loops is None or isinstance(num_loops, int) else max(num_loops.tolist())
+            kwargs["past_key_values"] = LoopedCache(self.config, cache_sharing, deepest)
         return super().generate(*args, **kwargs)
+
+    def _assisted_decoding(self, *args, past_key_values=None, **kwargs):
+        sharing = getattr(past_key_values, "sharing", "none")
+        if sharing != "none":
+            raise ValueError(
+                f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and "
+                "assisted decoding cuts it otherwise: use one of the two"
+            )
+        return super()._assisted_decoding(*args, past_key_values=past_key_values, **kwargs)
+
+    def _get_candidate_generator(self, *args, model_kwargs: dict, **kwargs):
+        """num_loops is a depth of this model, not of its assistant, which drafts at its own."""
+        model_kwargs = {key: value for key, value in model_kwargs.items() if key != "num_loops"}
+        return super()._get_candidate_generator(*args, model_kwargs=model_kwargs, **kwargs)
 
     def generate_batch(self, inputs, *args, **kwargs):
         """Continuous batching, at the configured depth."""
