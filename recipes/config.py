@@ -204,7 +204,7 @@ def load_recipe(path: str | Path, overrides: typing.Sequence[str] = ()) -> Recip
         raw.setdefault(section, {})
         if not isinstance(raw[section], dict):
             raise RecipeError(f"section {section!r} must hold key: value pairs, got {raw[section]!r}")
-        raw[section][name] = number(yaml.safe_load(value))
+        raw[section][name] = as_number(yaml.safe_load(value))
     return recipe_from_dict(raw, str(path))
 
 
@@ -249,7 +249,7 @@ def _model_fields(fields: dict, where: str) -> dict:
         raise RecipeError(f"{where}: section 'model' must hold key: value pairs, got {fields!r}")
     known = [f.name for f in dataclasses.fields(LoopedConfig)] + ["preset"]
     _refuse_unknown(fields, known, where, "key in model")
-    return {key: number(value) for key, value in fields.items()}
+    return {key: as_number(value) for key, value in fields.items()}
 
 
 def _refuse_unknown(given: dict, known: list[str], where: str, what: str):
@@ -260,7 +260,7 @@ def _refuse_unknown(given: dict, known: list[str], where: str, what: str):
             raise RecipeError(f"{where}: unknown {what}: {key!r}; {advice}")
 
 
-def number(value):
+def as_number(value):
     """YAML reads 3e-4 as text."""
     if isinstance(value, str):
         try:
@@ -279,10 +279,10 @@ def _checked(value, hint, key: str, where: str):
             return None
         if origin is Literal and value in typing.get_args(option):
             return value
-        if option is float and not isinstance(value, bool) and isinstance(number(value), (int, float)):
-            return float(number(value))
+        if option is float and not isinstance(value, bool) and isinstance(as_number(value), (int, float)):
+            return float(as_number(value))
         if option is int and not isinstance(value, bool):
-            number = number(value)
+            number = as_number(value)
             if isinstance(number, int) or (isinstance(number, float) and number.is_integer()):
                 return int(number)
         if origin is list and isinstance(value, list):

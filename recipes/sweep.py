@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import yaml
 
-from .config import Recipe, RecipeError, load_recipe, number
+from .config import Recipe, RecipeError, as_number, load_recipe
 from .metrics import read_metrics
 
 
@@ -54,7 +54,7 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
         entries = raw["runs"]
     runs = []
     for entry in entries:
-        entry = {key: number(value) for key, value in entry.items()}
+        entry = {key: as_number(value) for key, value in entry.items()}
         base = path.parent / entry.pop("recipe", raw["recipe"])
         name = entry.pop("name", None) or "_".join(f"{key.split('.')[-1]}={value}" for key, value in entry.items())
         folder = Path("runs") / path.name.removesuffix(".sweep.yaml") / name
