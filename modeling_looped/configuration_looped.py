@@ -375,13 +375,14 @@ class LoopedConfig(PreTrainedConfig):
             )
 
     def _validate_rope_type(self):
-        rope_type = self.rope_parameters.get("rope_type", "default")
+        parameters = self.rope_parameters or {}
+        rope_type = parameters.get("rope_type", "default")
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise ValueError(
                 f"rope_type={rope_type!r} is not one of transformers': default, "
                 f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
             )
-        nested = [key for key, value in self.rope_parameters.items() if isinstance(value, dict)]
+        nested = [key for key, value in parameters.items() if isinstance(value, dict)]
         if nested:
             raise ValueError(
                 f"rope_parameters are the same for all layers, but got them for each of {', '.join(nested)}: pass one "
@@ -408,8 +409,7 @@ class LoopedConfig(PreTrainedConfig):
         ):
             raise ValueError(
                 "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is "
-                "nothing "
-                f"to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
+                f"nothing to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
                 f"norm_penalty={self.norm_penalty} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
             )
 
@@ -422,9 +422,8 @@ class LoopedConfig(PreTrainedConfig):
             )
         if self.coda_input == "norm" and (no_norm or self.num_coda_layers == 0):
             raise ValueError(
-                "coda_input='norm' applies the readout norm before the coda: it needs a readout_norm and coda "
-                "layers, got "
-                f"readout_norm={self.readout_norm!r} and num_coda_layers={self.num_coda_layers}"
+                "coda_input='norm' applies the readout norm before the coda: it needs a readout_norm and coda layers, "
+                f"got readout_norm={self.readout_norm!r} and num_coda_layers={self.num_coda_layers}"
             )
         if self.exit_gate == "normed" and no_norm:
             raise ValueError("exit_gate='normed' reads the readout norm, but readout_norm='none'; use exit_gate='raw'")
@@ -432,8 +431,8 @@ class LoopedConfig(PreTrainedConfig):
             raise ValueError(f"loop_loss={self.loop_loss!r} needs an exit gate: set exit_gate to 'raw' or 'normed'")
         if self.loop_loss == "gate" and self.norm_penalty:
             raise ValueError(
-                f"loop_loss='gate' trains the gate alone, so norm_penalty={self.norm_penalty} has nothing to act "
-                "on; set it to 0"
+                f"loop_loss='gate' trains the gate alone, so norm_penalty={self.norm_penalty} has nothing to act on; "
+                "set it to 0"
             )
 
 

@@ -582,7 +582,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return (cap * torch.tanh(at_least_fp32(logits) / cap)).to(logits.dtype)
 
     def decode(self, readout_states, loop: int, depths: list[int] | None = None):
-        """From what the readout norm reads after loop index `loop` to logits. A row of less depth stays at its last."""
+        """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""
         depth = loop + 1 if depths is None else [min(loop + 1, depth) for depth in depths]
         return self.logits(self.model.readout(readout_states, depth))
 
