@@ -1,0 +1,68 @@
+"""What the README says is so: its code runs, its counts are those of the models, its paths exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from tests.helpers import tiny_config
+
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def published_counts() -> list[tuple[str, str, int]]:
+    """(preset, overrides, parameters) of every table row that starts with a preset and ends with a number."""
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\| ([\d,]+) \|$", README, flags=re.MULTILINE)
+    return [
+        (preset, "".join(re.findall(r"`(\w+=.*)`", middle)), int(count.replace(",", "")))
+        for preset, middle, count in rows
+    ]
+
+
+@pytest.mark.parametrize("preset,overrides,count", published_counts())
+def test_parameter_counts(preset, overrides, count):
+    config = LoopedConfig.from_preset(preset, **eval(f"dict({overrides})"))
+    with torch.device("meta"):
+        model = LoopedForCausalLM(config)
+    model.tie_weights()
+    assert model.num_parameters() == count
+
+
+def test_every_preset_has_a_row():
+    assert {preset for preset, _, _ in published_counts()} == set(LoopedConfig.preset_names())
+
+
+def test_code_runs(tmp_path, monkeypatch):
+    """All Python of the README as one script, on a tiny model in the place of the demo's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    tokenizer.save_pretrained(tmp_path / "runs/demo")
+    config = tiny_config(vocab_size=len(tokenizer), num_loops=4)
+    LoopedForCausalLM(config).save_pretrained(tmp_path / "runs/demo")
+
+    monkeypatch.chdir(tmp_path)
+    script = "\n".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
+    names = {}
+    exec(compile(script, "README.md", "exec"), names)
+    assert names["model"].config.model_type == "looped"
+    assert torch.isfinite(names["outputs"].loss)
+
+
+def test_paths_exist():
+    tree = README.split("## What is where")[1].split("```")[1]
+    folder, paths = "", []
+    for line in tree.strip().splitlines():
+        indent, name = re.match(r"( *)(\S+)", line).groups()
+        folder = folder if indent else name if name.endswith("/") else ""
+        paths.append(folder + name if indent else name)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
