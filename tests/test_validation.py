@@ -1,0 +1,386 @@
+"""Bad input is refused with the value and advice; unusual input that means something is not; configs travel whole."""
+
+import copy
+import json
+import pickle
+from contextlib import contextmanager
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, DynamicCache
+
+from modeling_looped import (
+    LoopedConfig,
+    LoopedConfigError,
+    LoopedForCausalLM,
+    LoopedForSequenceClassification,
+    LoopedModel,
+)
+
+from .helpers import TINY, random_ids, tiny_config, tiny_model
+
+
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+NESTED_ROPE = {"full_attention": dict(ROPE), "sliding_attention": dict(ROPE)}
+
+# fields, and what the message must contain: the field, the value, and what to do
+REFUSED = {
+    # values
+    "unknown injection": ({"injection": "quantum"}, ["injection", "quantum", "attention_all"]),
+    "unknown loss": ({"loop_loss": "mean"}, ["loop_loss", "mean", "per_loop"]),
+    "unknown readout": ({"readout_norm": "batchnorm"}, ["readout_norm", "batchnorm", "layernorm"]),
+    "no loops": ({"num_loops": 0}, ["num_loops", "0", "at least 1"]),
+    "negative loops": ({"num_loops": -3}, ["num_loops", "-3", "at least 1"]),
+    "loops as text": ({"num_loops": "8"}, ["num_loops", "'8'", "int"]),
+    "loops as float": ({"num_loops": 2.5}, ["num_loops", "2.5", "int"]),
+    "loops as bool": ({"num_loops": True}, ["num_loops", "True", "int"]),
+    "loops as list": ({"num_loops": [1, 2]}, ["num_loops", "[1, 2]", "int"]),
+    "loops as None": ({"num_loops": None}, ["num_loops", "None", "int"]),
+    "no core": ({"num_core_layers": 0}, ["num_core_layers", "0", "at least 1"]),
+    "negative prelude": ({"num_prelude_layers": -1}, ["num_prelude_layers", "-1", "not negative"]),
+    "no vocabulary": ({"vocab_size": 0}, ["vocab_size", "0", "at least 1"]),
+    "no heads": ({"num_attention_heads": 0}, ["num_attention_heads", "0", "at least 1"]),
+    "no head size": ({"head_dim": 0}, ["head_dim", "0", "at least 1"]),
+    "negative head size": ({"head_dim": -8}, ["head_dim", "-8", "at least 1"]),
+    "zero eps": ({"rms_norm_eps": 0.0}, ["rms_norm_eps", "0.0", "positive"]),
+    "zero softcap": ({"logit_softcap": 0.0}, ["logit_softcap", "0.0", "positive"]),
+    "negative scale": ({"residual_scale": -1.0}, ["residual_scale", "-1.0", "positive"]),
+    "endless penalty": ({"norm_penalty": float("inf")}, ["norm_penalty", "inf", "finite"]),
+    "penalty not a number": ({"norm_penalty": float("nan")}, ["norm_penalty", "nan", "finite"]),
+    "negative entropy weight": ({"exit_entropy_weight": -0.1}, ["exit_entropy_weight", "-0.1", "not negative"]),
+    "full dropout": ({"residual_dropout": 1.0}, ["residual_dropout", "1.0", "[0, 1)"]),
+    "classifier dropout": ({"classifier_dropout": 1.5}, ["classifier_dropout", "1.5", "[0, 1)"]),
+    "unknown activation": ({"hidden_act": "swoosh"}, ["hidden_act", "swoosh", "silu"]),
+    "pad token outside": ({"pad_token_id": 99}, ["pad_token_id", "99", "vocab_size"]),
+    "unknown rope": ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_type", "spiral", "yarn"]),
+    "rope of each layer": (
+        {"rope_parameters": NESTED_ROPE, "window_pattern": "SL"},
+        ["rope_parameters", "sliding_attention", "flat"],
+    ),
+    "future format": ({"format_version": 99}, ["format_version", "99", "Upgrade"]),
+    "no format": ({"format_version": 0}, ["format_version", "0"]),
+    # misspelt
+    "num_loop": ({"num_loop": 3}, ["num_loop", "num_loops"]),
+    "injektion": ({"injektion": "add"}, ["injektion", "injection"]),
+    "readout_norms": ({"readout_norms": "none"}, ["readout_norms", "readout_norm"]),
+    # sizes that do not divide
+    "hidden by heads": ({"hidden_size": 30}, ["hidden_size=30", "num_attention_heads=4"]),
+    "heads by groups": ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
+    "odd rotary head": ({"hidden_size": 20}, ["head_dim=5", "even", "learned"]),
+    "derived depth": ({"num_hidden_layers": 5}, ["num_hidden_layers=5", "2 * 3", "6", "num_core_layers"]),
+    # windows
+    "pattern letters": ({"window_pattern": "SXL"}, ["window_pattern", "SXL", "S and L"]),
+    "empty pattern": ({"window_pattern": ""}, ["window_pattern", "''", "S and L"]),
+    "window alone": ({"sliding_window": 8}, ["sliding_window=8", "window_pattern", "SSSL"]),
+    "window of none": ({"window_pattern": "SL", "sliding_window": 0}, ["sliding_window", "0"]),
+    # combinations without a meaning
+    **{
+        f"{injection} from {state}": (
+            {"injection": injection, "state_init": state},
+            [f"injection='{injection}'", "embedding", f"'{state}'"],
+        )
+        for injection in ("residual_all", "attention_first", "attention_all")
+        for state in ("zeros", "normal")
+    },
+    "input never read": ({"state_init": "zeros"}, ["injection='none'", "state_init='zeros'", "embedding"]),
+    "noise of no use": ({"state_init_std": 0.5}, ["state_init_std=0.5", "normal", "'embedding'"]),
+    "run depth, per loop": (
+        {"residual_depth": "run", "loop_loss": "per_loop"},
+        ["residual_depth='run'", "loop_loss='per_loop'", "terminal"],
+    ),
+    "run depth, gate": (
+        {"residual_depth": "run", "exit_gate": "raw"},
+        ["residual_depth='run'", "exit_gate='raw'", "trained"],
+    ),
+    "run depth, penalty": (
+        {"residual_depth": "run", "norm_penalty": 0.5},
+        ["residual_depth='run'", "norm_penalty=0.5", "trained"],
+    ),
+    "shared raw norm": (
+        {"inter_loop_norm": "shared", "readout_norm": "none"},
+        ["inter_loop_norm='shared'", "readout_norm='none'", "own"],
+    ),
+    "shared final norm": (
+        {"inter_loop_norm": "shared", "readout_norm": "final_only"},
+        ["inter_loop_norm='shared'", "readout_norm='final_only'", "own"],
+    ),
+    "coda of raw norm": (
+        {"coda_input": "norm", "readout_norm": "none", "num_coda_layers": 1},
+        ["coda_input='norm'", "readout_norm='none'"],
+    ),
+    "no coda to norm for": ({"coda_input": "norm"}, ["coda_input='norm'", "num_coda_layers=0"]),
+    "gate of raw norm": (
+        {"exit_gate": "normed", "readout_norm": "none"},
+        ["exit_gate='normed'", "readout_norm='none'", "raw"],
+    ),
+    "exit loss, no gate": ({"loop_loss": "exit_weighted"}, ["loop_loss='exit_weighted'", "exit_gate", "normed"]),
+    "gate loss, no gate": ({"loop_loss": "gate"}, ["loop_loss='gate'", "exit_gate", "normed"]),
+    "gate loss, penalty": (
+        {"loop_loss": "gate", "exit_gate": "raw", "norm_penalty": 0.1},
+        ["loop_loss='gate'", "norm_penalty=0.1", "0"],
+    ),
+}
+
+# unusual, and meant: every one runs, trains and decodes
+ACCEPTED = {
+    "attention injection with prelude norm": {
+        "injection": "attention_all",
+        "prelude_norm": True,
+        "num_prelude_layers": 1,
+    },
+    "one of everything": {"num_core_layers": 1, "num_loops": 1, "num_attention_heads": 1, "num_key_value_heads": 1},
+    "wide heads": {"head_dim": 12},
+    "odd heads with learned positions": {"head_dim": 7, "position_embedding": "learned"},
+    "latent keys of a group": {"kv_latent_size": 5, "num_key_value_heads": 2},
+    "raw gate beside a shared norm": {"exit_gate": "raw", "inter_loop_norm": "shared"},
+    "exit loss on a raw readout": {"exit_gate": "raw", "loop_loss": "exit_weighted", "readout_norm": "none"},
+    "penalty on a raw readout": {"norm_penalty": 0.01, "readout_norm": "none"},
+    "final-only norm before the coda": {"coda_input": "norm", "readout_norm": "final_only", "num_coda_layers": 1},
+    "linear readout without a coda": {"coda_input": "linear"},
+    "run depth with an injection": {"residual_depth": "run", "residual_scaling": "linear", "injection": "add"},
+    "noise and windows": {"injection": "concat", "state_init": "normal", "window_pattern": "SSL", "sliding_window": 3},
+    "value embeddings and a coda": {"value_embeddings": True, "num_coda_layers": 1, "num_prelude_layers": 1},
+    "norms without weights": {"norm_affine": False, "block_norm": "residual_sandwich", "readout_norm": "layernorm"},
+    "whole numbers for real ones": {"residual_scale": 2, "norm_penalty": 1, "logit_softcap": 15},
+    "scaled rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+}
+
+
+@contextmanager
+def refuses(parts, error=(ValueError, TypeError)):
+    """An error must come whose message has all the parts."""
+    with pytest.raises(error) as caught:
+        yield
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_config_is_refused(case):
+    fields, parts = REFUSED[case]
+    with refuses(parts, LoopedConfigError):
+        LoopedConfig(**{**TINY, **fields})
+
+
+# a new attribute of a config is no error in Python; sizes of heads are derived when a config is made
+NOT_ASSIGNED = {"num_loop", "injektion", "readout_norms", "odd rotary head"}
+
+
+@pytest.mark.parametrize("case", [case for case in REFUSED if case not in NOT_ASSIGNED])
+@pytest.mark.parametrize("model_class", [LoopedForCausalLM, LoopedModel, LoopedForSequenceClassification])
+def test_bad_field_assigned_later_is_refused_before_a_model_is_built(case, model_class):
+    fields, parts = REFUSED[case]
+    config = tiny_config()
+    with refuses(parts):
+        for name, value in fields.items():
+            setattr(config, name, value)
+        model_class(config)
+
+
+def test_config_errors_are_value_errors_and_strict_errors():
+    for error in (ValueError, StrictDataclassError):
+        with pytest.raises(error):
+            LoopedConfig(num_loops="8")
+
+
+def test_future_config_says_so_before_its_new_values_are_called_unknown(tmp_path):
+    fields = {**tiny_config().to_dict(), "format_version": 99, "injection": "quantum", "num_loop": 3}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for load in (LoopedConfig.from_pretrained, AutoConfig.from_pretrained, LoopedForCausalLM.from_pretrained):
+        with refuses(["format_version=99", "Upgrade modeling_looped"], ValueError):
+            load(tmp_path)
+
+
+def test_unknown_preset_is_refused_with_the_known_ones():
+    with refuses(["'huginnn'", "huginn", "parcae"], ValueError):
+        LoopedConfig.from_preset("huginnn")
+    with refuses(["num_loop", "num_loops"], ValueError):
+        LoopedConfig.from_preset("huginn", num_loop=3)
+
+
+def test_depth_that_disagrees_is_refused_when_set():
+    config = tiny_config(num_prelude_layers=1)
+    config.num_hidden_layers = 7
+    with refuses(["num_hidden_layers=8", "1 + 0 + 2 * 3 = 7"], ValueError):
+        config.num_hidden_layers = 8
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_unusual_config_runs_trains_and_decodes(case):
+    model = tiny_model(**ACCEPTED[case])
+    ids = random_ids(2, 6)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    whole = model(ids).logits
+    cache = DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache).logits for part in (ids[:, :4], ids[:, 4:])]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+# Calls
+
+CALLS = {
+    "labels too short": ({"labels": torch.zeros(2, 4, dtype=torch.long)}, ["labels", "(2, 4)", "(2, 6)", "-100"]),
+    "labels of one row": ({"labels": torch.zeros(6, dtype=torch.long)}, ["labels", "(6,)", "(2, 6)"]),
+    "labels one hot": ({"labels": torch.zeros(2, 6, 99)}, ["labels", "(2, 6, 99)", "(2, 6)"]),
+    "shifted labels": ({"shift_labels": torch.zeros(2, 5, dtype=torch.long)}, ["labels", "(2, 5)", "(2, 6)"]),
+    "both inputs": ({"inputs_embeds": torch.zeros(2, 6, 32)}, ["input_ids", "inputs_embeds", "both"]),
+    "no inputs": ({"input_ids": None}, ["input_ids", "inputs_embeds", "neither"]),
+    "no loops": ({"num_loops": 0}, ["num_loops", "at least 1", "0"]),
+    "negative loops": ({"num_loops": -2}, ["num_loops", "at least 1", "-2"]),
+    "loops as text": ({"num_loops": "4"}, ["num_loops", "int", "'4'"]),
+    "loops as bool": ({"num_loops": True}, ["num_loops", "int", "True"]),
+    "loops as float": ({"num_loops": 2.0}, ["num_loops", "int", "2.0"]),
+    "loops of three rows": ({"num_loops": [1, 2, 3]}, ["num_loops", "3 depths", "2 sequences"]),
+    "tensor of three rows": ({"num_loops": torch.tensor([1, 2, 3])}, ["num_loops", "3 depths", "2 sequences"]),
+    "tensor of tables": ({"num_loops": torch.ones(2, 1, dtype=torch.long)}, ["num_loops", "(2, 1)"]),
+    "tensor of floats": ({"num_loops": torch.ones(2)}, ["num_loops", "float32", "int"]),
+    "zero in a list": ({"num_loops": [2, 0]}, ["num_loops", "[2, 0]", "at least 1"]),
+    "no backprop": ({"backprop_loops": 0}, ["backprop_loops", "at least 1", "0"]),
+    "no gate": ({"output_exit_probabilities": True}, ["exit_gate='none'"]),
+    "losses of nothing": ({"output_loop_losses": True}, ["labels"]),
+    "state that is not noise": ({"initial_state": torch.zeros(2, 6, 32)}, ["initial_state", "normal", "'embedding'"]),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_bad_call_is_refused(case):
+    arguments, parts = CALLS[case]
+    with refuses(parts):
+        tiny_model()(**{"input_ids": random_ids(2, 6), **arguments})
+
+
+@pytest.mark.parametrize("arguments", [{}, {"input_ids": random_ids(2, 6), "inputs_embeds": torch.zeros(2, 6, 32)}])
+def test_trunk_too_wants_one_input(arguments):
+    with refuses(["input_ids", "inputs_embeds"], ValueError):
+        tiny_model(LoopedModel)(**arguments)
+
+
+def test_embedded_input_has_no_value_embeddings():
+    with refuses(["value_embeddings", "input_ids"], ValueError):
+        tiny_model(value_embeddings=True)(inputs_embeds=torch.zeros(2, 6, 32))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 32), (1, 6, 32), (2, 6, 16), (6, 32)])
+def test_initial_state_of_another_shape(shape):
+    model = tiny_model(injection="add", state_init="normal")
+    with refuses(["initial_state", str(shape), "(2, 6, 32)"], ValueError):
+        model(random_ids(2, 6), initial_state=torch.zeros(shape))
+
+
+def test_noise_is_drawn_only_for_models_that_start_from_it():
+    with refuses(["initial_state", "'zeros'", "normal"], ValueError):
+        tiny_model(injection="add", state_init="zeros").sample_initial_state(2, 6)
+
+
+def test_more_tokens_than_learned_positions():
+    model = tiny_model(position_embedding="learned", max_position_embeddings=8)
+    assert model(random_ids(1, 8)).logits.shape[1] == 8
+    with refuses(["9 tokens", "max_position_embeddings=8", "shorten"], ValueError):
+        model(random_ids(1, 9))
+    cache = DynamicCache(config=model.config)
+    model(random_ids(1, 6), past_key_values=cache)
+    with refuses(["9 tokens", "max_position_embeddings=8"], ValueError):
+        model(random_ids(1, 3), past_key_values=cache)
+    with refuses(["9 tokens", "max_position_embeddings=8"], ValueError):
+        model.generate(random_ids(1, 6), max_new_tokens=6, eos_token_id=None)
+
+
+def test_states_between_loops_mean_nothing_if_the_scale_follows_the_run():
+    model = tiny_model(residual_scaling="linear", residual_depth="run")
+    for output in ("output_loop_logits", "output_loop_hidden_states"):
+        with refuses(["residual_depth='run'", "each depth by itself"], ValueError):
+            model(random_ids(2, 6), **{output: True})
+
+
+def test_recorded_layers_need_one_depth():
+    for output in ("output_hidden_states", "output_attentions"):
+        with refuses([output, "[1, 2]", "one depth"], ValueError):
+            tiny_model(attn_implementation="eager")(random_ids(2, 6), num_loops=[1, 2], **{output: True})
+
+
+# Configs that travel
+
+TRAVELLERS = {
+    "plain": {},
+    "windows": {"window_pattern": "SSL", "num_prelude_layers": 1, "num_coda_layers": 2},
+    "rope": {"rope_parameters": dict(ROPE), "window_pattern": "SL", "sliding_window": 5},
+    "labels": {"num_labels": 3, "pad_token_id": 0, "eos_token_id": [2, 5]},
+    "half": {"dtype": "bfloat16"},
+    **{name: {"preset": name} for name in LoopedConfig.preset_names()},
+}
+
+
+def traveller(name):
+    return tiny_config(**TRAVELLERS[name])
+
+
+def same(config, other):
+    assert type(other) is LoopedConfig
+    where_from = {"transformers_version": None, "_name_or_path": None}
+    assert {**other.to_dict(), **where_from} == {**config.to_dict(), **where_from}
+    assert other.num_hidden_layers == config.num_hidden_layers
+    assert getattr(other, "layer_types", "absent") == getattr(config, "layer_types", "absent")
+    other.validate()
+
+
+@pytest.mark.parametrize("name", TRAVELLERS)
+def test_config_survives_every_trip(name, tmp_path):
+    config = traveller(name)
+    before = copy.deepcopy(config.to_dict())
+    same(config, LoopedConfig.from_dict(config.to_dict()))
+    same(config, LoopedConfig(**config.to_dict()))
+    same(config, LoopedConfig.from_dict(json.loads(config.to_json_string(use_diff=False))))
+    same(config, LoopedConfig.from_dict(json.loads(config.to_json_string())))
+    same(config, copy.deepcopy(config))
+    same(config, copy.copy(config))
+    same(config, pickle.loads(pickle.dumps(config)))
+    assert config.to_dict() == before
+    config.save_pretrained(tmp_path)
+    for load in (LoopedConfig.from_pretrained, AutoConfig.from_pretrained):
+        loaded = load(tmp_path)
+        assert loaded.architectures == config.architectures
+        same(config, loaded)
+
+
+@pytest.mark.parametrize("name", ["plain", "windows", "rope"])
+def test_config_json_names_the_slots_and_the_format(name, tmp_path):
+    config = traveller(name)
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    slots = config.num_prelude_layers + config.num_coda_layers + 3 * config.num_core_layers
+    assert written["num_hidden_layers"] == slots
+    assert written["format_version"] == 1 and written["model_type"] == "looped"
+
+
+def test_depth_is_chosen_while_loading(tmp_path):
+    tiny_model(num_prelude_layers=1).save_pretrained(tmp_path)
+    for load in (LoopedConfig.from_pretrained, AutoConfig.from_pretrained):
+        config = load(tmp_path, num_loops=8)
+        assert (config.num_loops, config.num_hidden_layers) == (8, 1 + 2 * 8)
+    model = LoopedForCausalLM.from_pretrained(tmp_path, num_loops=8)
+    ids = random_ids(2, 6)
+    torch.testing.assert_close(model(ids).logits, tiny_model(num_prelude_layers=1)(ids, num_loops=8).logits)
+    for bad in (0, "8"):
+        with refuses(["num_loops", str(bad)]):
+            LoopedForCausalLM.from_pretrained(tmp_path, num_loops=bad)
+
+
+def test_layer_types_exist_only_with_a_pattern_and_follow_the_slots():
+    assert not hasattr(tiny_config(), "layer_types")
+    config = tiny_config(window_pattern="SL", num_prelude_layers=1, num_core_layers=3, num_coda_layers=1, num_loops=2)
+    # layers S L S L and the last one L; slots are prelude, coda, then the core once per loop
+    letters = "S" + "L" + "LSL" * 2
+    assert config.layer_types == [{"S": "sliding_attention", "L": "full_attention"}[letter] for letter in letters]
+    assert config.sliding_window == TINY["max_position_embeddings"] // 4
+    config.num_loops = 3
+    assert len(config.layer_types) == config.num_hidden_layers == 11
+
+
+def test_presets_do_not_share_what_can_change():
+    first = LoopedConfig.from_preset("flt")
+    first.rope_parameters["rope_theta"] = 1.0
+    assert LoopedConfig.from_preset("flt").rope_parameters["rope_theta"] == 10000.0
