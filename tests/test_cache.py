@@ -1,0 +1,320 @@
+"""Keys and values under a loop: every cache of transformers, depths that change in mid-sequence, shared slots."""
+
+import pytest
+import torch
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+from modeling_looped import LoopedCache
+
+from .helpers import random_ids, tiny_model
+from .naive_cache import NaiveDecoder
+from .test_llama_equality import make_looped, tokens, unroll
+
+
+SYSTEMS = {
+    "plain": {},
+    "prelude_coda_grouped": {
+        "num_prelude_layers": 1,
+        "num_coda_layers": 1,
+        "num_key_value_heads": 2,
+        "injection": "add",
+    },
+    "windows": {"num_prelude_layers": 1, "window_pattern": "SL", "sliding_window": 4},
+    "latent_learned": {"kv_latent_size": 6, "position_embedding": "learned", "readout_norm": "final_only"},
+    "flt": {"preset": "flt"},
+    "huginn": {"preset": "huginn"},
+    "parcae": {"preset": "parcae"},
+    "ouro": {"preset": "ouro"},
+}
+NAIVE_SYSTEMS = ("plain", "prelude_coda_grouped", "windows")  # those that tests/naive_cache.py can run
+LENGTH = 12
+
+
+def static(config) -> StaticCache:
+    return StaticCache(config=config, max_cache_len=24)
+
+
+def early_static(config) -> StaticCache:
+    cache = static(config)
+    cache.early_initialization(2, config.num_key_value_heads, config.head_dim, torch.float64, torch.device("cpu"))
+    return cache
+
+
+CACHES = {
+    "of_the_config": lambda config: DynamicCache(config=config),
+    "without_arguments": lambda config: DynamicCache(),
+    "static": static,
+    "early_static": early_static,
+    "looped": LoopedCache,
+    "by_the_model": lambda config: None,
+}
+
+
+def model_of(system: str, **fields):
+    return tiny_model(**{**SYSTEMS[system], **fields}).double()
+
+
+@torch.no_grad()
+def run(model, ids, pieces, cache, num_loops=None, **kwargs):
+    """Logits of the sequence run piece by piece, and the cache."""
+    logits, start = [], 0
+    for piece in pieces:
+        out = model(
+            ids[:, start : start + piece], past_key_values=cache, use_cache=True, num_loops=num_loops, **kwargs
+        )
+        logits.append(out.logits)
+        cache, start = out.past_key_values, start + piece
+    return torch.cat(logits, dim=1), cache
+
+
+@torch.no_grad()
+def whole(model, ids, num_loops=None):
+    return model(ids, use_cache=False, num_loops=num_loops).logits
+
+
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+# Equal to no cache
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("num_loops", [2, 3, 5], ids=lambda loops: f"{loops}_of_3_loops")
+def test_cached_equals_uncached(system, kind, num_loops):
+    """A prompt longer than any window, a piece, then token by token; shallower and deeper than the cache was made for."""
+    model, ids = model_of(system), random_ids(2, LENGTH)
+    logits, cache = run(model, ids, [6, 2, 1, 1, 1, 1], CACHES[kind](model.config), num_loops)
+    assert_same(logits, whole(model, ids, num_loops))
+    assert cache.get_seq_length() == LENGTH
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(("pattern", "window"), [("SL", 2), ("SSL", 5), ("LS", 3)])
+def test_windows_shorter_than_prompt_and_decode(kind, pattern, window):
+    model = tiny_model(
+        num_prelude_layers=1, num_coda_layers=1, window_pattern=pattern, sliding_window=window, num_loops=2
+    ).double()
+    ids = random_ids(2, 19)
+    expected = whole(model, ids)
+    for pieces in ([9] + [1] * 10, [1] * 19, [2, 9, 1, 1, 6]):
+        assert_same(run(model, ids, pieces, CACHES[kind](model.config))[0], expected)
+    if pattern != "LS":  # the prelude slides: its cache keeps no more than the window sees
+        cache = run(model, ids, [9] + [1] * 10, DynamicCache(config=model.config))[1]
+        assert cache.layers[0].keys.shape[-2] == window - 1
+
+
+def test_one_token_and_one_row():
+    model, ids = model_of("prelude_coda_grouped"), random_ids(1, 5)
+    for kind in CACHES:
+        if kind != "early_static":  # that one is made for two rows
+            assert_same(run(model, ids, [1] * 5, CACHES[kind](model.config))[0], whole(model, ids))
+
+
+@pytest.mark.parametrize("system", ["plain", "windows", "parcae"])
+def test_half_precision_decodes_like_it_prefills(system):
+    """To the 8 bits of bfloat16: the median error in units of the logits' spread, since single ones can be larger."""
+    model, ids = tiny_model(**SYSTEMS[system]).bfloat16(), random_ids(2, LENGTH)
+    logits, cache = run(model, ids, [6, 2, 1, 1, 1, 1], None)
+    expected = whole(model, ids)
+    assert logits.dtype == cache.layers[0].keys.dtype == torch.bfloat16
+    error = (logits - expected).float().abs().median() / expected.float().std()
+    assert error < 2**-6
+
+
+@pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static"])
+@pytest.mark.parametrize("depths", [(3, 5), (5, 2), (2, 4)], ids=str)
+def test_a_reset_cache_starts_anew_at_any_depth(kind, depths):
+    model, ids = model_of("windows"), random_ids(2, LENGTH)
+    cache = CACHES[kind](model.config)
+    for num_loops in depths:
+        assert_same(run(model, ids, [7, 1, 4], cache, num_loops)[0], whole(model, ids, num_loops))
+        cache.reset()
+
+
+@pytest.mark.parametrize("system", ["plain", "windows", "parcae"])
+@pytest.mark.parametrize("num_loops", [2, 3, 5])
+def test_crop_then_continue_otherwise(system, num_loops):
+    model, ids, other = model_of(system), random_ids(2, LENGTH), random_ids(2, LENGTH, seed=1)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()  # as assisted decoding does: sliding windows can give tokens back
+    run(model, ids[:, :9], [6, 3], cache, num_loops)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 6
+    expected = whole(model, torch.cat([ids[:, :6], other[:, 6:]], dim=1), num_loops)
+    assert_same(run(model, other[:, 6:], [2, 4], cache, num_loops)[0], expected[:, 6:])
+
+
+@pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static", "looped"])
+@pytest.mark.parametrize("system", ["plain", "windows", "parcae"])
+def test_reordered_rows_go_on_as_themselves(system, kind):
+    """As beam search reorders them, with a depth that moves with each row."""
+    model, ids, order = model_of(system), random_ids(3, LENGTH), torch.tensor([2, 0, 0])
+    depths = torch.tensor([2, 3, 4])
+    _, cache = run(model, ids[:, :7], [6, 1], CACHES[kind](model.config), depths)
+    cache.reorder_cache(order)
+    logits, _ = run(model, ids[order][:, 7:], [1, 3, 1], cache, depths[order])
+    assert_same(logits, whole(model, ids[order], depths[order])[:, 7:])
+
+
+# The caches that need a package or a device
+
+
+@pytest.mark.parametrize("backend", ["fp8", "hqq", "quanto"])
+def test_quantized_cache_as_in_llama(backend):
+    """The unrolled Llama loses the same bits, at a depth that the cache was not made for too."""
+    if backend != "fp8":
+        pytest.importorskip({"hqq": "hqq", "quanto": "optimum.quanto"}[backend])
+    looped, ids = make_looped(num_core_layers=2, num_loops=3, num_key_value_heads=2), tokens(length=LENGTH)
+    for num_loops in (3, 4):
+        llama = unroll(looped, num_loops)
+        try:
+            caches = [QuantizedCache(backend, model.config) for model in (looped, llama)]
+        except ValueError as error:
+            pytest.skip(f"this transformers has no such backend: {error}")
+        ours, cache = run(looped, ids, [6, 1, 4, 1], caches[0], num_loops)
+        expected, _ = run(llama_like(llama), ids, [6, 1, 4, 1], caches[1])
+        assert torch.equal(ours, expected)
+        assert not torch.equal(ours, whole(looped, ids, num_loops))
+
+
+def llama_like(llama):
+    """Llama called as `run` calls a looped model."""
+    return lambda ids, num_loops=None, **kwargs: llama(ids, **kwargs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloaded caches move between the CPU and an accelerator")
+@pytest.mark.parametrize("system", ["plain", "windows", "parcae"])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_offloaded_cache(system, is_static):
+    model, ids = model_of(system).cuda(), random_ids(2, LENGTH).cuda()
+    for num_loops in (2, 3, 5):
+        if is_static:
+            cache = StaticCache(config=model.config, max_cache_len=24, offloading=True)
+        else:
+            cache = DynamicCache(config=model.config, offloading=True)
+        assert_same(run(model, ids, [6, 2, 1, 1], cache, num_loops)[0], whole(model, ids[:, :10], num_loops))
+
+
+# Depths that change in mid-sequence
+
+
+@pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static", "looped"])
+@pytest.mark.parametrize("depths", [(2, 3), (1, 5), (3, 4)], ids=str)
+def test_raising_the_depth_in_mid_sequence_is_refused(kind, depths):
+    model, ids = model_of("windows"), random_ids(2, LENGTH)
+    held, asked = depths
+    logits, cache = run(model, ids[:, :8], [7, 1], CACHES[kind](model.config), held)
+    for too_deep in (asked, [1, asked]):
+        with pytest.raises(ValueError, match=f"num_loops={asked} is deeper than the {held} loops .* Run the sequence"):
+            model(ids[:, 8:9], past_key_values=cache, num_loops=too_deep)
+    rest, _ = run(model, ids[:, 8:], [1, 3], cache, held)  # the refusal left the cache as it was
+    assert_same(torch.cat([logits, rest], dim=1), whole(model, ids, held))
+
+
+PASSES = [(5, 4), (1, 2), (1, 1), (1, 4), (1, 3), (3, 2), (1, 4), (2, 4)]  # (tokens, loops), 15 tokens
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+def test_a_token_leaves_its_deepest_loop_to_deeper_ones(system, kind):
+    """Lowering the depth and coming back: later loops see a shallow token as its last loop left it."""
+    model, ids = model_of(system, num_loops=4), random_ids(2, 15)
+    naive = [NaiveDecoder(model), NaiveDecoder(model)]
+    cache, start = CACHES[kind](model.config), 0
+    for length, num_loops in PASSES:
+        part = ids[:, start : start + length]
+        logits, cache = run(model, part, [length], cache, num_loops)
+        assert_same(logits, torch.stack([decoder.run(row, num_loops) for decoder, row in zip(naive, part)]))
+        start += length
+    assert not torch.allclose(logits, whole(model, ids, 4)[:, -2:])  # the shallow tokens are seen as such
+
+
+MIXED_PASSES = [  # depths of three rows; the second starts below what it is asked for later
+    (5, [4, 2, 3]),
+    (1, [1, 4, 3]),
+    (1, [4, 3, 1]),
+    (2, [2, 2, 2]),
+    (1, [1, 2, 3]),
+    (3, [4, 4, 2]),
+    (1, [4, 4, 4]),
+]
+
+
+@pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static", "looped"])
+@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+def test_rows_that_change_their_depths_apart(system, kind):
+    model, ids = model_of(system, num_loops=4), random_ids(3, 14)
+    check_mixed_passes(model, ids, CACHES[kind](model.config), "none")
+
+
+def check_mixed_passes(model, ids, cache, sharing: str):
+    naive, start = [NaiveDecoder(model, sharing) for _ in ids], 0
+    for length, depths in MIXED_PASSES:
+        part = ids[:, start : start + length]
+        logits, _ = run(model, part, [length], cache, depths)
+        expected = [decoder.run(row, depth) for decoder, row, depth in zip(naive, part, depths)]
+        assert_same(logits, torch.stack(expected))
+        start += length
+
+
+# Slots shared between loops
+
+SHARING = ["none", "last", "cyclic-1", "cyclic-2", "cyclic-3", "cyclic-9"]
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.parametrize("num_loops", [2, 3, 5], ids=lambda loops: f"{loops}_of_3_loops")
+def test_shared_slots(system, sharing, num_loops):
+    model, ids = model_of(system), random_ids(2, 15)
+    naive = [NaiveDecoder(model, sharing) for _ in ids]
+    caches = [LoopedCache(model.config, sharing), LoopedCache(model.config, sharing, num_loops)]
+    start = 0
+    for length in (6, 1, 1, 3, 1, 1, 2):
+        part = ids[:, start : start + length]
+        expected = torch.stack([decoder.run(row, num_loops) for decoder, row in zip(naive, part)])
+        for cache in caches:
+            assert_same(run(model, part, [length], cache, num_loops)[0], expected)
+        start += length
+    is_exact = sharing == "none" or int(sharing.replace("last", "cyclic-1").removeprefix("cyclic-")) >= num_loops
+    assert torch.allclose(expected, whole(model, ids, num_loops)[:, -2:]) == is_exact
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+def test_shared_slots_of_rows_that_change_their_depths(system, sharing):
+    model, ids = model_of(system, num_loops=4), random_ids(3, 14)
+    check_mixed_passes(model, ids, LoopedCache(model.config, sharing), sharing)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "num_loops", "slots"),
+    [("none", 6, 6), ("last", 6, 1), ("cyclic-2", 6, 2), ("cyclic-4", 6, 4), ("cyclic-9", 6, 6), ("cyclic-4", 3, 3)],
+)
+def test_shared_slots_save_memory(sharing, num_loops, slots):
+    """Of P + Q + C * loops slots, P + Q + C * (those that are shared) are held."""
+    model, ids = model_of("prelude_coda_grouped", num_loops=6), random_ids(2, LENGTH)
+    cache = LoopedCache(model.config, sharing, num_loops)
+    run(model, ids, [7, 1, 4], cache, num_loops)
+    assert len(cache.layers) == 1 + 1 + 2 * slots
+    elements = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    per_slot = 2 * 2 * 2 * LENGTH * model.config.head_dim  # keys and values, rows, heads
+    assert elements == per_slot * len(cache.layers)
+
+
+@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+def test_shared_slots_of_sliding_layers_keep_a_window(sharing):
+    model, ids = model_of("windows", num_loops=4), random_ids(2, LENGTH)
+    _, cache = run(model, ids, [7, 1, 4], LoopedCache(model.config, sharing))
+    for layer in cache.layers:
+        assert layer.keys.shape[-2] == (model.config.sliding_window - 1 if layer.is_sliding else LENGTH)
+    with pytest.raises(RuntimeError, match="does not track past states"):  # what is gone is not cropped silently
+        cache.crop(-1)
+
+
+@pytest.mark.parametrize("sharing", ["first", "cyclic", "cyclic-0", "cyclic--1", "cyclic-2.5", "last-2", "", 3, None])
+def test_unknown_sharing(sharing):
+    with pytest.raises(ValueError, match=f"cache_sharing={sharing!r} is not known"):
+        LoopedCache(model_of("plain").config, sharing)
