@@ -1,0 +1,298 @@
+"""What is saved is what is loaded, bit for bit; a checkpoint that does not fit is refused, never silently filled up."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from modeling_looped import (
+    LoopedConfig,
+    LoopedForCausalLM,
+    LoopedForQuestionAnswering,
+    LoopedForSequenceClassification,
+    LoopedForTokenClassification,
+    LoopedModel,
+)
+
+from .helpers import random_ids, tiny_config, tiny_model
+
+
+CLASSES = [
+    LoopedModel,
+    LoopedForCausalLM,
+    LoopedForSequenceClassification,
+    LoopedForTokenClassification,
+    LoopedForQuestionAnswering,
+]
+HEADS = CLASSES[2:]
+# a prelude, a core and a coda, a gate and a norm of its own: something of every kind
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1, "exit_gate": "raw", "inter_loop_norm": "own"}
+TRUNK_TENSOR = "core.1.mlp.up_proj.weight"
+
+
+def assert_equal_weights(found, wanted):
+    found, wanted = found.state_dict(), wanted.state_dict()
+    assert list(found) == list(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def assert_equal_trunks(found, wanted):
+    assert_equal_weights(getattr(found, "model", found), getattr(wanted, "model", wanted))
+
+
+def edit(folder, change):
+    """Rewrite the one weight file of `folder`."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def model():
+    return tiny_model(**SECTIONS)
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("preset", LoopedConfig.preset_names())
+def test_every_preset_comes_back_bit_for_bit(preset, tmp_path):
+    model = tiny_model(preset=preset, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LoopedForCausalLM and not loaded.training
+    assert_equal_weights(loaded, model)
+    ids = random_ids(2, 6)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("model_class", CLASSES)
+def test_every_class_comes_back_bit_for_bit(model_class, tmp_path):
+    model = tiny_model(model_class, **SECTIONS, num_labels=2)
+    model.save_pretrained(tmp_path)
+    assert_equal_weights(model_class.from_pretrained(tmp_path), model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards(tied, tmp_path):
+    model = tiny_model(**SECTIONS, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 3 and not (tmp_path / "model.safetensors").exists()
+    assert_equal_weights(LoopedForCausalLM.from_pretrained(tmp_path), model)
+    shards[1].unlink()
+    with pytest.raises((OSError, ValueError)):
+        LoopedForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_weights_are_saved_once_and_stay_tied(tied, tmp_path):
+    model = tiny_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
+    loaded = LoopedForCausalLM.from_pretrained(tmp_path)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert_equal_weights(loaded, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", torch.float32, "auto"])
+def test_dtype(dtype, folder, model):
+    loaded = LoopedForCausalLM.from_pretrained(folder, dtype=dtype)
+    wanted = torch.bfloat16 if "bfloat16" in str(dtype) else torch.float32
+    assert {p.dtype for p in loaded.parameters()} == {wanted}
+    assert_equal_weights(loaded, model.to(wanted))
+
+
+def test_half_precision_is_kept(tmp_path):
+    model = tiny_model().to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert_equal_weights(LoopedForCausalLM.from_pretrained(tmp_path, dtype="auto"), model)
+
+
+def test_loading_takes_nothing_from_the_random_state_and_leaves_it(folder):
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    LoopedForCausalLM.from_pretrained(folder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Other heads on the same trunk
+
+
+@pytest.mark.parametrize("model_class", HEADS)
+def test_causal_checkpoint_opens_with_another_head(model_class, folder, model):
+    loaded = model_class.from_pretrained(folder, num_labels=3)
+    assert_equal_trunks(loaded, model)
+    assert all(p.isfinite().all() for p in loaded.parameters())
+
+
+def test_causal_checkpoint_opens_as_the_trunk(folder, model):
+    assert_equal_trunks(LoopedModel.from_pretrained(folder), model)
+    assert_equal_trunks(AutoModel.from_pretrained(folder), model)
+
+
+@pytest.mark.parametrize("model_class", [LoopedForCausalLM, *HEADS])
+def test_trunk_opens_with_a_head(model_class, tmp_path):
+    trunk = tiny_model(LoopedModel, **SECTIONS)
+    trunk.save_pretrained(tmp_path)
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / "model.safetensors"))
+    loaded = model_class.from_pretrained(tmp_path)
+    assert_equal_trunks(loaded, trunk)
+    assert all(p.isfinite().all() for p in loaded.parameters())
+
+
+def test_classifier_checkpoint_opens_as_causal_model(tmp_path):
+    model = tiny_model(LoopedForSequenceClassification, **SECTIONS)
+    model.save_pretrained(tmp_path)
+    assert_equal_trunks(LoopedForCausalLM.from_pretrained(tmp_path), model)
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert_equal_weights(reloaded, model)
+
+
+# Checkpoints that do not fit
+
+MISFITS = {
+    "missing": (lambda t: t.pop(f"model.{TRUNK_TENSOR}"), ["missing", TRUNK_TENSOR]),
+    "missing norm": (lambda t: t.pop("model.inter_loop_norm.weight"), ["missing", "inter_loop_norm.weight"]),
+    "layer too many": (
+        lambda t: t.update({"model.core.2.mlp.up_proj.weight": torch.zeros(48, 32)}),
+        ["not in the model", "core.2.mlp.up_proj.weight"],
+    ),
+    "unknown part": (
+        lambda t: t.update({"model.adapter.weight": torch.zeros(3)}),
+        ["not in the model", "adapter.weight"],
+    ),
+    "misshaped": (
+        lambda t: t.update({f"model.{TRUNK_TENSOR}": torch.zeros(47, 32)}),
+        ["another shape", TRUNK_TENSOR, "(47, 32)", "(48, 32)"],
+    ),
+    "transposed": (
+        lambda t: t.update({f"model.{TRUNK_TENSOR}": torch.zeros(32, 48)}),
+        ["another shape", TRUNK_TENSOR, "(32, 48)", "(48, 32)"],
+    ),
+}
+HEAD_MISFITS = {
+    "no head": (lambda t: t.pop("lm_head.weight"), ["missing", "lm_head.weight"]),
+    "no gate": (lambda t: [t.pop("exit_gate.weight"), t.pop("exit_gate.bias")], ["missing", "exit_gate.weight"]),
+    "head with a bias": (lambda t: t.update({"lm_head.bias": torch.zeros(99)}), ["not in the model", "lm_head.bias"]),
+    "another head": (lambda t: t.update({"value_head.weight": torch.zeros(1, 32)}), ["value_head.weight"]),
+    "smaller head": (
+        lambda t: t.update({"lm_head.weight": torch.zeros(98, 32)}),
+        ["another shape", "lm_head.weight", "(98, 32)", "(99, 32)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("model_class", [*CLASSES, AutoModelForCausalLM])
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_trunk_that_does_not_fit_is_refused(misfit, model_class, folder):
+    change, parts = MISFITS[misfit]
+    edit(folder, change)
+    with pytest.raises(ValueError) as caught:
+        model_class.from_pretrained(folder)
+    for part in [*parts, str(folder), "strict=False"]:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("misfit", HEAD_MISFITS)
+def test_head_that_does_not_fit_is_refused_by_its_own_class_alone(misfit, folder, model):
+    change, parts = HEAD_MISFITS[misfit]
+    edit(folder, change)
+    with pytest.raises(ValueError) as caught:
+        LoopedForCausalLM.from_pretrained(folder)
+    for part in [*parts, str(folder), "strict=False"]:
+        assert part in str(caught.value)
+    for model_class in (LoopedModel, LoopedForSequenceClassification):
+        assert_equal_trunks(model_class.from_pretrained(folder), model)
+
+
+@pytest.mark.parametrize("model_class", CLASSES)
+@pytest.mark.parametrize("misfit", ["missing", "layer too many", "misshaped"])
+def test_trunk_saved_alone_is_held_to_the_same(misfit, model_class, tmp_path):
+    tiny_model(LoopedModel, **SECTIONS).save_pretrained(tmp_path)
+
+    def change(tensors):
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        MISFITS[misfit][0](named)
+        tensors.clear()
+        tensors.update({name.removeprefix("model."): tensor for name, tensor in named.items()})
+
+    edit(tmp_path, change)
+    with pytest.raises(ValueError) as caught:
+        model_class.from_pretrained(tmp_path)
+    for part in MISFITS[misfit][1]:
+        assert part in str(caught.value)
+
+
+def test_many_misfits_are_counted(folder):
+    edit(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp." in name])
+    with pytest.raises(ValueError, match="and 7 more"):  # 3 matrices in each of 4 layers
+        LoopedForCausalLM.from_pretrained(folder)
+
+
+def test_config_of_another_model_is_refused(folder):
+    for fields in ({"num_core_layers": 3}, {"num_core_layers": 1}, {"intermediate_size": 40}, {"mlp_gated": False}):
+        with pytest.raises(ValueError, match="does not fit LoopedForCausalLM"):
+            LoopedForCausalLM.from_pretrained(folder, config=tiny_config(**{**SECTIONS, **fields}))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 1000, -1])
+def test_truncated_file_is_refused(kept, folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match="truncated or damaged") as caught:
+        LoopedForCausalLM.from_pretrained(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        LoopedForCausalLM.from_pretrained(folder)
+
+
+# Ways around
+
+
+def test_strict_false_loads_what_fits(folder, model):
+    edit(folder, MISFITS["missing"][0])
+    edit(folder, MISFITS["layer too many"][0])
+    for load in (LoopedForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        loaded = load(folder, strict=False)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor) == (TRUNK_TENSOR not in name)
+        fresh = loaded.state_dict()[f"model.{TRUNK_TENSOR}"]
+        assert 0.1 < fresh.std() < 0.3  # initializer_range is 0.2
+
+
+def test_mismatched_sizes_can_be_ignored(folder, model):
+    edit(folder, MISFITS["misshaped"][0])
+    with pytest.raises(RuntimeError):
+        LoopedForCausalLM.from_pretrained(folder, strict=False)  # transformers' own behaviour
+    loaded = LoopedForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+    assert loaded.model.core[1].mlp.up_proj.weight.shape == (48, 32)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_report_on_request_is_instead_of_an_error(folder):
+    _, info = LoopedForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    edit(folder, MISFITS["missing"][0])
+    loaded, info = LoopedForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert isinstance(loaded, LoopedForCausalLM) and set(info["missing_keys"]) == {f"model.{TRUNK_TENSOR}"}
+
+
+def test_weights_given_by_the_caller(model):
+    loaded = LoopedForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert_equal_weights(loaded, model)
