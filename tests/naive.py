@@ -15,9 +15,9 @@ FP32_EPSILON = 2.0**-23  # of the parameter-free norm of queries and keys
 GATE_CHANNELS = 32  # of the normed input that a value gate reads
 
 
-def linear(weights: dict, name: str, x):
+def linear(weights: dict, name: str, x, bias: bool = False):
     y = x @ weights[f"{name}.weight"].T
-    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+    return y + weights[f"{name}.bias"] if bias else y
 
 
 def rms_norm(x, eps: float, weight=None):
@@ -74,9 +74,9 @@ def attention(config, weights: dict, name: str, keys_from, queries_from, window:
     source = keys_from
     if config.kv_latent_size is not None:
         source = rms_norm(linear(weights, f"{name}.kv_down_proj", keys_from), config.rms_norm_eps)
-    q = linear(weights, f"{name}.q_proj", queries_from)
-    k = linear(weights, f"{name}.k_proj", source)
-    v = linear(weights, f"{name}.v_proj", source)
+    q = linear(weights, f"{name}.q_proj", queries_from, bias=config.attention_bias in ("qk", "qkv"))
+    k = linear(weights, f"{name}.k_proj", source, bias=config.attention_bias in ("qk", "qkv"))
+    v = linear(weights, f"{name}.v_proj", source, bias=config.attention_bias == "qkv")
     heads = []
     for head in range(config.num_attention_heads):
         shared = head // (config.num_attention_heads // config.num_key_value_heads)
@@ -208,7 +208,7 @@ def exit_distribution(config, weights: dict, states: list):
     probabilities, left = [], 1.0
     for state in states[:-1]:
         x = readout_norm(config, weights, state) if config.exit_gate == "normed" else state
-        gate = 1 / (1 + torch.exp(-linear(weights, "exit_gate", x).squeeze(-1)))
+        gate = 1 / (1 + torch.exp(-linear(weights, "exit_gate", x, bias=True).squeeze(-1)))
         probabilities.append(left * gate)
         left = left * (1 - gate)
     return torch.stack([*probabilities, left * torch.ones(states[0].shape[:2], dtype=states[0].dtype)], dim=-1)
