@@ -1,0 +1,361 @@
+"""Attention implementations, windows, packed documents, maps on request, and half precision."""
+
+import contextlib
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils import is_flash_attn_2_available
+
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.layers import LoopedRMSNorm
+from tests.helpers import random_ids, shake, tiny_config, tiny_model
+
+
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
+SYSTEMS = {
+    "plain": {},
+    "grouped": {"num_key_value_heads": 2},
+    "latent": {"kv_latent_size": 8, "qk_norm": "learned"},
+    "windows": {**SECTIONS, "window_pattern": "SSL", "sliding_window": 3},
+    "learned_positions": {"position_embedding": "learned", "readout_norm": "layernorm"},
+    "flt": {"preset": "flt"},
+    "flt_windows": {"preset": "flt", "num_core_layers": 3, "window_pattern": "S", "sliding_window": 2},
+    "huginn": {"preset": "huginn", **SECTIONS},
+    "parcae": {"preset": "parcae", **SECTIONS},
+    "ouro": {"preset": "ouro"},
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask"),
+]
+over_systems = pytest.mark.parametrize("system", SYSTEMS)
+
+
+def build(system: str, **fields) -> torch.nn.Module:
+    return tiny_model(**{**SYSTEMS[system], **fields})
+
+
+@contextlib.contextmanager
+def attention(model, implementation: str):
+    """`implementation` set at run time. Flex attention uncompiled: its compiled kernel has a slow test of its own."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    uncompiled = implementation == "flex_attention"
+    with torch.compiler.set_stance("force_eager") if uncompiled else contextlib.nullcontext(), torch.no_grad():
+        yield
+    model.set_attn_implementation(before)
+
+
+def close(found, expected, atol: float = 3e-5):
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+# Implementations
+
+
+@over_systems
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_implementations_agree(system, implementation):
+    model = build(system)
+    ids = random_ids(3, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    runs = [
+        {"attention_mask": mask},
+        {"attention_mask": mask, "num_loops": [2, 4, 1]},  # rows are sorted and leave: so must those of the mask
+        {"num_loops": [1, 4, 2], "use_cache": False},
+    ]
+    for run in runs:
+        with attention(model, "eager"):
+            expected = model(ids, **run).logits
+        with attention(model, implementation):
+            found = model(ids, **run).logits
+        kept = run["attention_mask"].bool() if "attention_mask" in run else slice(None)
+        assert relative_error(found[kept], expected[kept]) < 1e-5
+
+
+@pytest.mark.parametrize("system", ["grouped", "windows", "flt", "parcae"])
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_implementations_agree_in_decoding(system, implementation):
+    model = build(system, pad_token_id=0, eos_token_id=None)
+    ids = random_ids(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    arguments = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    for num_loops in (2, [3, 1]):
+        with attention(model, "eager"):
+            expected = model.generate(ids, attention_mask=mask, num_loops=num_loops, **arguments)
+        with attention(model, implementation):
+            found = model.generate(ids, attention_mask=mask, num_loops=num_loops, **arguments)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert relative_error(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+def test_chosen_at_construction_or_at_run_time(implementation, tmp_path):
+    model = build("windows")
+    ids = random_ids(2, 7)
+    with attention(model, implementation):
+        expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    loaded = LoopedForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation)
+    made = AutoModelForCausalLM.from_config(model.config, attn_implementation=implementation).eval()
+    made.load_state_dict(model.state_dict())
+    for other in (loaded, made):
+        assert other.config._attn_implementation == implementation
+        with attention(other, implementation):
+            assert torch.equal(other(ids).logits, expected)
+
+
+@pytest.mark.parametrize("with_cache", [True, False])
+def test_own_attention_function_sees_every_slot(with_cache):
+    """A kernel with a cache of its own addresses it by `module.layer_idx`: every block call must be another slot."""
+    seen = []
+
+    def recorder(module, *args, **kwargs):
+        seen.append(module.layer_idx)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register("recorder", recorder)
+    AttentionMaskInterface.register("recorder", sdpa_mask)
+    model = build("windows")
+    ids = random_ids(2, 7)
+    expected = model(ids, num_loops=4).logits
+    with attention(model, "recorder"):
+        assert torch.equal(model(ids, num_loops=4, use_cache=with_cache).logits, expected)
+    slots = model.config.num_hidden_layers + model.config.num_core_layers
+    assert len(seen) == slots
+    if with_cache:
+        assert sorted(seen) == list(range(slots))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"window_pattern": "SL", "sliding_window": 3}])
+def test_compiled_flex_attention(fields):
+    model = tiny_model(num_key_value_heads=2, **fields)
+    ids = random_ids(3, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        expected = [model(ids, attention_mask=mask, num_loops=depth).logits for depth in (3, [2, 4, 1])]
+        model.set_attn_implementation("flex_attention")
+        found = [model(ids, attention_mask=mask, num_loops=depth).logits for depth in (3, [2, 4, 1])]
+    for a, b in zip(found, expected):
+        close(a[mask.bool()], b[mask.bool()])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+@pytest.mark.skipif(not is_flash_attn_2_available(), reason="flash-attn is not installed")
+@pytest.mark.parametrize("system", ["grouped", "latent", "windows", "flt"])
+def test_flash_attention(system):
+    model = build(system, head_dim=32).to("cuda", torch.bfloat16)
+    ids = random_ids(3, 9).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    for num_loops in (3, [2, 4, 1]):
+        with attention(model, "eager"):
+            expected = model(ids, attention_mask=mask, num_loops=num_loops).logits
+        with attention(model, "flash_attention_2"):
+            found = model(ids, attention_mask=mask, num_loops=num_loops).logits
+        assert relative_error(found[mask.bool()], expected[mask.bool()]) < 0.05
+
+
+# Windows and packed documents
+
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+
+
+def documents(positions):
+    """Per row, the slices of its documents."""
+    for row, position in enumerate(positions.tolist()):
+        starts = [i for i, p in enumerate(position) if p == 0] + [len(position)]
+        for start, end in zip(starts, starts[1:]):
+            yield row, slice(start, end)
+
+
+@over_systems
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+def test_packed_documents_equal_documents_alone(system, implementation):
+    model = build(system).double()
+    ids = random_ids(2, 9)
+    with attention(model, implementation):
+        for num_loops in (3, [1, 4]):
+            packed = model(ids, position_ids=POSITIONS, num_loops=num_loops).logits
+            for row, document in documents(POSITIONS):
+                depth = num_loops if isinstance(num_loops, int) else num_loops[row]
+                alone = model(ids[row : row + 1, document], num_loops=depth).logits
+                # whatever the dtype of the model, the softmax of eager attention is in fp32
+                close(packed[row, document], alone[0], atol=1e-5 if implementation == "eager" else 1e-9)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_one_packed_row_for_the_batch(use_cache):
+    """Positions [1, length] hold for every row, and a cache that is about to be made changes nothing."""
+    model = build("windows")
+    ids = random_ids(3, 9)
+    with torch.no_grad():
+        packed = model(ids, position_ids=POSITIONS[:1], use_cache=use_cache).logits
+        for _, document in documents(POSITIONS[:1]):
+            close(packed[:, document], model(ids[:, document]).logits)
+
+
+def test_packed_gradients_stay_inside_their_document():
+    model = build("windows")
+    embeds = model.get_input_embeddings()(random_ids(1, 9)).detach().requires_grad_()
+    model(inputs_embeds=embeds, position_ids=POSITIONS[:1]).logits[0, 5].sum().backward()
+    reached = embeds.grad[0].abs().sum(-1) > 0
+    assert reached.tolist() == [False] * 4 + [True] * 2 + [False] * 3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_maps_are_zero_outside_window_and_document(packed):
+    model = build("windows", sliding_window=2, num_core_layers=3)  # S S L S L over prelude, core, coda
+    arguments = {"position_ids": POSITIONS} if packed else {}
+    with attention(model, "eager"):
+        maps = model(random_ids(2, 9), output_attentions=True, **arguments).attentions
+    loops = model.config.num_loops
+    assert len(maps) == 1 + 3 * loops + 1
+    for letter, found in zip("S" + "SLS" * loops + "L", maps):
+        expected = torch.zeros(2, 9, 9, dtype=torch.bool)
+        for row, document in documents(POSITIONS if packed else POSITIONS.new_zeros(2, 9) + torch.arange(9)):
+            for query in range(document.start, document.stop):
+                for key in range(document.start, query + 1):
+                    expected[row, query, key] = letter == "L" or query - key < 2
+        assert found.shape == (2, 4, 9, 9)
+        assert torch.equal(found > 0, expected[:, None].expand_as(found))
+        torch.testing.assert_close(found.sum(-1), torch.ones(2, 4, 9))
+
+
+@pytest.mark.parametrize("system", ["windows", "latent", "flt", "huginn", "ouro"])
+@pytest.mark.parametrize("num_loops", [1, 4])
+def test_maps_and_states_of_every_block_call(system, num_loops):
+    model = build(system)
+    config = model.config
+    with attention(model, "eager"):
+        outputs = model(
+            random_ids(2, 5),
+            num_loops=num_loops,
+            output_attentions=True,
+            output_hidden_states=True,
+            output_loop_hidden_states=True,
+        )
+        last = model.model(random_ids(2, 5), num_loops=num_loops).last_hidden_state
+    calls = config.num_prelude_layers + config.num_core_layers * num_loops + config.num_coda_layers
+    assert len(outputs.attentions) == calls and len(outputs.hidden_states) == calls + 1
+    assert torch.equal(outputs.hidden_states[-1], last)
+    if system != "huginn":  # whose embedding is scaled before it enters
+        assert torch.equal(outputs.hidden_states[0], model.get_input_embeddings()(random_ids(2, 5)))
+    for loop, state in enumerate(outputs.loop_hidden_states[:-1], start=1):
+        # what enters the first layer of the next loop is H only where nothing is done between loops
+        if system in ("windows", "latent"):
+            position = config.num_prelude_layers + config.num_core_layers * loop
+            assert torch.equal(outputs.hidden_states[position], state)
+
+
+# Half precision
+
+
+def roundings(model, ids, dtype) -> float:
+    """How many unit roundoffs of `dtype` the logits are away from those in float64."""
+    with torch.no_grad():
+        found = copy.deepcopy(model).to(dtype)(ids).logits
+        exact = copy.deepcopy(model).double()(ids).logits
+    assert found.dtype == dtype and found.isfinite().all()
+    return relative_error(found, exact) / (torch.finfo(dtype).eps / 2)
+
+
+@over_systems
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_no_more_than_single_precision(system, dtype):
+    """Errors grow over the loops, but from as many roundings: there is no place where half precision loses more."""
+    model, ids = build(system), random_ids(2, 9)
+    assert roundings(model, ids, dtype) < 1.5 * roundings(model, ids, torch.float32)
+
+
+@pytest.mark.parametrize("block_norm", ["pre", "branch_sandwich", "residual_sandwich"])
+@pytest.mark.parametrize("readout_norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_stream_whose_squares_overflow(block_norm, readout_norm, dtype):
+    model = tiny_model(block_norm=block_norm, readout_norm=readout_norm, embedding_scale=5000.0)
+    ids = random_ids(2, 9)
+    assert (model.get_input_embeddings()(ids) * 5000).abs().max() > 1000  # squared: above the 65504 of fp16
+    assert roundings(model, ids, dtype) < 1.5 * roundings(model, ids, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 2e4])
+def test_norm_is_the_rounded_exact_norm(dtype, size):
+    torch.manual_seed(0)
+    norm = LoopedRMSNorm(64, eps=1e-6).to(dtype)
+    x = (torch.randn(50, 64) * size).clamp(-6e4, 6e4).to(dtype)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    # one rounding of the result, not of the squares and their sum
+    error = (norm(x).double() - exact).abs()
+    assert (error <= 0.51 * torch.finfo(dtype).eps * 2 ** exact.abs().log2().floor() + 1e-9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softcap_is_the_rounded_exact_softcap(dtype):
+    model = tiny_model(logit_softcap=15.0).to(dtype)
+    hidden = (torch.randn(200, 32) * 5).to(dtype)
+    with torch.no_grad():
+        raw = model.lm_head(hidden).double()
+        found = model.logits(hidden).double()
+    exact = 15 * torch.tanh(raw / 15)
+    assert exact.abs().max() > 14.5
+    assert ((found - exact).abs() <= 0.51 * torch.finfo(dtype).eps * 2 ** exact.abs().log2().floor() + 1e-9).all()
+
+
+@over_systems
+def test_autocast_training_is_near_single_precision(system):
+    fields = {**SYSTEMS[system], "initializer_range": 0.05}
+    torch.manual_seed(0)
+    model = shake(LoopedForCausalLM(tiny_config(**fields)), std=0.05).train()
+    ids = random_ids(2, 9)
+    gradients = []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+        assert loss.dtype == torch.float32
+        gradients.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    (exact_loss, *exact), (loss, *found) = gradients
+    assert abs(loss - exact_loss) < 0.02 * exact_loss
+    assert len(found) == len(exact)
+    for a, b in zip(found, exact):
+        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.98
+
+
+# Tensor parallelism
+
+
+def test_plan_names_every_matrix_of_the_blocks_and_nothing_else():
+    for system, fields in SYSTEMS.items():
+        model = build(system)
+        plan = model.config.base_model_tp_plan
+        if fields.get("preset") == "parcae":  # its value tables are as wide as all heads
+            assert plan is None
+            continue
+        names = {
+            ".".join("*" if part.isdigit() else part for part in name.split("."))
+            for name, module in model.model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name.split(".")[0] in ("prelude", "core", "coda")
+        }
+        whole = {name for name in names if name.endswith("kv_down_proj")}  # the latent is shared by all heads
+        assert set(plan) == names - whole, system
+        assert Counter(plan.values()).keys() == {"colwise", "rowwise"}
+        assert all(
+            plan[name] == "rowwise" for name in names if name.endswith(("o_proj", "down_proj")) and name in plan
+        )
+        assert all(hasattr(model, name) for name in model._tp_plan if "." not in name)
