@@ -1,7 +1,7 @@
 """A looped decoder for one sequence whose cache is written out by hand: what each token left at each loop, in a list.
 
-For plain blocks (pre norm, RoPE, gated MLP), with or without prelude, coda, grouped keys, sliding windows and the "add"
-injection. In float64, but for the rotary tables, which transformers makes in float32.
+For plain blocks (pre norm, RoPE, gated MLP), with or without prelude, coda, grouped keys, sliding windows and the
+"add" injection. In float64, but for the rotary tables, which transformers makes in float32.
 """
 
 import torch

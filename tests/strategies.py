@@ -15,7 +15,7 @@ MAX_LENGTH = 64
 
 @st.composite
 def looped_configs(draw, **fixed) -> LoopedConfig:
-    """A config with every axis drawn but the `fixed` ones. Later draws respect earlier ones, and those the fixed ones."""
+    """A config with every axis drawn but the `fixed` ones. Each draw respects those before it and the fixed ones."""
     fields = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LENGTH, "initializer_range": 0.2, **fixed}
 
     def choose(name: str, *options):

@@ -19,7 +19,7 @@ SYSTEMS = {
         "num_key_value_heads": 2,
         "injection": "add",
     },
-    "windows": {"num_prelude_layers": 1, "window_pattern": "SL", "sliding_window": 4},
+    "windows": {"num_prelude_layers": 1, "window_pattern": "SSL", "sliding_window": 4},
     "latent_learned": {"kv_latent_size": 6, "position_embedding": "learned", "readout_norm": "final_only"},
     "flt": {"preset": "flt"},
     "huginn": {"preset": "huginn"},
@@ -83,7 +83,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("num_loops", [2, 3, 5], ids=lambda loops: f"{loops}_of_3_loops")
 def test_cached_equals_uncached(system, kind, num_loops):
-    """A prompt longer than any window, a piece, then token by token; shallower and deeper than the cache was made for."""
+    """A prompt longer than any window, then smaller pieces; shallower and deeper than the cache was made for."""
     model, ids = model_of(system), random_ids(2, LENGTH)
     logits, cache = run(model, ids, [6, 2, 1, 1, 1, 1], CACHES[kind](model.config), num_loops)
     assert_same(logits, whole(model, ids, num_loops))
