@@ -111,6 +111,7 @@ class TrainingConfig:
     keep_last: int = 2
     keep_best: bool = True
     resume: bool = True  # continue from the newest whole checkpoint in output_dir
+    stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
     max_loss: float | None = None  # stop as diverged above this validation loss
     push_to_hub: str | None = None
 

@@ -2,7 +2,7 @@
 
 The run is a function of the recipe alone: which tokens, depths and noise a step sees depends on (seed, step, row of
 the global batch), so it resumes bit for bit after any interruption, and the number of processes does not matter.
-Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and final/ for `from_pretrained`.
+Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and final/ to load.
 """
 
 import math
@@ -12,8 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from modeling_looped import LoopedForCausalLM
@@ -21,11 +20,14 @@ from modeling_looped.samplers import balanced_ranks, depths_of_step, generator_o
 
 from .checkpoint import export_model, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import Recipe, RecipeError, load_recipe
+from .distributed import bare, fill_missing_gradients, gradients_may_be_missing, make_accelerator, to_shards
+from .distributed import prepare as distribute
 from .flops import sizes, training_flops_per_token
 from .hardware import matmul_rate
 from .metrics import MetricsLog
 from .monitor import Monitor
 from .optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from .publish import model_card, push
 from .shards import prepare, rows_of_step
 
 
@@ -38,10 +40,11 @@ class Pretraining:
         self.recipe = recipe
         training = recipe.training
         self.output = Path(training.output_dir)
-        # truncated backpropagation may leave parameters without a gradient, e.g. the embedding without injection
-        ddp = DistributedDataParallelKwargs(find_unused_parameters=recipe.depth.backprop_loops is not None)
-        self.accelerator = Accelerator(
-            log_with=recipe.logging.trackers or None, project_dir=str(self.output), kwargs_handlers=[ddp]
+        gaps = gradients_may_be_missing(
+            recipe.model_config(), recipe.depth.sampler != "fixed", recipe.backprop_loops(recipe.model_config())
+        )
+        self.accelerator = make_accelerator(
+            find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
         )
         self.check_batches()
         with self.accelerator.main_process_first():
@@ -49,7 +52,6 @@ class Pretraining:
 
         set_seed(training.seed)
         self.model = self.build_model()
-        self.bare = self.model
         self.config = self.model.config
         num_rows = len(self.data.train)
         self.backprop_loops = recipe.backprop_loops(self.config)
@@ -63,8 +65,12 @@ class Pretraining:
         if training.compile:
             for block in [*self.model.model.prelude, *self.model.model.core, *self.model.model.coda]:
                 block.compile()
-        optimizers = build_optimizers(self.model, recipe.optimizer, self.total_steps)
-        self.model, *self.optimizers = self.accelerator.prepare(self.model, *optimizers)
+        self.model, self.optimizers = distribute(
+            self.accelerator,
+            self.model,
+            lambda model: build_optimizers(model, recipe.optimizer, self.total_steps),
+        )
+        self.bare = bare(self.model)
         self.schedulers = build_schedulers(self.optimizers, recipe.schedule, self.total_steps)
         self.monitor = Monitor()
         self.step = 0
@@ -186,6 +192,7 @@ class Pretraining:
         metrics = {"loss": loss, "loops": sum(sum(depths) for _, depths, _ in micro_batches) / self.own_rows()}
         if watch:
             metrics.update(self.monitor.measure(self.bare, states))
+        fill_missing_gradients(self.optimizers)
         if recipe.optimizer.clip is not None:
             norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
             metrics["gradient_norm"] = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
@@ -211,21 +218,22 @@ class Pretraining:
             total=self.total_steps, initial=self.step, disable=not accelerator.is_main_process, dynamic_ncols=True
         )
         clock, since = time.perf_counter(), 0
-        while self.step < self.total_steps:
+        last_step = min(self.total_steps, recipe.training.stop_after or self.total_steps)
+        while self.step < last_step:
             step = self.step
             watch = step % recipe.logging.monitor_every == 0
             metrics = self.train_step(step, watch)
             self.step, since = step + 1, since + 1
             for message in self.monitor.warnings(metrics):
                 accelerator.print(f"step {step}: {message}")
-            if watch or self.step % recipe.logging.every == 0 or self.step == self.total_steps:
+            if watch or self.step % recipe.logging.every == 0 or self.step == last_step:
                 speed = tokens * since / (time.perf_counter() - clock)
                 clock, since = time.perf_counter(), 0
                 metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
                 self.metrics.write(step, metrics)
                 bar.set_postfix(loss=f"{metrics['loss']:.3f}", tok_s=f"{speed:.0f}", loops=f"{metrics['loops']:.1f}")
             bar.update(1)
-            done = self.step == self.total_steps
+            done = self.step == last_step
             if done or self.step % recipe.evaluation.every == 0:
                 self.evaluate()
                 clock = time.perf_counter()
@@ -233,6 +241,9 @@ class Pretraining:
                 self.save()
                 clock = time.perf_counter()
         bar.close()
+        if self.step < self.total_steps:
+            accelerator.print(f"left off after step {self.step} of {self.total_steps}, as training.stop_after says")
+            return self.output
         return self.finish()
 
     def start(self):
@@ -293,6 +304,7 @@ class Pretraining:
             nats += weight * (losses * has_bytes).sum((1, 2))
             counted += weight * torch.stack([labelled.sum(), (num_bytes * has_bytes).sum()])
         self.model.train()
+        to_shards(self.model)
         sums, nats, counted = (accelerator.reduce(t, reduction="sum") for t in (sums, nats, counted))
         metrics = {}
         for k in loops:
@@ -315,11 +327,11 @@ class Pretraining:
 
     def finish(self) -> Path:
         final = self.output / "final"
-        export_model(final, self.model, self.data.tokenizer, self.accelerator)
-        if self.recipe.training.push_to_hub and self.accelerator.is_main_process:
-            from .publish import push
-
-            push(final, self.recipe, self.metrics.path)
+        repository = self.recipe.training.push_to_hub
+        card = model_card(self.recipe, self.config, self.metrics.path, repository or str(final))
+        export_model(final, self.model, self.data.tokenizer, readme=card)
+        if repository and self.accelerator.is_main_process:
+            self.accelerator.print(f"pushed to {push(final, repository)}")
         if self.recipe.logging.trackers:
             self.accelerator.end_training()
         self.accelerator.print(f"saved {final}; open it with from_pretrained")

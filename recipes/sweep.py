@@ -7,13 +7,13 @@
     plot: {x: optimizer.lr, curve: model.num_loops, panel: [...]}
 
 Runs that are done are not run again; a run that diverges is recorded and left out of the plot. Launch with
-`accelerate launch -m recipes.sweep ...` for several GPUs. Results: runs/<sweep>/results.jsonl and, with `plot`, a PNG
-of the final validation loss against x, with a star at each curve's optimum (residual scaling, figure 5).
+`accelerate launch -m recipes.sweep ...` for several GPUs. Results: runs/<sweep>/results.jsonl, one line per run with
+its last metrics, and, with `plot`, a PNG of the final validation loss against x, with a star at each curve's optimum
+(residual scaling, figure 5).
 """
 
 import itertools
 import json
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -23,6 +23,10 @@ import yaml
 
 from .config import Recipe, RecipeError, as_number, load_recipe
 from .metrics import read_metrics
+from .pretrain import Divergence, Pretraining
+
+
+DIVERGED = "diverged.txt"
 
 
 class Run(NamedTuple):
@@ -71,31 +75,32 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
 
 
 def outcome(run: Run) -> dict | None:
-    """The run's settings and final validation loss; None if it is not done."""
+    """The run's settings, final validation loss and last metrics; None if it is not done."""
     folder = Path(run.recipe.training.output_dir)
-    if (folder / "diverged.txt").exists():
-        return {"name": run.name, **run.settings, "loss": None, "diverged": (folder / "diverged.txt").read_text()}
-    if not (folder / "final" / "config.json").exists():
+    records = read_metrics(folder / "metrics.jsonl")
+    result = {"name": run.name, **run.settings, "loss": None}
+    if (folder / DIVERGED).exists():
+        result["diverged"] = (folder / DIVERGED).read_text()
+    elif (folder / "final" / "config.json").exists():
+        result["loss"] = next((r["validation/loss"] for r in reversed(records) if "validation/loss" in r), None)
+    else:
         return None
-    losses = [r["validation/loss"] for r in read_metrics(folder / "metrics.jsonl") if "validation/loss" in r]
-    return {"name": run.name, **run.settings, "loss": losses[-1] if losses else None}
+    last = {}
+    for record in records:
+        last.update(record)
+    return {**result, "metrics": last}
 
 
 def run_all(runs: list[Run]) -> list[dict]:
     results = []
     for run in runs:
         if outcome(run) is None:
-            # a process of its own, so that one run cannot leave anything behind for the next
-            command = [sys.executable, "-m", "recipes.pretrain", str(run.path), *run.overrides]
-            finished = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-            if finished.returncode and "Divergence:" in finished.stderr:
-                folder = Path(run.recipe.training.output_dir)
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / "diverged.txt").write_text(finished.stderr[finished.stderr.index("Divergence:") :])
-            elif finished.returncode:
-                raise RecipeError(f"run {run.name} failed:\n{finished.stderr[-2000:]}")
+            try:
+                Pretraining(run.recipe).train()
+            except Divergence as divergence:
+                (Path(run.recipe.training.output_dir) / DIVERGED).write_text(str(divergence))
         results.append(outcome(run))
-        print(json.dumps(results[-1]))
+        print(json.dumps({key: value for key, value in results[-1].items() if key != "metrics"}))
     return results
 
 

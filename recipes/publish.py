@@ -1,0 +1,77 @@
+"""The model card of a run, and pushing its folder to the Hub."""
+
+from pathlib import Path
+
+import yaml
+from huggingface_hub import HfApi
+
+from .config import Recipe
+from .flops import sizes
+from .metrics import read_metrics
+
+
+CARD = """---
+library_name: transformers
+tags: [looped, {injection}]
+license: apache-2.0
+---
+
+# {name}
+
+A looped language model: {layers} unique layers ({prelude} before the loop, {core} in it, {coda} after), trained with
+{loops} loops. {parameters:,} parameters. Made with Looped; every number below is from this run.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+model.generate(**inputs, num_loops=2)  # another depth than {loops}
+```
+
+## Validation at every depth
+
+| loops | cross-entropy | bits per byte |
+|---|---|---|
+{table}
+
+{steps} steps of {tokens_per_step:,} tokens of `{source}`, seed {seed}.
+
+## Recipe
+
+```yaml
+{recipe}
+```
+"""
+
+
+def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str) -> str:
+    """The README of an exported model, filled from its run."""
+    records = read_metrics(metrics_path)
+    last = next((record for record in reversed(records) if "validation/loss" in record), {})
+    depths = sorted(int(key.rsplit("_", 1)[1]) for key in last if key.startswith("validation/loss_at_"))
+    rows = (
+        f"| {k} | {last[f'validation/loss_at_{k}']:.4f} | {last[f'validation/bits_per_byte_at_{k}']:.4f} |"
+        for k in depths
+    )
+    return CARD.format(
+        name=name,
+        injection=config.injection,
+        layers=config.num_layers,
+        prelude=config.num_prelude_layers,
+        core=config.num_core_layers,
+        coda=config.num_coda_layers,
+        loops=config.num_loops,
+        parameters=sizes(config).total,
+        table="\n".join(rows),
+        steps=last.get("step", -1) + 1,
+        tokens_per_step=recipe.training.rows_per_step * recipe.data.sequence_length,
+        source=recipe.data.source,
+        seed=recipe.training.seed,
+        recipe=yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip(),
+    )
+
+
+def push(folder: str | Path, repository: str) -> str:
+    """Upload an exported folder; its address."""
+    api = HfApi()
+    api.create_repo(repository, exist_ok=True)
+    return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
