@@ -1,0 +1,371 @@
+"""Checkpoints that are whole or not there, and the export that `from_pretrained` opens.
+
+    checkpoints/step-00000500/checkpoint.json   step, config and its hash, what the loop wants back, sizes of the files
+                              *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
+    checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
+
+A checkpoint is written beside the others, forced to disk, marked, and only then renamed to its name; older ones go
+after that. It opens with any number of processes, under DDP or FSDP2. All processes must see the folder.
+"""
+
+import copy
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule
+
+from recipes.config import RecipeError
+from recipes.distributed import bare, to_shards
+
+
+MARKER = "checkpoint.json"
+NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # .2 and so on: the same step saved again
+VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # of a model's config
+
+
+class CheckpointError(RecipeError):
+    """A checkpoint that could not be written, or does not belong to this run."""
+
+
+# Saving
+
+
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    extra: dict,
+    keep_last: int = 2,
+    is_best: bool = False,
+    config: dict | None = None,
+) -> Path:
+    """Save a step, then remove all but the newest `keep_last` and the newest best. Every process calls it.
+
+    extra: what `load_checkpoint` gives back, as JSON. config: what a run must share to continue from here; by default
+    the model's.
+    """
+    folder = Path(folder)
+    marker = {
+        "step": step,
+        "is_best": is_best,
+        "config": comparable(bare(model).config.to_dict() if config is None else config),
+        "extra": extra,
+    }
+    marker["config_hash"] = config_hash(marker["config"])
+    name, temporary = on_main_process(lambda: begin(folder, step, model, optimizers), folder)
+    state = training_state(model, optimizers)
+    try:
+        with quiet():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException) as error:
+        # the reason of the process that failed; the others only hear of it
+        raise save_error(folder, root_cause(error)) from error
+
+    def finish():
+        write_marker(temporary, marker)
+        os.rename(temporary, folder / name)
+        sync(folder)
+        remove_old(folder, name, keep_last)
+
+    on_main_process(finish, folder)
+    return folder / name
+
+
+def begin(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[str, Path]:
+    """An empty folder to write to, and its name once it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in [*folder.glob(".saving-*"), *folder.glob(".deleting-*")]:
+        shutil.rmtree(leftover)
+    later = [path.name for path in whole_checkpoints(folder) if step_of(path)[0] > step]
+    if later:
+        raise CheckpointError(
+            f"{folder} holds {later[-1]} of another run, which would be taken for the newest when this one, now at "
+            f"step {step}, resumes: remove it, or choose another training.output_dir"
+        )
+    check_space(folder, model, optimizers)
+    attempts = [
+        step_of(path)[1] for path in folder.iterdir() if NAME.fullmatch(path.name) and step_of(path)[0] == step
+    ]
+    name = f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
+    temporary = folder / f".saving-{name}"
+    temporary.mkdir()
+    return name, temporary
+
+
+def check_space(folder: str | Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]):
+    """An error if a checkpoint would not fit on the disk of `folder`."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in bare(model).parameters())
+    for optimizer in optimizers:
+        moments = 1 if any(group.get("name") == "muon" for group in optimizer.param_groups) else 2
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        size += moments * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    existing = next(path for path in [Path(folder).absolute(), *Path(folder).absolute().parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise CheckpointError(
+            f"a checkpoint takes {size / 2**30:.2f} GiB, but the disk of {folder} has {free / 2**30:.2f} GiB left: "
+            "free some, or choose another training.output_dir"
+        )
+
+
+def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as_template: bool = False) -> dict:
+    """Model and optimizers under names that do not depend on how they are distributed.
+
+    `get_state_dict` gives an optimizer that has not stepped a state, of a step without gradients. As a template to
+    load into that is right; else it is taken back.
+    """
+    to_shards(model)
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # inside accelerate's
+    fresh = [not optimizer.state for optimizer in optimizers]
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    groups = iter(optimizer_state["param_groups"])
+    for optimizer, is_fresh in zip(optimizers, fresh):
+        names = [name for _ in optimizer.param_groups for name in next(groups)["params"]]
+        if is_fresh and not as_template:
+            optimizer.state.clear()
+            for name in names:
+                del optimizer_state["state"][name]
+    return {"model": model_state, "optimizers": optimizer_state}
+
+
+def write_marker(folder: Path, marker: dict):
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    with open(folder / MARKER, "w") as stream:
+        json.dump({**marker, "files": files}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync(folder)
+
+
+def remove_old(folder: Path, saved: str, keep_last: int):
+    found = whole_checkpoints(folder)
+    kept = {saved, *(path.name for path in found[-keep_last:])}
+    best = best_checkpoint(folder)
+    if best is not None:
+        kept.add(best.name)
+    for path in found:
+        is_again = path.name != saved and step_of(path)[0] == step_of(folder / saved)[0]
+        if path.name not in kept or is_again:
+            gone = folder / f".deleting-{path.name}"
+            os.rename(path, gone)  # first, so that what is half deleted has no name
+            shutil.rmtree(gone)
+
+
+def sync(folder: Path):
+    """Force the entries of a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first error of a process, inside what torch.distributed.checkpoint makes of it."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return root_cause(next(iter(error.failures.values()))[0])
+    return error
+
+
+def save_error(folder: Path, error: BaseException) -> CheckpointError:
+    space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "there is no space left on the disk" if space else f"{type(error).__name__}: {error}"
+    return CheckpointError(f"could not save a checkpoint in {folder}: {advice}. The checkpoints before it are intact.")
+
+
+def on_main_process(function: Callable, folder: Path):
+    """What `function` returns on the main process, or its error, on every process."""
+    result, error = None, None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            result = function()
+        except Exception as failure:  # whatever it is, the others must not wait for it
+            error = save_error(folder, failure) if isinstance(failure, OSError) else failure
+    if dist.is_initialized():
+        shared = [(result, error)]
+        dist.broadcast_object_list(shared, src=0)
+        result, error = shared[0]
+    if error is not None:
+        raise error
+    return result
+
+
+# Finding
+
+
+def step_of(path: Path) -> tuple[int, int]:
+    """(step, attempt) in the name of a checkpoint."""
+    step, attempt = NAME.fullmatch(path.name).groups()
+    return int(step), int(attempt or 1)
+
+
+def read_marker(path: Path) -> dict | None:
+    """The marker of a whole checkpoint; None if anything is missing or shorter than it was."""
+    try:
+        marker = json.loads((path / MARKER).read_text())
+        sizes = {name: (path / name).stat().st_size for name in marker["files"]}
+    except (OSError, ValueError, KeyError):
+        return None
+    return marker if sizes == marker["files"] else None
+
+
+def whole_checkpoints(folder: str | Path) -> list[Path]:
+    """Oldest first."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    named = sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
+    return [path for path in named if read_marker(path) is not None]
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest whole checkpoint."""
+    return next(reversed(whole_checkpoints(folder)), None)
+
+
+def best_checkpoint(folder: str | Path) -> Path | None:
+    """The newest whole checkpoint that was the best when it was saved."""
+    return next((path for path in reversed(whole_checkpoints(folder)) if read_marker(path)["is_best"]), None)
+
+
+# Loading
+
+
+def load_checkpoint(
+    path: str | Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: dict | None = None
+) -> dict:
+    """Load model and optimizers, and return `extra` and the step. Every process calls it."""
+    path = Path(path)
+    marker = read_marker(path)
+    if marker is None:
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint; the newest whole one is {latest_checkpoint(path.parent)}"
+        )
+    refuse_other_config(path, marker, comparable(bare(model).config.to_dict() if config is None else config))
+    reader = dcp.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    state = training_state(model, optimizers, as_template=True)
+    moments = state["optimizers"]["state"]
+    # parameters that had no gradient until then have no state: none is read, and what the template has is taken back
+    without = {name for name in moments if not any(key.startswith(f"optimizers.state.{name}.") for key in saved)}
+    state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
+    try:
+        with quiet():
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (RuntimeError, ValueError, CheckpointException) as error:
+        reason = str(root_cause(error)).strip().splitlines()[0]
+        raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
+    state["optimizers"]["state"] = {**moments, **state["optimizers"]["state"]}
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
+    for name, parameter in bare(model).named_parameters():
+        if name in without:
+            for optimizer in optimizers:
+                optimizer.state.pop(parameter, None)
+    return {**marker["extra"], "step": marker["step"]}
+
+
+@contextmanager
+def quiet():
+    """Without the remark that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def comparable(config: dict) -> dict:
+    """As JSON gives it back, without what depends on how and with what the model was loaded."""
+    config = {key: value for key, value in config.items() if key not in VOLATILE}
+    return json.loads(json.dumps(config, default=str, sort_keys=True))
+
+
+def config_hash(config: dict) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def refuse_other_config(path: Path, marker: dict, config: dict):
+    if marker["config_hash"] == config_hash(config):
+        return
+    differences = differing(marker["config"], config)
+    shown = "; ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differences[:8])
+    more = f"; and {len(differences) - 8} more" if len(differences) > 8 else ""
+    raise CheckpointError(
+        f"{path} is a checkpoint of another config: {shown}{more}. Go back to that config, or choose another "
+        "training.output_dir"
+    )
+
+
+def differing(old: dict, new: dict, prefix: str = "") -> list[tuple[str, object, object]]:
+    """(dotted name, old value, new value) where two nested dicts differ; a missing key counts as None."""
+    found = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differing(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append((f"{prefix}{key}", before, after))
+    return found
+
+
+# Export
+
+
+def export_model(
+    path: str | Path, model: nn.Module, tokenizer=None, *, dtype: torch.dtype | None = None, readme: str | None = None
+) -> Path:
+    """A folder that `from_pretrained` opens, written by the main process. Every process calls it.
+
+    dtype: of the saved weights; by default as they are trained. readme: text of the model card.
+    """
+    path = Path(path)
+    to_shards(model)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    on_main_process(lambda: write_export(path, bare(model), state, tokenizer, dtype, readme), path)
+    return path
+
+
+def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, readme):
+    if path.exists() and not (path / "config.json").exists() and any(path.iterdir()):
+        raise CheckpointError(f"{path} exists and is not a saved model: it is not overwritten, choose another folder")
+    # a new model, because the class of a sharded one is not that of its config
+    model_class = next(part for part in type(model).__mro__ if not issubclass(part, FSDPModule))
+    with torch.device("meta"):
+        whole = model_class(copy.deepcopy(model.config))
+    whole.load_state_dict(
+        {key: value if dtype is None else value.to(dtype) for key, value in state.items()}, assign=True
+    )
+    whole.tie_weights()
+    whole.generation_config = model.generation_config
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, replaced = (path.parent / f".{path.name}.{suffix}" for suffix in ("saving", "replaced"))
+    for leftover in (temporary, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    whole.save_pretrained(temporary)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(temporary)
+    if readme is not None:
+        (temporary / "README.md").write_text(readme)
+    if path.exists():
+        os.rename(path, replaced)
+    os.rename(temporary, path)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""A short training run on one or several processes, for test_checkpoint.py.
+
+`train` is the recipe's loop with nothing around it. As a script, `python -m tests.distributed_worker tasks.json` is
+one of the processes that `launch` starts; it runs the tasks one after another and writes what `train` returned beside
+them.
+"""
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import gather_object
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import DTensor
+
+from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
+from recipes.checkpoint import CheckpointError, export_model, load_checkpoint, save_checkpoint
+from recipes.config import OptimizerConfig, ScheduleConfig
+from recipes.distributed import (
+    bare,
+    fill_missing_gradients,
+    gradients_may_be_missing,
+    make_accelerator,
+    prepare,
+    to_shards,
+)
+from recipes.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+
+from .helpers import random_ids, tiny_model
+
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS, LENGTH, TOTAL_STEPS = 8, 12, 12
+
+
+def train(
+    steps: list[int],  # first, last + 1
+    model: dict | None = None,
+    optimizer: dict | None = None,
+    sampler: str = "fixed",
+    backprop_loops: int | None = None,
+    fsdp: bool = False,
+    micro_batches: int = 1,
+    load: str | None = None,
+    save: str | None = None,
+    export: str | None = None,
+    disk_full_on: int | None = None,  # the process whose disk is full when it saves
+) -> dict:
+    """Losses of the steps, the weights after them, and what every process said if it could not save."""
+    os.environ.update(ACCELERATE_USE_FSDP=str(fsdp).lower(), **FSDP_SETTINGS)
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    looped = tiny_model(**(model or {})).train()
+    settings = OptimizerConfig(**(optimizer or {}))
+    missing = gradients_may_be_missing(looped.config, sampler != "fixed", backprop_loops)
+    accelerator = make_accelerator(missing, cpu=True)
+    wrapped, optimizers = prepare(accelerator, looped, lambda m: build_optimizers(m, settings, TOTAL_STEPS))
+    if fsdp and accelerator.num_processes > 1:
+        assert all(isinstance(parameter, DTensor) for parameter in wrapped.parameters())
+    schedulers = build_schedulers(optimizers, ScheduleConfig("wsd", warmup_steps=1, decay_fraction=0.5), TOTAL_STEPS)
+    if load is not None:
+        assert load_checkpoint(load, wrapped, optimizers)["step"] == steps[0]
+
+    losses = []
+    for step in range(*steps):
+        ids = random_ids(ROWS, LENGTH, seed=step)
+        depths = depths_of_step(sampler, looped.config.num_loops, 0, step, range(ROWS))
+        rows = balanced_ranks(depths, accelerator.num_processes)[accelerator.process_index]
+        total = torch.zeros(())
+        for part in range(micro_batches):
+            mine = rows[part::micro_batches]
+            noise = None
+            if looped.config.state_init == "normal":
+                noise = initial_state_of_step(looped, 0, step, mine, LENGTH)
+            with nullcontext() if part == micro_batches - 1 else accelerator.no_sync(wrapped):
+                loss = wrapped(
+                    ids[mine],
+                    labels=ids[mine],
+                    num_loops=[depths[row] for row in mine],
+                    backprop_loops=backprop_loops,
+                    initial_state=noise,
+                    num_items_in_batch=ROWS * (LENGTH - 1) // accelerator.num_processes,
+                    output_logits=False,
+                ).loss
+                accelerator.backward(loss)
+            total += loss.detach()
+        losses.append(accelerator.reduce(total, reduction="mean").item())
+        fill_missing_gradients(optimizers)
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        apply_step_settings(optimizers, step, settings, TOTAL_STEPS)
+        set_learning_rates(schedulers, step)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    error = None
+    if save is not None:
+        with torch.no_grad():  # an evaluation leaves the weights gathered
+            wrapped(random_ids(1, LENGTH))
+        with full_disk(0) if disk_full_on == accelerator.process_index else nullcontext():
+            try:
+                save_checkpoint(save, steps[1], wrapped, optimizers, extra={})
+            except CheckpointError as failure:
+                error = str(failure)
+    if export is not None:
+        export_model(export, wrapped)
+    to_shards(wrapped)
+    weights = {name: whole(parameter) for name, parameter in bare(wrapped).named_parameters()}
+    return {"losses": losses, "weights": weights, "errors": gather_object([error])}
+
+
+# as recipes/accelerate/fsdp2.yaml has them
+FSDP_SETTINGS = {"FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+
+
+@contextmanager
+def full_disk(room: int):
+    """A disk that takes `room` more bytes of a checkpoint's tensors."""
+    create_stream = FileSystem.create_stream
+
+    class Stream:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def write(self, data):
+            nonlocal room
+            room -= len(data)
+            if room < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return self.stream.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self.stream, name)
+
+    @contextmanager
+    def create(self, path, mode):
+        with create_stream(self, path, mode) as stream:
+            yield Stream(stream) if "w" in mode else stream
+
+    with mock.patch.object(FileSystem, "create_stream", create):
+        yield
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def launch(folder: Path, tasks: list[dict], num_processes: int = 2, timeout: int = 240) -> list[dict]:
+    """What `train` returns for each of `tasks` on `num_processes` new processes."""
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(num_processes):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        environment = {**os.environ, **{key: str(value) for key, value in {**ranks, **where}.items()}}
+        command = [sys.executable, "-m", "tests.distributed_worker", str(folder / "tasks.json")]
+        processes.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    outputs = []
+    try:
+        for process in processes:
+            outputs.append(process.communicate(timeout=timeout)[0])
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return torch.load(folder / "tasks.pt")
+
+
+def main(path: str):
+    torch.set_num_threads(1)
+    results = [train(**task) for task in json.loads(Path(path).read_text())]
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, Path(path).with_suffix(".pt"))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,518 @@
+"""A checkpoint is whole or not there, whatever happens while it is written, and opens on any number of processes."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from modeling_looped import LoopedForCausalLM
+from recipes.checkpoint import (
+    CheckpointError,
+    best_checkpoint,
+    check_space,
+    export_model,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from recipes.config import OptimizerConfig
+from recipes.optimizers import build_optimizers
+
+from .distributed_worker import full_disk, launch, train
+from .helpers import random_ids, tiny_model, tiny_tokenizer
+
+
+ADAMW = {"lr": 0.01, "weight_decay": 0.1}
+MUON = {"name": "muon", "lr": 0.01, "muon_lr": 0.01, "muon_weight_decay": 0.1, "muon_weight_decay_end": 0.0}
+
+
+def model_and_optimizers(optimizer: dict = ADAMW, **fields):
+    model = tiny_model(**fields).train()
+    return model, build_optimizers(model, OptimizerConfig(**optimizer), total_steps=10)
+
+
+def advance(model, optimizers, step: int):
+    """An optimizer step on gradients that are made up, which needs no autograd and so works in a forked process."""
+    for i, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 1.0 + step).cumsum(-1) * (-1) ** i
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def contents(model, optimizers) -> dict:
+    """Every number of a model and its optimizers."""
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for i, optimizer in enumerate(optimizers):
+        for j, state in optimizer.state_dict()["state"].items():
+            found.update({f"{i}.{j}.{key}": value.clone() for key, value in state.items()})
+    return found
+
+
+def assert_same(found: dict, expected: dict):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def folders(path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+# What goes in comes out
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"preset": "parcae"}], ids=str)
+def test_state_comes_back_bit_for_bit(tmp_path, optimizer, fields):
+    model, optimizers = model_and_optimizers(optimizer, **fields)
+    for step in range(3):
+        advance(model, optimizers, step)
+    path = save_checkpoint(tmp_path, 3, model, optimizers, {"best": 0.1 + 0.2, "nested": {"list": [1, None]}})
+    expected = contents(model, optimizers)
+    other, others = model_and_optimizers(optimizer, **fields)
+    advance(other, others, 17)
+    extra = load_checkpoint(path, other, others)
+    assert extra == {"best": 0.1 + 0.2, "nested": {"list": [1, None]}, "step": 3}
+    assert_same(contents(other, others), expected)
+    for group, before in zip(others[-1].param_groups, optimizers[-1].param_groups):
+        assert {**group, "params": None} == {**before, "params": None}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": ADAMW, "model": {"loop_loss": "per_loop"}},
+        {"optimizer": MUON, "model": {"preset": "parcae"}, "sampler": "poisson", "backprop_loops": 2},
+    ],
+    ids=["adamw", "muon"],
+)
+def test_a_resumed_run_is_the_unbroken_run(tmp_path, settings):
+    unbroken = train([0, 6], **settings)
+    first = train([0, 3], save=str(tmp_path), **settings)
+    second = train([3, 6], load=str(latest_checkpoint(tmp_path)), **settings)
+    assert first["losses"] + second["losses"] == unbroken["losses"]
+    assert_same(second["weights"], unbroken["weights"])
+
+
+def test_saving_before_the_first_step_changes_nothing(tmp_path):
+    """torch makes a state by a step without gradients; Adam's bias correction would count it."""
+    model, optimizers = model_and_optimizers(MUON)
+    reference, references = model_and_optimizers(MUON)
+    path = save_checkpoint(tmp_path, 0, model, optimizers, {})
+    other, others = model_and_optimizers(MUON)
+    load_checkpoint(path, other, others)
+    for each in (reference, references), (model, optimizers), (other, others):
+        advance(*each, 0)
+    assert_same(contents(model, optimizers), contents(reference, references))
+    assert_same(contents(other, others), contents(reference, references))
+
+
+def test_parameters_that_never_had_a_gradient(tmp_path):
+    model, optimizers = model_and_optimizers(exit_gate="raw")
+    advance(model, optimizers, 0)
+    for parameter in model.exit_gate.parameters():
+        del optimizers[0].state[parameter]
+    path = save_checkpoint(tmp_path, 1, model, optimizers, {})
+    other, others = model_and_optimizers(exit_gate="raw")
+    load_checkpoint(path, other, others)
+    assert_same(contents(other, others), contents(model, optimizers))
+    assert all(parameter not in others[0].state for parameter in other.exit_gate.parameters())
+
+
+# Which ones are kept
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    model, optimizers = model_and_optimizers()
+    for step, is_best in ((1, True), (2, True), (3, False), (4, False), (5, False)):
+        save_checkpoint(tmp_path, step, model, optimizers, {}, keep_last=2, is_best=is_best)
+    assert folders(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert latest_checkpoint(tmp_path).name == "step-00000005"
+    assert best_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path / "missing") is None and best_checkpoint(tmp_path) is None
+
+
+def test_the_same_step_again_replaces_it(tmp_path):
+    model, optimizers = model_and_optimizers()
+    save_checkpoint(tmp_path, 1, model, optimizers, {"try": 1})
+    advance(model, optimizers, 0)
+    path = save_checkpoint(tmp_path, 1, model, optimizers, {"try": 2})
+    assert folders(tmp_path) == [path.name] and latest_checkpoint(tmp_path) == path
+    other, others = model_and_optimizers()
+    assert load_checkpoint(path, other, others)["try"] == 2
+    assert_same(contents(other, others), contents(model, optimizers))
+
+
+def test_a_folder_with_the_later_steps_of_another_run_is_refused(tmp_path):
+    model, optimizers = model_and_optimizers()
+    save_checkpoint(tmp_path, 50, model, optimizers, {})
+    with pytest.raises(CheckpointError, match="step-00000050.*step 10.*output_dir"):
+        save_checkpoint(tmp_path, 10, model, optimizers, {})
+    assert folders(tmp_path) == ["step-00000050"]
+
+
+@pytest.mark.parametrize("damage", ["marker", "half a marker", "a file", "half a file"])
+def test_what_is_not_whole_is_passed_over(tmp_path, damage):
+    model, optimizers = model_and_optimizers()
+    good = save_checkpoint(tmp_path, 1, model, optimizers, {})
+    bad = save_checkpoint(tmp_path, 2, model, optimizers, {})
+    victim = bad / "checkpoint.json" if "marker" in damage else next(bad.glob("*.distcp"))
+    if "half" in damage:
+        os.truncate(victim, victim.stat().st_size // 2)
+    else:
+        victim.unlink()
+    assert latest_checkpoint(tmp_path) == good
+    with pytest.raises(CheckpointError, match="step-00000002 is not a whole checkpoint.*step-00000001"):
+        load_checkpoint(bad, model, optimizers)
+
+
+# Another config
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path):
+    model, optimizers = model_and_optimizers()
+    path = save_checkpoint(tmp_path, 1, model, optimizers, {})
+    other, others = model_and_optimizers(injection="add", rms_norm_eps=1e-5)
+    before = contents(other, others)
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path, other, others)
+    assert "injection was 'none', is 'add'; rms_norm_eps was 1e-06, is 1e-05." in str(error.value)
+    assert_same(contents(other, others), before)
+
+
+def test_a_config_of_sections_is_compared_by_its_fields(tmp_path):
+    model, optimizers = model_and_optimizers()
+    config = {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}, "data": {"source": "a"}}
+    path = save_checkpoint(tmp_path, 1, model, optimizers, {}, config=config)
+    load_checkpoint(path, model, optimizers, config={"data": {"source": "a"}, "optimizer": dict(config["optimizer"])})
+    with pytest.raises(CheckpointError, match=r"optimizer.clip was None, is 1; optimizer.lr was 0.1, is 0.2\."):
+        load_checkpoint(
+            path, model, optimizers, config={**config, "optimizer": {**config["optimizer"], "lr": 0.2, "clip": 1}}
+        )
+
+
+def test_other_optimizers_are_refused(tmp_path):
+    model, optimizers = model_and_optimizers(ADAMW)
+    advance(model, optimizers, 0)
+    path = save_checkpoint(tmp_path, 1, model, optimizers, {})
+    with pytest.raises(CheckpointError, match="does not fit.*momentum_buffer"):
+        load_checkpoint(path, *model_and_optimizers(MUON))
+
+
+# Kills
+
+
+def run_and_kill(work, after: float | None = None) -> bool:
+    """`work` in a forked process, killed after some seconds if it has not ended; whether it ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print(error, file=sys.stderr)
+        finally:
+            os._exit(1)
+    if after is not None:
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return not os.WIFSIGNALED(status)
+
+
+CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def kill_at(moment: int, folder):
+    """From now on, die just before change number `moment` to files under `folder`."""
+    seen = 0
+
+    def hook(event: str, arguments: tuple):
+        nonlocal seen
+        is_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in CHANGES or is_write:
+            if str(folder) in str(arguments[0]) or event in ("os.remove", "os.rmdir"):  # rmtree names files in folders
+                if seen == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                seen += 1
+
+    sys.addaudithook(hook)
+
+
+def test_a_kill_at_every_change_to_the_disk_loses_nothing(tmp_path):
+    """Steps 1 and 2 are whole; step 3 is being saved, after which step 1 goes."""
+    model, optimizers = model_and_optimizers(MUON)
+    states = {}
+    start = tmp_path / "start"
+    for step in (1, 2, 3):
+        advance(model, optimizers, step)
+        states[step] = contents(model, optimizers)
+        if step < 3:
+            save_checkpoint(start, step, model, optimizers, {})
+
+    outcomes = []
+    for moment in range(100):
+        folder = tmp_path / f"moment-{moment}"
+        shutil.copytree(start, folder)
+
+        def work(moment=moment, folder=folder):
+            kill_at(moment, folder)
+            save_checkpoint(folder, 3, model, optimizers, {})
+
+        ended = run_and_kill(work)
+        other, others = model_and_optimizers(MUON)
+        step = load_checkpoint(latest_checkpoint(folder), other, others)["step"]
+        assert_same(contents(other, others), states[step])
+        outcomes.append(step)
+        # and the next save leaves nothing behind of the one that was killed
+        save_checkpoint(folder, 4, model, optimizers, {})
+        assert folders(folder) == [f"step-{step:08d}", "step-00000004"]
+        if ended:
+            break
+    assert ended and step == 3 and outcomes == sorted(outcomes)
+    assert outcomes.count(2) >= 4 and outcomes.count(3) >= 3  # kills before and after the rename
+
+
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    """A process that saves step after step, killed some time later, each time going on from what is there."""
+    model, optimizers = model_and_optimizers()
+    moments = random.Random(0)
+    reached = 0
+
+    def work():
+        start = 0
+        if (found := latest_checkpoint(tmp_path)) is not None:
+            start = load_checkpoint(found, model, optimizers)["step"]
+        for step in range(start + 1, 100_000):
+            mark(model, optimizers, step)
+            save_checkpoint(tmp_path, step, model, optimizers, {})
+            (tmp_path / "reached").write_text(str(step))
+
+    for _ in range(8):
+        run_and_kill(work, after=moments.uniform(0.05, 0.5))
+        said = tmp_path / "reached"
+        reached = max(reached, int((said.read_text() if said.exists() else "") or 0))
+        if reached:
+            step = load_checkpoint(latest_checkpoint(tmp_path), model, optimizers)["step"]
+            assert step >= reached
+            expected = model_and_optimizers()
+            mark(*expected, step)
+            assert_same(contents(model, optimizers), contents(*expected))
+    assert reached > 5
+
+
+def mark(model, optimizers, step: int):
+    """A model and optimizers in which every number says which step it is of."""
+    if not optimizers[0].state:
+        advance(model, optimizers, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(step)
+            for moment in optimizers[0].state[parameter].values():
+                moment.fill_(step)
+
+
+# No space
+
+
+@pytest.mark.parametrize("room", [0, 20_000])
+def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, room):
+    model, optimizers = model_and_optimizers()
+    advance(model, optimizers, 0)
+    good = save_checkpoint(tmp_path, 1, model, optimizers, {})
+    expected = contents(model, optimizers)
+    advance(model, optimizers, 1)
+    with full_disk(room), pytest.raises(CheckpointError, match="no space left.*intact"):
+        save_checkpoint(tmp_path, 2, model, optimizers, {}, keep_last=1)
+    assert latest_checkpoint(tmp_path) == good
+    save_checkpoint(tmp_path, 2, model, optimizers, {}, keep_last=2)  # space again: goes on, and cleans up
+    assert folders(tmp_path) == ["step-00000001", "step-00000002"]
+    load_checkpoint(good, model, optimizers)
+    assert_same(contents(model, optimizers), expected)
+
+
+def test_a_disk_that_fills_up_at_the_marker(tmp_path, monkeypatch):
+    model, optimizers = model_and_optimizers()
+    good = save_checkpoint(tmp_path, 1, model, optimizers, {})
+
+    def dump(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="no space left"):
+        patch.setattr(json, "dump", dump)
+        save_checkpoint(tmp_path, 2, model, optimizers, {})
+    assert latest_checkpoint(tmp_path) == good
+
+
+def test_too_little_space_is_found_before_writing(tmp_path, monkeypatch):
+    model, optimizers = model_and_optimizers()
+    good = save_checkpoint(tmp_path, 1, model, optimizers, {})
+    size = sum(4 * parameter.numel() for parameter in model.parameters()) * 3  # weights and two moments
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
+    check_space(tmp_path / "not" / "yet" / "there", model, optimizers)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
+    with pytest.raises(CheckpointError, match="a checkpoint takes .* GiB left"):
+        check_space(tmp_path / "not" / "yet" / "there", model, optimizers)
+    with pytest.raises(CheckpointError, match="a checkpoint takes"):
+        save_checkpoint(tmp_path, 2, model, optimizers, {})
+    assert folders(tmp_path) == [good.name]
+
+
+# Export
+
+
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"preset": "parcae"}], ids=str)
+def test_an_export_opens_with_from_pretrained(tmp_path, fields):
+    model = tiny_model(**fields)
+    model.generation_config.max_new_tokens = 7
+    export_model(tmp_path / "final", model, tiny_tokenizer(), readme="# A model")
+    opened = LoopedForCausalLM.from_pretrained(tmp_path / "final")
+    ids = random_ids(2, 10)
+    assert torch.equal(opened(ids).logits, model(ids).logits)
+    assert opened.generation_config.max_new_tokens == 7
+    assert {"tokenizer.json", "README.md", "model.safetensors"} <= set(folders(tmp_path / "final"))
+    assert folders(tmp_path) == ["final"]
+
+
+def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path):
+    model = tiny_model()
+    path = export_model(tmp_path / "final", model, tiny_tokenizer())
+    export_model(path, model, dtype=torch.bfloat16)
+    assert LoopedForCausalLM.from_pretrained(path).dtype == torch.bfloat16
+    assert "tokenizer.json" not in folders(path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(CheckpointError, match="mine exists and is not a saved model"):
+        export_model(tmp_path / "mine", model)
+    assert folders(tmp_path / "mine") == ["notes.txt"]
+
+
+# Several processes
+
+
+PER_LOOP = {"optimizer": ADAMW, "model": {"loop_loss": "per_loop"}}
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """The same run under DDP and FSDP2, and where they saved."""
+    folder = tmp_path_factory.mktemp("two-processes")
+    names = {fsdp: str(folder / ("fsdp2" if fsdp else "ddp")) for fsdp in (False, True)}
+    tasks = [
+        {"steps": [0, 3], "fsdp": fsdp, "save": names[fsdp], "export": names[fsdp] + "-export", **PER_LOOP}
+        for fsdp in (False, True)
+    ]
+    return names, dict(zip((False, True), launch(folder, tasks)))
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return {"first": train([0, 3], **PER_LOOP), "all": train([0, 5], **PER_LOOP)}
+
+
+def assert_close(found: list[float], expected: list[float], relative: float):
+    assert len(found) == len(expected)
+    assert found == pytest.approx(expected, rel=relative)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_give_the_losses_of_one(two_processes, one_process, fsdp):
+    _, runs = two_processes
+    assert_close(runs[fsdp]["losses"], one_process["first"]["losses"], 1e-6)
+    for name, weight in one_process["first"]["weights"].items():
+        assert torch.allclose(runs[fsdp]["weights"][name], weight, atol=1e-5), name
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_one_process_goes_on_from_two(two_processes, one_process, fsdp):
+    names, runs = two_processes
+    path = latest_checkpoint(names[fsdp])
+    model, optimizers = model_and_optimizers(ADAMW, loop_loss="per_loop")
+    load_checkpoint(path, model, optimizers)
+    assert_same({name: p.detach() for name, p in model.named_parameters()}, runs[fsdp]["weights"])
+    resumed = train([3, 5], load=str(path), **PER_LOOP)
+    assert_close(resumed["losses"], one_process["all"]["losses"][3:], 1e-6)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_an_export_of_two_processes_opens(two_processes, fsdp):
+    names, runs = two_processes
+    opened = LoopedForCausalLM.from_pretrained(names[fsdp] + "-export")
+    assert type(opened).__name__ == opened.config.architectures[0] == "LoopedForCausalLM"
+    assert_same({name: p.detach() for name, p in opened.named_parameters()}, runs[fsdp]["weights"])
+
+
+VARIANTS = {
+    # depths and gradient windows that differ between the processes, and accumulation
+    "parcae": {
+        "optimizer": MUON,
+        "model": {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1},
+        "sampler": "poisson",
+        "backprop_loops": 2,
+        "micro_batches": 2,
+    },
+    # the embedding is beyond the window in some rows, damping is not used at depth 1, the gate never
+    "gradients missing": {
+        "optimizer": ADAMW,
+        "model": {"loop_damping": True, "exit_gate": "raw"},
+        "sampler": "poisson",
+        "backprop_loops": 1,
+    },
+    "ouro": {"optimizer": MUON, "model": {"preset": "ouro"}, "sampler": "uniform"},
+    "norm penalty": {
+        "optimizer": MUON,
+        "model": {"norm_penalty": 0.01, "loop_loss": "per_loop", "readout_norm": "none"},
+    },
+}
+
+
+@pytest.mark.slow
+def test_every_kind_of_run_gives_the_losses_of_one_process(tmp_path):
+    tasks = [{"steps": [0, 4], "fsdp": fsdp, **VARIANTS[name]} for name in VARIANTS for fsdp in (False, True)]
+    results = iter(launch(tmp_path, tasks))
+    for settings in VARIANTS.values():
+        expected = train([0, 4], **settings)
+        relative = 1e-4 if settings["optimizer"] is MUON else 1e-6  # Muon iterates in bf16
+        for _ in ("ddp", "fsdp2"):
+            assert_close(next(results)["losses"], expected["losses"], relative)
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_process_counts(tmp_path):
+    """FSDP2 -> one process -> FSDP2 -> DDP, with Muon and AdamW, against one process all along."""
+    settings = VARIANTS["parcae"]
+    folder = str(tmp_path / "checkpoints")
+
+    def part(first: int, **arguments) -> dict:
+        load = {} if first == 0 else {"load": f"{folder}/step-{first:08d}"}
+        return {"steps": [first, first + 2], "save": folder, **load, **arguments, **settings}
+
+    losses = launch(tmp_path, [part(0, fsdp=True)])[0]["losses"]
+    losses += train(**part(2))["losses"]
+    losses += [loss for result in launch(tmp_path, [part(4, fsdp=True), part(6)]) for loss in result["losses"]]
+    assert_close(losses, train([0, 8], **settings)["losses"], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_on_one_process_stops_all(tmp_path, rank):
+    good = str(tmp_path / "checkpoints")
+    tasks = [
+        {"steps": [0, 1], "save": good, **PER_LOOP},
+        {"steps": [1, 2], "load": f"{good}/step-00000001", "save": good, "disk_full_on": rank, **PER_LOOP},
+    ]
+    errors = launch(tmp_path, tasks)[1]["errors"]
+    assert len(errors) == 2 and all("no space left" in error for error in errors)
+    assert latest_checkpoint(good).name == "step-00000001"
