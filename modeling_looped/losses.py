@@ -13,9 +13,11 @@ denominator.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 IGNORE_INDEX = -100
@@ -107,7 +109,7 @@ def detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def weighted_cross_entropy(
     decode: Callable,  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
-    parameters: list[torch.Tensor] | None,  # what `decode` reads; None leaves them to autograd, with all logits
+    parameters: list[torch.Tensor] | None,  # what `decode` reads; None leaves them to autograd
     states: list[torch.Tensor],  # per loop [batch, length, d]
     positions: torch.Tensor,  # [tokens] labelled positions in batch * length
     labels: torch.Tensor,  # [tokens]
@@ -117,17 +119,14 @@ def weighted_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
     if parameters is None or torch.compiler.is_compiling():
-        losses = torch.stack(
-            [
-                F.cross_entropy(
-                    at_least_fp32(decode(state.flatten(0, 1)[positions], k)),
-                    labels,
-                    reduction="none",
-                    ignore_index=IGNORE_INDEX,
-                )
-                for k, state in enumerate(states)
-            ]
-        )
+
+        def cross_entropy(state, k):
+            logits = at_least_fp32(decode(state.flatten(0, 1)[positions], k))
+            return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
+
+        if not torch.compiler.is_compiling():  # a compiler plans by itself what to keep and what to make again
+            cross_entropy = partial(checkpoint, cross_entropy, use_reentrant=False)
+        losses = torch.stack([cross_entropy(state, k) for k, state in enumerate(states)])
         return (losses * weights).sum(), losses.detach()
     if not torch.is_grad_enabled():  # an autograd function is not told
         states, parameters = detached(states), detached(parameters)

@@ -419,6 +419,17 @@ def test_gradient_checkpointing_changes_nothing(loss):
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("run", ["trained_depth", "truncated_depth_of_each_row"])
+def test_head_with_hooks_is_left_to_autograd(loss, run):
+    """As a head is that FSDP shards by itself: its weights are there only while it runs."""
+    model = float64_model(**LOSSES[loss])
+    model.lm_head.register_forward_pre_hook(lambda module, arguments: None)
+    ids, labels = batch()
+    found = model(ids, labels=labels, output_logits=False, **RUNS[run]).loss
+    assert_same(model, found, reference_loss(model, ids, labels, **RUNS[run]))
+
+
 @pytest.mark.parametrize("loss", [name for name in LOSSES if not name.startswith("gate")])
 @pytest.mark.parametrize("output_logits", [True, False])
 def test_adapter_on_the_head_is_used_and_trained(loss, output_logits):
@@ -484,10 +495,12 @@ class LiveTensors(TorchDispatchMode):
         self.bytes -= size
 
 
-def memory_of_a_step(ids, output_logits, train=True, **fields):
+def memory_of_a_step(ids, output_logits, train=True, hooked=False, **fields):
     torch.manual_seed(0)
     config = tiny_config(vocab_size=8192, num_loops=4, max_position_embeddings=256, **fields)
     model = LoopedForCausalLM(config)
+    if hooked:
+        model.lm_head.register_forward_pre_hook(lambda module, arguments: None)
     with LiveTensors() as live, torch.set_grad_enabled(train):
         loss = model(ids, labels=ids, output_logits=output_logits).loss
         if train:
@@ -505,6 +518,14 @@ def test_logits_of_all_loops_are_never_held(loss, output_logits, train):
     logits_of_one_loop = ids.numel() * 8192
     assert terminal.peak > logits_of_one_loop  # the measure sees what it is to see
     assert found.largest <= logits_of_one_loop
+    assert found.peak <= 1.15 * terminal.peak
+
+
+@pytest.mark.parametrize("loss", ["per_loop", "exit_weighted_raw", "gate_raw"])
+def test_head_with_hooks_makes_its_logits_again(loss):
+    ids = random_ids(4, 128, vocab_size=8192)
+    terminal = memory_of_a_step(ids, False, hooked=True)
+    found = memory_of_a_step(ids, False, hooked=True, **LOSSES[loss])
     assert found.peak <= 1.15 * terminal.peak
 
 
