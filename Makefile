@@ -17,8 +17,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workste
 
 .PHONY: demo test test-all check lint clean
 
+# passive: threads that wait let go of their core, which others may want
 demo: $(INSTALLED)
-	$(BIN)/python -m recipes.demo
+	OMP_WAIT_POLICY=passive $(BIN)/python -m recipes.demo
 
 test: check
 	$(PYTEST) -m "not slow"

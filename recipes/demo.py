@@ -26,7 +26,7 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
 VOCAB_SIZE = 2048
-WIDTH = 256
+WIDTH = 384
 SEQUENCE_LENGTH = 256
 BATCH_SIZE = 8
 MATRIX_RATE, OTHER_RATE = 0.02, 5e-3  # Muon for the matrices of the blocks, AdamW for the rest
@@ -66,13 +66,13 @@ def encode(tokenizer, documents: list[str]) -> torch.LongTensor:
 
 
 def make_config(tokenizer) -> LoopedConfig:
-    """Two layers applied four times; the loss is the mean over the depths, so that every depth is of use."""
+    """One layer applied four times; the loss is the mean over the depths, so that every depth is of use."""
     return LoopedConfig(
         vocab_size=len(tokenizer),
         hidden_size=WIDTH,
         intermediate_size=11 * WIDTH // 4,
-        num_attention_heads=4,
-        num_core_layers=2,
+        num_attention_heads=WIDTH // 64,
+        num_core_layers=1,
         num_loops=4,
         max_position_embeddings=1024,
         injection="add",
