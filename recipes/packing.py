@@ -1,0 +1,115 @@
+"""From documents to rows of equal length, without padding.
+
+Both packings end as one long stream of tokens, of which a row is a window of `sequence_length` every `stride` tokens.
+The model shifts labels itself, so a row holds exactly `sequence_length` tokens and its last one has no target: each
+boundary costs one target in `sequence_length`, and a step sees exactly rows * sequence_length tokens.
+"""
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+IGNORE_INDEX = -100
+
+
+def best_fit(documents: Sequence[np.ndarray], length: int, keep: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Rows that begin with a document, and the documents that are left when no row can be filled.
+
+    A row takes the largest document that fits, again and again; when none does, the shortest is cropped to fill it.
+    What is cropped off is lost (Parcae), or with `keep` comes back as a document of its own, with the start token.
+    """
+    pool = sorted((len(document), number) for number, document in enumerate(documents))
+    documents = list(documents)
+    remaining = sum(size for size, _ in pool)
+    rows = []
+    while remaining >= length:
+        row, space = [], length
+        while space:
+            fitting = bisect_right(pool, (space, len(documents))) - 1
+            size, number = pool.pop(max(fitting, 0))
+            document = documents[number]
+            row.append(document[:space])
+            remaining -= size
+            if size - space > 1 and keep:  # more than an end token
+                documents.append(np.concatenate([document[:1], document[space:]]))
+                insort(pool, (len(documents[-1]), len(documents) - 1))
+                remaining += len(documents[-1])
+            space -= min(size, space)
+        rows.append(np.concatenate(row))
+    return rows, [documents[number] for number in sorted(number for _, number in pool)]
+
+
+def split_at(tokens: np.ndarray, start: int) -> list[np.ndarray]:
+    """Documents of a stream, each of which begins with the token `start`."""
+    return np.split(tokens, np.flatnonzero(tokens == start)[1:]) if len(tokens) else []
+
+
+def document_positions(tokens: np.ndarray, start: int) -> np.ndarray:
+    """Positions in each row [rows, length] that begin at 0 again at every start token."""
+    places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
+    return places - np.maximum.accumulate(np.where(tokens == start, places, 0), axis=-1)
+
+
+class PackedRows:
+    """Rows of a stream that lies in memory-mapped shards."""
+
+    def __init__(
+        self,
+        shards: Sequence[np.ndarray],
+        sequence_length: int,
+        stride: int,
+        start: int,
+        token_bytes: torch.Tensor,  # [vocabulary]
+        learn_start: bool = False,  # the start token also ends the document before it
+        document_masking: bool = False,
+    ):
+        self.shards = list(shards)
+        # where each shard begins in the stream, and last where the stream ends
+        self.begins = np.cumsum([0] + [len(shard) for shard in shards])
+        self.sequence_length, self.stride, self.start = sequence_length, stride, start
+        self.token_bytes, self.learn_start, self.document_masking = token_bytes, learn_start, document_masking
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.begins[-1])
+
+    def __len__(self) -> int:
+        return max(0, (self.num_tokens - self.sequence_length) // self.stride + 1)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """One row, int64 [sequence_length], which may cross shards."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        begin = index * self.stride
+        end = begin + self.sequence_length
+        first = int(np.searchsorted(self.begins, begin, side="right")) - 1
+        last = int(np.searchsorted(self.begins, end, side="left"))
+        pieces = [
+            self.shards[shard][max(0, begin - self.begins[shard]) : end - self.begins[shard]]
+            for shard in range(first, last)
+        ]
+        return np.concatenate(pieces, dtype=np.int64)
+
+    def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """input_ids and labels (not shifted), int64 [rows, sequence_length]; position_ids with document masking."""
+        tokens = np.stack([self.tokens(index) for index in indices])
+        input_ids = torch.from_numpy(tokens)
+        labels = input_ids.clone()
+        if not self.learn_start:  # that a document follows the end of another is no news
+            labels[input_ids == self.start] = IGNORE_INDEX
+        batch = {"input_ids": input_ids, "labels": labels}
+        if self.document_masking:
+            batch["position_ids"] = torch.from_numpy(document_positions(tokens, self.start))
+        return batch
+
+    def num_bytes(self, indices: Sequence[int]) -> torch.Tensor:
+        """Bytes of the target of each position, int64 [rows, sequence_length]: 0 where nothing is learned.
+
+        Bits per byte are the losses at positions with bytes, summed, over ln 2 times the sum of these bytes.
+        """
+        targets = F.pad(self.batch(indices)["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        return self.token_bytes[targets.clamp(min=0)].masked_fill(targets == IGNORE_INDEX, 0)

@@ -1,0 +1,181 @@
+"""One part of a source after another: tokenised, packed and written by itself, in any order, by any process.
+
+A part is made when its `.json` is there, which is written last; every file appears whole or not at all. What is in a
+part depends on the source alone, never on the number of processes or on where a preparation was stopped.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from tqdm.auto import tqdm
+
+from .packing import best_fit
+from .sources import Documents, readable
+from .tokenizers import Encoder
+
+
+SPLITS = ("train", "validation")
+STREAMED_PART = 2048  # documents
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Which documents are not for training, by their hash: equal documents always fall on one side."""
+
+    fraction: float = 0.0
+    hashes: frozenset[int] = frozenset()  # of a validation source of its own
+
+    def __contains__(self, text: str) -> bool:
+        number = document_hash(text)
+        return number < self.fraction * 2**64 or number in self.hashes
+
+
+def document_hash(text: str) -> int:
+    """64 bits, the same for texts that differ in white space only."""
+    return int.from_bytes(hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True)
+class PartMaker:
+    """Documents of one part to shards: tokens of each split, and a json with what they are."""
+
+    folder: Path
+    encode: Encoder
+    held_out: HeldOut
+    outside: str | None  # the split of documents that are held out; None: they are in validation already
+    row_length: int | None  # of best fit; None concatenates
+    keep: bool
+    dtype: str
+
+    def is_made(self, part: str) -> bool:
+        if not (self.folder / f"{part}.json").exists():
+            return False
+        shards = json.loads((self.folder / f"{part}.json").read_text())["shards"].values()
+        return all((self.folder / shard["file"]).exists() for shard in shards)
+
+    def __call__(self, part: str, texts: Iterable[str | None], **facts):
+        split_texts: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
+        for text in texts:
+            if text and not text.isspace():
+                split_texts[self.outside if text in self.held_out else "train"].append(text)
+        counts, shards = {}, {}
+        for split in SPLITS:
+            tokens = [np.array(ids, dtype=self.dtype) for ids in self.encode(split_texts[split])]
+            counts[split] = {
+                "documents": len(tokens),
+                "tokens": sum(map(len, tokens)),
+                "bytes": sum(len(text.encode()) for text in split_texts[split]),
+            }
+            if tokens:
+                shards[split] = write_shard(self.folder / f"{part}.{split}.npy", *self.pack(tokens))
+        facts |= {"counts": counts, "overlapping_documents": len(split_texts[None]), "shards": shards}
+        write_json(self.folder / f"{part}.json", facts)
+
+    def pack(self, documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """What is packed, and what is left for the rows that are made of the remainders of all parts."""
+        return (documents, []) if self.row_length is None else best_fit(documents, self.row_length, self.keep)
+
+
+def make_parts(maker: PartMaker, kind: str, documents: Documents, name: str, num_proc: int | None) -> list[str]:
+    """All parts of a source, in order; those that are there already are kept."""
+    if isinstance(documents, IterableDataset):
+        return _stream_parts(maker, kind, documents, name)
+    size = min(8192, max(32, math.ceil(len(documents) / 64)))  # of the source alone, so that parts are always the same
+    parts = [f"{kind}-{number:05}" for number in range(math.ceil(len(documents) / size))]
+    missing = [number for number, part in enumerate(parts) if not maker.is_made(part)]
+
+    def make(number: int):
+        with readable(name):
+            texts = documents[number * size : (number + 1) * size]["text"]
+        maker(parts[number], texts)
+
+    if num_proc is None or num_proc < 2 or len(missing) < 2:  # the tokenizers library uses all cores by itself
+        for number in tqdm(missing, desc=f"tokenise {name}", unit="part", disable=None):
+            make(number)
+    else:
+        with _single_threaded_tokenizers():
+            jobs = Dataset.from_dict({"number": missing})
+            # a fingerprint is given to spare hashing what the function holds
+            jobs.map(
+                lambda job: make(job["number"]),
+                num_proc=min(num_proc, len(missing)),
+                new_fingerprint=fingerprint({"parts": missing})[:32],
+                load_from_cache_file=False,
+                desc=f"tokenise {name}",
+            )
+    return parts
+
+
+def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, name: str) -> list[str]:
+    """A stream is read once; where a part ended is kept with it, so that what is done is not read again."""
+    parts: list[str] = []
+    rows = None
+    for number in tqdm(count(), desc=f"tokenise {name}", unit="part", disable=None):
+        part = f"{kind}-{number:05}"
+        if rows is None and maker.is_made(part):
+            parts.append(part)
+            continue
+        if rows is None:
+            if parts:
+                documents.load_state_dict(json.loads((maker.folder / f"{parts[-1]}.json").read_text())["stream"])
+            rows = iter(documents)
+        with readable(name):
+            texts = [row["text"] for row in islice(rows, STREAMED_PART)]
+        if not texts:
+            return parts
+        maker(part, texts, stream=documents.state_dict())
+        parts.append(part)
+
+
+def fingerprint(settings: dict) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) -> dict:
+    """One array: the tokens that rows are made of, then what was left. Returns what the manifest says of it."""
+    num_tokens = sum(map(len, packed))
+    stream = np.concatenate([*packed, *left])
+    _write(path, lambda file: np.save(file, stream))
+    return {"file": path.name, "tokens": num_tokens, "size": path.stat().st_size}
+
+
+def write_json(path: Path, value: dict):
+    _write(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
+
+
+def _write(path: Path, write: Callable):
+    """The file appears whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _single_threaded_tokenizers():
+    """Processes that each use all cores get in each other's way, and threads do not survive a fork."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before

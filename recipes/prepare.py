@@ -1,0 +1,39 @@
+"""Prepare the data of a recipe, before training or on another machine than the one that trains.
+
+    python -m recipes.prepare recipe.yaml [section.key=value ...]
+
+Training does the same by itself if it was not done before. A preparation that was stopped goes on where it was.
+"""
+
+import argparse
+import sys
+
+from .config import RecipeError, load_recipe
+from .shards import Prepared, prepare
+
+
+def main(arguments: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_args(arguments)
+    try:
+        prepared = prepare(load_recipe(options.recipe, options.overrides).data)
+    except RecipeError as error:
+        sys.exit(f"error: {error}")
+    print(describe(prepared))
+
+
+def describe(prepared: Prepared) -> str:
+    lines = [f"{prepared.folder}", f"{'':10}  {'documents':>12}  {'tokens':>15}  {'bytes':>15}  {'rows':>12}"]
+    for split in ("train", "validation"):
+        counts = prepared.manifest["counts"][split]
+        numbers = f"{counts['documents']:12,}  {counts['tokens']:15,}  {counts['bytes']:15,}  {counts['rows']:12,}"
+        lines.append(f"{split:10}  {numbers}")
+    counts = prepared.manifest["counts"]["train"]
+    lines.append(f"vocabulary of {len(prepared.tokenizer):,}, {counts['bytes'] / counts['tokens']:.2f} bytes a token")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,737 @@
+"""Data of the recipes: sources, packing, shards that survive what happens to them, and the order of the rows."""
+
+import errno
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from recipes import parts, prepare, shards, sources
+from recipes.config import DataConfig, RecipeError
+from recipes.packing import PackedRows, best_fit, document_positions
+from recipes.shards import open_prepared, rows_of_step
+from tests.helpers import tiny_model
+
+
+WORDS = "loop depth state norm exit gate cache slot token head row part step mean noise core".split()
+START, END = 0, 1
+
+
+def make_documents(num: int, seed: int = 0, longest: int = 40) -> list[str]:
+    """Different texts of a few words, each with a number of its own."""
+    draw = random.Random(seed)
+    return [f"{i} {' '.join(draw.choices(WORDS, k=draw.randint(1, longest)))} {seed}" for i in range(num)]
+
+
+def write_jsonl(path: Path, documents: list[str], field: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)))
+    return path
+
+
+@pytest.fixture
+def make_data(tmp_path):
+    """A small DataConfig over 300 documents, or over the source that is given."""
+
+    def make(**fields) -> DataConfig:
+        fields.setdefault("source", tmp_path / "source" / "documents.jsonl")
+        if not any(tmp_path.glob("source/*")):
+            write_jsonl(tmp_path / "source" / "documents.jsonl", make_documents(300))
+        fields = {"tokenizer_vocab_size": 320, "sequence_length": 32, "validation_fraction": 0.1} | fields
+        return DataConfig(**{**fields, "source": str(fields["source"]), "cache_dir": str(tmp_path / "shards")})
+
+    return make
+
+
+def texts_of(prepared, split: str) -> list[str]:
+    """Documents of a concatenated split, decoded from its shards."""
+    stream = np.concatenate(getattr(prepared, split).shards).tolist()
+    tokenizer = prepared.tokenizer
+    assert stream[0] == tokenizer.bos_token_id
+    documents = []
+    for token in stream:
+        if token == tokenizer.bos_token_id:
+            documents.append([])
+        documents[-1].append(token)
+    assert all(document[-1] == tokenizer.eos_token_id for document in documents)
+    return [tokenizer.decode(document[1:-1]) for document in documents]
+
+
+def contents(folder: Path) -> dict:
+    """All files, but for the bookmarks that streams leave with their parts."""
+    files = {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    for name in [name for name in files if name.startswith("part-") and name.endswith(".json")]:
+        files[name] = {key: value for key, value in json.loads(files[name]).items() if key != "stream"}
+    return files
+
+
+def in_process(function, *arguments) -> int:
+    """Exit code of `function` in a process of its own."""
+    process = start_process(function, *arguments)
+    process.join()
+    return process.exitcode
+
+
+def start_process(function, *arguments):
+    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+# Order of the rows
+
+
+@given(st.integers(0, 2**70), st.integers(1, 70), st.integers(1, 30))
+def test_every_epoch_sees_every_row_once(seed, num_rows, rows_per_step):
+    steps = math.ceil(3 * num_rows / rows_per_step)
+    seen = [row for step in range(steps) for row in rows_of_step(seed, step, rows_per_step, num_rows)]
+    for epoch in range(3):
+        assert sorted(seen[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+
+
+def test_order_depends_on_seed_and_step_alone():
+    forward = [rows_of_step(3, step, 8, 100) for step in range(40)]
+    backward = [rows_of_step(3, step, 8, 100) for step in reversed(range(40))]
+    assert forward == backward[::-1]
+    assert forward[0] != rows_of_step(4, 0, 8, 100)
+    # the same rows whatever the size of a step: changing it in the middle of an epoch loses and repeats nothing
+    assert sum(forward, []) == [row for step in range(20) for row in rows_of_step(3, step, 16, 100)]
+
+
+@pytest.mark.parametrize("num_rows", [2, 5, 16, 100])
+def test_orders_are_uniform_over_epochs(num_rows):
+    """Where row 0 and its neighbour stand: within 5 standard deviations of uniform and independent."""
+    epochs = 3000
+    orders = np.array(rows_of_step(1, 0, epochs * num_rows, num_rows)).reshape(epochs, num_rows)
+    counts = np.stack([np.bincount(column, minlength=num_rows) for column in orders.T])
+    deviation = math.sqrt(epochs * (1 / num_rows) * (1 - 1 / num_rows))
+    assert np.abs(counts - epochs / num_rows).max() < 5 * deviation
+    ascending = (np.diff(orders, axis=1) > 0).mean()
+    assert abs(ascending - 0.5) < 5 * math.sqrt(0.25 / (epochs * (num_rows - 1)))
+
+
+def test_order_needs_no_table():
+    """A hundred million million rows: nothing that grows with their number could be made."""
+    rows = rows_of_step(0, 10**9, 256, 10**14)
+    assert len(set(rows)) == 256 and 0 <= min(rows) and max(rows) < 10**14
+    assert max(rows) > 0.9e14 and min(rows) < 0.1e14
+
+
+def test_order_refuses_no_rows():
+    with pytest.raises(ValueError, match="num_rows=0"):
+        rows_of_step(0, 0, 8, 0)
+
+
+# Packing
+
+
+def naive_best_fit(sizes: list[int], length: int, keep: bool) -> list[list[int]]:
+    """Sizes of the pieces of every row, from the rule as it is written."""
+    pool, rows = list(sizes), []
+    while sum(pool) >= length:
+        pieces = []
+        while sum(pieces) < length:
+            space = length - sum(pieces)
+            fitting = [size for size in pool if size <= space]
+            if fitting:
+                pieces.append(max(fitting))
+                pool.remove(max(fitting))
+            else:
+                shortest = min(pool)
+                pool.remove(shortest)
+                pieces.append(space)
+                if keep and shortest - space > 1:
+                    pool.append(1 + shortest - space)
+        rows.append(pieces)
+    return rows
+
+
+@given(st.lists(st.integers(3, 40), max_size=30), st.integers(4, 24), st.booleans())
+def test_best_fit_takes_the_largest_that_fits_else_crops_the_shortest(sizes, length, keep):
+    values = iter(range(2, 10**6))
+    documents = [np.array([START, *(next(values) for _ in range(size - 2)), END]) for size in sizes]
+    rows, left = best_fit(documents, length, keep)
+
+    assert all(len(row) == length and row[0] == START for row in rows)  # no padding; aligned
+    assert sum(map(len, left)) < length
+    pieces = [piece for row in rows for piece in np.split(row, np.flatnonzero(row == START)[1:])]
+    found, at = [], 0
+    for expected in naive_best_fit(sizes, length, keep):
+        found.append([len(piece) for piece in pieces[at : at + len(expected)]])
+        assert found[-1] == expected
+        at += len(expected)
+    assert len(found) == len(rows)
+
+    words = Counter(token for piece in [*pieces, *left] for token in piece.tolist() if token > END)
+    if keep:  # every token of every document, once
+        assert words == Counter(token for document in documents for token in document.tolist() if token > END)
+    else:  # every piece is the beginning of a document of its own
+        beginnings = {document[1]: document for document in documents}
+        pieces = [piece for piece in pieces if len(piece) > 1]
+        assert all(np.array_equal(piece, beginnings[piece[1]][: len(piece)]) for piece in pieces)
+        assert max(words.values(), default=1) == 1
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
+def test_positions_begin_again_at_every_document(tokens):
+    expected, position = [], 0
+    for i, token in enumerate(tokens):
+        position = 0 if token == START or i == 0 else position + 1
+        expected.append(position)
+    assert document_positions(np.array([tokens]), START).tolist() == [expected]
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 6), st.integers(1, 9))
+def test_rows_are_windows_of_the_stream_across_shards(sizes, length, stride):
+    stream = np.arange(2, 2 + sum(sizes), dtype=np.uint16)
+    shards = np.split(stream, np.cumsum(sizes)[:-1]) if sizes else []
+    rows = PackedRows(shards, length, stride, START, token_bytes=torch.ones(100, dtype=torch.int64))
+    expected = [stream[i : i + length].tolist() for i in range(0, len(stream) - length + 1, stride)]
+    assert len(rows) == len(expected)
+    if expected:
+        batch = rows.batch(range(len(rows)))
+        assert batch["input_ids"].tolist() == expected and batch["input_ids"].dtype == torch.int64
+        assert "position_ids" not in batch
+    with pytest.raises(IndexError):
+        rows.batch([len(expected)])
+
+
+def test_start_tokens_are_learned_only_where_they_also_end_a_document():
+    stream = np.array([0, 5, 1, 0, 7, 8])
+    lengths = torch.tensor([0, 0, 0, 0, 0, 3, 0, 4, 5])
+    apart = PackedRows([stream], 6, 6, START, lengths).batch([0])
+    assert apart["labels"].tolist() == [[-100, 5, 1, -100, 7, 8]]
+    both = PackedRows([stream], 6, 6, START, lengths, learn_start=True)
+    assert both.batch([0])["labels"].tolist() == [stream.tolist()]
+    # bytes of the target of each position: what comes next, nothing for special tokens and at the end
+    assert both.num_bytes([0, 0]).tolist() == [[3, 0, 0, 4, 5, 0]] * 2
+
+
+def test_masked_documents_are_what_they_are_alone():
+    """Logits of packed documents equal those of each by itself; without position_ids they do not."""
+    model = tiny_model()
+    pieces = [[5, 6, 7], [START, 9, 8, 7, 6], [START, 11], [START, 12, 13, 14, 15, 16]]
+    stream = np.concatenate(pieces)
+    rows = PackedRows([stream, stream[::-1]], 16, 16, START, torch.ones(99), document_masking=True)
+    batch = rows.batch([0, 1])
+    with torch.no_grad():
+        packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+        mixed = model(batch["input_ids"], use_cache=False).logits[0]
+        alone = torch.cat([model(torch.tensor([piece]), use_cache=False).logits[0] for piece in pieces])
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    assert (mixed[3:] - alone[3:]).abs().min(0).values.max() > 1e-3
+
+
+# Prepared data
+
+
+def test_concatenation_keeps_every_document_in_order(make_data):
+    prepared = shards.prepare(make_data(stride=7, document_masking=True))
+    documents = make_documents(300)
+    train, validation = texts_of(prepared, "train"), texts_of(prepared, "validation")
+    assert train == [text for text in documents if text not in set(validation)]
+    assert validation == [text for text in documents if text not in set(train)]
+    assert 10 < len(validation) < 60  # of 300 at a tenth
+
+    stream = np.concatenate(prepared.train.shards)
+    rows = prepared.train
+    assert len(rows) == (len(stream) - 32) // 7 + 1
+    batch = rows.batch([0, 11, len(rows) - 1])
+    assert batch["input_ids"].tolist() == [stream[7 * i : 7 * i + 32].tolist() for i in (0, 11, len(rows) - 1)]
+    assert batch["position_ids"].tolist() == [
+        document_positions(row[None], prepared.tokenizer.bos_token_id)[0].tolist()
+        for row in batch["input_ids"].numpy()
+    ]
+
+
+def test_manifest_counts_what_is_there(make_data):
+    prepared = shards.prepare(make_data())
+    for split in ("train", "validation"):
+        texts, counts = texts_of(prepared, split), prepared.manifest["counts"][split]
+        rows = getattr(prepared, split)
+        stream = torch.from_numpy(np.concatenate(rows.shards).astype(np.int64))
+        assert counts["documents"] == len(texts)
+        assert counts["bytes"] == sum(len(text.encode()) for text in texts) == prepared.token_bytes[stream].sum()
+        assert counts["tokens"] == counts["packed_tokens"] == len(stream)
+        assert counts["rows"] == len(rows) == len(stream) // 32
+    assert prepared.manifest["tokenizer"]["vocab_size"] == len(prepared.tokenizer) == len(prepared.token_bytes) == 320
+
+
+def test_bytes_of_targets_are_those_of_the_text_they_spell(make_data):
+    rows = shards.prepare(make_data())
+    tokenizer, rows = rows.tokenizer, rows.train
+    batch, num_bytes = rows.batch([3, 1]), rows.num_bytes([3, 1])
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    for row, lengths in zip(batch["input_ids"].tolist(), num_bytes.tolist()):
+        expected = [0 if token in special else len(tokenizer.decode([token]).encode()) for token in row[1:]]
+        assert lengths == [*expected, 0]
+
+
+@pytest.mark.parametrize("cropped", ["keep", "drop"])
+def test_best_fit_wastes_no_token_on_padding(make_data, cropped):
+    prepared = shards.prepare(make_data(packing="best_fit", cropped=cropped))
+    tokenizer = prepared.tokenizer
+    for split in ("train", "validation"):
+        rows, counts = getattr(prepared, split), prepared.manifest["counts"][split]
+        batch = rows.batch(range(len(rows)))["input_ids"]
+        assert batch.shape == (counts["rows"], 32)
+        assert (batch[:, 0] == tokenizer.bos_token_id).all()
+        assert not (batch == tokenizer.pad_token_id).any()
+        if cropped == "keep":  # but for less than a row at the very end, all tokens are in rows
+            assert batch.numel() > counts["tokens"] - 32
+        else:
+            documents = make_documents(300)
+            pieces = [tokenizer.decode(piece, skip_special_tokens=True) for piece in _documents_of(batch, tokenizer)]
+            assert all(any(text.startswith(piece) for text in documents) for piece in pieces)
+            assert sum(tokenizer.eos_token_id in piece for piece in _documents_of(batch, tokenizer)) > 5
+
+
+def _documents_of(batch, tokenizer) -> list[list[int]]:
+    pieces = []
+    for token in batch.flatten().tolist():
+        if token == tokenizer.bos_token_id:
+            pieces.append([])
+        pieces[-1].append(token)
+    return pieces
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_number_of_processes_changes_no_byte(make_data, packing):
+    found = []
+    for num_proc in (None, 3):
+        data = make_data(packing=packing, num_proc=num_proc)
+        prepared = shards.prepare(data)
+        assert len(prepared.manifest["shards"]["train"]) > 3
+        found.append(contents(prepared.folder))
+        shutil.rmtree(data.cache_dir)
+    assert found[0] == found[1]
+
+
+def test_processes_that_train_see_their_own_rows_of_the_same_step(make_data):
+    rows = shards.prepare(make_data()).train
+    step = rows_of_step(seed=1, step=5, rows_per_step=12, num_rows=len(rows))
+    whole = rows.batch(step)["input_ids"]
+    for world in (1, 2, 3, 4):
+        shares = [step[rank * 12 // world : (rank + 1) * 12 // world] for rank in range(world)]
+        assert torch.equal(torch.cat([rows.batch(share)["input_ids"] for share in shares]), whole)
+        assert len(set(sum(shares, []))) == 12
+
+
+def test_recipes_of_other_lengths_share_concatenated_shards(make_data):
+    folders = {shards.prepare(make_data(**change)).folder for change in ({}, {"sequence_length": 16, "stride": 4})}
+    assert len(folders) == 1
+    for change in ({"packing": "best_fit"}, {"validation_fraction": 0.2}, {"max_documents": 200}):
+        folders.add(shards.prepare(make_data(**change)).folder)
+    assert len(folders) == 4
+
+
+def test_second_preparation_reads_no_source(make_data, monkeypatch):
+    first = shards.prepare(make_data())
+    monkeypatch.setattr(sources.Source, "load", lambda self: pytest.fail("the source was read again"))
+    assert shards.prepare(make_data()).manifest == first.manifest
+
+
+def test_a_changed_file_is_prepared_anew(make_data):
+    data = make_data()
+    first = shards.prepare(data)
+    write_jsonl(Path(data.source), make_documents(100, seed=5))
+    second = shards.prepare(data)
+    assert second.folder != first.folder
+    assert all(text.endswith(" 5") for text in texts_of(second, "train"))
+
+
+# Validation
+
+
+def test_equal_documents_are_on_one_side(make_data, tmp_path):
+    documents = make_documents(200) * 2 + [f"  {text.replace(' ', '  ')}\n" for text in make_documents(200)]
+    prepared = shards.prepare(make_data(source=write_jsonl(tmp_path / "twice.jsonl", documents)))
+    sides = [{" ".join(text.split()) for text in texts_of(prepared, split)} for split in ("train", "validation")]
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == set(make_documents(200))
+
+
+def test_documents_of_a_validation_source_are_taken_out_of_training(make_data, tmp_path):
+    own = write_jsonl(tmp_path / "own.jsonl", make_documents(300)[10:40] + make_documents(30, seed=9))
+    prepared = shards.prepare(make_data(validation_source=str(own)))
+    assert texts_of(prepared, "validation") == make_documents(300)[10:40] + make_documents(30, seed=9)
+    assert texts_of(prepared, "train") == make_documents(300)[:10] + make_documents(300)[40:]
+    assert prepared.manifest["overlapping_documents"] == 30
+
+
+def test_splits_of_a_folder(make_data, tmp_path):
+    write_jsonl(tmp_path / "splits" / "train.jsonl", make_documents(90, seed=1))
+    write_jsonl(tmp_path / "splits" / "validation.jsonl", make_documents(40, seed=2))
+    prepared = shards.prepare(make_data(source=tmp_path / "splits", validation_split="validation"))
+    assert texts_of(prepared, "train") == make_documents(90, seed=1)
+    assert texts_of(prepared, "validation") == make_documents(40, seed=2)
+
+
+def test_word_tokenizer_does_not_know_words_of_validation_only(make_data, tmp_path):
+    own = write_jsonl(tmp_path / "own.jsonl", ["loop xylophone xylophone depth " * 20])
+    prepared = shards.prepare(make_data(validation_source=str(own), tokenizer="word", tokenizer_vocab_size=2000))
+    tokenizer = prepared.tokenizer
+    assert "xylophone" not in tokenizer.get_vocab()
+    ids = prepared.validation.tokens(0)[1:9]
+    loop, depth = tokenizer.convert_tokens_to_ids(["loop", "depth"])
+    assert ids.tolist() == [loop, tokenizer.unk_token_id, tokenizer.unk_token_id, depth] * 2
+    # held-out documents of the same source are not seen either: the number that begins each is in no other
+    held_out = shards.prepare(make_data(tokenizer="word", tokenizer_vocab_size=2000))
+    unknown = (np.concatenate(held_out.validation.shards) == held_out.tokenizer.unk_token_id).sum()
+    assert unknown >= held_out.manifest["counts"]["validation"]["documents"] - 2
+
+
+# What can happen to a preparation
+
+
+def die_in_the_third_shard(data: DataConfig):
+    """kill -9 with half of a shard on disk."""
+    whole, written = np.save, []
+
+    def half(file, array):
+        written.append(file)
+        whole(file, array[: len(array) // 2] if len(written) == 3 else array)
+        if len(written) == 3:
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    np.save = half
+    shards.prepare(data)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_killed_preparation_goes_on_and_gives_the_same_shards(make_data, monkeypatch, packing, streaming):
+    monkeypatch.setattr(parts, "STREAMED_PART", 32)
+    data = make_data(packing=packing, streaming=streaming)
+    unbroken = contents(shards.prepare(data).folder)
+    shutil.rmtree(data.cache_dir)
+
+    assert in_process(die_in_the_third_shard, data) == -signal.SIGKILL
+    (folder,) = Path(data.cache_dir).iterdir()
+    assert any(folder.glob("*.tmp")) and (folder / "part-00000.json").exists()
+    with pytest.raises(RecipeError, match="not prepared to the end"):
+        open_prepared(folder, data)
+
+    kept = (folder / "part-00000.train.npy").stat().st_mtime_ns
+    assert contents(shards.prepare(data).folder) == unbroken
+    assert (folder / "part-00000.train.npy").stat().st_mtime_ns == kept
+
+
+def prepare_and_count(data: DataConfig, path: Path):
+    """Append a line for every part that this process makes."""
+    make = parts.PartMaker.__call__
+
+    def counted(self, part, *arguments, **facts):
+        with open(path, "a") as file:
+            file.write(part + "\n")
+        return make(self, part, *arguments, **facts)
+
+    parts.PartMaker.__call__ = counted
+    shards.prepare(data)
+
+
+def test_two_processes_at_once_prepare_once(make_data, tmp_path):
+    data, log = make_data(), tmp_path / "made.txt"
+    processes = [start_process(prepare_and_count, data, log) for _ in range(2)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    made = log.read_text().split()
+    assert len(made) == len(set(made)) > 3
+    assert texts_of(shards.prepare(data), "train")
+
+
+def test_full_disk_is_an_error_that_keeps_what_is_done(make_data, monkeypatch):
+    data = make_data()
+    unbroken = contents(shards.prepare(data).folder)
+    shutil.rmtree(data.cache_dir)
+
+    def save(file, array, whole=np.save, written=[]):  # noqa: B006
+        written.append(file)
+        if len(written) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        whole(file, array)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "save", save)
+        with pytest.raises(RecipeError, match="no space left for .*what is finished is kept.*data.cache_dir"):
+            shards.prepare(data)
+    (folder,) = Path(data.cache_dir).iterdir()
+    assert not any(folder.glob("*.tmp"))
+    kept = (folder / "part-00001.train.npy").stat().st_mtime_ns
+    assert contents(shards.prepare(data).folder) == unbroken
+    assert (folder / "part-00001.train.npy").stat().st_mtime_ns == kept
+
+
+def test_cache_dir_that_can_not_be_written(make_data, tmp_path):
+    data = make_data()
+    Path(data.cache_dir).write_text("a file where the folder should be")
+    with pytest.raises(RecipeError, match="can not write .*set data.cache_dir"):
+        shards.prepare(data)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_cut_shard_is_named_and_made_anew_once_it_is_deleted(make_data, packing):
+    data = make_data(packing=packing)
+    folder = shards.prepare(data).folder
+    unbroken = contents(folder)
+    for entry in json.loads((folder / "manifest.json").read_text())["shards"]["train"][1:]:
+        shard = folder / entry["file"]
+        shard.write_bytes(shard.read_bytes()[:-2])
+        message = f"{shard} has {entry['size'] - 2} bytes, but {entry['size']} were written"
+        with pytest.raises(RecipeError, match=re.escape(message)):
+            shards.prepare(data)
+        shard.unlink()
+        assert contents(shards.prepare(data).folder) == unbroken
+
+
+def test_shards_of_another_tokenizer_are_refused(make_data):
+    data = make_data()
+    prepared = shards.prepare(data)
+    other = shards.prepare(make_data(tokenizer_vocab_size=300))
+    assert other.folder != prepared.folder
+    shutil.rmtree(prepared.folder / "tokenizer")
+    shutil.copytree(other.folder / "tokenizer", prepared.folder / "tokenizer")
+    with pytest.raises(RecipeError, match="made with another tokenizer.*prepare again"):
+        shards.prepare(data)
+
+
+def test_shards_of_other_settings_are_refused(make_data):
+    data, other = make_data(), make_data(validation_fraction=0.2)
+    folder = shards.prepare(data).folder
+    with pytest.raises(RecipeError, match=r"other settings: validation was .*0\.1.*is now .*0\.2"):
+        open_prepared(folder, other)
+    assert len(open_prepared(folder, data).train)
+
+
+def test_damaged_manifest_is_refused_and_shards_kept(make_data):
+    data = make_data()
+    folder = shards.prepare(data).folder
+    unbroken = contents(folder)
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-40])
+    with pytest.raises(RecipeError, match="manifest.json is damaged: delete it"):
+        shards.prepare(data)
+    manifest.unlink()
+    kept = (folder / "part-00000.train.npy").stat().st_mtime_ns
+    assert contents(shards.prepare(data).folder) == unbroken
+    assert (folder / "part-00000.train.npy").stat().st_mtime_ns == kept
+
+
+# Sources
+
+
+def load(name, **fields) -> list[str]:
+    data = DataConfig(source=str(name), **fields)
+    return [row["text"] for row in sources.training_source(data).load()]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "txt", "jsonl.gz", "saved", "hub", "glob", "folder"])
+def test_documents_of_every_kind_of_source(tmp_path, kind, streaming):
+    texts = make_documents(20)
+    name, fields = tmp_path / f"file.{kind}", {}
+    rows = datasets.Dataset.from_dict({"id": list(range(20)), "text": texts})
+    if kind == "jsonl":
+        write_jsonl(name, texts)
+    elif kind == "json":
+        name.write_text(json.dumps([{"text": text} for text in texts]))
+    elif kind == "parquet":
+        rows.to_parquet(name)
+    elif kind == "txt":  # a file is a document
+        texts = ["one\n\ntwo\n"]
+        name.write_text(texts[0])
+    elif kind == "jsonl.gz":
+        rows.to_json(name, compression="gzip")
+    elif kind == "saved":
+        datasets.DatasetDict({"train": rows, "other": rows.take(1)}).save_to_disk(name)
+    elif kind == "hub":  # as it lies on the hub: a card that names configurations and splits
+        for config, split, part in [
+            ("small", "train", texts),
+            ("small", "rest", texts[:3]),
+            ("big", "train", texts[:5]),
+        ]:
+            write_jsonl(name / config / f"{split}.jsonl", part, field="content")
+        card = ["---", "configs:"]
+        for config, splits in {"small": ["train", "rest"], "big": ["train"]}.items():
+            card += [f"- config_name: {config}", "  data_files:"]
+            card += [f"  - {{split: {split}, path: {config}/{split}.jsonl}}" for split in splits]
+        (name / "README.md").write_text("\n".join([*card, "---", ""]))
+        texts, fields = texts[:3], {"source_config": "small", "split": "rest", "text_field": "content"}
+    elif kind == "glob":
+        for i in range(4):
+            write_jsonl(tmp_path / "deep" / str(i) / "part.jsonl", texts[5 * i : 5 * i + 5])
+        name = tmp_path / "deep" / "**" / "*.jsonl"
+    elif kind == "folder":
+        texts = texts[:3]
+        for i, text in enumerate(texts):
+            (name / str(i)).mkdir(parents=True)
+            (name / str(i) / "document.txt").write_text(text)
+    assert load(name, streaming=streaming, **fields) == texts
+    assert load(name, streaming=streaming, max_documents=1, **fields) == texts[:1]
+
+
+@given(st.text(alphabet="ab \n\r", max_size=80), st.integers(1, 12))
+def test_a_long_text_is_cut_at_blank_lines(text, size):
+    pieces = sources.cut_at_blank_lines(text, size)
+    assert "".join(pieces) == text
+    assert all(piece and len(piece) < 4 * size for piece in pieces)
+    # none is cut before its time, nor elsewhere than after a blank line unless it is too long
+    for piece in pieces[:-1]:
+        assert len(piece) >= size
+        assert len(piece) >= 2 * size or not piece.splitlines()[-1].strip()
+
+
+def test_a_long_text_file_gives_documents_to_hold_out(make_data, tmp_path):
+    paragraphs = [f"{text}\n\n" for text in make_documents(6000)]
+    (tmp_path / "book.txt").write_text("".join(paragraphs))
+    documents = load(tmp_path / "book.txt")
+    assert "".join(documents) == "".join(paragraphs)
+    assert len(documents) > 20 and max(map(len, documents)) < 17_000
+    prepared = shards.prepare(make_data(source=tmp_path / "book.txt", validation_fraction=0.2))
+    assert len(prepared.validation)
+
+
+def test_wikitext_lines_are_joined_to_articles(monkeypatch):
+    """As the hub has it: one line a row, empty ones too."""
+    first = [" = First = \n", "", " Text of it . \n", " = = Section = = \n", "", " a = b = c \n"]
+    second = [" = Second Title = \n", "", " More . \n"]
+    asked = []
+
+    def hub(name, config, split, streaming):
+        asked.append((name, config, split, streaming))
+        return datasets.Dataset.from_dict({"text": ["", *first, *second]})
+
+    monkeypatch.setattr(sources, "load_dataset", hub)
+    articles = load("Salesforce/wikitext", source_config="wikitext-103-raw-v1")
+    assert articles == ["\n", "".join(line or "\n" for line in first), "".join(line or "\n" for line in second)]
+    assert asked == [("Salesforce/wikitext", "wikitext-103-raw-v1", "train", False)]
+    assert load("other/lines", document_start=" = Second") == ["\n" + articles[1], articles[2]]
+
+
+def test_fineweb_edu_is_asked_for_by_name_and_streamed(monkeypatch, make_data):
+    """Columns that are not text are left where they are; only as many documents as asked for are read."""
+    read = []
+
+    def rows():
+        for i, text in enumerate(make_documents(1000)):
+            read.append(i)
+            yield {"text": text, "id": str(i), "score": 3.5}
+
+    def hub(name, config, split, streaming):
+        assert (name, config, split, streaming) == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", True)
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(sources, "load_dataset", hub)
+    data = make_data(
+        source="HuggingFaceFW/fineweb-edu", source_config="sample-10BT", streaming=True, max_documents=150
+    )
+    prepared = shards.prepare(data)
+    assert texts_of(prepared, "train") + texts_of(prepared, "validation") != []
+    assert sorted(texts_of(prepared, "train") + texts_of(prepared, "validation")) == sorted(make_documents(1000)[:150])
+    assert max(read) < 300
+
+
+def test_embedded_documents_are_what_python_says_of_itself():
+    documents = sources.embedded_documents()
+    assert documents == sources.embedded_documents()
+    joined = "\n".join(documents)
+    assert Path(json.__file__).read_text() in documents
+    assert '"""Test' not in documents[0] and 'The "assert" statement' in documents[0]
+    assert "Return the arc cosine" in joined and " object at 0x" not in "\n".join(documents[:100])
+    assert sum(map(len, documents)) > 5e6
+
+
+def test_command_prepares_the_embedded_documents(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"data: {{max_documents: 85, tokenizer_vocab_size: 400, cache_dir: {tmp_path / 'shards'}}}\n")
+    prepare.main([str(recipe), "data.sequence_length=64", "data.validation_fraction=0.1"])
+    folder, header, train, validation, vocabulary = capsys.readouterr().out.strip().splitlines()[-5:]
+    manifest = json.loads(Path(folder, "manifest.json").read_text())
+    numbers = [int(number.replace(",", "")) for number in train.split()[1:]]
+    assert numbers[:3] == [manifest["counts"]["train"][key] for key in ("documents", "tokens", "bytes")]
+    assert header.split()[-1] == "rows" and numbers[3] == numbers[1] // 64
+    assert AutoTokenizer.from_pretrained(Path(folder, "tokenizer")).vocab_size == 400
+    with pytest.raises(SystemExit, match="error: .*no file or folder 'nothing.txt'"):
+        prepare.main([str(recipe), "data.source=nothing.txt"])
+
+
+# Bad input
+
+
+def test_bad_sources_are_named_with_advice(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.jsonl").write_text('{"text": null}\n')
+    (tmp_path / "numbers.jsonl").write_text('{"text": 3, "body": "words"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "void").mkdir()
+    write_jsonl(tmp_path / "both" / "a.jsonl", ["a"])
+    (tmp_path / "both" / "b.txt").write_text("b")
+    write_jsonl(tmp_path / "good.jsonl", ["a"])
+    for name, fields, message in [
+        ("nothing.jsonl", {}, "there is no file or folder .*nothing.jsonl"),
+        ("*.parquet", {}, r"no file matches .*\*.parquet"),
+        ("empty.jsonl", {}, "empty.jsonl' is empty"),
+        ("empty.txt", {}, "empty.txt' is empty"),
+        ("blank.jsonl", {}, "holds no documents"),
+        ("numbers.jsonl", {}, "'text' .* holds .*int64.* columns 'text', 'body'.*data.text_field"),
+        ("broken.jsonl", {}, "can not read .*broken.jsonl.*JSON parse error"),
+        ("void", {}, "void' holds no data files"),
+        ("both", {}, "files of kind json, text; name files of one kind"),
+        ("good.jsonl", {"text_field": "content"}, "no column 'content'; it has 'id', 'text'.*data.text_field"),
+        ("good.jsonl", {"split": "test"}, "can not read .*test.*'train'.*data.split"),
+    ]:
+        for streaming in (False, True):
+            with pytest.raises(RecipeError, match=re.compile(message, re.DOTALL)):
+                load(tmp_path / name, streaming=streaming, **fields)
+    with pytest.raises(RecipeError, match="can not read 'no/such'.*no file here either"):
+        load("no/such")
+
+
+def test_too_little_text_is_refused_with_advice(make_data, tmp_path):
+    with pytest.raises(RecipeError, match="documents for train hold .*sequence_length=100000 is longer than all"):
+        shards.prepare(make_data(sequence_length=100_000))
+    few = write_jsonl(tmp_path / "few.jsonl", make_documents(30))
+    with pytest.raises(RecipeError, match="0 documents for validation.*raise data.validation_fraction=0.0001"):
+        shards.prepare(make_data(source=few, validation_fraction=0.0001))
+    with pytest.raises(RecipeError, match="0 documents for train .*30 more were left out.*also in validation"):
+        shards.prepare(make_data(source=few, validation_source=str(few)))
+
+
+def test_missing_tokenizer_folder_is_refused_before_anything_is_read(make_data, monkeypatch):
+    monkeypatch.setattr(sources.Source, "load", lambda self: pytest.fail("the source was read"))
+    with pytest.raises(RecipeError, match="there is no tokenizer folder './missing'"):
+        shards.prepare(make_data(tokenizer="./missing"))
+
+
+def test_data_for_a_tokenizer_that_was_brought_along(make_data, tmp_path):
+    """A tokenizer without bos: its eos stands between documents, and is learned."""
+    backend = Tokenizer(
+        models.WordLevel({"<end>": 0, "<unk>": 1} | {word: i + 2 for i, word in enumerate(WORDS)}, "<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    prepared = shards.prepare(make_data(tokenizer=str(tmp_path / "tokenizer")))
+    batch = prepared.train.batch([0, 1])
+    assert torch.equal(batch["labels"], batch["input_ids"]) and (batch["labels"] == 0).any()
+    first = tokenizer(make_documents(300)[0])["input_ids"]
+    assert batch["input_ids"][0, : len(first) + 2].tolist() == [0, *first, 0]
+    assert prepared.tokenizer.bos_token == "<end>" and prepared.manifest["dtype"] == "uint16"

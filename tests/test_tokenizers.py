@@ -1,0 +1,180 @@
+"""Tokenizers trained here and brought along: how they cut, what they keep, what their tokens stand for."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from recipes.config import DataConfig, RecipeError
+from recipes.tokenizers import (
+    Encoder,
+    load_tokenizer,
+    make_tokenizer,
+    token_bytes,
+    tokenizer_hash,
+    tokenizer_identity,
+    train_bpe,
+    train_word,
+)
+
+
+TEXTS = [
+    "the cat sat on the mat, the other cat didn't.\n",
+    "def sit(on):\n    return on + 1234567\n",
+    "naïve — ☃\n",
+] * 3
+BPE = train_bpe(TEXTS, 300)
+WORD = train_word(TEXTS, 100)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("I'm 12345 years OLD'S", ["I", "'m", " ", "123", "45", " years", " OLD", "'S"]),
+        ("don't  stop", ["don", "'t", " ", " stop"]),
+        ("a == b;\n\n    return", ["a", " ==", " b", ";\n\n", "   ", " return"]),
+        ("x \n \n y", ["x", " \n \n", " y"]),
+        ("end   ", ["end", "   "]),
+        ("(word)", ["(word", ")"]),
+        ("über\tß", ["über", "\tß"]),
+    ],
+)
+def test_bpe_cuts_as_gpt4_does(text, pieces):
+    found = [text[begin:end] for _, (begin, end) in BPE.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert found == pieces
+
+
+@given(st.text(max_size=60))
+def test_bpe_keeps_every_byte(text):
+    ids = BPE(text, add_special_tokens=False)["input_ids"]
+    assert BPE.decode(ids) == text
+    assert token_bytes(BPE)[ids].sum() == len(text.encode())
+
+
+@given(st.text(alphabet="<|bose>unkpad ", max_size=40))
+def test_no_document_can_forge_a_special_token(text):
+    for tokenizer in (BPE, WORD):
+        start, *ids, end = next(Encoder(tokenizer)([text]))
+        assert (start, end) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        assert not {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} & set(ids)
+
+
+def test_special_tokens_in_a_text_are_text():
+    ids = next(Encoder(BPE)(["a<|eos|>b"]))
+    assert BPE.decode(ids[1:-1]) == "a<|eos|>b"
+
+
+def test_vocabulary_has_the_size_asked_for_special_tokens_first():
+    assert len(BPE) == 300
+    assert [BPE.bos_token_id, BPE.eos_token_id, BPE.pad_token_id] == [0, 1, 2]
+    assert BPE("x")["input_ids"][0] == BPE.bos_token_id
+
+
+def test_bpe_learns_from_the_first_10000_characters_of_a_document():
+    filler = "ab " * 3334  # 10,002 characters
+    assert " zebra" in _words(train_bpe(["zebra zebra zebra " + filler], 400))
+    assert " zebra" not in _words(train_bpe([filler + "zebra zebra zebra "], 400))
+
+
+def test_training_stops_at_the_characters_asked_for():
+    data = DataConfig(tokenizer="word", tokenizer_vocab_size=50, tokenizer_max_characters=10)
+    seen = make_tokenizer(data, iter(["one one one", "two two two"]))
+    assert "one" in seen.get_vocab() and "two" not in seen.get_vocab()
+
+
+def test_training_twice_gives_the_same_tokenizer():
+    assert tokenizer_hash(train_bpe(TEXTS, 300)) == tokenizer_hash(BPE)
+    assert tokenizer_hash(train_bpe(TEXTS, 299)) != tokenizer_hash(BPE)
+    assert tokenizer_hash(WORD) != tokenizer_hash(BPE)
+
+
+def test_word_tokenizer_has_the_frequent_words_and_single_signs():
+    tokenizer = train_word(["a cat, a dog, a <unk>\n", "a cat; once"], 9)
+    # 4 special tokens; a: 4, comma: 2, cat: 2; the others appear once
+    assert set(tokenizer.get_vocab()) == {"<unk>", "<|bos|>", "<|eos|>", "<|pad|>", "a", ",", "cat"}
+    small = train_word(["a cat, a dog, a <unk>\n", "a cat; once"], 5)
+    assert len(small) == 5 and "a" in small.get_vocab()
+
+
+def test_word_tokenizer_gives_unknown_for_the_rest():
+    tokenizer = train_word(["red green red green"], 20)
+    known, unknown = tokenizer.convert_tokens_to_ids(["red", "<unk>"])
+    assert tokenizer("red blue <unk> blue-red", add_special_tokens=False)["input_ids"] == (
+        [known, unknown, unknown, unknown, unknown, known]
+    )
+    assert token_bytes(tokenizer)[unknown] == 0 and token_bytes(tokenizer)[known] == 3
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, WORD], ids=["bpe", "word"])
+def test_saved_tokenizers_open_with_auto_tokenizer(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer_hash(loaded) == tokenizer_hash(tokenizer)
+    assert loaded(TEXTS)["input_ids"] == tokenizer(TEXTS)["input_ids"]
+    assert loaded.special_tokens_map == tokenizer.special_tokens_map
+    assert torch.equal(token_bytes(loaded), token_bytes(tokenizer))
+
+
+def test_token_bytes_of_a_sentencepiece_like_tokenizer():
+    vocabulary = {"<unk>": 0, "</s>": 1, "▁na": 2, "ï": 3, "ve": 4, "▁": 5}
+    vocabulary |= {f"<0x{i:02X}>": 6 + i for i in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    lengths = token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"))
+    assert lengths[:6].tolist() == [0, 0, 3, 2, 2, 1]
+    assert lengths[6:].tolist() == [1] * 256
+
+
+def test_a_tokenizer_without_bos_begins_documents_with_its_eos(tmp_path):
+    _foreign(tmp_path, eos_token="<end>")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.bos_token == tokenizer.eos_token == tokenizer.pad_token == "<end>"
+    assert list(Encoder(tokenizer)(["b a", "a"])) == [[0, 2, 1], [0, 1]]  # one token both ends and begins
+
+
+def test_settings_of_the_tokenizer_decide_what_shards_are_shared(tmp_path):
+    _foreign(tmp_path / "one", eos_token="<end>")
+    _foreign(tmp_path / "two", eos_token="a")
+    identities = [
+        tokenizer_identity(data)
+        for data in (
+            DataConfig(),
+            DataConfig(tokenizer="word"),
+            DataConfig(tokenizer_vocab_size=999),
+            DataConfig(tokenizer_max_characters=5),
+            DataConfig(tokenizer=str(tmp_path / "one")),
+            DataConfig(tokenizer=str(tmp_path / "two")),
+        )
+    ]
+    assert all(identity not in identities[:i] for i, identity in enumerate(identities))
+
+
+def test_tokenizers_that_can_not_be_used_are_refused_with_advice(tmp_path):
+    _foreign(tmp_path / "silent")
+    (tmp_path / "empty").mkdir()
+    for name, message in [
+        (tmp_path / "none", "there is no tokenizer folder .*none"),
+        (tmp_path / "empty", "can not load tokenizer .*data.tokenizer"),
+        (tmp_path / "silent", "neither a bos nor an eos token.*set its eos_token"),
+        ("no-such-tokenizer", "can not load tokenizer 'no-such-tokenizer'"),
+    ]:
+        with pytest.raises(RecipeError, match=re.compile(message, re.DOTALL)):
+            load_tokenizer(str(name))
+    with pytest.raises(RecipeError, match="tokenizer_vocab_size=100 is too small.* 259"):
+        make_tokenizer(DataConfig(tokenizer_vocab_size=100), TEXTS)
+
+
+def _words(tokenizer) -> set[str]:
+    return {tokenizer.decode([index]) for index in range(len(tokenizer))}
+
+
+def _foreign(folder, **special):
+    """A word tokenizer of three entries, saved in `folder`."""
+    backend = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "b": 2}, unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
