@@ -152,8 +152,7 @@ def main(arguments: list[str] | None = None):
     model = LoopedForCausalLM(make_config(tokenizer))
     config = model.config
     print(
-        f"{model.num_parameters() / 1e6:.1f} M parameters: {config.num_core_layers} layers x {config.num_loops} "
-        "loops; "
+        f"{model.num_parameters() / 1e6:.1f} M parameters: {config.num_core_layers} layer x {config.num_loops} loops; "
         f"{options.steps} steps of {BATCH_SIZE * SEQUENCE_LENGTH} tokens out of {len(tokens) / 1e6:.1f} M"
     )
     start = time.perf_counter()
