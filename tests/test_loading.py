@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, bit for bit; a checkpoint that does not fit is refused, never silently filled up."""
+"""What is saved is what is loaded, bit for bit; a checkpoint that does not fit is refused, not filled up silently."""
 
 import json
 
