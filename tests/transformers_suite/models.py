@@ -37,6 +37,13 @@ MODELS = {
     "parcae": {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1},
     "flt": {"preset": "flt", "num_core_layers": 2},
     "ouro": {"preset": "ouro"},
+    "huginn": {
+        "preset": "huginn",
+        "num_prelude_layers": 1,
+        "num_core_layers": 1,
+        "num_coda_layers": 1,
+        "window_pattern": "SL",
+    },
 }
 
 # zero residual outputs, or uniform attention, would hide from a test whatever attention does

@@ -42,6 +42,7 @@ test_modeling_common._config_zero_init = config_without_init
 class LoopedTest(ModelTesterMixin, TrainingTesterMixin, PipelineTesterMixin, unittest.TestCase):
     model_tester = None
     all_model_classes = ALL_CLASSES
+    _torch_compile_train_cls = LoopedForCausalLM
     pipeline_model_mapping = {
         "feature-extraction": LoopedModel,
         "text-generation": LoopedForCausalLM,
