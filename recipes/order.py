@@ -24,14 +24,16 @@ def _permute(place: np.ndarray, epoch: np.ndarray, seed: int, size: int) -> np.n
     """A Feistel network on the next even number of bits, repeated for what falls outside until it falls inside."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    key = _mix(_mix(np.full_like(epoch, seed & WORD)) ^ epoch)
-    result, outside = place.copy(), np.ones(len(place), dtype=bool)
-    while outside.any():
+    keys = [_mix(_mix(np.full_like(epoch, seed & WORD)) ^ epoch)]  # of each round, from seed and epoch
+    while len(keys) < ROUNDS:
+        keys.append(_mix(keys[-1]))
+    result, outside = place.copy(), np.arange(len(place))
+    while len(outside):
         left, right = result[outside] >> half, result[outside] & mask
-        for number in range(ROUNDS):
-            left, right = right, left ^ (_mix(right ^ _mix(key[outside] + np.uint64(number))) & mask)
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key[outside]) & mask)
         result[outside] = left << half | right
-        outside = result >= size
+        outside = outside[result[outside] >= size]
     return result
 
 
