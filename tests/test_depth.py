@@ -198,7 +198,7 @@ def test_finished_rows_cost_no_compute(system, case):
 
 
 def truncated_logits(model, weights: dict, ids, num_loops: int, backprop_loops: int, initial_state=None):
-    """Logits after every loop of one row, by the formulas; the loops before the last `backprop_loops` are constants."""
+    """Logits after every loop of one row, by the formulas; loops before the last `backprop_loops` are constants."""
     config = model.config
     x = config.embedding_scale * weights["model.embed_tokens.weight"][ids]
     if config.position_embedding == "learned":
