@@ -6,6 +6,7 @@ together and leave when they are done, or, where only the last loops carry gradi
 that the ticks with gradients are the same for all rows.
 """
 
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def check_depths(num_loops, batch_size: int) -> list[int]:
             raise ValueError(f"{advice}; got {num_loops!r}")
     if len(depths) != batch_size:
         raise ValueError(f"{advice}; got {len(depths)} depths for a batch of {batch_size} sequences")
-    return depths
+    return [index(depth) for depth in depths]  # a compiler that meets a second depth would make it a symbol
 
 
 def check_window(backprop_loops: int | None):

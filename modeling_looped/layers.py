@@ -60,8 +60,6 @@ class AttentionSite:
         self.layer_idx = layer_idx
 
     def __getattr__(self, name):
-        if name == "attention":  # not yet set, e.g. while unpickling
-            raise AttributeError(name)
         return getattr(self.attention, name)
 
 
@@ -71,8 +69,7 @@ class LoopedAttention(nn.Module):
     def __init__(self, config, layer_idx: int, layer_type: str, value_embedding: bool):
         super().__init__()
         self.config = config
-        self.layer_idx = layer_idx  # the first slot; the others are in `sites`
-        self.sites = {}
+        self.layer_idx = layer_idx  # the first slot
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5
@@ -105,11 +102,6 @@ class LoopedAttention(nn.Module):
         if value_embedding:
             channels = min(VALUE_GATE_CHANNELS, config.hidden_size)
             self.value_gate = linear(channels, config.num_key_value_heads, "value_gate")
-
-    def site(self, slot: int) -> AttentionSite:
-        if slot not in self.sites:
-            self.sites[slot] = AttentionSite(self, slot)
-        return self.sites[slot]
 
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
@@ -144,10 +136,10 @@ class LoopedAttention(nn.Module):
 
         site = self
         if past_key_values is not None:
-            site = self.site(slot)
+            site = AttentionSite(self, slot)
             keys, values = past_key_values.update(keys, values, slot)
         elif "cache" in kwargs:  # continuous batching: the kernel updates its paged cache at site.layer_idx
-            site = self.site(slot)
+            site = AttentionSite(self, slot)
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
