@@ -20,14 +20,21 @@ from recipes.config import RecipeError
 
 
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
-    """The accelerator that `accelerate launch` asks for; also where it asks for FSDP2 on CPUs, which accelerate would
-    silently answer with DDP."""
-    ddp = DistributedDataParallelKwargs(
-        find_unused_parameters=find_unused_parameters,
-        broadcast_buffers=False,  # rotary tables only
-        gradient_as_bucket_view=True,
-    )
+    """The accelerator that `accelerate launch` asks for.
+
+    Also without GPUs, where accelerate would silently answer FSDP2 with DDP, and several processes of a config for
+    GPUs with as many separate runs, all in one folder.
+    """
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes > 1 and not torch.accelerator.is_available():
+        kwargs["cpu"] = True
     accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
+    if accelerator.num_processes != num_processes:
+        raise RecipeError(
+            f"{num_processes} processes were launched, but they do not find each other: accelerate counts "
+            f"{accelerator.num_processes}; see `accelerate env` and recipes/accelerate/"
+        )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
         _check_plugin(plugin)
