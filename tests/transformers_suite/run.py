@@ -98,6 +98,7 @@ def main(tests: str, name: str, report: str, *options: str):
 
     sys.path += [str(HERE.parent), str(HERE.parent.parent)]  # helpers; modeling_looped
     os.environ["LOOPED_SUITE_MODEL"] = name
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and importing them takes seconds
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRANSFORMERS_TINY_MODEL_PATH"] = folder
