@@ -22,6 +22,8 @@ class LoopedGenerationMixin(GenerationMixin):
         """
         if num_loops is not None:
             num_loops = kwargs["num_loops"] = depth_argument(num_loops)
+            if torch.is_tensor(num_loops):  # a static cache compiles by itself, but which rows run is data
+                kwargs["disable_compile"] = True
         if cache_sharing is not None and cache_sharing != "none":
             for name, default in (("past_key_values", None), ("cache_implementation", None), ("use_cache", True)):
                 if kwargs.get(name, default) not in (default, None):
