@@ -12,6 +12,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .injection import DiagonalInjection
+from .layers import LoopDamping
 
 
 def truncated_normal(weight, std: float):
@@ -77,6 +78,8 @@ def init_module(module: nn.Module, config) -> bool:
     if isinstance(module, DiagonalInjection):
         init.zeros_(module.log_rate)
         init.constant_(module.dt_bias, module.initial_dt_bias())
+    elif isinstance(module, LoopDamping):
+        init.constant_(module.logit, module.initial_logit)
     elif isinstance(module, (nn.Linear, nn.Embedding)):
         role = getattr(module, "init_role", None)
         if role == "identity":

@@ -41,6 +41,14 @@ def block_norm(config) -> LoopedRMSNorm:
     return LoopedRMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_affine)
 
 
+def readout_norm(config) -> nn.Module | None:
+    if config.readout_norm == "none":
+        return None
+    if config.readout_norm == "layernorm":
+        return nn.LayerNorm(config.hidden_size, config.rms_norm_eps, elementwise_affine=config.norm_affine)
+    return block_norm(config)
+
+
 def linear(in_features: int, out_features: int, role: str, bias: bool = False) -> nn.Linear:
     """A linear layer that tells the init schemes what it is for, see initialization.py."""
     module = nn.Linear(in_features, out_features, bias=bias)
@@ -218,3 +226,16 @@ class LoopedBlock(GradientCheckpointingLayer):
         branch = self.dropout(branch)
         stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
         return getattr(self, norm_name)(stream) if self.arrangement == "residual_sandwich" else stream
+
+
+class LoopDamping(nn.Module):
+    """h * sigmoid(a) with one learned scalar a."""
+
+    initial_logit = 2.0
+
+    def __init__(self, config):
+        super().__init__()
+        self.logit = nn.Parameter(torch.full((1,), self.initial_logit))
+
+    def forward(self, state):
+        return state * torch.sigmoid(self.logit).to(state.dtype)

@@ -18,7 +18,6 @@
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,7 +28,6 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -42,40 +40,20 @@ from .depth import DepthPlan, plan_depths, take_rows
 from .generation import LoopedGenerationMixin
 from .initialization import init_module
 from .injection import INJECTIONS
-from .layers import LoopedAttention, LoopedBlock, LoopedRotaryEmbedding, block_norm, linear
+from .layers import (
+    LoopDamping,
+    LoopedAttention,
+    LoopedBlock,
+    LoopedRotaryEmbedding,
+    block_norm,
+    linear,
+    readout_norm,
+)
 from .loading import StrictLoadingMixin
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .optimization import parameter_groups
+from .outputs import LoopedCausalLMOutputWithPast, LoopedModelOutputWithPast
 from .slots import coda_slot, core_slot, prelude_slot, structural_layer_types
-
-
-@dataclass
-class LoopedModelOutputWithPast(BaseModelOutputWithPast):
-    """
-    loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops keeps its last.
-    loop_readout_states: what the readout norm reads at every loop: H_k, or what the coda makes of it.
-    """
-
-    loop_hidden_states: tuple[torch.Tensor, ...] | None = None
-    loop_readout_states: tuple[torch.Tensor, ...] | None = None
-
-
-@dataclass
-class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """
-    loop_hidden_states: as in LoopedModelOutputWithPast.
-    loop_logits: logits after every loop, [batch, length, vocabulary] each.
-    exit_probabilities: p(exit at loop k), [batch, length, loops].
-    loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients.
-    loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
-        label.
-    """
-
-    loop_hidden_states: tuple[torch.Tensor, ...] | None = None
-    loop_logits: tuple[torch.Tensor, ...] | None = None
-    exit_probabilities: torch.Tensor | None = None
-    loop_losses: torch.Tensor | None = None
-    loop_token_losses: torch.Tensor | None = None
 
 
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
@@ -97,9 +75,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     def _init_weights(self, module):
-        if isinstance(module, LoopDamping):
-            module.reset_parameters()
-        elif not init_module(module, self.config):
+        if not init_module(module, self.config):
             super()._init_weights(module)
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
@@ -110,28 +86,6 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
             self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=mean_resizing)
             table.requires_grad_(is_trained)
         return embeddings
-
-
-class LoopDamping(nn.Module):
-    """h * sigmoid(a) with one learned scalar a."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.logit = nn.Parameter(torch.full((1,), 2.0))
-
-    def reset_parameters(self):
-        nn.init.constant_(self.logit, 2.0)
-
-    def forward(self, state):
-        return state * torch.sigmoid(self.logit).to(state.dtype)
-
-
-def readout_norm(config) -> nn.Module | None:
-    if config.readout_norm == "none":
-        return None
-    if config.readout_norm == "layernorm":
-        return nn.LayerNorm(config.hidden_size, config.rms_norm_eps, elementwise_affine=config.norm_affine)
-    return block_norm(config)
 
 
 def check_inputs(input_ids, inputs_embeds):
@@ -336,8 +290,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return state
 
     def readout(self, x, depth: int | list[int]):
-        """The readout norm at loop `depth` (an int, or one per row of `x`). "final_only" is raw below the trained "
-        "depth."""
+        """The readout norm at loop `depth`, an int or one per row. "final_only" is raw below the trained depth."""
         if self.norm is None:
             return x
         if self.config.readout_norm == "final_only":

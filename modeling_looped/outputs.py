@@ -1,0 +1,35 @@
+"""What a looped model returns beyond what transformers' models do."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+
+@dataclass
+class LoopedModelOutputWithPast(BaseModelOutputWithPast):
+    """
+    loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops keeps its last.
+    loop_readout_states: what the readout norm reads at every loop: H_k, or what the coda makes of it.
+    """
+
+    loop_hidden_states: tuple[torch.Tensor, ...] | None = None
+    loop_readout_states: tuple[torch.Tensor, ...] | None = None
+
+
+@dataclass
+class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """
+    loop_hidden_states: as in LoopedModelOutputWithPast.
+    loop_logits: logits after every loop, [batch, length, vocabulary] each.
+    exit_probabilities: p(exit at loop k), [batch, length, loops].
+    loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients.
+    loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
+        label.
+    """
+
+    loop_hidden_states: tuple[torch.Tensor, ...] | None = None
+    loop_logits: tuple[torch.Tensor, ...] | None = None
+    exit_probabilities: torch.Tensor | None = None
+    loop_losses: torch.Tensor | None = None
+    loop_token_losses: torch.Tensor | None = None
