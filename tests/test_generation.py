@@ -1,0 +1,396 @@
+"""generate() and generate_batch() against an argmax over uncached passes, and against the cache kept by hand."""
+
+import contextlib
+from dataclasses import fields
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.streamers import BaseStreamer
+
+from modeling_looped import LoopedCache
+
+from .helpers import random_ids, tiny_model
+from .naive_cache import NaiveDecoder, naive_greedy
+from .test_llama_equality import make_looped, unroll
+
+
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
+SYSTEMS = {
+    "plain": {},
+    "windows": {
+        **SECTIONS,
+        "window_pattern": "SSL",
+        "sliding_window": 4,
+        "num_key_value_heads": 2,
+        "injection": "add",
+    },
+    "learned_positions": {"position_embedding": "learned", "readout_norm": "final_only"},
+    "run_depth": {"residual_depth": "run", "residual_scaling": "linear"},
+    "flt": {"preset": "flt"},
+    "huginn": {"preset": "huginn", **SECTIONS},
+    "parcae": {"preset": "parcae", **SECTIONS},
+    "ouro": {"preset": "ouro"},
+}
+NAIVE_SYSTEMS = ("plain", "windows")  # those that tests/naive_cache.py can run
+over_systems = pytest.mark.parametrize("system", SYSTEMS)
+NEW = 9
+
+
+def model_of(system: str, **fields):
+    """In float64, where no two tokens tie, and without an end of sequence."""
+    return tiny_model(**{"eos_token_id": None, "pad_token_id": 0, **SYSTEMS[system], **fields}).double()
+
+
+def depths_of_rows(num_loops, rows: int):
+    return num_loops if isinstance(num_loops, list) else [num_loops] * rows
+
+
+@torch.no_grad()
+def argmax_rows(model, prompts: list[torch.Tensor], num_loops, new_tokens: int = NEW) -> list[list[int]]:
+    """Every prompt by itself, the whole sequence run anew for every token."""
+    results = []
+    for ids, depth in zip(prompts, depths_of_rows(num_loops, len(prompts))):
+        for _ in range(new_tokens):
+            logits = model(ids[None], num_loops=depth, use_cache=False).logits
+            ids = torch.cat([ids, logits[0, -1:].argmax(-1)])
+        results.append(ids[-new_tokens:].tolist())
+    return results
+
+
+def greedy(model, ids, new_tokens: int = NEW, **kwargs):
+    return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, **kwargs)
+
+
+# Greedy
+
+
+@over_systems
+@pytest.mark.parametrize("num_loops", [None, [5, 1, 2]], ids=str)
+def test_greedy_batch_of_left_padded_prompts(system, num_loops):
+    """Prompts longer and shorter than the window, one of them a single token."""
+    model, ids, padding = model_of(system), random_ids(3, 8), [0, 7, 3]
+    mask = (torch.arange(8) >= torch.tensor(padding)[:, None]).long()
+    expected = argmax_rows(model, [row[pad:] for row, pad in zip(ids, padding)], num_loops)
+    for cache in ({}, {"use_cache": False}, {"cache_implementation": "static"}, {"past_key_values": DynamicCache()}):
+        tokens = greedy(model, ids, attention_mask=mask, num_loops=num_loops, **cache)
+        assert tokens[:, 8:].tolist() == expected, cache
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor])
+def test_every_way_to_give_depths(make):
+    model, ids = model_of("plain"), random_ids(2, 5)
+    assert torch.equal(greedy(model, ids, num_loops=make([2, 5])), greedy(model, ids, num_loops=[2, 5]))
+    assert torch.equal(
+        greedy(model, ids, num_loops=torch.tensor(2), num_beams=2), greedy(model, ids, num_loops=2, num_beams=2)
+    )
+
+
+def test_no_prompt_starts_from_the_first_token():
+    model = model_of("windows", bos_token_id=1)
+    expected = argmax_rows(model, [torch.tensor([1])], 2)
+    assert greedy(model, None, num_loops=2)[:, 1:].tolist() == expected
+
+
+@pytest.mark.parametrize("system", ["plain", "windows", "huginn"])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+def test_prompt_in_chunks(system, cache, chunk):
+    model, ids = model_of(system), random_ids(2, 11)
+    for num_loops in (None, [5, 2]):
+        tokens = greedy(
+            model, ids, num_loops=num_loops, prefill_chunk_size=chunk, cache_implementation=cache, disable_compile=True
+        )
+        assert torch.equal(tokens, greedy(model, ids, num_loops=num_loops))
+
+
+def test_prompt_as_embeddings():
+    model, ids = model_of("windows"), random_ids(2, 7)
+    tokens = greedy(model, None, inputs_embeds=model.model.embed_tokens(ids), num_loops=[2, 4])
+    assert torch.equal(tokens, greedy(model, ids, num_loops=[2, 4])[:, 7:])
+
+
+@pytest.mark.parametrize("system", ["plain", "windows"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_second_turn_goes_on_in_the_same_cache(system, kind):
+    model, ids, more = model_of(system), random_ids(1, 6), random_ids(1, 4, seed=1)
+    cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=40)
+    first = greedy(model, ids, past_key_values=cache, num_loops=2)
+    conversation = torch.cat([first, more], dim=1)
+    second = greedy(model, conversation, past_key_values=cache, num_loops=2)
+    assert torch.equal(second, greedy(model, conversation, num_loops=2))
+    with pytest.raises(ValueError, match="num_loops=3 is deeper than the 2 loops"):
+        greedy(model, torch.cat([second, more], dim=1), past_key_values=cache, num_loops=3)
+
+
+def test_scores_and_states_on_request():
+    model, ids = model_of("windows"), random_ids(2, 5)
+    out = greedy(model, ids, num_loops=2, output_logits=True, output_hidden_states=True, return_dict_in_generate=True)
+    with torch.no_grad():
+        whole = model(out.sequences[:, :-1], num_loops=2, use_cache=False).logits[:, 4:]
+    torch.testing.assert_close(torch.stack(out.logits, dim=1).double(), whole, rtol=1e-6, atol=1e-6)  # given in fp32
+    assert len(out.past_key_values.layers) == 1 + 1 + 2 * 2
+    assert {len(states) for states in out.hidden_states} == {1 + 1 + 1 + 2 * 2}
+
+
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"num_loops": 2}, {"num_loops": [5]}, {"cache_sharing": "last"}, {"prompt_lookup_num_tokens": 3}],
+    ids=str,
+)
+def test_streamer(arguments):
+    model, ids, streamer = model_of("windows"), random_ids(1, 6), Collector()
+    tokens = greedy(model, ids, streamer=streamer, **arguments)
+    assert streamer.ended and streamer.tokens == tokens[0].tolist()
+
+
+# Beams and samples
+
+
+@pytest.mark.parametrize("system", ["plain", "windows", "learned_positions", "parcae"])
+@pytest.mark.parametrize("num_loops", [None, 2, 5, [5, 1]], ids=str)
+def test_beam_search_with_a_cache_equals_without(system, num_loops):
+    model, ids = model_of(system), random_ids(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    arguments = {
+        "attention_mask": mask,
+        "num_loops": num_loops,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
+    expected = greedy(model, ids, use_cache=False, **arguments)
+    assert (expected.beam_indices[:, 1:] % 3 != expected.beam_indices[:, :-1] % 3).any()  # beams do change places
+    for cache in ({}, {"cache_implementation": "static"}, {"past_key_values": DynamicCache()}):
+        found = greedy(model, ids, **arguments, **cache)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.sequences_scores, expected.sequences_scores)
+
+
+@pytest.mark.parametrize("num_loops", [None, [5, 1]], ids=str)
+def test_several_samples_of_a_prompt(num_loops):
+    model, ids = model_of("windows"), random_ids(2, 7)
+    samples = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        arguments = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, "num_loops": num_loops}
+        samples.append(model.generate(ids, use_cache=use_cache, **arguments))
+    assert samples[0].shape == (6, 7 + NEW)
+    assert torch.equal(*samples)
+    assert len(samples[0].unique(dim=0)) > 2
+    if num_loops is not None:  # the depths went with their prompts
+        torch.manual_seed(0)
+        swapped = model.generate(ids, **{**arguments, "num_loops": num_loops[::-1]})
+        assert not torch.equal(swapped, samples[0])
+
+
+# Assisted decoding
+
+
+@contextlib.contextmanager
+def depths_seen_by(model):
+    """The num_loops that each pass of `model` was asked for."""
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs.get("num_loops")), with_kwargs=True
+    )
+    yield seen
+    handle.remove()
+
+
+@over_systems
+@pytest.mark.parametrize("num_loops", [None, 2, [5]], ids=str)
+def test_assisted_by_a_looped_model(system, num_loops):
+    """The assistant drafts at its own depth, whatever that of the model."""
+    model, ids = model_of(system), random_ids(1, 7)
+    expected = greedy(model, ids, num_loops=num_loops)
+    with depths_seen_by(model.model) as seen:
+        assistant = model_of("plain")
+        with depths_seen_by(assistant) as seen_by_assistant:
+            assert torch.equal(greedy(model, ids, num_loops=num_loops, assistant_model=assistant), expected)
+    assert set(seen_by_assistant) == {None}
+    assert {None if depth is None else int(depth) for depth in seen} == {5 if num_loops == [5] else num_loops}
+
+
+@pytest.mark.parametrize("num_loops", [None, 2, 5], ids=str)
+def test_assisted_by_a_llama(num_loops):
+    looped = make_looped(num_core_layers=2, num_loops=3, num_prelude_layers=1).double()
+    ids, passes = random_ids(1, 7, vocab_size=61), []
+    expected = greedy(looped, ids, num_loops=num_loops)
+    for depth in (1, 3 if num_loops is None else num_loops):  # a bad assistant, and one that is always right
+        assistant = unroll(looped, depth).double()
+        with depths_seen_by(looped) as seen:
+            assert torch.equal(greedy(looped, ids, num_loops=num_loops, assistant_model=assistant), expected)
+        passes.append(len(seen))
+    assert passes[1] < passes[0] and passes[1] < NEW
+
+
+@over_systems
+@pytest.mark.parametrize("num_loops", [2, 5])
+def test_assisted_by_prompt_lookup(system, num_loops):
+    """A prompt that repeats itself and then the answer, so that drafts are found, some of them good."""
+    model, start = model_of(system), random_ids(1, 3)
+    answer = greedy(model, start.repeat(1, 2), num_loops=num_loops)[:, 6:]
+    ids = torch.cat([start, answer, start, answer[:, :2], start], dim=1)
+    expected = greedy(model, ids, num_loops=num_loops)
+    assert torch.equal(greedy(model, ids, num_loops=num_loops, prompt_lookup_num_tokens=4), expected)
+
+
+def test_assisted_sampling():
+    """With an assistant that is the model at this depth every draft is kept."""
+    model, ids = model_of("plain"), random_ids(1, 5)
+    assistant = model_of("plain", num_loops=2)
+    torch.manual_seed(0)
+    with depths_seen_by(model) as seen:
+        tokens = model.generate(ids, do_sample=True, max_new_tokens=NEW, assistant_model=assistant, num_loops=2)
+    assert tokens.shape == (1, 5 + NEW) and len(seen) < NEW
+
+
+# Slots shared between loops
+
+SHARING = ["none", "last", "cyclic-2"]
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.parametrize("num_loops", [None, 2, 5, [5, 1]], ids=str)
+def test_cache_sharing(system, sharing, num_loops):
+    model, ids = model_of(system), random_ids(2, 6)
+    out = greedy(model, ids, num_loops=num_loops, cache_sharing=sharing, return_dict_in_generate=True)
+    depths = depths_of_rows(3 if num_loops is None else num_loops, 2)
+    expected = [naive_greedy(model, row.tolist(), depth, NEW, sharing) for row, depth in zip(ids, depths)]
+    assert out.sequences.tolist() == expected
+    slots = {"none": max(depths), "last": 1, "cyclic-2": 2}[sharing]
+    config = model.config
+    sections = config.num_prelude_layers + config.num_coda_layers
+    assert len(out.past_key_values.layers) == sections + config.num_core_layers * slots
+
+
+def test_cache_sharing_changes_what_is_generated():
+    model, ids = model_of("plain"), random_ids(4, 6)
+    assert not torch.equal(greedy(model, ids, cache_sharing="last"), greedy(model, ids))
+    assert torch.equal(greedy(model, ids, cache_sharing="none"), greedy(model, ids))
+    assert torch.equal(greedy(model, ids, cache_sharing="cyclic-3"), greedy(model, ids))
+
+
+@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.parametrize("num_loops", [None, 5, [5, 1]], ids=str)
+def test_cache_sharing_with_beams(system, sharing, num_loops):
+    """The score of every beam is that of the hand-kept cache on its tokens, so the slots moved with the beams."""
+    model, ids = model_of(system), random_ids(2, 6)
+    arguments = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True, "return_dict_in_generate": True}
+    out = greedy(model, ids, num_loops=num_loops, cache_sharing=sharing, length_penalty=0.0, **arguments)
+    assert (out.beam_indices[:, 1:] % 3 != out.beam_indices[:, :-1] % 3).any()
+    depths = depths_of_rows(3 if num_loops is None else num_loops, 2)
+    for i, (sequence, score) in enumerate(zip(out.sequences, out.sequences_scores)):
+        decoder, depth, total = NaiveDecoder(model, sharing), depths[i // 3], 0.0
+        logits = decoder.run(sequence[:6], depth)
+        for token in sequence[6:].tolist():
+            total += logits[-1].log_softmax(-1)[token].item()
+            logits = decoder.run([token], depth)
+        assert score.item() == pytest.approx(total, rel=1e-5)
+
+
+def test_cache_sharing_refuses_assisted_decoding():
+    model, ids = model_of("plain"), random_ids(1, 6)
+    ways = [
+        {"assistant_model": model_of("flt"), "cache_sharing": "last"},
+        {"prompt_lookup_num_tokens": 3, "cache_sharing": "cyclic-2"},
+        {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3), "cache_sharing": "last"},
+        {"prompt_lookup_num_tokens": 3, "past_key_values": LoopedCache(model.config, "last")},
+    ]
+    for arguments in ways:
+        with pytest.raises(ValueError, match="cache_sharing='(last|cyclic-2)' .* assisted decoding"):
+            model.generate(ids, max_new_tokens=3, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"past_key_values": DynamicCache()}, {"cache_implementation": "static"}, {"use_cache": False}],
+    ids=str,
+)
+def test_cache_sharing_refuses_another_cache(arguments):
+    with pytest.raises(ValueError, match=f"cache_sharing='last' makes its own cache, which {next(iter(arguments))}"):
+        greedy(model_of("plain"), random_ids(1, 6), cache_sharing="last", **arguments)
+
+
+def test_unknown_cache_sharing():
+    with pytest.raises(ValueError, match="cache_sharing='first' is not known: choose 'none', 'last' or 'cyclic-S'"):
+        greedy(model_of("plain"), random_ids(1, 6), cache_sharing="first")
+
+
+# Continuous batching
+
+
+def small_paged_cache() -> ContinuousBatchingConfig:
+    page_size = (
+        "page_size" if "page_size" in {field.name for field in fields(ContinuousBatchingConfig)} else "block_size"
+    )
+    return ContinuousBatchingConfig(num_blocks=12, max_batch_tokens=48, **{page_size: 16})
+
+
+def batch(model, prompts: list[list[int]]) -> list[list[int]]:
+    """In the model's own order of prompts."""
+    results = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=small_paged_cache(),
+    )
+    assert len(results) == len(prompts) and not any(result.error for result in results.values())
+    return [result.generated_tokens for result in results.values()]
+
+
+@pytest.mark.parametrize(
+    ("system", "implementation"), [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")]
+)
+def test_continuous_batching(system, implementation):
+    """Prompts of one token, shorter and longer than the window, more than fit into one pass."""
+    model = model_of(system).float()
+    model.set_attn_implementation(implementation)
+    prompts = [random_ids(1, length, seed=length)[0] for length in (1, 3, 21, 7, 30)]
+    assert batch(model, [prompt.tolist() for prompt in prompts]) == argmax_rows(model, prompts, None)
+
+
+def test_continuous_batching_at_another_depth():
+    model, prompts = model_of("windows").float(), [random_ids(1, length)[0] for length in (6, 2)]
+    expected = argmax_rows(model, prompts, 5)
+    model.config.num_loops = 5
+    assert batch(model, [prompt.tolist() for prompt in prompts]) == expected
+    assert model.generate_batch([]) == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_loops": 2},
+        {"cache_sharing": "last"},
+        {"exit_criterion": "max_prob"},
+        {"exit_threshold": 0.5},
+        {"min_loops": 1},
+    ],
+    ids=str,
+)
+def test_continuous_batching_refuses(arguments):
+    name = next(iter(arguments))
+    with pytest.raises(ValueError, match=rf"config.num_loops=3 and does not take {name}: .*num_loops=K"):
+        model_of("plain").generate_batch([[3, 4]], **arguments)
+
+
+def test_paged_cache_of_generate_refuses_a_depth():
+    with pytest.raises(ValueError, match="does not take num_loops"):
+        greedy(model_of("plain"), random_ids(1, 4), cache_implementation="paged", num_loops=2)
