@@ -374,12 +374,18 @@ def test_cached_decoding(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_depth_per_row(name):
+    """Every row as if it were alone; its exits end with its own last loop."""
     this = case(name)
+    has_gate = this.config.exit_gate != "none"
     depths = [this.config.num_loops, this.config.num_loops + 1, 1]
     with torch.no_grad():
-        logits = this.model.eval()(**this.rows(slice(None)), num_loops=depths).logits
+        outputs = this.model.eval()(**this.rows(slice(None)), num_loops=depths, output_exit_probabilities=has_gate)
     for row, depth in enumerate(depths):
-        assert_equal(logits[row], expected_logits(name, depth)[row], f"row {row} at depth {depth}")
+        assert_equal(outputs.logits[row], expected_logits(name, depth)[row], f"row {row} at depth {depth}")
+        if has_gate:
+            exits = expected(name, depth)[2][row]
+            assert_equal(outputs.exit_probabilities[row, :, :depth], exits, f"exits of row {row}")
+            assert not outputs.exit_probabilities[row, :, depth:].any()
 
 
 @pytest.mark.parametrize("name", ["injection: attention_all", "window_pattern: SL-2", "kv_latent_size: 10"])
