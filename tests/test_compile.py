@@ -1,0 +1,195 @@
+"""torch.compile without graph breaks, and without compiling what is compiled already.
+
+The quick tests trace whole graphs and run them as they are; the slow ones run what inductor makes of them.
+"""
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from tests.helpers import random_ids, tiny_model
+
+
+SYSTEMS = {
+    "plain": {},
+    "windows": {"num_prelude_layers": 1, "num_coda_layers": 1, "window_pattern": "SL", "sliding_window": 4},
+    "flt": {"preset": "flt"},
+    "parcae": {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1},
+    "huginn": {"preset": "huginn", "num_prelude_layers": 1, "num_coda_layers": 1},
+    "ouro": {"preset": "ouro"},
+    "per_loop": {"loop_loss": "per_loop", "norm_penalty": 0.1},
+    "gate": {"preset": "ouro", "loop_loss": "gate"},
+}
+over_systems = pytest.mark.parametrize("system", SYSTEMS)
+
+
+def quickly(*quick):
+    """These systems in every run, the others in the thorough one."""
+    return pytest.mark.parametrize(
+        "system", [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS]
+    )
+
+
+def build(system: str, **fields):
+    fields = {"num_core_layers": 1, "num_loops": 2, "eos_token_id": None, "pad_token_id": 0, **fields}
+    return tiny_model(**{**fields, **SYSTEMS[system]})
+
+
+class Graphs:
+    """A backend that runs the captured graph as it is and counts the graphs."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, example_inputs):
+        self.count += 1
+        return graph
+
+    def __deepcopy__(self, memo):  # transformers copies its compile config, and the count would go with the copy
+        return self
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def loss_and_gradients(model, forward, **inputs):
+    model.zero_grad()
+    outputs = forward(**inputs)
+    outputs.loss.backward()
+    return [outputs.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+# Forward passes
+
+
+@quickly("plain", "flt")
+def test_one_graph_without_breaks(system):
+    model, graphs = build(system), Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        for seed in range(2):
+            ids = random_ids(2, 7, seed=seed)
+            assert torch.equal(compiled(ids).logits, model(ids).logits)
+    assert graphs.count == 1
+
+
+@quickly("plain", "parcae", "ouro")
+def test_training_in_one_graph(system):
+    model, graphs, ids = build(system), Graphs(), random_ids(2, 7)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    inputs = {"input_ids": ids, "labels": labels, "use_cache": False}
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    for found, expected in zip(
+        loss_and_gradients(model, compiled, **inputs), loss_and_gradients(model, model, **inputs), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert graphs.count == 1
+
+
+def test_a_depth_is_compiled_once():
+    model, graphs, ids = build("plain"), Graphs(), random_ids(2, 7)
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    depths = [2, 2, 3, 3, 2, 4, 3, 4, [1, 3], [1, 3], 2, [3, 1], [1, 3]]
+    with torch.no_grad():
+        for i, num_loops in enumerate(depths):
+            found = compiled(ids, num_loops=num_loops).logits
+            assert torch.equal(found, model(ids, num_loops=num_loops).logits)
+            assert graphs.count == len({str(depth) for depth in depths[: i + 1]})
+
+
+def test_lengths_are_compiled_twice_at_most():
+    model, graphs = build("plain"), Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    with torch.no_grad():
+        for length in (5, 6, 9, 17):
+            ids = random_ids(2, length)
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+    assert graphs.count == 2  # the first length, then any
+
+
+@pytest.mark.slow
+@over_systems
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])},
+        {"num_loops": [3, 1]},
+        {"num_loops": 4, "backprop_loops": 2, "labels": True, "use_cache": False},
+        {"num_loops": [1, 4], "backprop_loops": 2, "labels": True, "use_cache": False},
+        {"output_loop_logits": True, "output_loop_hidden_states": True, "use_cache": False},
+    ],
+    ids=["padded", "mixed_depths", "truncated", "truncated_mixed_depths", "every_loop"],
+)
+def test_every_argument_traces(system, arguments):
+    model, ids = build(system), random_ids(2, 7)
+    arguments = {**arguments, "labels": ids} if "labels" in arguments else arguments
+    compiled = torch.compile(model, backend=Graphs(), fullgraph=True)
+    found, expected = compiled(ids, **arguments), model(ids, **arguments)
+    torch.testing.assert_close(found.logits, expected.logits)
+    if "labels" in arguments:
+        torch.testing.assert_close(found.loss, expected.loss)
+    if "output_loop_logits" in arguments:
+        for name in ("loop_logits", "loop_hidden_states"):
+            for a, b in zip(found[name], expected[name], strict=True):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+@over_systems
+def test_inductor_trains(system):
+    model, ids = build(system), random_ids(2, 7)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True)
+    for found, expected in zip(
+        loss_and_gradients(model, compiled, **inputs), loss_and_gradients(model, model, **inputs), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+# Decoding with a static cache
+
+
+def decode(model, backend, num_loops):
+    """Greedy tokens, decoding steps compiled as transformers does on a GPU; and the same uncompiled."""
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[0, :2] = 0
+    arguments = {"attention_mask": mask, "num_loops": num_loops, "max_new_tokens": 6, "do_sample": False}
+    found = model.generate(random_ids(2, 5), cache_implementation="static", compile_config=config, **arguments)
+    return found, model.generate(random_ids(2, 5), **arguments)
+
+
+@quickly("plain", "windows")
+def test_static_cache_decodes_in_one_graph_per_depth(system):
+    model, graphs = build(system), Graphs()
+    counts = []
+    for num_loops in (2, 3, 2, 3):
+        found, expected = decode(model, graphs, num_loops)
+        assert torch.equal(found, expected)
+        counts.append(graphs.count)
+    if system == "windows":  # a sliding layer runs other code once its window is full
+        assert counts[0] == 2 and counts[1] <= 4 and counts[1:] == [counts[1]] * 3
+    else:
+        assert counts == [1, 2, 2, 2]
+
+
+def test_prompts_of_mixed_depth_decode_uncompiled():
+    model, graphs = build("plain"), Graphs()
+    found, expected = decode(model, graphs, [1, 3])
+    assert torch.equal(found, expected)
+    assert graphs.count == 0
+
+
+@pytest.mark.slow
+@over_systems
+def test_inductor_decodes(system):
+    model = build(system)
+    for num_loops in (2, 3):
+        found, expected = decode(model, "inductor", num_loops)
+        assert torch.equal(found, expected)
