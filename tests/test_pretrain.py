@@ -126,21 +126,22 @@ def test_gradient_accumulation_and_checkpointing_change_nothing(text, tmp_path):
     torch.testing.assert_close(curves[2], curves[0], rtol=2e-4, atol=0)
 
 
-def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(text, tmp_path):
+@pytest.mark.parametrize("wanted", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, text, tmp_path):
     """kill -9, at moments that fall into steps, evaluations and checkpoints alike; losses are equal bit for bit."""
-    more = ["training.steps=24", "training.save_every=2", "model.preset=parcae"]
+    more = [f"training.steps={6 + 6 * wanted}", "training.save_every=2"]
     main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "whole", *more)])
-    draw = random.Random(1)
+    draw = random.Random(wanted)
     arguments = settings(text, tmp_path / "killed", *more)
     kills = 0
-    for _ in range(12):
+    for _ in range(wanted + 1):
         process = in_process("parcae", arguments)
         metrics = tmp_path / "killed" / "metrics.jsonl"
         seen = len(losses(tmp_path / "killed"))
         while process.poll() is None and len(losses(tmp_path / "killed")) <= seen + draw.randint(0, 5):
             time.sleep(0.02)
         time.sleep(draw.random() * 0.2)
-        if process.poll() is None and kills < 4:
+        if process.poll() is None and kills < wanted:
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
@@ -148,7 +149,7 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(text, tmp_path
         output, _ = process.communicate()
         assert process.returncode == 0, output
         break
-    assert kills == 4
+    assert kills == wanted
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert len(metrics.read_text().splitlines()) == len(
         (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
