@@ -311,10 +311,11 @@ def _documents_of(batch, tokenizer) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
-def test_number_of_processes_changes_no_byte(make_data, packing):
+def test_number_of_processes_changes_no_byte(make_data, tmp_path, packing):
     found = []
+    source = write_jsonl(tmp_path / "many.jsonl", make_documents(3000, longest=10))
     for num_proc in (None, 3):
-        data = make_data(packing=packing, num_proc=num_proc)
+        data = make_data(source=source, packing=packing, num_proc=num_proc)
         prepared = shards.prepare(data)
         assert len(prepared.manifest["shards"]["train"]) > 3
         found.append(contents(prepared.folder))
@@ -390,10 +391,18 @@ def test_word_tokenizer_does_not_know_words_of_validation_only(make_data, tmp_pa
     ids = prepared.validation.tokens(0)[1:9]
     loop, depth = tokenizer.convert_tokens_to_ids(["loop", "depth"])
     assert ids.tolist() == [loop, tokenizer.unk_token_id, tokenizer.unk_token_id, depth] * 2
-    # held-out documents of the same source are not seen either: the number that begins each is in no other
-    held_out = shards.prepare(make_data(tokenizer="word", tokenizer_vocab_size=2000))
-    unknown = (np.concatenate(held_out.validation.shards) == held_out.tokenizer.unk_token_id).sum()
-    assert unknown >= held_out.manifest["counts"]["validation"]["documents"] - 2
+
+
+def test_word_tokenizer_is_fitted_without_the_documents_that_are_held_out(make_data, tmp_path):
+    documents = [f"own{i} own{i} loop depth loop depth" for i in range(200)]
+    source = write_jsonl(tmp_path / "own.jsonl", documents)
+    prepared = shards.prepare(make_data(source=source, tokenizer="word", tokenizer_vocab_size=2000))
+    held_out = prepared.manifest["counts"]["validation"]["documents"]
+    assert held_out > 5
+    assert sum(f"own{i}" in prepared.tokenizer.get_vocab() for i in range(200)) == 200 - held_out
+    unknown = prepared.tokenizer.unk_token_id
+    assert (np.concatenate(prepared.validation.shards) == unknown).sum() == 2 * held_out
+    assert (np.concatenate(prepared.train.shards) == unknown).sum() == 0
 
 
 # What can happen to a preparation
