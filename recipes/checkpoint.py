@@ -78,7 +78,9 @@ def save_checkpoint(
         with quiet():
             dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=not dist.is_initialized())
     except (OSError, CheckpointException) as error:
-        # the reason of the process that failed; the others only hear of it
+        # every process gets here, with the reason of the one that failed
+        if is_main_process():
+            shutil.rmtree(temporary, ignore_errors=True)
         raise save_error(folder, root_cause(error)) from error
 
     def finish():
@@ -123,9 +125,13 @@ def check_space(folder: str | Path, model: nn.Module, optimizers: list[torch.opt
     free = shutil.disk_usage(existing).free
     if free < size:
         raise CheckpointError(
-            f"a checkpoint takes {size / 2**30:.2f} GiB, but the disk of {folder} has {free / 2**30:.2f} GiB left: "
-            "free some, or choose another training.output_dir"
+            f"a checkpoint takes {in_bytes(size)}, but the disk of {folder} has {in_bytes(free)} left: free some, or "
+            "choose another training.output_dir"
         )
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as_template: bool = False) -> dict:
@@ -193,10 +199,14 @@ def save_error(folder: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(f"could not save a checkpoint in {folder}: {advice}. The checkpoints before it are intact.")
 
 
+def is_main_process() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def on_main_process(function: Callable, folder: Path):
     """What `function` returns on the main process, or its error, on every process."""
     result, error = None, None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_main_process():
         try:
             result = function()
         except Exception as failure:  # whatever it is, the others must not wait for it

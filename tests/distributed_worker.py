@@ -47,7 +47,8 @@ def train(
     optimizer: dict | None = None,
     sampler: str = "fixed",
     backprop_loops: int | None = None,
-    fsdp: bool = False,
+    fsdp: bool | None = False,  # None: as the launcher says
+    units_of_accelerate: bool = False,
     micro_batches: int = 1,
     load: str | None = None,
     save: str | None = None,
@@ -55,16 +56,20 @@ def train(
     disk_full_on: int | None = None,  # the process whose disk is full when it saves
 ) -> dict:
     """Losses of the steps, the weights after them, and what every process said if it could not save."""
-    os.environ.update(ACCELERATE_USE_FSDP=str(fsdp).lower(), **FSDP_SETTINGS)
+    if fsdp is not None:
+        os.environ.update(ACCELERATE_USE_FSDP=str(fsdp).lower(), **FSDP_SETTINGS)
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     looped = tiny_model(**(model or {})).train()
     settings = OptimizerConfig(**(optimizer or {}))
     missing = gradients_may_be_missing(looped.config, sampler != "fixed", backprop_loops)
     accelerator = make_accelerator(missing, cpu=True)
-    wrapped, optimizers = prepare(accelerator, looped, lambda m: build_optimizers(m, settings, TOTAL_STEPS))
-    if fsdp and accelerator.num_processes > 1:
-        assert all(isinstance(parameter, DTensor) for parameter in wrapped.parameters())
+    if units_of_accelerate:
+        wrapped, *optimizers = accelerator.prepare(looped, *build_optimizers(looped, settings, TOTAL_STEPS))
+    else:
+        wrapped, optimizers = prepare(accelerator, looped, lambda m: build_optimizers(m, settings, TOTAL_STEPS))
+    is_sharded = all(isinstance(parameter, DTensor) for parameter in wrapped.parameters())
+    assert fsdp is None or is_sharded == (fsdp and accelerator.num_processes > 1)
     schedulers = build_schedulers(optimizers, ScheduleConfig("wsd", warmup_steps=1, decay_fraction=0.5), TOTAL_STEPS)
     if load is not None:
         assert load_checkpoint(load, wrapped, optimizers)["step"] == steps[0]
@@ -113,11 +118,17 @@ def train(
         export_model(export, wrapped)
     to_shards(wrapped)
     weights = {name: whole(parameter) for name, parameter in bare(wrapped).named_parameters()}
-    return {"losses": losses, "weights": weights, "errors": gather_object([error])}
+    return {"losses": losses, "weights": weights, "errors": gather_object([error]), "is_sharded": is_sharded}
 
 
-# as recipes/accelerate/fsdp2.yaml has them
-FSDP_SETTINGS = {"FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+# as recipes/accelerate/fsdp2.yaml has them; the wrapping is for units_of_accelerate
+FSDP_SETTINGS = {
+    "FSDP_VERSION": "2",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LoopedBlock",
+}
 
 
 @contextmanager

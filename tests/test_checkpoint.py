@@ -212,8 +212,8 @@ def test_other_optimizers_are_refused(tmp_path):
 # Kills
 
 
-def run_and_kill(work, after: float | None = None) -> bool:
-    """`work` in a forked process, killed after some seconds if it has not ended; whether it ended."""
+def run_and_kill(work, is_time=None) -> bool:
+    """`work` in a forked process, killed once `is_time` if that is given; whether it ended by itself."""
     child = os.fork()
     if child == 0:
         try:
@@ -223,8 +223,10 @@ def run_and_kill(work, after: float | None = None) -> bool:
             print(error, file=sys.stderr)
         finally:
             os._exit(1)
-    if after is not None:
-        time.sleep(after)
+    if is_time is not None:
+        while not is_time():
+            time.sleep(0.001)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended before its time"
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
@@ -288,7 +290,8 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
     """A process that saves step after step, killed some time later, each time going on from what is there."""
     model, optimizers = model_and_optimizers()
     moments = random.Random(0)
-    reached = 0
+    said = tmp_path / "reached"
+    said.write_text("0")
 
     def work():
         start = 0
@@ -297,19 +300,24 @@ def test_kills_at_random_moments_lose_nothing(tmp_path):
         for step in range(start + 1, 100_000):
             mark(model, optimizers, step)
             save_checkpoint(tmp_path, step, model, optimizers, {})
-            (tmp_path / "reached").write_text(str(step))
+            (tmp_path / "saying").write_text(str(step))
+            os.replace(tmp_path / "saying", said)
 
     for _ in range(8):
-        run_and_kill(work, after=moments.uniform(0.05, 0.5))
-        said = tmp_path / "reached"
-        reached = max(reached, int((said.read_text() if said.exists() else "") or 0))
-        if reached:
-            step = load_checkpoint(latest_checkpoint(tmp_path), model, optimizers)["step"]
-            assert step >= reached
-            expected = model_and_optimizers()
-            mark(*expected, step)
-            assert_same(contents(model, optimizers), contents(*expected))
-    assert reached > 5
+        before, wait = int(said.read_text()), moments.uniform(0, 0.1)
+
+        def is_time(before=before, wait=wait):
+            """Some time after it has saved a step, in the middle of another."""
+            return int(said.read_text()) > before and time.sleep(wait) is None
+
+        run_and_kill(work, is_time)
+        reached = int(said.read_text())
+        assert reached > before
+        step = load_checkpoint(latest_checkpoint(tmp_path), model, optimizers)["step"]
+        assert step >= reached
+        expected = model_and_optimizers()
+        mark(*expected, step)
+        assert_same(contents(model, optimizers), contents(*expected))
 
 
 def mark(model, optimizers, step: int):
@@ -335,8 +343,8 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before(tmp_path, room):
     advance(model, optimizers, 1)
     with full_disk(room), pytest.raises(CheckpointError, match="no space left.*intact"):
         save_checkpoint(tmp_path, 2, model, optimizers, {}, keep_last=1)
-    assert latest_checkpoint(tmp_path) == good
-    save_checkpoint(tmp_path, 2, model, optimizers, {}, keep_last=2)  # space again: goes on, and cleans up
+    assert folders(tmp_path) == [good.name]
+    save_checkpoint(tmp_path, 2, model, optimizers, {}, keep_last=2)  # space again: goes on
     assert folders(tmp_path) == ["step-00000001", "step-00000002"]
     load_checkpoint(good, model, optimizers)
     assert_same(contents(model, optimizers), expected)
@@ -363,7 +371,7 @@ def test_too_little_space_is_found_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
     check_space(tmp_path / "not" / "yet" / "there", model, optimizers)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
-    with pytest.raises(CheckpointError, match="a checkpoint takes .* GiB left"):
+    with pytest.raises(CheckpointError, match="a checkpoint takes 0.27 MiB, but .* has 0.27 MiB left"):
         check_space(tmp_path / "not" / "yet" / "there", model, optimizers)
     with pytest.raises(CheckpointError, match="a checkpoint takes"):
         save_checkpoint(tmp_path, 2, model, optimizers, {})
@@ -452,6 +460,20 @@ def test_an_export_of_two_processes_opens(two_processes, fsdp):
     opened = LoopedForCausalLM.from_pretrained(names[fsdp] + "-export")
     assert type(opened).__name__ == opened.config.architectures[0] == "LoopedForCausalLM"
     assert_same({name: p.detach() for name, p in opened.named_parameters()}, runs[fsdp]["weights"])
+
+
+@pytest.mark.slow
+def test_units_of_accelerate_give_the_losses_of_one_process(tmp_path):
+    """Trainers shard a model as accelerate does: every block, and the head with its norm, is a unit of its own."""
+    settings = [
+        PER_LOOP,
+        {"optimizer": ADAMW, "model": {"loop_loss": "per_loop", "tie_word_embeddings": True, "num_coda_layers": 1}},
+        {"optimizer": MUON, "model": {"preset": "ouro"}},
+    ]
+    tasks = [{"steps": [0, 3], "fsdp": True, "units_of_accelerate": True, **each} for each in settings]
+    for result, each in zip(launch(tmp_path, tasks), settings):
+        relative = 1e-4 if each["optimizer"] is MUON else 1e-6
+        assert_close(result["losses"], train([0, 3], **each)["losses"], relative)
 
 
 VARIANTS = {

@@ -1,0 +1,122 @@
+"""The launch configs of recipes/accelerate, as accelerate reads them."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+from recipes.config import RecipeError
+from recipes.distributed import make_accelerator
+
+from .distributed_worker import train
+
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "recipes" / "accelerate"
+RUN = {"steps": [0, 2], "optimizer": {"lr": 0.01}, "model": {"loop_loss": "per_loop"}}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_accelerate_knows_every_key(name):
+    config = load_config_from_file(str(CONFIGS / name))  # refuses unknown keys
+    assert config.mixed_precision == "bf16" and config.main_training_function == "main"
+
+
+@pytest.mark.parametrize("name", ["fsdp2.yaml", "multi_node.yaml"])
+def test_fsdp_configs_are_those_that_the_recipes_take(name, monkeypatch):
+    settings = yaml.safe_load((CONFIGS / name).read_text())["fsdp_config"]
+    known = {key.removeprefix("fsdp_") for key in settings}
+    for key, value in settings.items():
+        monkeypatch.setenv(key.upper(), str(value))
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and not plugin.cpu_ram_efficient_loading and not plugin.activation_checkpointing
+    assert known <= {"version", *vars(plugin), "offload_params", "state_dict_type", "auto_wrap_policy"}
+    assert settings == yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text())["fsdp_config"]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version=1.*fsdp2.yaml"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "training.gradient_checkpointing"),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading"),
+    ],
+)
+def test_settings_that_would_be_dropped_are_refused(monkeypatch, changes, message):
+    settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    for key, value in {**settings, **changes}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(RecipeError, match=message):
+        make_accelerator(cpu=True)
+
+
+def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):
+    """A second machine, say, whose launcher was not told of the first."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RecipeError, match="4 processes were launched.*counts 1"):
+        make_accelerator()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_launched_without_gpus_they_do_what_they_say(tmp_path, name):
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text(json.dumps([{"fsdp": None, **RUN}]))
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CONFIGS / f"{name}.yaml"),
+        "--num_processes",
+        "2",
+    ]
+    command += ["--mixed_precision", "no", "--main_process_port", "0", "-m", "tests.distributed_worker", str(tasks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = torch.load(tasks.with_suffix(".pt"))
+    assert result["is_sharded"] == (name == "fsdp2")
+    assert result["losses"] == pytest.approx(train(**RUN)["losses"], rel=1e-6)
+
+
+def executable(path: Path, text: str):
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_slurm_starts_one_launcher_per_machine(tmp_path):
+    """With a scheduler of three shell scripts: srun runs its command once per machine."""
+    executable(tmp_path / "scontrol", "#!/bin/sh\nprintf 'first\\nsecond\\n'\n")
+    executable(
+        tmp_path / "srun",
+        '#!/bin/bash\nwhile [[ "$1" == --* ]]; do shift; done\nfor i in 0 1; do SLURM_NODEID=$i "$@"; done\n',
+    )
+    executable(tmp_path / "accelerate", '#!/bin/sh\nprintf "%s|" "$@"\necho\n')
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+    script = ["bash", str(CONFIGS / "slurm.sh")]
+    run = script + ["recipes/parcae/small.yaml", "training.output_dir=/a folder/x"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    lines = [line.strip("|").split("|") for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    for rank, arguments in enumerate(lines):
+        assert arguments[-4:] == ["-m", "recipes.pretrain", *run[2:]]
+        options = dict(zip(arguments[1:-4:2], arguments[2:-4:2]))
+        assert options["--machine_rank"] == str(rank) and options["--main_process_ip"] == "first"
+        assert options["--num_machines"] == "2" and options["--num_processes"] == "8"
+        assert (ROOT / options["--config_file"]).is_file()
+    assert subprocess.run(script, env=environment, capture_output=True).returncode == 2
