@@ -441,7 +441,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_loop_logits: bool = False,
         output_loop_losses: bool = False,
         output_exit_probabilities: bool = False,
-        shift_labels: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LoopedCausalLMOutputWithPast:
@@ -455,7 +454,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         """
         check_inputs(input_ids, inputs_embeds)
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        labels = self._shifted_labels(labels, shift_labels, shape)
+        # not a named argument: the Trainer would take it for a label that every batch must have
+        labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
         has_loss = labels is not None
         loop_losses = output_loop_losses or self.config.loop_loss != "terminal"
         all_readouts = output_loop_logits or (has_loss and loop_losses)
