@@ -144,8 +144,14 @@ def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) ->
     """One array: the tokens that rows are made of, then what was left. Returns what the manifest says of it."""
     num_tokens = sum(map(len, packed))
     stream = np.concatenate([*packed, *left])
-    _write(path, lambda file: np.save(file, stream))
+    _write(path, lambda file: save_array(file, stream))
     return {"file": path.name, "tokens": num_tokens, "size": path.stat().st_size}
+
+
+def save_array(file, array: np.ndarray):
+    """np.save in two steps: on a full disk np.save itself raises an error that does not say so."""
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    file.write(array.data)
 
 
 def write_json(path: Path, value: dict):

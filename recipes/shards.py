@@ -157,7 +157,14 @@ def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) ->
     if not path.exists():
         tokenizer = make_tokenizer(data, training_texts)
         temporary = path.with_suffix(".tmp")
-        tokenizer.save_pretrained(temporary)
+        try:
+            tokenizer.save_pretrained(temporary)
+        except Exception as error:  # the library written in Rust has no kinds of errors, only texts
+            shutil.rmtree(temporary, ignore_errors=True)
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number:
+                raise OSError(int(number[1]), str(error)) from error
+            raise
         os.replace(temporary, path)
     return AutoTokenizer.from_pretrained(path)
 

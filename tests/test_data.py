@@ -410,7 +410,7 @@ def test_word_tokenizer_is_fitted_without_the_documents_that_are_held_out(make_d
 
 def die_in_the_third_shard(data: DataConfig):
     """kill -9 with half of a shard on disk."""
-    whole, written = np.save, []
+    whole, written = parts.save_array, []
 
     def half(file, array):
         written.append(file)
@@ -419,7 +419,7 @@ def die_in_the_third_shard(data: DataConfig):
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    np.save = half
+    parts.save_array = half
     shards.prepare(data)
 
 
@@ -471,14 +471,14 @@ def test_full_disk_is_an_error_that_keeps_what_is_done(make_data, monkeypatch):
     unbroken = contents(shards.prepare(data).folder)
     shutil.rmtree(data.cache_dir)
 
-    def save(file, array, whole=np.save, written=[]):  # noqa: B006
+    def save(file, array, whole=parts.save_array, written=[]):  # noqa: B006
         written.append(file)
         if len(written) > 4:
             raise OSError(errno.ENOSPC, "No space left on device")
         whole(file, array)
 
     with monkeypatch.context() as patched:
-        patched.setattr(np, "save", save)
+        patched.setattr(parts, "save_array", save)
         with pytest.raises(RecipeError, match="no space left for .*what is finished is kept.*data.cache_dir"):
             shards.prepare(data)
     (folder,) = Path(data.cache_dir).iterdir()
@@ -486,6 +486,22 @@ def test_full_disk_is_an_error_that_keeps_what_is_done(make_data, monkeypatch):
     kept = (folder / "part-00001.train.npy").stat().st_mtime_ns
     assert contents(shards.prepare(data).folder) == unbroken
     assert (folder / "part-00001.train.npy").stat().st_mtime_ns == kept
+
+
+def test_full_disk_while_the_tokenizer_is_saved(make_data, monkeypatch):
+    def save(self, folder):
+        Path(folder).mkdir()
+        Path(folder, "half").write_text("half")
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers library says it
+
+    data = make_data()
+    with monkeypatch.context() as patched:
+        patched.setattr(PreTrainedTokenizerFast, "save_pretrained", save)
+        with pytest.raises(RecipeError, match="no space left for "):
+            shards.prepare(data)
+    (folder,) = Path(data.cache_dir).iterdir()
+    assert not any(folder.glob("tokenizer*"))
+    assert len(shards.prepare(data).train)
 
 
 def test_cache_dir_that_can_not_be_written(make_data, tmp_path):
