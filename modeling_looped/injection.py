@@ -1,6 +1,6 @@
 """How the state of the last loop meets the embedded input at the start of a loop.
 
-Every injection answers two questions. `enter`: what is the stream that enters the first core layer? `before_layer`:
+Every injection answers two questions. `forward`: what is the stream that enters the first core layer? `before_layer`:
 what does core layer l see, and where do its queries come from? `first` says whether this is loop 0: a bool, or a bool
 tensor [rows, 1, 1] where rows are at different loops.
 """
@@ -26,7 +26,7 @@ class NoInjection(nn.Module):
     def __init__(self, config):
         super().__init__()
 
-    def enter(self, state, embedded):
+    def forward(self, state, embedded):
         return state
 
     def before_layer(self, layer: int, x, state, first):
@@ -36,7 +36,7 @@ class NoInjection(nn.Module):
 class AddInjection(NoInjection):
     """x = h + e"""
 
-    def enter(self, state, embedded):
+    def forward(self, state, embedded):
         return state + embedded
 
 
@@ -47,7 +47,7 @@ class ConcatInjection(NoInjection):
         super().__init__(config)
         self.proj = linear(2 * config.hidden_size, config.hidden_size, "adapter")
 
-    def enter(self, state, embedded):
+    def forward(self, state, embedded):
         return self.proj(torch.cat([state, embedded], dim=-1))
 
 
@@ -71,7 +71,7 @@ class DiagonalInjection(NoInjection):
         step = nn.functional.softplus(self.dt_bias.to(wide))
         return torch.exp(-step * torch.exp(self.log_rate.to(wide))), step
 
-    def enter(self, state, embedded):
+    def forward(self, state, embedded):
         decay, step = (factor.to(state.dtype) for factor in self.decay_and_step())
         return decay * state + step * self.input_proj(embedded)
 
@@ -79,7 +79,7 @@ class DiagonalInjection(NoInjection):
 class ResidualAllInjection(NoInjection):
     """The stream restarts at e; h is added to it before every layer, from the second loop on (FLT_res)."""
 
-    def enter(self, state, embedded):
+    def forward(self, state, embedded):
         return embedded
 
     def before_layer(self, layer, x, state, first):

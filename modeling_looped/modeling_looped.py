@@ -240,7 +240,7 @@ class LoopedModel(LoopedPreTrainedModel):
                     running = torch.cat([running, state[len(running) : tick.rows]])
                 rows = slice(tick.rows)
                 first = self._at_first_loop(tick, embedded)
-                x = self.injection.enter(running, embedded[rows])
+                x = self.injection(running, embedded[rows])
                 for layer, block in enumerate(self.core):
                     x, queries = self.injection.before_layer(layer, x, running, first)
                     # rows of mixed depth that end together have no cache, so their slot does not matter

@@ -139,7 +139,7 @@ def test_diagonal_injection_starts_at_a_decay_of_one_over_sqrt_5(way):
         torch.testing.assert_close(injection.input_proj.weight.detach(), torch.eye(128), rtol=0, atol=0)
         state, embedded = torch.randn(2, 3, 128), torch.randn(2, 3, 128)
         expected = state / math.sqrt(5) + math.log(math.sqrt(5)) * embedded
-        torch.testing.assert_close(injection.enter(state, embedded), expected)
+        torch.testing.assert_close(injection(state, embedded), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
