@@ -24,7 +24,8 @@ from .tokenizers import Encoder
 
 
 SPLITS = ("train", "validation")
-STREAMED_PART = 2048  # documents
+STREAMED_PART = 16_384  # documents
+LARGEST_PART = 32_768  # a hundred billion tokens are a few thousand shards, each a few seconds of work
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def make_parts(maker: PartMaker, kind: str, documents: Documents, name: str, num
     """All parts of a source, in order; those that are there already are kept."""
     if isinstance(documents, IterableDataset):
         return _stream_parts(maker, kind, documents, name)
-    size = min(8192, max(32, math.ceil(len(documents) / 64)))  # of the source alone, so that parts are always the same
+    size = min(LARGEST_PART, max(32, math.ceil(len(documents) / 64)))  # of the source alone: parts never change
     parts = [f"{kind}-{number:05}" for number in range(math.ceil(len(documents) / size))]
     missing = [number for number, part in enumerate(parts) if not maker.is_made(part)]
 
