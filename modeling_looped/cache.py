@@ -13,7 +13,7 @@ import copy
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from .slots import core_slot, num_slots
+from .slots import core_slot, num_slots, slot_at, split_slot
 
 
 def shared_slots(sharing: str) -> int | None:
@@ -56,25 +56,16 @@ class CacheView:
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
         # keys and values of this pass, of all rows: per layer as each row's last loop left them; and where loops share
         # slots, per slot as the last loop that uses it left them
-        self.latest, self.written = {}, {}
+        self.latest, self.written = {}, {}  # a layer is named by its slot in the first loop
         if self.shared is not None:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
-    def layer_and_loop(self, slot: int) -> tuple[int, int]:
-        first = core_slot(self.config, 0, 0)
-        if slot < first:
-            return slot, 0
-        loop, layer = divmod(slot - first, self.config.num_core_layers)
-        return first + layer, loop
-
     def slot(self, layer: int, loop: int) -> int:
-        if layer < core_slot(self.config, 0, 0):
-            return layer
-        return layer + (loop if self.shared is None else loop % self.shared) * self.config.num_core_layers
+        return slot_at(self.config, layer, loop if self.shared is None else loop % self.shared)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         rows = keys.shape[0]
-        layer, loop = self.layer_and_loop(slot)
+        layer, loop = split_slot(self.config, slot)
         slot = self.slot(layer, loop)
         fresh = self.latest[layer] = with_finished_rows((keys, values), self.latest.get(layer))
         if self.shared is not None:

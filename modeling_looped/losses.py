@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE_INDEX = -100
 LOGITS_PER_CHUNK = 2**25
+MIN_CHUNK = 256  # tokens
 GATE_SHARPNESS, GATE_THRESHOLD = 50.0, 0.005  # Ouro, stage II
 
 
@@ -66,7 +67,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         states, parameters = tensors[:num_states], tensors[num_states:]
         needed = ctx.needs_input_grad[-len(tensors) :]
         trained = [p for p, need in zip(parameters, needed[num_states:]) if need]
-        accumulators = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        sums: list[torch.Tensor | None] = [None] * len(trained)  # of the gradients of `trained`, over chunks
         losses = torch.zeros_like(weights)
         state_gradients = []
         for k, state in enumerate(states):
@@ -84,14 +85,12 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                 found = list(torch.autograd.grad(total, wanted, allow_unused=True))
                 if gradient is not None:
                     gradient.flatten(0, 1).index_copy_(0, positions[chunk], found.pop(0).to(gradient.dtype))
-                for accumulator, part in zip(accumulators, found):
+                for i, part in enumerate(found):
                     if part is not None:
-                        accumulator += part
+                        sums[i] = at_least_fp32(part) if sums[i] is None else sums[i].add_(part)
             state_gradients.append(gradient)
-        found = iter(accumulators)
-        parameter_gradients = [
-            next(found).to(p.dtype) if need else None for p, need in zip(parameters, needed[num_states:])
-        ]
+        summed = (torch.zeros_like(p) if s is None else s.to(p.dtype) for p, s in zip(trained, sums))
+        parameter_gradients = [next(summed) if need else None for need in needed[num_states:]]
         ctx.save_for_backward(losses, *state_gradients, *parameter_gradients)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
@@ -130,8 +129,9 @@ def weighted_cross_entropy(
         return (losses * weights).sum(), losses.detach()
     if not torch.is_grad_enabled():  # an autograd function is not told
         states, parameters = detached(states), detached(parameters)
-    # with at most a quarter of the tokens the chunks stay small beside the logits that a model returns
-    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, -(-len(labels) // 4)))
+    # with a quarter of the tokens the chunks stay small beside the logits that a model returns; with fewer than
+    # MIN_CHUNK, adding up the head's gradients would cost more than the products
+    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, -(-len(labels) // 4))))
     return _WeightedCrossEntropy.apply(
         decode, len(states), chunk_size, positions, labels, weights, active, *states, *parameters
     )

@@ -24,6 +24,20 @@ def core_slot(config, loop: int, layer: int) -> int:
     return config.num_prelude_layers + config.num_coda_layers + loop * config.num_core_layers + layer
 
 
+def split_slot(config, slot: int) -> tuple[int, int]:
+    """A slot as that of its layer in the first loop, and the loop; prelude and coda are at loop 0."""
+    first = core_slot(config, 0, 0)
+    if slot < first:
+        return slot, 0
+    loop, layer = divmod(slot - first, config.num_core_layers)
+    return first + layer, loop
+
+
+def slot_at(config, first_slot: int, loop: int) -> int:
+    """The inverse of `split_slot`."""
+    return first_slot + loop * config.num_core_layers
+
+
 def structural_layer_types(config) -> tuple[list[str], list[str], list[str]]:
     """Attention type of the unique layers of prelude, core and coda: the pattern tiled over all, the last one full."""
     num_layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
