@@ -1,5 +1,4 @@
-"""Which class of ours an Auto class of transformers opens: the installed package, and a saved folder as remote "
-"code."""
+"""Which class of ours an Auto class of transformers opens, from the installed package or a folder of remote code."""
 
 from .modeling_looped import (
     LoopedForCausalLM,

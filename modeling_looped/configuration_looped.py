@@ -36,8 +36,7 @@ class LoopedConfigError(StrictDataclassError, ValueError):
 
 
 def raise_value_errors(cls):
-    """Turn the strict dataclass errors of a config class into `LoopedConfigError`, which `except ValueError` "
-    "catches."""
+    """Turn a config class's strict dataclass errors into `LoopedConfigError`, which `except ValueError` catches."""
 
     def translate(method):
         @functools.wraps(method)

@@ -52,8 +52,7 @@ class ConcatInjection(NoInjection):
 
 
 class DiagonalInjection(NoInjection):
-    """x = exp(-dt exp(a)) h + dt B e with dt = softplus(b): a decay that stays below 1 whatever is learned "
-    "(Parcae)."""
+    """x = exp(-dt exp(a)) h + dt B e, dt = softplus(b): a decay that stays below 1 whatever is learned (Parcae)."""
 
     def __init__(self, config):
         super().__init__(config)

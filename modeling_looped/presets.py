@@ -149,8 +149,7 @@ PRESETS = {
 
 
 def preset_fields(name: str, overrides: dict | None = None) -> dict:
-    """The fields of preset `name` with `overrides`, functions of other fields resolved in the order they are "
-    "written."""
+    """The fields of preset `name` with `overrides`; functions of other fields are resolved in the order written."""
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(sorted(PRESETS))}")
     fields = {**deepcopy(PRESETS[name]), **(overrides or {})}
