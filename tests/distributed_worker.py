@@ -72,6 +72,7 @@ def train(
     assert fsdp is None or is_sharded == (fsdp and accelerator.num_processes > 1)
     schedulers = build_schedulers(optimizers, ScheduleConfig("wsd", warmup_steps=1, decay_fraction=0.5), TOTAL_STEPS)
     if load is not None:
+        evaluate(wrapped)
         assert load_checkpoint(load, wrapped, optimizers)["step"] == steps[0]
 
     losses = []
@@ -107,8 +108,7 @@ def train(
             each.zero_grad()
     error = None
     if save is not None:
-        with torch.no_grad():  # an evaluation leaves the weights gathered
-            wrapped(random_ids(1, LENGTH))
+        evaluate(wrapped)
         with full_disk(0) if disk_full_on == accelerator.process_index else nullcontext():
             try:
                 save_checkpoint(save, steps[1], wrapped, optimizers, extra={})
@@ -119,6 +119,12 @@ def train(
     to_shards(wrapped)
     weights = {name: whole(parameter) for name, parameter in bare(wrapped).named_parameters()}
     return {"losses": losses, "weights": weights, "errors": gather_object([error]), "is_sharded": is_sharded}
+
+
+@torch.no_grad()
+def evaluate(model):
+    """Which under FSDP2 leaves the weights gathered: a checkpoint must not mind."""
+    model(random_ids(1, LENGTH))
 
 
 # as recipes/accelerate/fsdp2.yaml has them; the wrapping is for units_of_accelerate
