@@ -45,9 +45,9 @@ def test_code_runs(tmp_path, monkeypatch):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    tokenizer.save_pretrained(tmp_path / "runs/demo")
+    tokenizer.save_pretrained(tmp_path / "runs/demo/final")
     config = tiny_config(vocab_size=len(tokenizer), num_loops=4)
-    LoopedForCausalLM(config).save_pretrained(tmp_path / "runs/demo")
+    LoopedForCausalLM(config).save_pretrained(tmp_path / "runs/demo/final")
 
     monkeypatch.chdir(tmp_path)
     script = "\n".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
