@@ -218,15 +218,16 @@ class LoopedConfig(PreTrainedConfig):
         sizes = {"prelude": self.num_prelude_layers, "core": self.num_core_layers, "coda": self.num_coda_layers}
         return [section for section, size in sizes.items() if size > 0]
 
-    def _tensor_parallel_plan(self) -> dict[str, str] | None:
+    def _tensor_parallel_plan(self) -> dict[str, str]:
         """How the matrices of the layers that exist are split over ranks."""
-        if self.value_embeddings:  # whole-width tables cannot meet values that are split over ranks
-            return None
-        split_outputs = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj"]
+        styles = {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
         if self.mlp_gated:
-            split_outputs.append("mlp.gate_proj")
-        styles = dict.fromkeys(split_outputs, "colwise")
-        styles |= {"self_attn.o_proj": "rowwise", "mlp.down_proj": "rowwise"}
+            styles["mlp.gate_proj"] = "colwise"
+        if not self.value_embeddings:  # tables as wide as all heads cannot meet values of some: attention stays whole
+            styles |= dict.fromkeys(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "colwise")
+            styles["self_attn.o_proj"] = "rowwise"
+            if self.qk_norm == "learned":  # a rank knows the gradient from its own heads
+                styles |= dict.fromkeys(["self_attn.q_norm", "self_attn.k_norm"], "replicated_with_grad_allreduce")
         return {f"{section}.*.{name}": style for section in self._sections() for name, style in styles.items()}
 
     def _fsdp_plan(self) -> dict[str, str]:

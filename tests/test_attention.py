@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -335,27 +334,3 @@ def test_autocast_training_is_near_single_precision(system):
     assert len(found) == len(exact)
     for a, b in zip(found, exact):
         assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.98
-
-
-# Tensor parallelism
-
-
-def test_plan_names_every_matrix_of_the_blocks_and_nothing_else():
-    for system, fields in SYSTEMS.items():
-        model = build(system)
-        plan = model.config.base_model_tp_plan
-        if fields.get("preset") == "parcae":  # its value tables are as wide as all heads
-            assert plan is None
-            continue
-        names = {
-            ".".join("*" if part.isdigit() else part for part in name.split("."))
-            for name, module in model.model.named_modules()
-            if isinstance(module, torch.nn.Linear) and name.split(".")[0] in ("prelude", "core", "coda")
-        }
-        whole = {name for name in names if name.endswith("kv_down_proj")}  # the latent is shared by all heads
-        assert set(plan) == names - whole, system
-        assert Counter(plan.values()).keys() == {"colwise", "rowwise"}
-        assert all(
-            plan[name] == "rowwise" for name in names if name.endswith(("o_proj", "down_proj")) and name in plan
-        )
-        assert all(hasattr(model, name) for name in model._tp_plan if "." not in name)
