@@ -121,7 +121,7 @@ def test_depths_do_not_depend_on_how_the_step_is_cut(sampler, per, seed, step, c
 
 
 def test_drawing_leaves_the_global_generators_alone():
-    model = tiny_model(state_init="normal")
+    model = tiny_model(injection="add", state_init="normal")
     torch.manual_seed(0)
     before = torch.get_rng_state()
     depths_of_step("poisson_lognormal", 8, 0, 0, range(8))
@@ -144,7 +144,7 @@ GOLDEN = {
 
 
 def test_initial_state_is_a_function_of_seed_step_and_row():
-    model = tiny_model(state_init="normal", state_init_std=0.3)
+    model = tiny_model(injection="add", state_init="normal", state_init_std=0.3)
     state = initial_state_of_step(model, seed=1, step=2, rows=range(6), length=50)
     assert state.shape == (6, 50, 32)
     assert torch.equal(state[4:], initial_state_of_step(model, 1, 2, [4, 5], 50))
@@ -164,7 +164,7 @@ def test_initial_state_is_a_function_of_seed_step_and_row():
 
 def test_a_model_without_noise_says_so():
     with pytest.raises(ValueError, match="state_init='normal'"):
-        initial_state_of_step(tiny_model(state_init="zeros"), 0, 0, [0], 4)
+        initial_state_of_step(tiny_model(injection="add", state_init="zeros"), 0, 0, [0], 4)
 
 
 @given(depths=st.lists(st.integers(1, 40), min_size=0, max_size=48), num_processes=st.integers(1, 6))
