@@ -18,7 +18,7 @@ from tqdm import tqdm
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.samplers import balanced_ranks, depths_of_step, generator_of, initial_state_of_step
 
-from .checkpoint import export_model, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import check_space, export_model, latest_checkpoint, load_checkpoint, save_checkpoint
 from .config import Recipe, RecipeError, load_recipe
 from .distributed import bare, fill_missing_gradients, gradients_may_be_missing, make_accelerator, to_shards
 from .distributed import prepare as distribute
@@ -189,7 +189,8 @@ class Pretraining:
                 "Lower optimizer.lr, or control the state (norm_penalty, inter_loop_norm, injection, "
                 "residual_scaling)."
             )
-        metrics = {"loss": loss, "loops": sum(sum(depths) for _, depths, _ in micro_batches) / self.own_rows()}
+        positions = list(range(recipe.training.rows_per_step))
+        metrics = {"loss": loss, "loops": sum(self.depth_settings(step, positions)) / len(positions)}
         if watch:
             metrics.update(self.monitor.measure(self.bare, states))
         fill_missing_gradients(self.optimizers)
@@ -203,9 +204,6 @@ class Pretraining:
             optimizer.step()
             optimizer.zero_grad()
         return metrics
-
-    def own_rows(self) -> int:
-        return self.recipe.training.rows_per_step // self.accelerator.num_processes
 
     # The run
 
@@ -249,7 +247,13 @@ class Pretraining:
     def start(self):
         """Continue from the newest whole checkpoint, or begin."""
         recipe = self.recipe
-        found = latest_checkpoint(self.output / "checkpoints") if recipe.training.resume else None
+        found = latest_checkpoint(self.output / "checkpoints")
+        if found is not None and not recipe.training.resume:
+            raise RecipeError(
+                f"training.resume=false, but {self.output} holds {found.name}: choose another training.output_dir, or "
+                "remove that run"
+            )
+        check_space(self.output / "checkpoints", self.model, self.optimizers)
         if found is not None:
             extra = load_checkpoint(found, self.model, self.optimizers, config=self.config.to_dict())
             self.step, self.best = extra["step"], extra["best"]
