@@ -76,9 +76,6 @@ VALUE_EMBEDDING_SKIPS = {
     "value embeddings are looked up by token, so there are no inputs_embeds": """
         test_inputs_embeds test_inputs_embeds_matches_input_ids
     """,
-    "value embeddings are not split over ranks, so there is no tensor parallel plan": """
-        test_tp_plan_matches_params test_tied_head_has_a_tp_plan_entry
-    """,
 }
 
 MODEL_SKIPS = {"plain": {}, "parcae": VALUE_EMBEDDING_SKIPS, "flt": {}, "ouro": {}, "huginn": {}}
