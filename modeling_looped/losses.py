@@ -182,11 +182,12 @@ def loop_loss(
         extra = extra - config.exit_entropy_weight * entropy
     else:  # gate
         weights = torch.zeros_like(active)
-        readouts, parameters = detached(readouts), parameters and detached(parameters)
 
-    total, losses = weighted_cross_entropy(
-        decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size
-    )
+    cross_entropy_trains = torch.is_grad_enabled() and config.loop_loss != "gate"
+    with torch.set_grad_enabled(cross_entropy_trains):
+        total, losses = weighted_cross_entropy(
+            decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size
+        )
     if config.loop_loss == "gate":
         extra = extra + gate_loss(gates, losses, active, depth)
     if config.norm_penalty:

@@ -63,7 +63,8 @@ def with_wildcards(name: str) -> str:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_plan_splits_every_matrix_of_the_blocks_and_names_nothing_else(system):
     model = build(system)
-    plan = model.config.base_model_tp_plan
+    plan = dict(model.config.base_model_tp_plan)
+    plan.pop("embed_tokens", None)  # which transformers may add to split a tied head
     blocks = [
         (name, module)
         for name, module in model.model.named_modules()
