@@ -127,7 +127,7 @@ class LoopedConfig(PreTrainedConfig):
 
     model_type = "looped"
     _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "loop_losses", "loop_token_losses"]
 
     # the first field, so that a future config says that it is one before its new values are found to be unknown
     format_version: int = validated_field(readable_format, default=FORMAT_VERSION)

@@ -1,0 +1,354 @@
+"""What is built for any causal LM of transformers works as it is: pipelines, PEFT, Trainer, TRL, accelerate."""
+
+import json
+import os
+
+import accelerate
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, TrainingArguments, pipeline
+from transformers.utils.generic import find_labels
+
+from modeling_looped import (
+    LoopedForCausalLM,
+    LoopedForQuestionAnswering,
+    LoopedForSequenceClassification,
+    LoopedForTokenClassification,
+)
+from tests.helpers import random_ids, tiny_model, tiny_tokenizer
+
+
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
+SYSTEMS = {
+    "plain": {},
+    "flt": {"preset": "flt"},
+    "parcae": {"preset": "parcae", **SECTIONS},
+    "ouro": {"preset": "ouro"},
+}
+over_systems = pytest.mark.parametrize("system", SYSTEMS)
+VOCABULARY = len(tiny_tokenizer())
+
+
+def build(system: str, model_class=LoopedForCausalLM, **fields):
+    return tiny_model(model_class, **{"vocab_size": VOCABULARY, "pad_token_id": 0, **fields, **SYSTEMS[system]})
+
+
+def alphabet(count: int, seed: int = 0) -> list[dict]:
+    """Runs of the alphabet, of mixed length: easy to learn, and a batch has padding."""
+    generator = torch.Generator().manual_seed(seed)
+    starts, lengths = (torch.randint(low, high, (count,), generator=generator) for low, high in ((4, 18), (3, 12)))
+    runs = [list(range(start, start + length)) for start, length in zip(starts.tolist(), lengths.tolist())]
+    return [{"input_ids": run, "labels": run} for run in runs]
+
+
+# Pipelines
+
+
+@over_systems
+def test_text_generation_pipeline(system, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    model = build(system, eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    arguments = {"max_new_tokens": 4, "do_sample": False, "return_tensors": True}
+    pipe = pipeline("text-generation", model=str(tmp_path), device="cpu")
+    for num_loops in (1, 4):
+        ids = tokenizer("a b c", return_tensors="pt")["input_ids"]
+        expected = model.generate(ids, num_loops=num_loops, max_new_tokens=4, do_sample=False)[0].tolist()
+        assert pipe("a b c", num_loops=num_loops, **arguments)[0]["generated_token_ids"] == expected
+        # and in a batch with a longer prompt, which pads it on the left
+        batch = pipe(["a b c", "a b c d e f"], num_loops=num_loops, batch_size=2, **arguments)
+        padded = batch[0][0]["generated_token_ids"]
+        assert padded == [tokenizer.pad_token_id] * 3 + expected
+
+
+def test_classification_pipelines(tmp_path):
+    for task, model_class in (
+        ("text-classification", LoopedForSequenceClassification),
+        ("token-classification", LoopedForTokenClassification),
+    ):
+        model = build("plain", model_class, num_labels=3)
+        pipe = pipeline(task, model=model, tokenizer=tiny_tokenizer(), device="cpu")
+        with torch.no_grad():
+            logits = model(**tiny_tokenizer()("a b c", return_tensors="pt", return_token_type_ids=False)).logits
+        best = [model.config.id2label[label] for label in logits.argmax(-1).flatten().tolist()]
+        found = pipe("a b c")
+        assert [entry.get("label", entry.get("entity")) for entry in found] == best
+
+
+# PEFT
+
+
+def train_on(model, ids, steps: int = 10) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@over_systems
+@pytest.mark.parametrize("target_modules", [["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear"], ids=str)
+def test_lora_trains_saves_and_merges(system, target_modules, tmp_path):
+    peft = pytest.importorskip("peft")
+    ids = random_ids(4, 9, VOCABULARY)
+    base = build(system, eos_token_id=None)
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    untrained = base(ids).logits.detach()
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=target_modules, task_type="CAUSAL_LM"))
+    torch.testing.assert_close(model(input_ids=ids).logits, untrained)
+    losses = train_on(model, ids)
+    assert losses[-1] < 0.9 * losses[0]
+
+    model.eval()
+    with torch.no_grad():
+        adapted = {depth: model(input_ids=ids, num_loops=depth).logits for depth in (1, 3, 4)}
+    tokens = model.generate(input_ids=ids, num_loops=2, max_new_tokens=4, do_sample=False)
+    model.save_pretrained(tmp_path)
+    assert {name for name in os.listdir(tmp_path) if name.endswith((".py", ".json"))} == {"adapter_config.json"}
+
+    loaded = peft.PeftModel.from_pretrained(build(system, eos_token_id=None), tmp_path).eval()
+    merged = model.merge_and_unload()
+    assert type(merged) is LoopedForCausalLM
+    for depth, logits in adapted.items():
+        with torch.no_grad():
+            assert torch.equal(loaded(input_ids=ids, num_loops=depth).logits, logits)
+            torch.testing.assert_close(merged(ids, num_loops=depth).logits, logits, rtol=1e-3, atol=1e-4)
+    assert torch.equal(merged.generate(ids, num_loops=2, max_new_tokens=4, do_sample=False), tokens)
+    touched = {name.rsplit(".", 1)[0].rsplit(".", 1)[-1] for name, w in merged.state_dict().items()
+               if not torch.equal(w, before[name])}  # fmt: skip
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= touched
+    assert "embed_tokens" not in touched
+
+
+@over_systems
+def test_prefix_tuning(system):
+    """Its learned keys and values fill every slot of the cache."""
+    peft = pytest.importorskip("peft")
+    ids = random_ids(3, 6, VOCABULARY)
+    base = build(system, eos_token_id=None)
+    model = peft.get_peft_model(base, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    slots, width = base.config.num_hidden_layers, base.config.num_key_value_heads * base.config.head_dim
+    assert model.prompt_encoder["default"].embedding.weight.shape == (3, 2 * slots * width)
+    losses = train_on(model, ids)
+    assert losses[-1] < losses[0]
+    # every layer of every loop has a prefix of its own, and all of them are learned
+    model(input_ids=ids, labels=ids).loss.backward()
+    gradient = model.prompt_encoder["default"].embedding.weight.grad.view(3, 2 * slots, width)
+    assert (gradient.abs().amax((0, 2)) > 0).all()
+
+    model.eval()
+    tokens = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+    assert torch.equal(logits[:, -5:-1].argmax(-1), tokens[:, -4:])  # cached decoding sees the prefix as scoring does
+
+
+# Trainer
+
+
+def trainer(folder, model, **arguments):
+    arguments = {
+        "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 3e-3,
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "seed": 0, **arguments,
+    }  # fmt: skip
+    tokenizer = tiny_tokenizer()
+    return Trainer(
+        model, TrainingArguments(**arguments), train_dataset=alphabet(16), eval_dataset=alphabet(5, seed=1),
+        data_collator=DataCollatorForSeq2Seq(tokenizer), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def logged_losses(run: Trainer) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_the_trainer_finds_our_labels():
+    assert find_labels(LoopedForCausalLM) == ["labels"]
+    assert find_labels(LoopedForSequenceClassification) == find_labels(LoopedForTokenClassification) == ["labels"]
+    assert find_labels(LoopedForQuestionAnswering) == ["start_positions", "end_positions"]
+
+
+@over_systems
+def test_trainer_learns_evaluates_and_saves(system, tmp_path):
+    model = build(system)
+    run = trainer(tmp_path, model, max_steps=25, learning_rate=1e-2)
+    before = run.evaluate()["eval_loss"]
+    run.train()
+    losses = logged_losses(run)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert run.evaluate()["eval_loss"] < before
+
+    predictions = run.predict(alphabet(5, seed=1))
+    assert predictions.predictions.shape[::2] == (5, VOCABULARY)
+    run.save_model()
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = random_ids(2, 6, VOCABULARY)
+    assert torch.equal(opened(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"loop_loss": "per_loop"}, {"preset": "ouro"}], ids=["terminal", "per_loop", "exit"]
+)
+def test_evaluation_is_the_mean_over_tokens(fields, tmp_path):
+    model = tiny_model(vocab_size=VOCABULARY, pad_token_id=0, **fields)
+    run = trainer(tmp_path, model, per_device_eval_batch_size=5)
+    total, tokens = 0.0, 0
+    for example in alphabet(5, seed=1):
+        ids = torch.tensor([example["input_ids"]])
+        with torch.no_grad():
+            total += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        tokens += ids.shape[1] - 1
+    assert run.evaluate()["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"loop_loss": "per_loop", "norm_penalty": 0.1}, {"preset": "ouro"}],
+                         ids=["terminal", "per_loop", "exit"])  # fmt: skip
+def test_accumulated_gradients_are_those_of_the_whole_batch(fields, tmp_path):
+    """The examples differ in length, so a mean of means would not be the mean over tokens."""
+    runs = []
+    for batch_size, accumulation in ((4, 1), (2, 2), (1, 4)):
+        model = tiny_model(vocab_size=VOCABULARY, pad_token_id=0, **fields)
+        arguments = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+        run = trainer(tmp_path, model, optim="sgd", learning_rate=0.1, **arguments)
+        run.train()
+        runs.append((model, logged_losses(run)))
+    (whole, losses), *others = runs
+    for model, found in others:
+        assert found == pytest.approx(losses, rel=1e-4)
+        for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_training_resumes_bit_for_bit(tmp_path):
+    dropouts = {"attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1}
+    model, resumed = (build("plain", **dropouts) for _ in range(2))
+    run = trainer(tmp_path, model, save_strategy="steps", save_steps=2)
+    run.train()
+    again = trainer(tmp_path / "again", resumed, save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged_losses(again) == logged_losses(run)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+    # a checkpoint is a folder like any other
+    assert "AutoModelForCausalLM" in json.load(open(tmp_path / "checkpoint-2" / "config.json"))["auto_map"]
+
+
+@over_systems
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_trainer_with_gradient_checkpointing(system, tmp_path):
+    model, checkpointed = build(system), build(system)
+    run = trainer(tmp_path, model, optim="sgd")
+    run.train()
+    other = trainer(tmp_path, checkpointed, optim="sgd", gradient_checkpointing=True)
+    other.train()
+    assert checkpointed.is_gradient_checkpointing and not model.is_gradient_checkpointing
+    assert logged_losses(other) == pytest.approx(logged_losses(run), rel=1e-5)
+    for a, b in zip(model.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated")
+def test_checkpointing_runs_every_block_call_again():
+    model, calls = build("plain", **SECTIONS).train(), []
+    for block in [*model.model.prelude, *model.model.core, *model.model.coda]:
+        block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable()
+    ids = random_ids(2, 6, VOCABULARY)
+    loss = model(ids, labels=ids, num_loops=4).loss
+    assert len(calls) == 1 + 2 * 4 + 1
+    loss.backward()
+    assert len(calls) == 2 * (1 + 2 * 4 + 1)
+    model.gradient_checkpointing_disable()
+    model(ids, labels=ids, num_loops=4).loss.backward()
+    assert len(calls) == 3 * (1 + 2 * 4 + 1)
+
+
+# TRL
+
+
+@pytest.mark.parametrize("system", ["plain", "ouro"])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.filterwarnings("ignore")  # of TRL about its own defaults
+def test_supervised_fine_tuning_with_trl(system, packing, tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    tokenizer = tiny_tokenizer()
+    texts = datasets.Dataset.from_dict({"text": [tokenizer.decode(run["input_ids"]) for run in alphabet(24)]})
+    arguments = trl.SFTConfig(
+        str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=1e-2, lr_scheduler_type="constant",
+        packing=packing, max_length=16, logging_steps=1, report_to="none", save_strategy="no", use_cpu=True,
+        bf16=False, disable_tqdm=True,
+    )  # fmt: skip
+    run = trl.SFTTrainer(
+        build(system), arguments, train_dataset=texts, eval_dataset=texts.select(range(4)), processing_class=tokenizer
+    )
+    before = run.evaluate()["eval_loss"]
+    run.train()
+    losses = logged_losses(run)
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert run.evaluate()["eval_loss"] < 0.8 * before
+
+
+# accelerate
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
+def test_device_map(device_map, tmp_path):
+    model, ids = build("parcae", eos_token_id=None), random_ids(2, 6, VOCABULARY)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@over_systems
+def test_weights_on_disk(system, tmp_path):
+    """A layer's weights are read again at every loop."""
+    model, ids = build(system, eos_token_id=None), random_ids(2, 6, VOCABULARY)
+    model.save_pretrained(tmp_path / "model")
+    children = [f"model.{name}" for name, _ in model.model.named_children()] + ["lm_head"]
+    children += ["exit_gate"] if model.exit_gate is not None else []
+    resident = ("model.embed_tokens", "lm_head")  # may be one tensor
+    device_map = {name: "cpu" if name in resident else "disk" for name in children}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "offload")
+    )
+    assert loaded.model.core[0].mlp.up_proj.weight.device.type == "meta"
+    with torch.no_grad():
+        for num_loops in (3, [1, 4]):
+            assert torch.equal(loaded(ids, num_loops=num_loops).logits, model(ids, num_loops=num_loops).logits)
+    arguments = {"num_loops": 2, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(loaded.generate(ids, **arguments), model.generate(ids, **arguments))
+
+
+def test_blocks_are_not_split_over_devices():
+    with accelerate.init_empty_weights():
+        model = build("plain", **SECTIONS)
+    block = sum(p.numel() * 4 for p in model.model.core[0].parameters())
+    device_map = accelerate.infer_auto_device_map(
+        model, max_memory={"cpu": 3 * block, "disk": 10**9}, no_split_module_classes=model._no_split_modules
+    )
+    assert {"cpu", "disk"} == set(device_map.values())
+    assert not any("self_attn" in name or "mlp" in name for name in device_map)
+
+
+@over_systems
+def test_accelerate_prepares_and_trains(system):
+    model, plain = build(system), build(system)
+    ids = random_ids(4, 8, VOCABULARY)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        accelerator.backward(prepared(input_ids=ids, labels=ids).loss)
+        plain(ids, labels=ids).loss.backward()
+        for step in (optimizer, reference):
+            step.step()
+            step.zero_grad()
+    unwrapped = accelerator.unwrap_model(prepared)
+    assert all(torch.equal(a, b) for a, b in zip(unwrapped.parameters(), plain.parameters(), strict=True))
