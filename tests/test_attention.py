@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, create_causal_mask, sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from modeling_looped import LoopedForCausalLM
@@ -83,20 +83,57 @@ def test_implementations_agree(system, implementation):
 
 
 @pytest.mark.parametrize("system", ["grouped", "windows", "flt", "parcae"])
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
-def test_implementations_agree_in_decoding(system, implementation):
+@pytest.mark.parametrize(
+    "implementation, cache",
+    [
+        ("eager", None),
+        ("sdpa", None),
+        ("flex_attention", None),
+        # for these, generate makes the masks before it calls us; with flex attention it fails for every model
+        ("eager", "static"),
+        ("sdpa", "static"),
+    ],
+)
+def test_implementations_agree_in_decoding(system, implementation, cache):
     model = build(system, pad_token_id=0, eos_token_id=None)
-    ids = random_ids(2, 6)
+    ids = random_ids(3, 6)
     mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    arguments = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    for num_loops in (2, [3, 1]):
-        with attention(model, "eager"):
-            expected = model.generate(ids, attention_mask=mask, num_loops=num_loops, **arguments)
+    mask[1, :2] = 0
+    arguments = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    for num_loops in (2, [2, 1, 3]):
+        with attention(model, "sdpa"):
+            expected = [
+                model.generate(
+                    ids[i : i + 1, mask[i].bool()],
+                    num_loops=num_loops if isinstance(num_loops, int) else num_loops[i],
+                    **arguments,
+                )
+                for i in range(3)
+            ]
         with attention(model, implementation):
-            found = model.generate(ids, attention_mask=mask, num_loops=num_loops, **arguments)
-        assert torch.equal(found.sequences, expected.sequences)
-        assert relative_error(torch.stack(found.logits), torch.stack(expected.logits)) < 1e-5
+            found = model.generate(
+                ids, attention_mask=mask, num_loops=num_loops, cache_implementation=cache, **arguments
+            )
+        assert torch.equal(found.sequences[:, 6:], torch.cat([alone.sequences[:, -4:] for alone in expected]))
+        alone = torch.cat([torch.stack(alone.logits) for alone in expected], dim=1)
+        assert relative_error(torch.stack(found.logits), alone) < 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+def test_masks_made_by_the_caller(implementation):
+    """A mask of four dimensions is taken as it is; where rows run to different depths, it is sorted with them."""
+    model = build("grouped")
+    ids = random_ids(3, 9)
+    padding = torch.ones_like(ids)
+    padding[0, :4] = 0
+    with attention(model, implementation):
+        embeds, positions = model.get_input_embeddings()(ids), torch.arange(9)[None]
+        mask = create_causal_mask(model.config, embeds, padding, past_key_values=None, position_ids=positions)
+        assert len(mask.shape) == 4
+        for num_loops in (3, [1, 2, 4]):
+            expected = model(ids, attention_mask=padding, num_loops=num_loops).logits
+            found = model(ids, attention_mask=mask, num_loops=num_loops).logits
+            close(found[padding.bool()], expected[padding.bool()])
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
