@@ -76,13 +76,19 @@ class _WeightedCrossEntropy(torch.autograd.Function):
             for chunk in tokens.split(chunk_size):
                 with torch.set_grad_enabled(gradient is not None or bool(trained)):
                     hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
-                    ce = F.cross_entropy(at_least_fp32(decode(hidden, k)), labels[chunk], reduction="none")
-                    wanted = ([hidden] if gradient is not None else []) + trained
-                    total = (ce * weights[k, chunk].detach()).sum()
-                losses[k, chunk] = ce.detach().to(losses.dtype)
+                    logits = decode(hidden, k)
+                wanted = ([hidden] if gradient is not None else []) + trained
+                log_p = F.log_softmax(at_least_fp32(logits.detach()), dim=-1)
+                target = labels[chunk].unsqueeze(-1)
+                losses[k, chunk] = -log_p.gather(-1, target).squeeze(-1).to(losses.dtype)
                 if not wanted:
+                    del logits, log_p  # before the next chunk's
                     continue
-                found = list(torch.autograd.grad(total, wanted, allow_unused=True))
+                # the gradient w (softmax - one_hot), in the memory of log_p
+                weight = weights[k, chunk].detach().unsqueeze(-1).to(log_p.dtype)
+                to_logits = log_p.exp_().mul_(weight).scatter_add_(-1, target, -weight)
+                found = list(torch.autograd.grad(logits, wanted, to_logits.to(logits.dtype), allow_unused=True))
+                del logits, log_p, to_logits
                 if gradient is not None:
                     gradient.flatten(0, 1).index_copy_(0, positions[chunk], found.pop(0).to(gradient.dtype))
                 for i, part in enumerate(found):
