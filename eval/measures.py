@@ -1,16 +1,37 @@
 """What looped models are watched by: small functions of the states, gradients and weights of one model.
 
-Training metrics and diagnostics both call these, so that nothing is computed twice in two ways.
+Training metrics and diagnostics both call these, so that nothing is computed twice in two ways. States are tensors
+[..., d]; inner products are taken in at least fp32.
 """
+
+import math
 
 import torch
 
-from modeling_looped.injection import ConcatInjection, DiagonalInjection
+from modeling_looped.injection import AddInjection, ConcatInjection, DiagonalInjection
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In at least fp32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor put together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# Norms of states
 
 
 def token_rms(state: torch.Tensor) -> torch.Tensor:
     """||h|| / sqrt d of every token, in at least fp32."""
-    return state.to(torch.promote_types(state.dtype, torch.float32)).square().mean(-1).sqrt()
+    return wide(state).square().mean(-1).sqrt()
+
+
+def mean_norm(state: torch.Tensor) -> float:
+    """||h|| averaged over tokens."""
+    return (token_rms(state).mean() * math.sqrt(state.shape[-1])).item()
 
 
 def residual_norms(loop_hidden_states) -> list[float]:
@@ -25,26 +46,146 @@ def state_change(loop_hidden_states) -> float | None:
     return token_rms(loop_hidden_states[-1] - loop_hidden_states[-2]).mean().item()
 
 
+def spread(values: torch.Tensor) -> dict[str, float]:
+    """Mean, median, p99, maximum and standard deviation of one number per token (readout blind spot, table 10)."""
+    values = wide(values).flatten()
+    return {
+        "mean": values.mean().item(),
+        "median": values.quantile(0.5).item(),
+        "p99": values.quantile(0.99).item(),
+        "max": values.max().item(),
+        "std": values.std(correction=0).item(),
+    }
+
+
+# Increments and updates
+
+
+def increment_products(states) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of increments d_i = h_i - h_{i-1}, averaged over tokens: cosines and inner products / d, both [N, N].
+
+    With h_i = h_{i-1} + eps r_i the second is the workshop paper's eps^2 <r_i, r_j> / d.
+    """
+    increments = torch.stack([wide(after) - wide(before) for before, after in zip(states, states[1:])])
+    increments = increments.flatten(1, -2).transpose(0, 1)  # [tokens, N, d]
+    unit = torch.nn.functional.normalize(increments, dim=-1)
+    cosines = (unit @ unit.transpose(1, 2)).mean(0)
+    return cosines, (increments @ increments.transpose(1, 2)).mean(0) / increments.shape[-1]
+
+
+def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The update b = F(H) - H of every token, cut along and across H = s u, |u|_rms = 1 (readout blind spot, lemma 2).
+
+    b = a_rad u + b_perp, a_rad = <u, b> / d, <u, b_perp> = 0.
+    """
+    before, after = wide(before), wide(after)
+    scale = token_rms(before)
+    unit, update = before / scale[..., None], after - before
+    radial = (unit * update).mean(-1)
+    across = update - radial[..., None] * unit
+    turn = after / token_rms(after)[..., None] - unit
+    return {
+        "scale": scale,
+        "a_rad": radial,
+        "b_perp": token_rms(across),
+        "b": token_rms(update),
+        "turn_times_scale": token_rms(turn) * scale,  # |u' - u|_rms s, which lemma 2 says is |b_perp|_rms
+        "across": across,
+    }
+
+
+# Gradients
+
+
 def gradient_norm(module: torch.nn.Module) -> float | None:
     """Euclidean norm of all gradients of a module; None if it has none."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     if not gradients:
         return None
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    return whole(torch.nn.utils.get_total_norm(gradients)).item()
+
+
+def radial_fraction(gradient: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """|<g, h>| / (||g|| ||h||) of every token whose gradient is not zero."""
+    gradient, state = gradient.double(), state.double()
+    norms = gradient.norm(dim=-1) * state.norm(dim=-1)
+    return ((gradient * state).sum(-1).abs() / norms)[norms > 0]
+
+
+def oscillation(norms: list[float]) -> float:
+    """Standard deviation of log(g_{t+1} / g_t) over steps: 0 where a gradient norm is steady or grows steadily."""
+    if len(norms) < 3:
+        raise ValueError(f"the oscillation of a gradient norm needs at least 3 steps, got {len(norms)}")
+    if not all(math.isfinite(norm) and norm > 0 for norm in norms):
+        raise ValueError("a gradient norm is zero or not finite, so its oscillation has no meaning")
+    return torch.tensor(norms, dtype=torch.float64).log().diff().std(correction=0).item()
+
+
+# Linear maps
+
+
+def state_map(injection: torch.nn.Module) -> torch.Tensor | None:
+    """A of the linear map h -> A h + B e, a matrix or, if diagonal, its entries; None where nothing is learned."""
+    if isinstance(injection, DiagonalInjection):
+        return whole(injection.decay_and_step()[0]).detach()
+    if isinstance(injection, ConcatInjection):
+        weight = whole(injection.proj.weight).detach()
+        return wide(weight[:, : weight.shape[0]])
+    return None
+
+
+def input_map(injection: torch.nn.Module) -> torch.Tensor | None:
+    """B of the same map."""
+    if isinstance(injection, DiagonalInjection):
+        step, weight = whole(injection.decay_and_step()[1]), whole(injection.input_proj.weight)
+        return step.detach()[:, None] * wide(weight.detach())
+    if isinstance(injection, ConcatInjection):
+        weight = whole(injection.proj.weight).detach()
+        return wide(weight[:, weight.shape[0] :])
+    return None
+
+
+def linear_maps(injection: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A and B, also where they are the identity (Parcae, table 1: addition); None if no linear map meets the state."""
+    if isinstance(injection, AddInjection):
+        return torch.ones(1), torch.ones(1)
+    state = state_map(injection)
+    return None if state is None else (state, input_map(injection))
+
+
+def largest_eigenvalue(matrix: torch.Tensor) -> float:
+    """Largest |eigenvalue|; a vector stands for a diagonal matrix."""
+    return (matrix.abs() if matrix.ndim == 1 else torch.linalg.eigvals(matrix).abs()).max().item()
+
+
+def spectral_norm(matrix: torch.Tensor) -> float:
+    """Largest singular value; a vector stands for a diagonal matrix."""
+    return (matrix.abs().max() if matrix.ndim == 1 else torch.linalg.matrix_norm(matrix, 2)).item()
 
 
 def spectral_radius(injection: torch.nn.Module) -> float | None:
-    """Largest |eigenvalue| of the linear map from the old state to the new; None if the injection has none.
+    """Largest |eigenvalue| of the linear map from the old state to the new; None if the injection learns none.
 
     Diagonal: its largest entry. Concat: of the half of W that meets the state.
     """
-    if isinstance(injection, DiagonalInjection):
-        decay, _ = injection.decay_and_step()
-        return (decay.full_tensor() if hasattr(decay, "full_tensor") else decay).max().item()
-    if isinstance(injection, ConcatInjection):
-        weight = injection.proj.weight
-        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        state_half = weight.detach()[:, : weight.shape[0]].to(torch.promote_types(weight.dtype, torch.float32))
-        return torch.linalg.eigvals(state_half).abs().max().item()
-    return None
+    state = state_map(injection)
+    return None if state is None else largest_eigenvalue(state)
+
+
+# Fits
+
+
+def power_law(x: list[float], y: list[float]) -> dict:
+    """Least squares of log y = slope log x + constant, with the slope's standard error."""
+    if len(x) < 3:
+        raise ValueError(f"a slope needs at least 3 points, got {len(x)}: {list(x)}")
+    if len(set(x)) < 2:
+        raise ValueError(f"a slope needs different values of x, got {list(x)}")
+    if not all(math.isfinite(value) and value > 0 for value in (*x, *y)):
+        return {"slope": None, "why": "a run diverged, or a value is not positive"}
+    log_x, log_y = (torch.tensor(values, dtype=torch.float64).log() for values in (x, y))
+    centred = log_x - log_x.mean()
+    slope = (centred @ log_y) / centred.square().sum()
+    residual = log_y - log_y.mean() - slope * centred
+    error = (residual.square().sum() / (len(x) - 2) / centred.square().sum()).sqrt()
+    return {"slope": slope.item(), "standard_error": error.item(), "points": len(x)}

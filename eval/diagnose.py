@@ -1,0 +1,221 @@
+"""The papers' measurements on any model: `python -m eval.diagnose MEASURE MODEL [field=value ...] [options]`.
+
+    python -m eval.diagnose all runs/demo/final
+    python -m eval.diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
+    python -m eval.diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
+
+MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
+which is then initialised at random. Each measure writes a JSON and a PNG; `all` runs every measure with little training and
+writes a page, index.html, that holds its figures; a measure that this model does not have is left out with the reason.
+`python -m eval.diagnose MEASURE --help` lists the options of one.
+
+From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
+"""
+
+import argparse
+import inspect
+import json
+import math
+import shlex
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from . import dynamics, figures, readout_probes, theory, transfer
+from .benchmark import commit, processor
+from .page import page, section, skipped
+from .subject import Subject, subject
+
+
+class Measure(NamedTuple):
+    function: Callable
+    draw: Callable
+    quick: dict = {}  # options in `all`
+    monitored: str | None = None  # its name in a run's metrics.jsonl
+
+    def defaults(self) -> dict:
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def __call__(self, of: Subject, **options) -> dict:
+        given = {"model": of.model, "batch": of.batch, "config": of.config}
+        wanted = [name for name in inspect.signature(self.function).parameters if name in given]
+        return self.function(*(given[name] for name in wanted), **options)
+
+    @property
+    def about(self) -> str:
+        return inspect.getdoc(self.function).split("\n\n")[0].replace("\n", " ")
+
+
+LITTLE = {"loops": [1, 2, 4, 8], "seeds": 1, "steps": 3, "num_tokens": 64}
+MEASURES = {
+    "residual_norm": Measure(theory.residual_norm, figures.draw_residual_norm, LITTLE),
+    "loop_cosine": Measure(theory.loop_cosine, figures.draw_loop_cosine, {"copies": 8, "steps": 3, "num_tokens": 64}),
+    "update_size": Measure(theory.update_size, figures.draw_update_size, LITTLE),
+    "norm_trajectory": Measure(dynamics.norm_trajectory, figures.draw_norm_trajectory, monitored="residual_norm/"),
+    "lr_transfer": Measure(
+        transfer.lr_transfer,
+        figures.draw_lr_transfer,
+        {"loops": [1, 4], "rates": [1e-3, 4e-3, 1.6e-2], "steps": 10, "rows_per_step": 2},
+    ),
+    "radial_gradient": Measure(readout_probes.radial_gradient, figures.draw_radial_gradient),
+    "scale_sweep": Measure(readout_probes.scale_sweep, figures.draw_scale_sweep),
+    "radial_clamp": Measure(readout_probes.radial_clamp, figures.draw_radial_clamp),
+    "update_decomposition": Measure(readout_probes.update_decomposition, figures.draw_update_decomposition),
+    "token_norms": Measure(readout_probes.token_norms, figures.draw_token_norms),
+    "depth_curve": Measure(dynamics.depth_curve, figures.draw_depth_curve),
+    "spectral": Measure(dynamics.spectral, figures.draw_spectral, monitored="spectral_radius"),
+    "state_dynamics": Measure(dynamics.state_dynamics, figures.draw_state_dynamics, monitored="state_change"),
+    "gradient_norms": Measure(
+        dynamics.gradient_norms, figures.draw_gradient_norms, monitored="first_mlp_gradient_norm"
+    ),
+}
+
+
+def finite(value):
+    """JSON has no infinities: null in their place."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rounded(value, digits: int = 6):
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def training_series(records: list[dict], prefix: str) -> dict[str, dict]:
+    """{metric: {"step": [...], "value": [...]}} of a run's records."""
+    series = {}
+    for record in records:
+        for key, value in record.items():
+            if key.startswith(prefix):
+                points = series.setdefault(key, {"step": [], "value": []})
+                points["step"].append(record["step"])
+                points["value"].append(value)
+    return series
+
+
+def run_measure(name: str, of: Subject, folder: Path, beside: dict[str, dict], **options) -> tuple[dict, list[Path]]:
+    """Measure, write, draw; returns the result and its figures."""
+    measure, image = MEASURES[name], folder / f"{name}.png"
+    result = finite(measure(of, **options))
+    used = {**measure.defaults(), **options}
+    series = training_series(of.records, measure.monitored) if measure.monitored else {}
+    if series:
+        result["training"] = series
+    provenance = {
+        "measure": name,
+        **of.where,
+        "options": finite(used),
+        "command": "python -m eval.diagnose " + shlex.join(sys.argv[1:]),
+        "commit": commit(),
+        "hardware": processor(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(compact(rounded({**provenance, "result": result})) + "\n")
+    measure.draw(result, image, **({"beside": beside} if beside else {}))
+    images = [image]
+    if series:
+        images.append(folder / f"{name}_training.png")
+        figures.draw_training(series, images[-1])
+    return result, images
+
+
+def compact(result: dict) -> str:
+    """JSON with one line for each entry that holds no further entries."""
+    if not any(isinstance(value, dict) for value in result.values()):
+        return json.dumps(result)
+    lines = [
+        f"{json.dumps(key)}: {compact(value) if isinstance(value, dict) else json.dumps(value)}"
+        for key, value in result.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def run_all(of: Subject, folder: Path) -> Path:
+    sections = []
+    for name, measure in MEASURES.items():
+        try:
+            result, images = run_measure(name, of, folder, {}, **measure.quick)
+            sections.append(section(name, measure.about, result, images))
+            print(f"{name}: {folder / (name + '.json')}")
+        except ValueError as reason:
+            sections.append(skipped(name, str(reason)))
+            print(f"{name}: left out, {reason}")
+    folder.mkdir(parents=True, exist_ok=True)
+    where = {**of.where, "commit": commit(), "hardware": processor()}
+    path = folder / "index.html"
+    path.write_text(page("What this looped model does", where, sections), encoding="utf-8")
+    return path
+
+
+def add_options(parser: argparse.ArgumentParser, measure: Measure):
+    """A flag for every option of the function, typed by its annotation."""
+    hints = typing.get_type_hints(measure.function)
+    for name, default in measure.defaults().items():
+        kinds = [kind for kind in typing.get_args(hints[name]) if kind is not type(None)]
+        is_list = "list" in str(hints[name])
+        while kinds and typing.get_args(kinds[0]):
+            kinds = list(typing.get_args(kinds[0]))
+        parser.add_argument(
+            "--" + name.replace("_", "-"),
+            type=kinds[0] if kinds else hints[name],
+            nargs="+" if is_list else None,
+            default=argparse.SUPPRESS,
+            help=f"default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}",
+        )
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.diagnose", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
+    for name, measure in {"all": None, **MEASURES}.items():
+        about = "every measure, with little training" if measure is None else measure.about
+        command = commands.add_parser(name, help=about.replace("%", "%%"), description=about.replace("%", "%%"))
+        command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
+        command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: the embedded corpus")
+        command.add_argument("--rows", type=int, default=16)
+        command.add_argument("--length", type=int, default=128, help="tokens in a row")
+        command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
+        command.add_argument("--state-seed", type=int, help="draw the initial state, where the model has a random one")
+        command.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
+        command.add_argument("--output", help="folder for JSON and PNG; default: runs/diagnose/<model>")
+        if measure is not None:
+            add_options(command, measure)
+        if name == "depth_curve":
+            command.add_argument(
+                "--beside", nargs="+", default=[], help="depth_curve.json of others, for the quadrant"
+            )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]):
+    args = parse(arguments)
+    target, *overrides = args.model
+    beside = {path: json.loads(Path(path).read_text())["result"] for path in getattr(args, "beside", [])}
+    of = subject(target, overrides, args.text, args.rows, args.length, args.seed, args.state_seed, args.dtype)
+    folder = Path(args.output or Path("runs/diagnose") / Path(target).resolve().name)
+    if args.measure == "all":
+        print(run_all(of, folder))
+        return
+    options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
+    result, images = run_measure(args.measure, of, folder, beside, **options)
+    print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
+    print(*[folder / f"{args.measure}.json", *images], sep="\n")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,217 @@
+"""One figure for every measure: `draw_<measure>(result, path)` writes a PNG of what the measure returned."""
+
+from contextlib import contextmanager
+
+
+@contextmanager
+def canvas(path, columns: int = 1, height: float = 3.2):
+    """Axes side by side, saved as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, columns, figsize=(4.2 * columns, height), squeeze=False, layout="constrained")
+    yield axes[0]
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def colour(i: int, count: int):
+    from matplotlib import colormaps
+
+    return colormaps["viridis"](i / max(1, count - 1))
+
+
+def legend(axis):
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7)
+
+
+def log_if_positive(axis, *series):
+    values = [value for one in series for value in one if value is not None]
+    if values and min(values) > 0:
+        axis.set_yscale("log")
+
+
+def draw_growth(panels: list[tuple[str, dict, dict]], loops, label: str, path):
+    """Curves over N, one per step, beside the theory's slope through the first point."""
+    with canvas(path, len(panels)) as axes:
+        for axis, (title, curves, slope) in zip(axes, panels):
+            for step, curve in enumerate(curves):
+                axis.plot(loops, curve, marker=".", color=colour(step, len(curves)))
+            if slope["theory"] is not None:
+                line = [curves[0][0] * (n / loops[0]) ** slope["theory"] for n in loops]
+                axis.plot(loops, line, "--", color="gray", label=f"theory: slope {slope['theory']:g}")
+            fitted = slope["first_step"]["slope"]
+            measured = "no fit" if fitted is None else f"slope {fitted:.2f}"
+            axis.set(xscale="log", yscale="log", xlabel="N", ylabel=label, title=f"{title}: {measured}")
+            legend(axis)
+
+
+def draw_residual_norm(result: dict, path):
+    panels = [
+        (f"{arrangement}, {rule}", curves["R"], curves["slope"])
+        for arrangement in ("looped", "unshared")
+        for rule, curves in result.get(arrangement, {}).items()
+    ]
+    draw_growth(panels, result["loops"], "R", path)
+
+
+def draw_update_size(result: dict, path):
+    panels = [(rule, curves["update"], curves["slope"]) for rule, curves in result["looped"].items()]
+    draw_growth(panels, result["loops"], "RMS change of h_N", path)
+
+
+def draw_loop_cosine(result: dict, path):
+    names = [name for name in ("model", "looped", "unshared") if name in result]
+    with canvas(path, len(names)) as axes:
+        for axis, name in zip(axes, names):
+            image = axis.imshow(result[name]["cosine"], vmin=-1, vmax=1, cmap="RdBu_r")
+            axis.set(title=name, xlabel="loop", ylabel="loop")
+        axes[-1].figure.colorbar(image, ax=list(axes), label="cosine of increments")
+
+
+def draw_norm_trajectory(result: dict, path):
+    with canvas(path) as (axis,):
+        axis.plot(result["loop"], result["norm"], marker=".")
+        axis.axvline(result["trained_loops"], linestyle=":", color="gray")
+        axis.set(xlabel="loop", ylabel="||h||")
+
+
+def draw_lr_transfer(result: dict, path):
+    with canvas(path, len(result["panels"])) as axes:
+        for axis, panel in zip(axes, result["panels"]):
+            for i, (n, curve) in enumerate(panel["curves"].items()):
+                colours = colour(i, len(panel["curves"]))
+                points = [(rate, loss) for rate, loss in zip(result["rates"], curve["loss"]) if loss is not None]
+                if points:
+                    axis.plot(*zip(*points), marker=".", color=colours, label=f"N = {n}")
+                    axis.plot(*min(points, key=lambda p: p[1]), marker="*", markersize=12, color=colours)
+            title = f"{panel['rule']}, {panel['layers']} layers"
+            axis.set(xscale="log", xlabel="learning rate", ylabel="held-out loss", title=title)
+            legend(axis)
+
+
+def draw_radial_gradient(result: dict, path):
+    with canvas(path, 3) as (left, middle, right):
+        left.plot(result["loop"], result["r"], marker="o")
+        left.set(xlabel="loop", ylabel="radial fraction r", yscale="log")
+        middle.plot(result["loop"], result["g"], marker="o")
+        middle.set(xlabel="loop", ylabel="dL / dlog ||H||")
+        right.plot(result["loop"], result["entropy"], marker="o", label="entropy")
+        right.plot(result["loop"], result["margin"], marker="o", label="logit margin")
+        right.set(xlabel="loop")
+        legend(right)
+
+
+def draw_scale_sweep(result: dict, path):
+    with canvas(path) as (axis,):
+        axis.plot(result["alpha"], result["ce"], marker="o")
+        axis.set(xscale="log", xlabel="alpha", ylabel="cross-entropy of alpha H_K")
+        axis.set_ylim(top=max(result["ce"]) + 0.1, bottom=min(result["ce"]) - 0.1)
+
+
+def draw_radial_clamp(result: dict, path):
+    names = ["unclamped", "freeze", "remove_radial"]
+    with canvas(path, 2) as (left, right):
+        left.bar(names, [result[name]["ce"] for name in names])
+        left.set(ylabel="cross-entropy")
+        right.bar(names, [result[name]["norm_ratio"] for name in names])
+        right.set(ylabel="norm ratio")
+
+
+def draw_update_decomposition(result: dict, path):
+    loops = result["loop"]
+    with canvas(path, 3) as (left, middle, right):
+        left.plot(loops, result["scale"], label="s")
+        left.plot([k + 1 for k in loops], result["predicted_next_scale"], ":", label="s + a_rad of the loop before")
+        left.set(xlabel="loop", ylabel="scale")
+        middle.plot(loops, result["a_rad"], label="a_rad")
+        middle.plot(loops, result["b"], label="|b|")
+        middle.set(xlabel="loop", ylabel="update")
+        right.plot(loops, result["b_perp"], label="|b_perp|")
+        right.plot(loops, result["turn_times_scale"], ":", label="|u' - u| s")
+        right.set(xlabel="loop", ylabel="turn")
+        for axis in (left, middle, right):
+            legend(axis)
+
+
+def draw_token_norms(result: dict, path):
+    names = ["median", "mean", "p99", "max"]
+    with canvas(path) as (axis,):
+        axis.bar(names, [result[name] for name in names])
+        axis.set(ylabel="||H_K|| of a token")
+
+
+def draw_depth_curve(result: dict, path, beside: dict[str, dict] | None = None):
+    """Loss and norms over depth; and every model's exit gap against its norm (readout, figure 1)."""
+    with canvas(path, 3) as (left, middle, right):
+        left.plot(result["loop"], result["ce"], marker=".")
+        left.axvline(result["trained_loops"], linestyle=":", color="gray")
+        left.set(xlabel="loops K", ylabel="cross-entropy")
+        middle.plot(result["loop"], result["norm_before"], marker=".", label="before the norm between loops")
+        middle.plot(result["loop"][:-1], result["norm_after"], marker=".", label="after")
+        middle.set(xlabel="loop", ylabel="||h||")
+        log_if_positive(middle, result["norm_before"], result["norm_after"])
+        legend(middle)
+        draw_quadrant(right, {"this model": result, **(beside or {})})
+
+
+def draw_quadrant(axis, results: dict[str, dict]):
+    for name, result in results.items():
+        axis.plot(result["exit_gap"], result["final_norm"], "o", label=name)
+    axis.set_xscale("symlog", linthresh=0.1)
+    axis.set(yscale="log", xlabel="CE(1) - CE(N)", ylabel="||H_N||")
+    legend(axis)
+
+
+def draw_spectral(result: dict, path):
+    bars = {"radius of A": result["A"]["spectral_radius"], "norm of A": result["A"]["spectral_norm"]}
+    bars["norm of B"] = result["B"]["spectral_norm"]
+    if "C" in result:
+        bars |= {"norm of C": result["C"]["spectral_norm"], "expansion of C": result["C"]["expansion"]}
+    with canvas(path, 2) as (left, right):
+        left.bar(list(bars), list(bars.values()))
+        left.axhline(1, linestyle=":", color="gray")
+        left.tick_params(axis="x", rotation=30)
+        points = [(i, value) for i, value in enumerate(result["A"]["expansion"]) if value is not None]
+        if points:
+            right.plot(*zip(*points), marker="o")
+        right.set(xlabel="loop", ylabel="||A h|| / ||h||")
+
+
+def draw_state_dynamics(result: dict, path):
+    with canvas(path, 3) as (left, middle, right):
+        left.plot(result["loop"], result["state_norm"], label="||h_T||")
+        left.plot(result["loop"], result["change"], label="||h_T - h_(T-1)||")
+        left.set(xlabel="T")
+        log_if_positive(left, result["state_norm"], result["change"])
+        for t, norms in enumerate(result["stage_norms"]):
+            middle.plot(result["stages"], norms, color=colour(t, len(result["stage_norms"])))
+        middle.set(ylabel="norm by stage, dark: first loop")
+        right.plot(list(result["prelude"]), list(result["prelude"].values()), marker="o")
+        right.set(ylabel="norm in the prelude")
+        for axis in (middle, right):
+            axis.tick_params(axis="x", rotation=30)
+        legend(left)
+
+
+def draw_gradient_norms(result: dict, path):
+    with canvas(path) as (axis,):
+        for name, block in result["blocks"].items():
+            steadiness = "" if block["oscillation"] is None else f" ({block['oscillation']:.2f})"
+            axis.plot(result["step"], block["norm"], label=name + steadiness)
+        log_if_positive(axis, *(block["norm"] for block in result["blocks"].values()))
+        axis.set(xlabel="step", ylabel="gradient norm (oscillation)")
+        legend(axis)
+
+
+def draw_training(series: dict[str, dict], path):
+    """What a run's metrics.jsonl says of the same quantity over its steps."""
+    with canvas(path) as (axis,):
+        for name, points in series.items():
+            axis.plot(points["step"], points["value"], label=name)
+        log_if_positive(axis, *(points["value"] for points in series.values()))
+        axis.set(xlabel="step")
+        legend(axis)

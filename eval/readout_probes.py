@@ -1,0 +1,170 @@
+"""What readouts see of the state's scale (Dense Supervision Is Not Enough: The Readout Blind Spot).
+
+Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and gives a dict of numbers.
+"""
+
+import torch
+
+from .hooks import depth_of, evaluating, final_loss, rewritten_states, token_losses, trace
+from .measures import mean_norm, radial_fraction, spread, token_rms, update_parts
+
+
+SETTLED = 10  # table 12 averages from this loop on
+
+
+def entropy_and_margin(logits: torch.Tensor) -> tuple[float, float]:
+    """Entropy of the predicted distribution, and top logit minus second, averaged over tokens."""
+    log_probabilities = logits.double().log_softmax(-1)
+    top = logits.double().topk(2, dim=-1).values
+    entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    return entropy.mean().item(), (top[..., 0] - top[..., 1]).mean().item()
+
+
+def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """How much of the readout's gradient points along the state (tables 3 and 6).
+
+    L_k is the cross-entropy of the readout after loop k, as a function of H_k alone: what comes later, and what later
+    losses say of H_k, is left out. With g = dL_k / dH_k,
+
+        r_k = mean over tokens of |<g, H_k>| / (||g|| ||H_k||),    g_k = <g, H_k> over all tokens = dL_k / dlog ||H_k||
+
+    Lemma 1: both are 0 for a readout that does not see scale, up to the norm's epsilon, O(eps / s^2).
+    """
+    depth = depth_of(model, num_loops)
+    result = {"loop": list(range(1, depth + 1)), "r": [], "g": [], "norm": [], "entropy": [], "margin": [], "ce": []}
+    for k in result["loop"]:
+        leaf = None
+
+        def cut(loop, state):
+            nonlocal leaf
+            leaf = state.detach().requires_grad_()  # of the last loop, in the end
+            return leaf
+
+        with evaluating(model), rewritten_states(model, cut), torch.enable_grad():
+            logits = model(**batch, num_loops=k, use_cache=False).logits
+            loss = token_losses(logits, batch["input_ids"]).mean()
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        entropy, margin = entropy_and_margin(logits.detach()[:, :-1])
+        result["r"].append(radial_fraction(gradient, leaf.detach()).mean().item())
+        result["g"].append((gradient.double() * leaf.detach().double()).sum().item())
+        result["norm"].append(mean_norm(leaf.detach()))
+        result["entropy"].append(entropy)
+        result["margin"].append(margin)
+        result["ce"].append(loss.item())
+    return {**result, "final_r": result["r"][-1], "final_g": result["g"][-1]}
+
+
+def scale_sweep(
+    model,
+    batch: dict,
+    *,
+    alphas: list[float] = (0.1, 0.2, 0.5, 0.8, 1.0, 1.25, 2.0, 5.0, 10.0),
+    num_loops: int | None = None,
+) -> dict:
+    """Cross-entropy of the final readout of alpha * H_K (figures 5 and 6): flat where scale is not seen."""
+    depth = depth_of(model, num_loops)
+    bad = [alpha for alpha in alphas if not 0 < alpha < float("inf")]
+    if bad or not len(alphas):
+        raise ValueError(f"alphas must be positive and finite, and at least one, got {list(alphas)}")
+    losses = []
+    for alpha in alphas:
+        with evaluating(model), rewritten_states(model, lambda k, h, a=alpha: h * a if k == depth else h):
+            losses.append(final_loss(model, batch, depth))
+    return {"alpha": list(alphas), "ce": losses, "ce_range": max(losses) - min(losses)}
+
+
+def freeze_scale():
+    """After loop 1 every token keeps its loop-1 RMS: H_k * s_1 / s_k."""
+    first = None
+
+    def rewrite(loop, state):
+        nonlocal first
+        if loop == 1:
+            first = token_rms(state)
+            return state
+        return (state * (first / token_rms(state))[..., None]).to(state.dtype)
+
+    return rewrite
+
+
+def remove_radial():
+    """After loop 1 only what turns the state is added: H_{k+1} = H_k + b_perp(H_k)."""
+    before = None
+
+    def rewrite(loop, state):
+        nonlocal before
+        before = state if loop == 1 else before + update_parts(before, state)["across"].to(state.dtype)
+        return before
+
+    return rewrite
+
+
+def radial_clamp(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """What the growth of scale is worth to the prediction (table 4).
+
+    Loop 1 runs as it is; then scale is held ("freeze") or the radial part of each update is left out
+    ("remove_radial"), before decoding and recurrence. Cross-entropy against the pass as it is, and norms of H_K as a
+    ratio.
+    """
+    depth = depth_of(model, num_loops)
+    if depth < 2:
+        raise ValueError(f"a clamp holds what later loops do to loop 1, so num_loops must be at least 2, got {depth}")
+    result = {"num_loops": depth}
+    for name, clamp in (("unclamped", None), ("freeze", freeze_scale()), ("remove_radial", remove_radial())):
+        norm = None
+
+        def rewrite(loop, state, clamp=clamp):
+            nonlocal norm
+            state = state if clamp is None else clamp(loop, state)
+            norm = mean_norm(state)
+            return state
+
+        with evaluating(model), rewritten_states(model, rewrite):
+            result[name] = {"ce": final_loss(model, batch, depth)}
+        result[name]["norm"] = norm
+        result[name]["norm_ratio"] = norm / result["unclamped"]["norm"]
+        result[name]["delta_ce"] = result[name]["ce"] - result["unclamped"]["ce"]
+    return result
+
+
+def lemma_2_premises(config) -> list[str]:
+    """What in this model is not the pre-norm residual loop of lemma 2."""
+    wanted = {"injection": "none", "block_norm": "pre", "inter_loop_norm": "none", "loop_damping": False}
+    return [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
+
+
+def update_decomposition(model, batch: dict, *, num_loops: int = 30) -> dict:
+    """The update of every loop along and across the state, and what lemma 2 makes of it (figure 3, table 12).
+
+    With H_k = s_k u_k, b_k = H_{k+1} - H_k = a_rad u_k + b_perp and s large,
+
+        s_{k+1} = s_k + a_rad + O(1 / s_k),    |u_{k+1} - u_k|_rms s_k = |b_perp|_rms + O(1 / s_k)
+
+    Averages over tokens at every loop; the table averages loops k >= 10.
+    """
+    depth = depth_of(model, num_loops)
+    if depth <= SETTLED:
+        raise ValueError(f"the table averages loops from {SETTLED} on: num_loops must be above {SETTLED}, got {depth}")
+    states = trace(model, batch, depth).states
+    names = ("scale", "a_rad", "b_perp", "b", "turn_times_scale")
+    result = {"loop": list(range(1, depth)), **{name: [] for name in names}}
+    for before, after in zip(states, states[1:]):
+        parts = update_parts(before, after)
+        for name in names:
+            result[name].append(parts[name].mean().item())
+    result["final_scale"] = token_rms(states[-1]).mean().item()
+    result["predicted_next_scale"] = [s + a for s, a in zip(result["scale"], result["a_rad"])]
+    settled = [i for i, k in enumerate(result["loop"]) if k >= SETTLED]
+    table = {name: sum(result[name][i] for i in settled) / len(settled) for name in ("a_rad", "b_perp", "b")}
+    increments = [b - a for a, b in zip(result["scale"], result["scale"][1:] + [result["final_scale"]])]
+    table["measured_increment"] = sum(increments[i] for i in settled) / len(settled)
+    table["b_over_a_rad"] = table["b"] / abs(table["a_rad"]) if table["a_rad"] else None
+    return {**result, "table": table, "not_as_in_lemma_2": lemma_2_premises(model.config)}
+
+
+def token_norms(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """||H_K|| of single tokens: mean, median, p99, max, std (table 10)."""
+    depth = depth_of(model, num_loops)
+    state = trace(model, batch, depth).states[-1]
+    norms = token_rms(state) * state.shape[-1] ** 0.5
+    return {"num_loops": depth, "tokens": norms.numel(), **spread(norms)}
