@@ -1,6 +1,6 @@
 """Checkpoints that are whole or not there, and the export that `from_pretrained` opens.
 
-    checkpoints/step-00000500/checkpoint.json   step, config and its hash, what the loop wants back, sizes of the files
+    checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes of the files
                               *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
     checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
 
@@ -10,7 +10,6 @@ after that. It opens with any number of processes, under DDP or FSDP2. All proce
 
 import copy
 import errno
-import hashlib
 import json
 import os
 import re
@@ -71,7 +70,6 @@ def save_checkpoint(
         "config": comparable(bare(model).config.to_dict() if config is None else config),
         "extra": extra,
     }
-    marker["config_hash"] = config_hash(marker["config"])
     name, temporary = on_main_process(lambda: begin(folder, step, model, optimizers), folder)
     state = training_state(model, optimizers)
     try:
@@ -262,16 +260,25 @@ def best_checkpoint(folder: str | Path) -> Path | None:
 
 
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], config: dict | None = None
+    path: str | Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    config: dict | None = None,
+    may_change: Callable[[str], bool] = lambda name: False,
 ) -> dict:
-    """Load model and optimizers, and return `extra` and the step. Every process calls it."""
+    """Load model and optimizers, and return `extra` and the step. Every process calls it.
+
+    may_change: whether a field of the config, of a dotted name, may differ from what was saved. Settings of the
+    optimizers stay those they were built with.
+    """
     path = Path(path)
     marker = read_marker(path)
     if marker is None:
         raise CheckpointError(
             f"{path} is not a whole checkpoint; the newest whole one is {latest_checkpoint(path.parent)}"
         )
-    refuse_other_config(path, marker, comparable(bare(model).config.to_dict() if config is None else config))
+    config = comparable(bare(model).config.to_dict() if config is None else config)
+    refuse_other_config(path, marker["config"], config, may_change)
     reader = dcp.FileSystemReader(path)
     saved = reader.read_metadata().state_dict_metadata
     state = training_state(model, optimizers, as_template=True)
@@ -287,7 +294,11 @@ def load_checkpoint(
         raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
     state["optimizers"]["state"] = {**moments, **state["optimizers"]["state"]}
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
+    for group, own in zip((group for optimizer in optimizers for group in optimizer.param_groups), settings):
+        group.update(own)
     for name, parameter in bare(model).named_parameters():
         if name in without:
             for optimizer in optimizers:
@@ -309,20 +320,18 @@ def comparable(config: dict) -> dict:
     return json.loads(json.dumps(config, default=str, sort_keys=True))
 
 
-def config_hash(config: dict) -> str:
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Callable[[str], bool]):
+    refused = [difference for difference in differing(saved, config) if not may_change(difference[0])]
+    if refused:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another config: {shown(refused)}. Go back to that config, choose another "
+            "training.output_dir, or, if only rates or the schedule differ, set training.resume=changed"
+        )
 
 
-def refuse_other_config(path: Path, marker: dict, config: dict):
-    if marker["config_hash"] == config_hash(config):
-        return
-    differences = differing(marker["config"], config)
-    shown = "; ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differences[:8])
-    more = f"; and {len(differences) - 8} more" if len(differences) > 8 else ""
-    raise CheckpointError(
-        f"{path} is a checkpoint of another config: {shown}{more}. Go back to that config, or choose another "
-        "training.output_dir"
-    )
+def shown(differences: list[tuple[str, object, object]], limit: int = 8) -> str:
+    listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differences[:limit])
+    return listed + (f"; and {len(differences) - limit} more" if len(differences) > limit else "")
 
 
 def differing(old: dict, new: dict, prefix: str = "") -> list[tuple[str, object, object]]:

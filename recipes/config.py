@@ -44,6 +44,7 @@ class DataConfig:
     sequence_length: int = 1024
     stride: int | None = None  # concatenate: distance between starts of rows; None is sequence_length
     document_masking: bool = False  # position_ids restart at every document, so attention stays inside it
+    expected_tokens: float | None = None  # for training: what a plan in epochs reckons with, nothing else
     num_proc: int | None = None
     cache_dir: str = ".shards"
 
@@ -110,10 +111,11 @@ class TrainingConfig:
     save_every: int = 500
     keep_last: int = 2
     keep_best: bool = True
-    resume: bool = True  # continue from the newest whole checkpoint in output_dir
+    # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
+    resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
     max_loss: float | None = None  # stop as diverged above this validation loss
-    push_to_hub: str | None = None
+    push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end
 
 
 @dataclass
@@ -127,7 +129,7 @@ class EvaluationConfig:
 class LoggingConfig:
     every: int = 10
     monitor_every: int = 50  # residual norms, state change, first MLP gradient, spectral radius
-    trackers: list[str] = field(default_factory=list)  # tensorboard, wandb, trackio
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     project: str = "looped"
 
 
@@ -183,7 +185,7 @@ class Recipe:
             return max(1, math.ceil(tokens / tokens_per_step))
         if training.epochs is not None:
             if num_rows is None:
-                raise RecipeError("training.epochs needs prepared data to know how long an epoch is")
+                raise RecipeError("how long an epoch is, prepared data or data.expected_tokens must tell")
             return max(1, math.ceil(training.epochs * num_rows / training.rows_per_step))
         raise RecipeError("say how long to train: training.steps, tokens, flops, tokens_per_parameter or epochs")
 

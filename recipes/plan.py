@@ -6,8 +6,8 @@ line per run.
 
 import sys
 
-from .config import Recipe, RecipeError, load_recipe
-from .flops import forward_flops_per_token, sizes, training_flops_per_token
+from .config import DataConfig, Recipe, RecipeError, load_recipe
+from .flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
 from .sweep import is_sweep, load_sweep
 
 
@@ -20,22 +20,28 @@ def plan(recipe: Recipe) -> dict:
     result = {
         "parameters": n.total,
         "parameters without embedding": n.without_embedding,
-        "effective parameters": n.outer + round(depth * n.core) + n.coda + n.head,
+        "effective parameters": round(effective_parameters(config, depth)),
         "mean depth": depth,
         "loops with gradients": depth if window is None else min(window, depth),
         "training FLOPs per token": per_token,
         "forward FLOPs per token": forward_flops_per_token(config, length, depth),
     }
     try:
-        steps = recipe.num_steps(n.without_embedding, per_token)
+        steps = recipe.num_steps(n.without_embedding, per_token, expected_rows(recipe.data))
     except RecipeError as error:
         return {**result, "steps": str(error)}
     tokens = steps * recipe.training.rows_per_step * length
     return {**result, "steps": steps, "tokens": tokens, "training FLOPs": tokens * per_token}
 
 
+def expected_rows(data: DataConfig) -> int | None:
+    if data.expected_tokens is None:
+        return None
+    return int(data.expected_tokens - data.sequence_length) // (data.stride or data.sequence_length) + 1
+
+
 def show(value) -> str:
-    if isinstance(value, float) and abs(value) >= 1e6:
+    if isinstance(value, (int, float)) and abs(value) >= (1e6 if isinstance(value, float) else 1e13):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, (int, float)) else str(value)
 

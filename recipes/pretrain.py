@@ -18,16 +18,28 @@ from tqdm import tqdm
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.samplers import balanced_ranks, depths_of_step, generator_of, initial_state_of_step
 
-from .checkpoint import check_space, export_model, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import (
+    check_space,
+    comparable,
+    differing,
+    export_model,
+    latest_checkpoint,
+    load_checkpoint,
+    on_main_process,
+    read_marker,
+    save_checkpoint,
+    shown,
+)
 from .config import Recipe, RecipeError, load_recipe
 from .distributed import bare, fill_missing_gradients, gradients_may_be_missing, make_accelerator, to_shards
 from .distributed import prepare as distribute
 from .flops import sizes, training_flops_per_token
 from .hardware import matmul_rate
+from .identity import identity, may_change
 from .metrics import MetricsLog
 from .monitor import Monitor
 from .optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
-from .publish import model_card, push
+from .publish import create_repository, model_card, push
 from .shards import prepare, rows_of_step
 
 
@@ -47,6 +59,7 @@ class Pretraining:
             find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
         )
         self.check_batches()
+        self.check_trackers()
         with self.accelerator.main_process_first():
             self.data = prepare(recipe.data)
 
@@ -85,6 +98,16 @@ class Pretraining:
             raise RecipeError(
                 f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; "
                 "change one"
+            )
+
+    def check_trackers(self):
+        """accelerate leaves out, without a word, trackers that are not installed."""
+        found = {str(getattr(tracker, "value", tracker)) for tracker in self.accelerator.log_with}
+        missing = [name for name in self.recipe.logging.trackers if name not in found]
+        if missing:
+            raise RecipeError(
+                f"logging.trackers={self.recipe.logging.trackers}: {', '.join(missing)} is not installed; install it "
+                f"(pip install {' '.join(missing)}), or leave it out"
             )
 
     def build_model(self) -> LoopedForCausalLM:
@@ -186,8 +209,8 @@ class Pretraining:
             rows = rows_of_step(recipe.training.seed, step, recipe.training.rows_per_step, len(self.data.train))
             raise Divergence(
                 f"the loss of step {step} is {loss} on training rows {rows}; the last checkpoint is intact. "
-                "Lower optimizer.lr, or control the state (norm_penalty, inter_loop_norm, injection, "
-                "residual_scaling)."
+                "Lower optimizer.lr (training.resume=changed goes on with it), or control the state (norm_penalty, "
+                "inter_loop_norm, injection, residual_scaling) in another run."
             )
         positions = list(range(recipe.training.rows_per_step))
         metrics = {"loss": loss, "loops": sum(self.depth_settings(step, positions)) / len(positions)}
@@ -208,41 +231,48 @@ class Pretraining:
     # The run
 
     def train(self):
-        recipe, accelerator = self.recipe, self.accelerator
         self.start()
-        peak = matmul_rate(accelerator) * accelerator.num_processes
+        self.last_step = min(self.total_steps, self.recipe.training.stop_after or self.total_steps)
+        quiet = not self.accelerator.is_main_process
+        with tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar:
+            self.take_steps(bar)
+        if self.step < self.total_steps:
+            self.accelerator.print(
+                f"left off after step {self.step} of {self.total_steps}, as training.stop_after says"
+            )
+            return self.output
+        return self.finish()
+
+    def take_steps(self, bar):
+        recipe = self.recipe
+        peak = matmul_rate(self.accelerator) * self.accelerator.num_processes
         tokens = recipe.training.rows_per_step * recipe.data.sequence_length
-        bar = tqdm(
-            total=self.total_steps, initial=self.step, disable=not accelerator.is_main_process, dynamic_ncols=True
-        )
         clock, since = time.perf_counter(), 0
-        last_step = min(self.total_steps, recipe.training.stop_after or self.total_steps)
-        while self.step < last_step:
+        while self.step < self.last_step:
             step = self.step
             watch = step % recipe.logging.monitor_every == 0
             metrics = self.train_step(step, watch)
             self.step, since = step + 1, since + 1
             for message in self.monitor.warnings(metrics):
-                accelerator.print(f"step {step}: {message}")
-            if watch or self.step % recipe.logging.every == 0 or self.step == last_step:
+                if self.accelerator.is_main_process:
+                    bar.write(f"step {step}: {message}")
+            done = self.step == self.last_step
+            if watch or done or self.step % recipe.logging.every == 0:
                 speed = tokens * since / (time.perf_counter() - clock)
                 clock, since = time.perf_counter(), 0
                 metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
                 self.metrics.write(step, metrics)
-                bar.set_postfix(loss=f"{metrics['loss']:.3f}", tok_s=f"{speed:.0f}", loops=f"{metrics['loops']:.1f}")
+                bar.set_postfix_str(
+                    f"loss {metrics['loss']:.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
+                    f"{metrics['loops']:.1f} loops"
+                )
             bar.update(1)
-            done = self.step == last_step
             if done or self.step % recipe.evaluation.every == 0:
                 self.evaluate()
                 clock = time.perf_counter()
             if done or self.step % recipe.training.save_every == 0:
                 self.save()
                 clock = time.perf_counter()
-        bar.close()
-        if self.step < self.total_steps:
-            accelerator.print(f"left off after step {self.step} of {self.total_steps}, as training.stop_after says")
-            return self.output
-        return self.finish()
 
     def start(self):
         """Continue from the newest whole checkpoint, or begin."""
@@ -255,15 +285,27 @@ class Pretraining:
             )
         check_space(self.output / "checkpoints", self.model, self.optimizers)
         if found is not None:
-            extra = load_checkpoint(found, self.model, self.optimizers, config=self.config.to_dict())
-            self.step, self.best = extra["step"], extra["best"]
-            self.monitor.load_state_dict(extra["monitor"])
-            self.accelerator.print(f"continuing from {found} at step {self.step}")
+            self.go_on_from(found)
+        if recipe.training.push_to_hub:
+            on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)
         self.metrics.start(self.step)
         if self.accelerator.is_main_process:
             recipe.save(self.output / "recipe.yaml")
         if recipe.logging.trackers:
             self.accelerator.init_trackers(recipe.logging.project, config=flat(recipe.to_dict()))
+
+    def identity(self) -> dict:
+        return comparable(identity(self.recipe, comparable(self.config.to_dict()), self.data))
+
+    def go_on_from(self, checkpoint: Path):
+        own = self.identity()
+        changes = differing(read_marker(checkpoint)["config"], own)
+        resume = self.recipe.training.resume
+        extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
+        self.step, self.best = extra["step"], extra["best"]
+        self.monitor.load_state_dict(extra["monitor"])
+        said = f"; changed: {shown(changes)}" if changes else ""
+        self.accelerator.print(f"continuing from {checkpoint} at step {self.step}{said}")
 
     def save(self):
         extra = {"step": self.step, "best": self.best, "monitor": self.monitor.state_dict()}
@@ -276,7 +318,7 @@ class Pretraining:
             extra,
             keep_last=self.recipe.training.keep_last,
             is_best=is_best,
-            config=self.config.to_dict(),
+            config=self.identity(),
         )
 
     @torch.no_grad()
@@ -334,8 +376,9 @@ class Pretraining:
         repository = self.recipe.training.push_to_hub
         card = model_card(self.recipe, self.config, self.metrics.path, repository or str(final))
         export_model(final, self.model, self.data.tokenizer, readme=card)
-        if repository and self.accelerator.is_main_process:
-            self.accelerator.print(f"pushed to {push(final, repository)}")
+        if repository:
+            address = on_main_process(lambda: push(final, repository), final)
+            self.accelerator.print(f"pushed to {address}")
         if self.recipe.logging.trackers:
             self.accelerator.end_training()
         self.accelerator.print(f"saved {final}; open it with from_pretrained")

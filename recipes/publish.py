@@ -1,11 +1,13 @@
 """The model card of a run, and pushing its folder to the Hub."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
-from .config import Recipe
+from .config import Recipe, RecipeError
 from .flops import sizes
 from .metrics import read_metrics
 
@@ -70,8 +72,22 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str) -> s
     )
 
 
-def push(folder: str | Path, repository: str) -> str:
+def create_repository(name: str):
+    """Before training, so that a name or login that does not work is found then."""
+    with hub(f"can not push to {name!r}", "run `hf auth login`, or leave training.push_to_hub out"):
+        HfApi().create_repo(name, exist_ok=True)
+
+
+def push(folder: str | Path, name: str) -> str:
     """Upload an exported folder; its address."""
-    api = HfApi()
-    api.create_repo(repository, exist_ok=True)
-    return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
+    with hub(f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"):
+        return str(HfApi().upload_folder(repo_id=name, folder_path=str(folder)))
+
+
+@contextmanager
+def hub(what: str, advice: str):
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, HfHubHTTPError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RecipeError(f"{what}: {reason}; {advice}") from error

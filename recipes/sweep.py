@@ -113,17 +113,28 @@ def optima(results: list[dict], x: str, curve: str) -> dict:
     return {key: result[x] for key, result in sorted(best.items())}
 
 
+def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
+    """Results by the values of the settings that `panel` names."""
+    panels = defaultdict(list)
+    for result in results:
+        panels[tuple(result.get(key) for key in plot.get("panel", []))].append(result)
+    return dict(panels)
+
+
 def draw(results: list[dict], plot: dict, path: Path):
+    """A panel for each combination of the settings that `panel` names; the last of them goes along a row."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = defaultdict(list)
-    for result in results:
-        panels[tuple(result.get(key) for key in plot.get("panel", []))].append(result)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False, sharey=True)
-    for axis, (panel, members) in zip(axes[0], panels.items()):
+    panels = panels_of(results, plot)
+    columns = len({panel[-1:] for panel in panels})
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(4.5 * columns, 3.6 * rows), squeeze=False, sharex=True, sharey=True
+    )
+    for axis, (panel, members) in zip(axes.flat, panels.items()):
         for value in sorted({result[plot["curve"]] for result in members}):
             points = sorted(
                 (r[plot["x"]], r["loss"]) for r in members if r[plot["curve"]] == value and r["loss"] is not None
@@ -132,9 +143,13 @@ def draw(results: list[dict], plot: dict, path: Path):
                 (line,) = axis.plot(*zip(*points), marker="o", label=f"{plot['curve'].split('.')[-1]} = {value}")
                 best = min(points, key=lambda point: point[1])
                 axis.plot(*best, marker="*", markersize=14, color=line.get_color())
-        axis.set(xscale="log", xlabel=plot["x"], title=", ".join(map(str, panel)))
-        axis.legend()
-    axes[0][0].set_ylabel("validation loss")
+        axis.set(xscale="log", title=", ".join(map(str, panel)))
+        if axis.lines:  # else all of them diverged
+            axis.legend()
+    for axis in axes[-1]:
+        axis.set_xlabel(plot["x"])
+    for axis in axes[:, 0]:
+        axis.set_ylabel("validation loss")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -152,9 +167,10 @@ def main(arguments: list[str]):
     plot = yaml.safe_load(Path(arguments[0]).read_text()).get("plot")
     if plot:
         draw(results, plot, folder / "results.png")
-        print(
-            f"optima of {plot['x']}: {optima(results, plot['x'], plot['curve'])}" if not plot.get("panel") else folder
-        )
+        for panel, members in panels_of(results, plot).items():
+            best = ", ".join(f"{value}: {x:g}" for value, x in optima(members, plot["x"], plot["curve"]).items())
+            print(f"best {plot['x']} by {plot['curve']} {', '.join(map(str, panel))}: {best or 'all diverged'}")
+        print(f"drawn: {folder / 'results.png'}")
 
 
 if __name__ == "__main__":

@@ -201,6 +201,21 @@ def test_a_config_of_sections_is_compared_by_its_fields(tmp_path):
         )
 
 
+def test_fields_that_may_change_change(tmp_path):
+    """The optimizers keep the settings they were built with, and take over what they have learned."""
+    model, optimizers = model_and_optimizers()
+    advance(model, optimizers, 0)
+    path = save_checkpoint(tmp_path, 1, model, optimizers, {}, config={"lr": 0.01, "decay": 0.1, "kind": "a"})
+    other, others = model_and_optimizers({"lr": 0.5, "weight_decay": 0.3})
+    new = {"lr": 0.5, "decay": 0.3, "kind": "a"}
+    with pytest.raises(CheckpointError, match=r"config: decay was 0.1, is 0.3\. Go back"):
+        load_checkpoint(path, other, others, new, may_change=lambda name: name == "lr")
+    load_checkpoint(path, other, others, new, may_change=lambda name: name in ("lr", "decay"))
+    assert_same(contents(other, others), contents(model, optimizers))
+    assert {group["lr"] for group in others[0].param_groups} == {0.5}
+    assert 0.3 in {group["weight_decay"] for group in others[0].param_groups}
+
+
 def test_other_optimizers_are_refused(tmp_path):
     model, optimizers = model_and_optimizers(ADAMW)
     advance(model, optimizers, 0)

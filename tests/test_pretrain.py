@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalTokenNotFoundError
+from transformers import AutoTokenizer
 
 from modeling_looped import LoopedForCausalLM
+from recipes import publish
 from recipes.config import RecipeError
 from recipes.metrics import read_metrics
 from recipes.pretrain import Divergence, main
@@ -126,6 +132,95 @@ def test_gradient_accumulation_and_checkpointing_change_nothing(text, tmp_path):
     torch.testing.assert_close(curves[2], curves[0], rtol=2e-4, atol=0)
 
 
+@pytest.mark.slow
+def test_compiling_changes_nothing(text, tmp_path):
+    """AdamW with an eps above the rounding of tiny gradients, whose sign it would otherwise take for news."""
+    more = ["training.steps=4", "optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.eps=1e-4"]
+    torch._dynamo.reset()
+    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "eager", *more)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    final = main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "compiled", "training.compile=true", *more)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    compiled, eager = losses(tmp_path / "compiled"), losses(tmp_path / "eager")
+    assert compiled == pytest.approx(eager, rel=1e-5) and compiled[-1] < compiled[0]
+    names = LoopedForCausalLM.from_pretrained(tmp_path / "eager" / "final").state_dict().keys()
+    assert LoopedForCausalLM.from_pretrained(final).state_dict().keys() == names
+
+
+class Hub:
+    """The two calls of the Hub's client that are made, written down; `folder` is what the Hub would hold."""
+
+    def __init__(self, folder, fails=None):
+        self.folder, self.fails, self.calls = folder, fails, []
+
+    def __call__(self):
+        return self
+
+    def create_repo(self, name, exist_ok=False):
+        self.calls.append(("create", name, exist_ok))
+        if self.fails == "create":
+            raise LocalTokenNotFoundError("Token is required, but no token found")
+
+    def upload_folder(self, repo_id, folder_path):
+        self.calls.append(("upload", repo_id))
+        if self.fails == "upload":
+            raise ConnectionError("the network is down")
+        shutil.copytree(folder_path, self.folder)
+        return f"https://hub/{repo_id}"
+
+
+def test_a_model_is_pushed_with_its_card(text, tmp_path, monkeypatch, capsys):
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr(publish, "HfApi", hub)
+    main([str(SMOKE / "ouro.yaml"), *settings(text, tmp_path / "run", "training.push_to_hub=someone/ouro-tiny")])
+    assert hub.calls == [("create", "someone/ouro-tiny", True), ("upload", "someone/ouro-tiny")]
+    assert "pushed to https://hub/someone/ouro-tiny" in capsys.readouterr().out
+    model = LoopedForCausalLM.from_pretrained(hub.folder)
+    assert len(AutoTokenizer.from_pretrained(hub.folder)) <= model.config.vocab_size
+    assert (hub.folder / "modeling_looped.py").is_file()  # opens where this package is not installed
+    card = ModelCard.load(hub.folder / "README.md")
+    assert card.data.library_name == "transformers" and "looped" in card.data.tags
+    assert 'from_pretrained("someone/ouro-tiny", trust_remote_code=True)' in card.text
+    assert f"{model.num_parameters():,} parameters" in card.text
+    last = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in record][-1]
+    for k in range(1, model.config.num_loops + 1):
+        row = f"| {k} | {last[f'validation/loss_at_{k}']:.4f} | {last[f'validation/bits_per_byte_at_{k}']:.4f} |"
+        assert row in card.text
+    recipe = yaml.safe_load(card.text.split("```yaml")[1].split("```")[0])
+    assert recipe["model"]["preset"] == "ouro" and recipe["training"]["steps"] == 6
+
+
+def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(text, tmp_path, monkeypatch):
+    arguments = [str(SMOKE / "lt.yaml"), *settings(text, tmp_path / "run", "training.push_to_hub=someone/lt")]
+    monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "create"))
+    with pytest.raises(RecipeError, match="can not push to 'someone/lt': Token is required.*hf auth login"):
+        main(arguments)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "upload"))
+    with pytest.raises(RecipeError, match="network is down; the model is whole there; try `hf upload someone/lt "):
+        main(arguments)
+    LoopedForCausalLM.from_pretrained(tmp_path / "run" / "final")
+
+
+def test_trackers_are_told_what_metrics_jsonl_is(text, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "logging.trackers=[tensorboard]")])
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*") if path.parent.name == "looped"}
+    events = EventAccumulator(str(folder)).Reload()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    for key in ("loss", "tokens_per_second", "mfu", "loops", "residual_norm/loop_1", "validation/bits_per_byte_at_2"):
+        told = [(event.step, event.value) for event in events.Scalars(key)]
+        written = [(record["step"], record[key]) for record in records if key in record]
+        assert len(written) >= 1 and told == [(step, pytest.approx(value)) for step, value in written], key
+
+
+def test_a_tracker_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
+    with pytest.raises(RecipeError, match=r"trackers=\['tensorboard'\]: tensorboard is not installed"):
+        main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "logging.trackers=[tensorboard]")])
+
+
 @pytest.mark.parametrize("wanted", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, text, tmp_path):
     """kill -9, at moments that fall into steps, evaluations and checkpoints alike; losses are equal bit for bit."""
@@ -192,7 +287,7 @@ def test_a_loss_that_is_no_number_stops_the_run(text, tmp_path):
     main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "optimizer.name=adamw", "training.stop_after=3")])
     broken = settings(text, tmp_path, "optimizer.name=adamw", "optimizer.lr=1e30", "optimizer.embedding_lr=1e30")
     with pytest.raises(Divergence, match=r"loss of step \d+ is (nan|inf) on training rows \["):
-        main([str(SMOKE / "lt.yaml"), *broken, "optimizer.clip=null"])
+        main([str(SMOKE / "lt.yaml"), *broken, "optimizer.clip=null", "training.resume=changed"])
     final = main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "optimizer.name=adamw")])
     assert LoopedForCausalLM.from_pretrained(final).lm_head.weight.isfinite().all()
 
@@ -212,10 +307,66 @@ def test_errors_before_training(more, message, text, tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_checkpoint_of_another_model_is_refused(text, tmp_path):
-    main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path)])
-    with pytest.raises(ValueError, match="num_loops"):
-        main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "model.num_loops=2", "training.steps=9")])
+@pytest.fixture(scope="module")
+def half_done(text, tmp_path_factory):
+    """A run that was left off in the middle."""
+    folder = tmp_path_factory.mktemp("half-done") / "run"
+    main([str(SMOKE / "parcae.yaml"), *settings(text, folder, "training.stop_after=3")])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "message"),
+    [
+        ("parcae", ["model.num_loops=2"], "model.num_loops was 3, is 2"),
+        ("parcae", ["training.seed=5"], "training.seed was 0, is 5"),
+        ("parcae", ["training.rows_per_step=16"], "training.rows_per_step was 8, is 16"),
+        ("parcae", ["depth.sampler=uniform"], "depth.sampler was 'poisson', is 'uniform'"),
+        ("parcae", ["depth.per=batch"], "depth.per was 'sequence', is 'batch'"),
+        ("parcae", ["data.document_masking=true"], "data.document_masking was False, is True"),
+        ("parcae", ["data.tokenizer_vocab_size=380"], "tokenizer was '[0-9a-f]{64}', is '[0-9a-f]{64}'"),
+        ("parcae", ["data.max_documents=100"], r"data.rows was \d+, is \d+; data.sampled_rows was '\w{16}', is"),
+        ("parcae", ["optimizer.name=adamw", "training.resume=changed"], "optimizer.name was 'muon', is 'adamw'"),
+        ("parcae", ["optimizer.muon_lr=1e-4"], "optimizer.muon_lr was 0.008, is 0.0001.*resume=changed"),
+        ("parcae", ["schedule.warmup_steps=1"], "schedule.warmup_steps was 0, is 1.*resume=changed"),
+        ("lt", [], "model.injection was 'diagonal', is 'none'"),
+    ],
+    ids=lambda value: value[0].partition("=")[0] if isinstance(value, list) and value else None,
+)
+def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done, text):
+    before = losses(half_done)
+    with pytest.raises(RecipeError, match="is a checkpoint of another config: .*" + message):
+        main([str(SMOKE / f"{recipe}.yaml"), *settings(text, half_done, *more)])
+    assert losses(half_done) == before
+
+
+def test_settings_that_change_no_step_may_change(half_done, text, tmp_path, capsys):
+    """Also where the same text lies: it is compared by what is in it."""
+    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "whole")])
+    shutil.copytree(half_done, tmp_path / "moved")
+    shutil.copy(text / "train.jsonl", tmp_path / "copy.jsonl")
+    more = [
+        "training.micro_batch_size=4",
+        "training.save_every=100",
+        "training.keep_last=1",
+        "training.keep_best=false",
+    ]
+    more += ["logging.monitor_every=2", "evaluation.rows=3", "evaluation.every=100", "data.num_proc=1"]
+    more += [f"data.source={tmp_path / 'copy.jsonl'}", f"data.cache_dir={tmp_path / 'shards'}"]
+    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "moved", *more)])
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=2e-4)
+    assert "at step 3\n" in capsys.readouterr().out
+
+
+def test_rates_and_length_may_change_on_purpose(half_done, text, tmp_path, capsys):
+    output = tmp_path / "run"
+    shutil.copytree(half_done, output)
+    more = ["optimizer.lr=1e-5", "optimizer.weight_decay=0.3", "training.steps=7", "training.resume=changed"]
+    main([str(SMOKE / "parcae.yaml"), *settings(text, output, *more)])
+    said = "at step 3; changed: optimizer.lr was 0.008, is 1e-05; optimizer.weight_decay was 0.0, is 0.3; "
+    assert said + "training.steps was 6, is 7\n" in capsys.readouterr().out
+    rates = [record["lr"] for record in read_metrics(output / "metrics.jsonl") if "lr" in record]
+    assert len(rates) == 7
 
 
 def test_golden_curve(text, tmp_path):

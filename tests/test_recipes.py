@@ -1,10 +1,12 @@
 """Every recipe is a model that can be built, and a plan whose numbers are the papers'."""
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recipes import sweep
 from recipes.config import RecipeError, load_recipe
 from recipes.plan import plan
 from recipes.sweep import is_sweep, load_sweep, optima
@@ -115,6 +117,53 @@ def test_optima():
         {"lr": 2.0, "n": 2, "loss": None},
     ]
     assert optima(results, "lr", "n") == {1: 2.0, 2: 1.0}
+
+
+def test_epochs_are_planned_with_the_tokens_that_are_expected():
+    """WikiText-103 in rows of 256 every 128, four times, 64 a step; twice the tokens, since rows overlap by half."""
+    costs = plan(load_recipe(FOLDER / "readout/44m/per_loop_raw.yaml"))
+    rows = (103_227_021 - 256) // 128 + 1
+    assert costs["steps"] == -(-4 * rows // 64)
+    assert costs["tokens"] == pytest.approx(4 * 2 * 103_227_021, rel=1e-4)
+    assert "expected_tokens" in plan(load_recipe(FOLDER / "readout/44m.yaml", ["data.expected_tokens=null"]))["steps"]
+
+
+def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
+    """A run that diverges is recorded and left out; done ones are not run again."""
+    documents = [f"{i} birds in the hand are worth {2 * i} in the bush. " * 8 for i in range(80)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (tmp_path / "rates.sweep.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "recipe": str(FOLDER / "smoke/residual_scaling.yaml"),
+                "set": {
+                    "training.steps": 2,
+                    "training.max_loss": 20.0,
+                    "data.source": str(tmp_path / "text.jsonl"),
+                    "data.cache_dir": str(tmp_path / "shards"),
+                    "data.tokenizer_vocab_size": 280,
+                },
+                "grid": {
+                    "model.residual_scaling": ["none", "linear"],
+                    "model.num_loops": [1, 2],
+                    "optimizer.lr": [1e-3, 1e4],
+                },
+                "plot": {"x": "optimizer.lr", "curve": "model.num_loops", "panel": ["model.residual_scaling"]},
+            }
+        )
+    )
+    arguments = [str(tmp_path / "rates.sweep.yaml"), f"training.output_dir={tmp_path / 'runs'}"]
+    sweep.main(arguments)
+    printed = capsys.readouterr().out
+    assert "best optimizer.lr by model.num_loops linear: 1: 0.001, 2: 0.001\n" in printed
+    results = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
+    assert len(results) == 8
+    for result in results:
+        assert ("diverged" in result) == (result["loss"] is None) == (result["optimizer.lr"] == 1e4)
+    assert (tmp_path / "runs" / "results.png").read_bytes().startswith(b"\x89PNG")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    sweep.main(arguments)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == before and len(before) == 8
 
 
 @pytest.mark.parametrize(
