@@ -2,12 +2,8 @@
 
 import statistics
 
-from accelerate.logging import get_logger
-
 from eval.measures import gradient_norm, residual_norms, spectral_radius, state_change
 
-
-logger = get_logger(__name__)
 
 LIMITS = {  # metric: (absolute limit, factor over its own early median)
     "residual_norm": (1e4, 20.0),
@@ -59,8 +55,7 @@ class Monitor:
                 )
                 messages.append(
                     f"{name} = {value:.4g} {reason}: the loop may be diverging. Lower the learning rate, or control "
-                    "the "
-                    "state (norm_penalty, inter_loop_norm, injection='diagonal', residual_scaling)."
+                    "the state (norm_penalty, inter_loop_norm, injection='diagonal', residual_scaling)."
                 )
                 self.warned.add(name)
             elif not (too_large or grown):

@@ -65,8 +65,8 @@ def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
 
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """What Muon takes: projections of attention and MLP. Gates of value embeddings are matrices but stay with "
-    "AdamW."""
+    """What Muon takes: projections of attention and MLP. Gates of value embeddings are matrices but stay with
+    AdamW."""
     trunk = getattr(model, model.base_model_prefix, model)
     return [
         module.weight
@@ -153,14 +153,12 @@ def _check(model: nn.Module, config: OptimizerConfig):
     if config.head_lr is not None and model.config.tie_word_embeddings:
         raise RecipeError(
             f"optimizer.head_lr={config.head_lr} has no weight of its own to act on: the head is tied to the "
-            "embedding "
-            "(tie_word_embeddings), whose rate is optimizer.embedding_lr"
+            "embedding (tie_word_embeddings), whose rate is optimizer.embedding_lr"
         )
     if config.eps <= 0:
         raise RecipeError(
             f"optimizer.eps must be positive, got {config.eps}: where no gradient arrived, as in the embeddings of "
-            "tokens "
-            "not yet seen, AdamW would divide 0 by 0. 1e-10 is as good as none"
+            "tokens not yet seen, AdamW would divide 0 by 0. 1e-10 is as good as none"
         )
     for name in ("lr", "embedding_lr", "head_lr", "muon_lr", "reference_width"):
         value = getattr(config, name)

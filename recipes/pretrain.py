@@ -74,7 +74,8 @@ class Pretraining:
         self.total_steps = recipe.num_steps(sizes(self.config).without_embedding, self.flops_per_token, num_rows)
         self.model.train()
         if training.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            # its name from transformers 5.23 on, and before
+            getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
         if training.compile:
             for block in [*self.model.model.prelude, *self.model.model.core, *self.model.model.coda]:
                 block.compile()
@@ -123,8 +124,7 @@ class Pretraining:
         if len(tokenizer) > model.config.vocab_size:
             raise RecipeError(
                 f"the tokenizer has {len(tokenizer)} entries, but the model's vocab_size is "
-                f"{model.config.vocab_size}: "
-                "raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+                f"{model.config.vocab_size}: raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
             )
         if recipe.training.freeze_all_but_gate:
             if model.exit_gate is None:

@@ -251,26 +251,19 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, text, 
     )
 
 
-def launch(recipe, arguments, processes):
-    port = 20000 + os.getpid() % 20000
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
-    command += [
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--num_cpu_threads_per_process",
-        "1",
-    ]
-    command += ["--main_process_port", str(port)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
+def launch(recipe, arguments, processes, config):
+    """As from a shell, without GPUs: `config` is a file of recipes/accelerate."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(FOLDER / "recipes" / "accelerate" / f"{config}.yaml")]
+    command += ["--num_processes", str(processes), "--mixed_precision", "no"]
+    command += ["--main_process_port", str(20000 + os.getpid() % 20000)]
     command += ["-m", "recipes.pretrain", str(SMOKE / f"{recipe}.yaml"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
     return subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=280)
 
 
-def test_the_number_of_processes_does_not_matter(text, tmp_path):
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_the_number_of_processes_does_not_matter(config, text, tmp_path):
     """1 process, then 2, then 1, against 1 throughout, with a depth per sequence."""
     main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "one", "training.save_every=2")])
     output = tmp_path / "changing"
@@ -278,9 +271,14 @@ def test_the_number_of_processes_does_not_matter(text, tmp_path):
         arguments = settings(text, output, "training.save_every=2")
         if steps < 6:
             arguments.append(f"training.stop_after={steps}")
-        result = launch("parcae", arguments, processes)
+        result = launch("parcae", arguments, processes, "cpu" if processes == 1 else config)
         assert result.returncode == 0, result.stdout + result.stderr
     torch.testing.assert_close(torch.tensor(losses(output)), torch.tensor(losses(tmp_path / "one")), rtol=2e-4, atol=0)
+    evaluations = [
+        [record["validation/loss"] for record in read_metrics(folder / "metrics.jsonl") if "validation/loss" in record]
+        for folder in (output, tmp_path / "one")
+    ]
+    assert evaluations[0][-1] == pytest.approx(evaluations[1][-1], rel=2e-4)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(text, tmp_path):

@@ -1,0 +1,85 @@
+"""What is watched while a model trains, against its definitions, and when it is said that something drifts."""
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.metrics import read_metrics
+from recipes.monitor import EARLY, Monitor
+from recipes.pretrain import main
+
+from .helpers import random_ids, tiny_model
+from .test_pretrain import SMOKE, settings, text  # noqa: F401
+
+
+@pytest.mark.parametrize("preset", ["rdm", "parcae", "ouro"])
+def test_measurements_are_their_definitions(preset):
+    model, ids = tiny_model(preset=preset).double(), random_ids(2, 9)
+    outputs = model(ids, labels=ids, num_loops=3, output_loop_hidden_states=True)
+    outputs.loss.backward()
+    measured = Monitor().measure(model, outputs.loop_hidden_states)
+
+    states = [state.detach().numpy() for state in outputs.loop_hidden_states]
+    width = states[0].shape[-1]
+    for k, state in enumerate(states, start=1):
+        norms = np.linalg.norm(state, axis=-1) / width**0.5
+        assert measured[f"residual_norm/loop_{k}"] == pytest.approx(norms.mean())
+    assert measured["residual_norm"] == measured["residual_norm/loop_3"]
+    change = np.linalg.norm(states[2] - states[1], axis=-1) / width**0.5
+    assert measured["state_change"] == pytest.approx(change.mean())
+
+    section = "prelude" if model.config.num_prelude_layers else "core"
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    squares = sum(g.square().sum().item() for name, g in gradients.items() if f"{section}.0.mlp." in name)
+    assert measured["first_mlp_gradient_norm"] == pytest.approx(squares**0.5)
+
+    if preset == "ouro":
+        assert "spectral_radius" not in measured
+    else:  # how the injection answers a small change of the state, from its output alone
+        state, embedded = torch.zeros(width).double(), torch.zeros(width).double()
+        jacobian = torch.autograd.functional.jacobian(lambda h: model.model.injection(h, embedded), state)
+        assert measured["spectral_radius"] == pytest.approx(
+            np.abs(np.linalg.eigvals(jacobian.numpy())).max(), rel=1e-6
+        )
+
+
+def fed(monitor: Monitor, name: str, values) -> list[int]:
+    """The places in `values` at which it warned."""
+    return [i for i, value in enumerate(values) if monitor.warnings({name: value})]
+
+
+def test_a_metric_that_leaves_its_range_is_said_once_until_it_is_back():
+    early = [1.0, 2.0, 1.5, 1.2, 1.8]
+    assert len(early) == EARLY
+    assert fed(Monitor(), "residual_norm", [*early, 20.0, 29.9, 30.1, 40.0, 29.0, 31.0]) == [7, 10]
+    assert fed(Monitor(), "first_mlp_gradient_norm", [*early, 74.0, 76.0]) == [6]
+    assert fed(Monitor(), "spectral_radius", [0.5, 0.99, 1.0, 1.2, 0.9, 1.1]) == [2, 5]
+    assert fed(Monitor(), "residual_norm", [1.1e4, 2e4]) == [0]
+    assert fed(Monitor(), "loss", [1.0, 1e9]) == []
+
+
+def test_a_warning_names_the_metric_and_what_helps():
+    (message,) = Monitor().warnings({"spectral_radius": 1.25})
+    assert message.startswith("spectral_radius = 1.25 reached 1:") and "injection='diagonal'" in message
+
+
+def test_a_resumed_monitor_goes_on():
+    values = [1.0, 1.0, 1.0, 1.0, 1.0, 25.0, 26.0, 1.0, 27.0]
+    for cut in range(1, len(values)):
+        whole, first, second = Monitor(), Monitor(), Monitor()
+        expected = fed(whole, "residual_norm", values)
+        found = fed(first, "residual_norm", values[:cut])
+        second.load_state_dict(first.state_dict())
+        assert found + [cut + i for i in fed(second, "residual_norm", values[cut:])] == expected == [5, 8]
+
+
+def test_a_run_whose_injection_expands_says_so(text, tmp_path, capsys):  # noqa: F811
+    """Concat injection at a rate at which the state's half of W grows beyond 1."""
+    more = ["optimizer.lr=0.1", "training.steps=8", "logging.monitor_every=1"]
+    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path, *more)])
+    assert ": spectral_radius = " in (printed := capsys.readouterr().out)
+    radii = {
+        r["step"]: r["spectral_radius"] for r in read_metrics(tmp_path / "metrics.jsonl") if "spectral_radius" in r
+    }
+    first = next(step for step, radius in radii.items() if radius >= 1)
+    assert f"step {first}: spectral_radius = {radii[first]:.4g} reached 1" in printed
