@@ -1,0 +1,458 @@
+"""Every depth from one pass gives what stock lm-eval gives in a run for each."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from eval import harness
+from eval.looped_lm import LoopedLM, parse_depths
+from tests.helpers import tiny_model, tiny_tokenizer
+from tests.test_remote_code import run_clean
+
+
+DEPTHS = [1, 2, 4]
+TASKS = ["choice", "letter", "rolling", "writing"]
+WINDOW = 64  # of the tiny model
+
+
+def words(generator: random.Random, count: int) -> str:
+    return " ".join(generator.choices("abcdefghij", k=count))
+
+
+def documents() -> dict[str, list[dict]]:
+    """Per task. Lengths differ, so that batches are padded; the last are longer than the model's window."""
+    generator = random.Random(0)
+    lengths = [3, 9, 1, 14, 5, 20, 7, 2, 90]
+    choices = [
+        {
+            "question": words(generator, length),
+            "choices": [words(generator, 1 + (length + i) % 3) for i in range(3)],
+            "answer": generator.randrange(3),
+        }
+        for length in lengths
+    ]
+    return {
+        "choice": choices,
+        "letter": [{**row, "choices": ["a", "b", "c"]} for row in choices],
+        "rolling": [{"text": words(generator, length + 1)} for length in [*lengths, 200]],
+        "writing": [{"question": words(generator, length), "answer": "a b c"} for length in lengths],
+    }
+
+
+def task_configs(folder: Path) -> dict[str, dict]:
+    choice = {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "answer",
+        "doc_to_choice": "choices",
+        "num_fewshot": 1,
+        "fewshot_split": "test",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    rolling = {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
+    }
+    writing = {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "answer",
+        "generation_kwargs": {"until": ["j"], "max_gen_toks": 6},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    configs = {"choice": choice, "letter": choice, "rolling": rolling, "writing": writing}
+    for name, rows in documents().items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        configs[name] = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(path)}},
+            "test_split": "test",
+            **configs[name],
+        }
+    return configs
+
+
+def save_model(folder: Path, padding_side: str = "left", **fields) -> str:
+    tiny_model(**{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields}).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = padding_side
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, config in task_configs(folder).items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def manager(tasks):
+    return TaskManager(include_path=tasks, include_defaults=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def run(model, manager, tasks=TASKS, batch_size=1, model_args=None, **options) -> dict:
+    """lm-eval's results with all answers."""
+    setup = {"batch_size": batch_size, "device": "cpu", "bootstrap_iters": 0, "task_manager": manager}
+    return simple_evaluate(model, model_args=model_args, tasks=list(tasks), **setup, **options)
+
+
+def stock(folder: str, manager, depth: int, batch_size: int = 1, tasks=TASKS, **arguments) -> dict:
+    arguments = {"pretrained": folder, "num_loops": depth, **arguments}
+    return run("hf", manager, tasks, batch_size, arguments)
+
+
+def ours(folder: str, manager, depths, batch_size: int = 1, tasks=TASKS, **arguments) -> dict[int, dict]:
+    lm = LoopedLM(folder, num_loops=depths, batch_size=batch_size, device="cpu", **arguments)
+    return {depth: run(lm.at(depth), manager, tasks) for depth in lm.depths}
+
+
+def numbers(answer) -> list[float]:
+    return [float(number) for number in (answer if isinstance(answer, (tuple, list)) else [answer])]
+
+
+def values(results: dict, task: str) -> dict[str, float]:
+    """Metrics without what lm-eval says about them."""
+    return {k: v for k, v in results["results"][task].items() if "," in k and "_stderr" not in k}
+
+
+def assert_same(found: dict, expected: dict, tasks=TASKS):
+    for task in tasks:
+        assert len(found["samples"][task]) == len(expected["samples"][task]) > 5
+        for one, other in zip(found["samples"][task], expected["samples"][task]):
+            assert one["arguments"] == other["arguments"]
+            for answer, wanted in zip(one["resps"], other["resps"]):
+                if task == "writing":
+                    assert answer == wanted
+                else:
+                    assert numbers(answer[0]) == pytest.approx(numbers(wanted[0]), rel=1e-5, abs=1e-5)
+        metrics = values(expected, task)
+        assert {name: values(found, task)[name] for name in metrics} == pytest.approx(metrics, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def expected(model, manager) -> dict[int, dict]:
+    torch.set_num_threads(1)
+    return {depth: stock(model, manager, depth) for depth in DEPTHS}
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_one_pass_equals_a_run_per_depth(model, manager, expected, batch_size):
+    found = ours(model, manager, "1,2,4", batch_size)
+    for depth in DEPTHS:
+        assert_same(found[depth], expected[depth])
+    answers = [sample["resps"] for sample in expected[1]["samples"]["choice"]]
+    assert answers != [sample["resps"] for sample in expected[4]["samples"]["choice"]]
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("fields", [
+    {"preset": "parcae", "hidden_size": 32, "position_embedding": "learned"},
+    {"preset": "flt", "window_pattern": "SL", "sliding_window": 5, "exit_gate": "raw", "loop_loss": "exit_weighted"},
+], ids=["coda", "windows"])  # fmt: skip
+def test_batches_of_other_models(tmp_path, manager, fields, padding_side):
+    folder = save_model(tmp_path, padding_side, **fields)
+    found = ours(folder, manager, [2, 3], batch_size=7)
+    for depth in (2, 3):
+        assert_same(found[depth], stock(folder, manager, depth, batch_size=1))
+
+
+def test_choices_without_shared_rows(model, manager, expected):
+    found = ours(model, manager, DEPTHS, 7, tasks=["choice", "letter"], logits_cache=False)
+    assert_same(found[2], expected[2], ["choice", "letter"])
+
+
+def test_half_precision(model, manager):
+    found = ours(model, manager, [1, 3], 7, tasks=["letter", "rolling"], dtype="bfloat16")
+    wanted = stock(model, manager, 3, 7, tasks=["letter", "rolling"], dtype="bfloat16", softmax_dtype="float32")
+    for task in ("letter", "rolling"):
+        for one, other in zip(found[3]["samples"][task], wanted["samples"][task]):
+            assert numbers(one["resps"][0][0]) == pytest.approx(numbers(other["resps"][0][0]), rel=0.05, abs=0.1)
+
+
+def passes(monkeypatch, lm) -> list[int]:
+    """Depths of the passes that the model makes from now on."""
+    depths, forward = [], lm.model.forward
+
+    def counted(*args, num_loops=None, **kwargs):
+        depths.append(num_loops)
+        return forward(*args, num_loops=num_loops, **kwargs)
+
+    monkeypatch.setattr(lm.model, "forward", counted)
+    return depths
+
+
+def test_the_model_runs_once_and_heads_only_where_asked(model, manager, monkeypatch):
+    lm = LoopedLM(model, num_loops="1..4", batch_size=7, device="cpu")
+    depths, heads, head = passes(monkeypatch, lm), [], lm.model.logits
+    monkeypatch.setattr(lm.model, "logits", lambda hidden: heads.append(hidden.shape[:-1]) or head(hidden))
+    run(lm.at(1), manager, ["letter"])
+    assert depths == [4] * 2  # 9 documents, 3 choices, one row for the 3
+    assert heads == [(7, 3)] * 4 + [(2, 2)] * 4 or all(shape[1] <= 7 for shape in heads)
+    for depth in (2, 3, 4):
+        run(lm.at(depth), manager, ["letter"])
+    assert depths == [4] * 2
+
+
+def test_perplexity_and_bits_per_byte(model, manager):
+    """Against the windows of lm-eval, cut here by hand, and a softmax in float64."""
+    bits = ours(model, manager, [1, 3], 7, tasks=["rolling"])[3]["results"]["rolling"]
+    looped = transformers.AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = tiny_tokenizer()
+    nats = num_bytes = num_words = 0
+    for row in documents()["rolling"]:
+        ids = tokenizer(row["text"])["input_ids"]
+        for start in range(0, len(ids), WINDOW):
+            if start == 0:
+                window, scored = [tokenizer.bos_token_id, *ids[:WINDOW]], ids[:WINDOW]
+            else:  # as much context as fits before the last token of the window
+                end = min(start + WINDOW, len(ids))
+                window, scored = ids[max(0, end - WINDOW - 1) : end], ids[start:end]
+            with torch.no_grad():
+                log_p = looped(torch.tensor([window[:-1]])).logits[0].double().log_softmax(-1)
+            nats -= log_p[-len(scored) :].gather(-1, torch.tensor(scored)[:, None]).sum().item()
+        num_bytes += len(row["text"].encode())
+        num_words += len(row["text"].split())
+    assert bits["bits_per_byte,none"] == pytest.approx(nats / num_bytes / torch.tensor(2.0).log().item(), rel=1e-5)
+    assert bits["word_perplexity,none"] == pytest.approx(torch.tensor(nats / num_words).exp().item(), rel=1e-5)
+
+
+# early exit
+
+
+def question(context: str, continuation: str) -> Instance:
+    return Instance("loglikelihood", {}, (context, continuation), 0, ("", 0, 1))
+
+
+@pytest.mark.parametrize(
+    "criterion,threshold", [("max_prob", 0.3), ("entropy_diff", 0.2), ("latent_diff", 0.5), ("gate", 0.7)]
+)
+def test_exits_of_scored_tokens(tmp_path, criterion, threshold):
+    folder = save_model(tmp_path, exit_gate="normed", loop_loss="exit_weighted", num_loops=6)
+    arguments = {"exit_criterion": criterion, "exit_threshold": threshold, "min_loops": 2}
+    lm = LoopedLM(folder, num_loops=[3, 6], batch_size=2, device="cpu", **arguments)
+    asked = [question("a b c d", " e f g h i"), question("c", " d d a e")]
+    found = {depth: (lm.at(depth).loglikelihood(asked, disable_tqdm=True), lm.mean_loops) for depth in (3, 6)}
+
+    all_loops = {3: [], 6: []}
+    for i, request in enumerate(asked):
+        ids = torch.tensor(lm.tokenizer("".join(request.args))["input_ids"])
+        with torch.no_grad():
+            outputs = lm.model(
+                ids[None, :-1], output_loop_logits=True, output_loop_hidden_states=True, output_exit_probabilities=True
+            )
+        sums = {3: 0.0, 6: 0.0}
+        for place in range(len(lm.tokenizer(request.args[0])["input_ids"]) - 1, len(ids) - 1):
+            p = [logits[0, place].double().softmax(-1) for logits in outputs.loop_logits]
+            entropies = [-(q * q.log()).sum() for q in p]
+            states = [state[0, place] for state in outputs.loop_hidden_states]
+            gate = outputs.exit_probabilities[0, place].double().cumsum(0)
+            exits = [
+                {
+                    "max_prob": p[k].max() >= threshold,
+                    "entropy_diff": k > 0 and (entropies[k] - entropies[k - 1]).abs() <= threshold,
+                    "latent_diff": k > 0 and (states[k] - states[k - 1]).norm() / states[k].norm() <= threshold,
+                    "gate": gate[k] >= threshold and k < 5,
+                }[criterion]
+                for k in range(6)
+            ]
+            for depth in (3, 6):
+                loops = next((k + 1 for k in range(1, depth) if exits[k]), depth)
+                all_loops[depth].append(loops)
+                sums[depth] += p[loops - 1][ids[place + 1]].log().item()
+        for depth in (3, 6):
+            assert found[depth][0][i][0] == pytest.approx(sums[depth], rel=1e-5)
+    for depth in (3, 6):
+        assert found[depth][1] == pytest.approx(sum(all_loops[depth]) / len(all_loops[depth]))
+    assert len(set(all_loops[6])) > 1, "all tokens exit alike: the threshold tests nothing"
+
+
+def test_thresholds_that_are_always_or_never_reached(model, manager, expected):
+    for threshold, depth in ((0.0, 2), (2.0, 4)):
+        arguments = {"exit_criterion": "max_prob", "exit_threshold": min(threshold, 1.0), "min_loops": 2}
+        found = ours(model, manager, [4], 7, tasks=["choice", "rolling"], **arguments)[4]
+        assert_same(found, expected[depth], ["choice", "rolling"])
+        assert found["config"]["mean_loops"] == depth
+
+
+# the command
+
+
+def command(*arguments: str, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["eval.harness", *arguments])
+    harness.main()
+
+
+def read(folder: Path, pattern: str) -> list[dict]:
+    return [json.loads(line) for path in folder.rglob(pattern) for line in path.read_text().splitlines()]
+
+
+def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
+    arguments = [
+        "--model", "looped", "--model_args", f"pretrained={model},num_loops=1,2,4", "--tasks", ",".join(TASKS),
+        "--include_path", tasks, "--batch_size", "7", "--device", "cpu", "--output_path", str(tmp_path / "out"),
+        "--log_samples", "--use_cache", str(tmp_path / "cache"),
+    ]  # fmt: skip
+    command(*arguments, monkeypatch=monkeypatch)
+    assert "| choice acc | " in capsys.readouterr().out
+    assert "| 4 loops |" in (tmp_path / "out/depth.md").read_text()
+    assert (tmp_path / "out/depth.png").stat().st_size > 1000
+    for depth in DEPTHS:
+        folder = tmp_path / f"out/loops_{depth}"
+        (results,) = [json.loads(path.read_text()) for path in folder.rglob("results_*.json")]
+        assert results["config"]["model_args"]["num_loops"] == results["config"]["num_loops"] == depth
+        for task in TASKS:
+            assert len(read(folder, f"samples_{task}_*.jsonl")) == len(documents()[task])
+            assert values(results, task) == pytest.approx(values(expected[depth], task), rel=1e-5)
+
+    # a second time, from the answers that were kept
+    monkeypatch.setattr(LoopedLM, "score_tokens", lambda *_: pytest.fail("scored again"))
+    monkeypatch.setattr(LoopedLM, "_model_generate", lambda *_, **__: pytest.fail("generated again"))
+    command(*arguments, monkeypatch=monkeypatch)
+
+
+def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
+    arguments = ["--model", "hf", "--model_args", f"pretrained={model},num_loops=2", "--tasks", "letter"]
+    command(*arguments, "--include_path", tasks, "--device", "cpu", monkeypatch=monkeypatch)
+    assert "|letter" in capsys.readouterr().out
+
+
+def test_plain_lm_eval_with_remote_code_alone(model, tasks, expected, tmp_path):
+    """The folder's own code, in a Python that does not know this package."""
+    script = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("modeling_looped", "eval"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+import runpy
+runpy.run_module("lm_eval", run_name="__main__")
+"""
+    output = tmp_path / "out"
+    run_clean(
+        script.strip(), "--model", "hf", "--model_args", f"pretrained={model},trust_remote_code=True,num_loops=4",
+        "--tasks", ",".join(TASKS), "--include_path", tasks, "--device", "cpu", "--output_path", str(output),
+        tmp_path=tmp_path, HF_HOME=os.environ["HF_HOME"],
+    )  # fmt: skip
+    (results,) = [json.loads(path.read_text()) for path in output.rglob("results_*.json")]
+    for task in TASKS:
+        assert values(results, task) == pytest.approx(values(expected[4], task), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes(model, tasks, expected, tmp_path):
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "eval.harness",
+        "--model", "looped", "--model_args", f"pretrained={model},num_loops=1,2,4", "--tasks", ",".join(TASKS),
+        "--include_path", tasks, "--batch_size", "7", "--device", "cpu", "--output_path", str(tmp_path),
+        "--log_samples",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for depth in DEPTHS:
+        (results,) = [json.loads(path.read_text()) for path in (tmp_path / f"loops_{depth}").rglob("results_*.json")]
+        for task in TASKS:
+            samples = read(tmp_path / f"loops_{depth}", f"samples_{task}_*.jsonl")
+            assert sorted(sample["doc_id"] for sample in samples) == list(range(len(documents()[task])))
+            assert values(results, task) == pytest.approx(values(expected[depth], task), rel=1e-5)
+
+
+# bad input
+
+
+@pytest.mark.parametrize("written,depths", [
+    ("4", [4]), (4, [4]), ("1,2,8", [1, 2, 8]), ("8+1+2", [1, 2, 8]), ("1..4", [1, 2, 3, 4]), ([2, "3"], [2, 3]),
+    ("1..2,6", [1, 2, 6]),
+])  # fmt: skip
+def test_depths(written, depths):
+    assert parse_depths(written) == depths
+
+
+@pytest.mark.parametrize("written", [0, -1.0, "0", "-2", "1,x", "4..1", "", "1..", 2.5, True, [], "2,0"])
+def test_depths_that_are_none(written):
+    if written == []:
+        pytest.skip("no depths: the model's own")
+    with pytest.raises(ValueError, match="num_loops=.*write 4 or"):
+        parse_depths(written)
+
+
+def test_commas_of_depths_are_kept():
+    assert harness.join_depths("pretrained=x,num_loops=1,2,4") == "pretrained=x,num_loops=1+2+4"
+    assert harness.join_depths("num_loops=1..2,6,dtype=float32") == "num_loops=1..2+6,dtype=float32"
+    assert harness.join_depths("num_loops=8,dtype=float32") == "num_loops=8,dtype=float32"
+    assert harness.join_depths("max_length=8,dtype=float32") == "max_length=8,dtype=float32"
+
+
+def refused(message: str, monkeypatch, tasks, model_args: str, *arguments: str, task: str = "letter"):
+    """The command fails with the message, and no weights are read."""
+    loads = lambda *_, **__: pytest.fail("the model was loaded")  # noqa: E731
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", loads)
+    monkeypatch.setattr("modeling_looped.modeling_looped.LoopedForCausalLM.from_pretrained", loads)
+    with pytest.raises((ValueError, TypeError), match=message):
+        command(
+            "--model", "looped", "--model_args", model_args, "--tasks", task, "--include_path", tasks,
+            "--device", "cpu", *arguments, monkeypatch=monkeypatch,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments,message", [
+    ("num_loops=0", "num_loops=0 is no depth"),
+    ("num_loops=1,-2", r"num_loops=1\+-2 is no depth"),
+    ("num_loops=many", "num_loops=many is no depth"),
+    ("exit_criterion=boredom,exit_threshold=1", "'boredom' is not known: choose one of logit_margin"),
+    ("exit_criterion=gate", "needs a model with an exit gate"),
+    ("exit_criterion=max_prob", "pass exit_threshold"),
+    ("exit_threshold=0.5", "go with an exit_criterion"),
+    ("num_loops=2,exit_criterion=max_prob,exit_threshold=0.5,min_loops=3", "min_loops=3 is more than"),
+])  # fmt: skip
+def test_arguments_that_mean_nothing(model, tasks, monkeypatch, arguments, message):
+    refused(message, monkeypatch, tasks, f"pretrained={model},{arguments}")
+
+
+def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
+    refused("Tasks not found: nothing", monkeypatch, tasks, f"pretrained={model}", task="nothing")
+    refused("needs a model", monkeypatch, tasks, "num_loops=2")
+    refused("no config.json was found", monkeypatch, tasks, f"pretrained={tmp_path}")
+    refused("leave it out of gen_kwargs", monkeypatch, tasks, f"pretrained={model}", "--gen_kwargs", "num_loops=2")
+
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
+    refused("has model_type 'llama', which has no loops", monkeypatch, tasks, f"pretrained={tmp_path / 'llama'}")
+
+    run_depth = save_model(tmp_path / "run", residual_scaling="sqrt", residual_depth="run")
+    refused("cannot share a pass", monkeypatch, tasks, f"pretrained={run_depth},num_loops=1..3")
+
+    mute = save_model(tmp_path / "mute")
+    for path in Path(mute).glob("tokenizer*"):
+        path.unlink()
+    refused("no tokenizer could be opened", monkeypatch, tasks, f"pretrained={mute}")
+
+
+def test_one_depth_of_a_model_scaled_by_the_run(tmp_path, manager):
+    folder = save_model(tmp_path, residual_scaling="sqrt", residual_depth="run")
+    found = ours(folder, manager, 2, 7, tasks=["choice", "rolling"])[2]
+    assert_same(found, stock(folder, manager, 2, tasks=["choice", "rolling"]), ["choice", "rolling"])
