@@ -68,6 +68,12 @@ def training_flops_per_token(
     return once + loops + readouts * reading
 
 
+def effective_parameters(config, depth: float | None = None) -> float:
+    """N of a model whose loops are unrolled to `depth`: without the embedding, with the unembedding."""
+    n = sizes(config)
+    return n.outer + (config.num_loops if depth is None else depth) * n.core + n.coda + n.head
+
+
 def forward_flops_per_token(config, length: int, depth: float | None = None) -> float:
     n = sizes(config)
     depth = config.num_loops if depth is None else depth

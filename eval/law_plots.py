@@ -1,0 +1,121 @@
+"""Pictures of fitted laws (Parcae, figures 4, 5, 8, 25 and 26)."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .fitting import Fit
+from .law_forms import TEST_TIME
+from .run_table import Table
+
+
+def draw(law: str, result: dict, table: Table, fitted: Fit | None, path: Path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {"isoflop": 3, "conditioning": 1, "parametric": 2, "test_time": 2, "unified": 2}[law]
+    figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 3.6), squeeze=False)
+    {
+        "isoflop": draw_isoflop,
+        "parametric": draw_parametric,
+        "test_time": draw_test_time,
+        "unified": draw_unified,
+        "conditioning": draw_conditioning,
+    }[law](axes[0], result, table, fitted)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_isoflop(axes, result, table, fitted):
+    from .laws import budgets_of
+
+    for flops, group in budgets_of(table.at_training_depth()).items():
+        depth, loss = group["mean_depth"].numpy(), group["loss"].numpy()
+        points = axes[0].scatter(depth, loss, s=14, label=f"{flops:.2g} FLOPs")
+        if len(np.unique(depth)) > 3:
+            line = np.geomspace(depth.min(), depth.max(), 100)
+            parabola = np.polyfit(np.log(depth), loss, 2)
+            axes[0].plot(line, np.polyval(parabola, np.log(line)), color=points.get_facecolor()[0])
+    for best in result["optima"]:
+        axes[0].plot(best["mean_depth"], best["loss"], marker="*", markersize=12, color="black")
+    axes[0].set(xscale="log", xlabel="mean depth", ylabel="validation loss")
+    axes[0].legend(fontsize=7)
+    flops = np.array([best["flops"] for best in result["optima"]])
+    for axis, name, label in zip(axes[1:], ("mean_depth", "tokens"), ("best mean depth", "best tokens")):
+        law = result["power_laws"][name]
+        axis.scatter(flops, [best[name] for best in result["optima"]], color="black")
+        axis.plot(flops, law["scale"] * flops ** law["exponent"], label=f"FLOPs^{law['exponent']:.2f}")
+        axis.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=label)
+        axis.legend()
+
+
+def against_measured(axis, predicted, table):
+    loss = table["loss"].numpy()
+    axis.scatter(loss, predicted, s=12)
+    axis.plot([loss.min(), loss.max()], [loss.min(), loss.max()], color="gray", linestyle=":")
+    axis.set(xlabel="measured loss", ylabel="fitted loss")
+
+
+def draw_parametric(axes, result, table, fitted):
+    table = table.at_training_depth()
+    columns = table.columns(fitted.law.columns)
+    size, tokens = columns["effective_parameters"].numpy(), columns["tokens"].numpy()
+    grid = np.meshgrid(np.geomspace(size.min(), size.max(), 60), np.geomspace(tokens.min(), tokens.max(), 60))
+    flat = [torch.from_numpy(part.ravel()) for part in grid]
+    loss = fitted.predict({"effective_parameters": flat[0], "tokens": flat[1]}).reshape(60, 60)
+    lines = axes[0].contour(*grid, loss.numpy(), levels=12)
+    axes[0].clabel(lines, fontsize=7)
+    axes[0].scatter(size, tokens, s=12, color="black")
+    axes[0].set(xscale="log", yscale="log", xlabel="effective parameters", ylabel="tokens", title="loss")
+    against_measured(axes[1], fitted.predict(columns).numpy(), table)
+
+
+def draw_test_time(axes, result, table, fitted):
+    for run, curve in table.by("run").items():
+        depth = curve["test_depth"].numpy()
+        points = axes[0].scatter(
+            depth, curve["loss"].numpy(), s=12, label=f"{run} (mu {curve.rows[0]['mean_depth']:g})"
+        )
+        found = result["curves"][run]
+        if found["converged"]:
+            c, line = found["coefficients"], np.linspace(depth.min(), depth.max(), 200)
+            axes[0].plot(line, c["L_inf"] + c["Z"] * np.exp(-c["z"] * line), color=points.get_facecolor()[0])
+    axes[0].set(xlabel="test depth", ylabel="validation loss")
+    axes[0].legend(fontsize=7)
+    for key, marker in (("in_range", "o"), ("extrapolated", "s")):
+        known = [(i, form[key]["huber"]) for i, form in enumerate(result["forms"].values()) if key in form]
+        if known:
+            axes[1].plot(*zip(*known), marker=marker, linestyle="", label=key.replace("_", " "))
+    axes[1].set(yscale="log", ylabel="mean Huber loss")
+    axes[1].set_xticks(range(len(TEST_TIME)), [law.formula for law in TEST_TIME.values()], rotation=20, fontsize=7)
+    axes[1].legend()
+
+
+def draw_unified(axes, result, table, fitted):
+    predicted = fitted.predict(table.columns(fitted.law.columns))
+    curves = list(table.by("run"))
+    shown = set(curves[:: max(1, len(curves) // 8)])  # at most about eight
+    for run in curves:
+        chosen = [i for i, row in enumerate(table.rows) if row["run"] == run]
+        if run in shown:
+            chosen.sort(key=lambda i: table.rows[i]["test_depth"])
+            depth = [table.rows[i]["test_depth"] for i in chosen]
+            points = axes[0].scatter(depth, [table.rows[i]["loss"] for i in chosen], s=12, label=run)
+            axes[0].plot(depth, predicted[chosen].numpy(), color=points.get_facecolor()[0])
+    axes[0].set(xlabel="test depth", ylabel="validation loss")
+    axes[0].legend(fontsize=6)
+    against_measured(axes[1], predicted.numpy(), table)
+
+
+def draw_conditioning(axes, result, table, fitted):
+    forms = {name: form for name, form in result["forms"].items() if form["converged"]}
+    for key, marker in (("huber", "o"), ("held_out_huber", "s")):
+        known = [(name, form[key]) for name, form in forms.items() if key in form]
+        if known:
+            axes[0].plot(*zip(*known), marker=marker, linestyle="", label=key.replace("_", " "))
+    axes[0].set(yscale="log", xlabel="dependence on mean depth", ylabel="total Huber loss")
+    axes[0].legend()

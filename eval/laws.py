@@ -1,0 +1,384 @@
+"""Scaling laws of looping from a table of runs: `python -m eval.laws LAW RUNS.csv|jsonl [options]`.
+
+isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu), and their power laws
+parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens
+test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
+unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning learned (gamma), one (1) or none (0)
+conditioning  those three decays above the floor that the parametric law gives
+collect       makes the table: `python -m eval.laws collect RUN... --output runs.csv`, from folders of recipes.pretrain
+
+Columns of the table: see eval/run_table.py. The laws are those of Parcae (section 5, appendices K and L). Each writes
+LAW.json and LAW.png to --output. A fit that did not converge, or that the runs do not determine, says so and gives no
+number.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .benchmark import commit, processor
+from .fitting import Fit, FitError, bootstrap, fit, huber
+from .law_forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
+from .measures import power_law
+from .run_table import Table, collect, read_table, write_table
+
+
+# Parabolas at fixed FLOPs
+
+
+def budgets_of(table: Table, tolerance: float = 0.1) -> dict[float, Table]:
+    """Runs whose FLOPs follow each other within `tolerance` belong to one budget, named by their geometric mean."""
+    ordered = sorted(table.rows, key=lambda row: row["flops"])
+    groups = [[ordered[0]]]
+    for row in ordered[1:]:
+        near = row["flops"] <= groups[-1][-1]["flops"] * (1 + tolerance)
+        groups[-1].append(row) if near else groups.append([row])
+    tables = [Table(rows, table.source) for rows in groups]
+    return {group["flops"].log().mean().exp().item(): group for group in tables}
+
+
+def lowest(x: np.ndarray, loss: np.ndarray) -> tuple[float, float]:
+    """(x, loss) at the minimum of a parabola through loss over log x; FitError where there is none among the runs."""
+    curve = np.polynomial.Polynomial.fit(np.log(x), loss, 2).convert()
+    _, slope, bend = curve.coef
+    if not bend > 0:
+        raise FitError("the parabola has no minimum")
+    best = -slope / (2 * bend)
+    if not np.log(x.min()) <= best <= np.log(x.max()):
+        raise FitError(f"the parabola's minimum, {math.exp(best):.4g}, lies outside the runs; add runs beyond it")
+    return math.exp(best), float(curve(best))
+
+
+def optima(budgets: dict[float, Table], draw=None) -> tuple[list[dict], list[str]]:
+    """Each budget's best loops and tokens, and what is wrong with the budgets that have none."""
+    found, problems = [], []
+    for flops, group in budgets.items():
+        rows = np.arange(len(group)) if draw is None else draw.integers(len(group), size=len(group))
+        loss, depth, tokens = (group[name].numpy()[rows] for name in ("loss", "mean_depth", "tokens"))
+        try:
+            if len(np.unique(depth)) < (4 if draw is None else 3):
+                raise FitError(f"{len(np.unique(depth))} different depths; a parabola needs 4")
+            (best_depth, least), (best_tokens, _) = lowest(depth, loss), lowest(tokens, loss)
+        except FitError as problem:
+            problems.append(f"{flops:.3g} FLOPs left out: {problem}")
+            continue
+        found.append({"flops": flops, "mean_depth": best_depth, "tokens": best_tokens, "loss": least})
+    return found, problems
+
+
+def power_laws(found: list[dict]) -> dict:
+    """Of the best loops and the best tokens: scale * FLOPs ** exponent."""
+    flops = [best["flops"] for best in found]
+    laws = {}
+    for name in ("mean_depth", "tokens"):
+        values = [best[name] for best in found]
+        exponent = power_law(flops, values)["slope"]
+        laws[name] = {"exponent": exponent, "scale": math.exp(np.log(values).mean() - exponent * np.log(flops).mean())}
+    return laws
+
+
+def isoflop(table: Table, resamples: int = 0, seed: int = 0) -> dict:
+    table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
+    budgets = budgets_of(table)
+    found, problems = optima(budgets)
+    if len(found) < 3:
+        raise FitError(
+            "; ".join([f"a power law needs the optimum of at least 3 FLOP budgets, got {len(found)}", *problems])
+        )
+    result = {"law": "isoflop", "optima": found, "left_out": problems, "power_laws": power_laws(found)}
+    draw = np.random.default_rng(seed)
+    again = [optima(budgets, draw)[0] for _ in range(resamples)]
+    again = [power_laws(each) for each in again if len(each) == len(found)]
+    for name, law in result["power_laws"].items():
+        if len(again) >= 20:
+            law["interval"] = np.quantile([each[name]["exponent"] for each in again], [0.025, 0.975]).tolist()
+    return result | ({"resamples_used": len(again)} if resamples else {})
+
+
+# Laws of many runs
+
+
+def summary(name: str, fitted: Fit) -> dict:
+    facts = {
+        "law": name,
+        "formula": fitted.law.formula,
+        "rows": len(fitted.huber),
+        "restarts": fitted.restarts,
+        "converged": fitted.converged and not fitted.problem,
+    }
+    if fitted.problem:
+        return {**facts, "reason": fitted.problem}
+    return {
+        **facts,
+        "agreeing_restarts": fitted.agreeing,
+        "coefficients": fitted.coefficients,
+        "intervals": fitted.intervals,
+        "huber": fitted.huber.sum().item(),
+    }
+
+
+def errors(predicted: torch.Tensor, table: Table) -> dict:
+    """Mean and largest absolute error in percent, and every prediction."""
+    percent = 100 * (predicted / table["loss"] - 1).abs()
+    return {
+        "mean_percent": percent.mean().item(),
+        "max_percent": percent.max().item(),
+        "huber": huber(predicted, table["loss"]).sum().item(),
+        "rows": [
+            {"run": row["run"], "test_depth": row.get("test_depth"), "loss": row["loss"], "predicted": value}
+            for row, value in zip(table.rows, predicted.tolist())
+        ],
+    }
+
+
+def fit_table(law, table: Table, restarts: int, resamples: int, seed: int) -> Fit:
+    columns = table.columns(law.columns)
+    fitted = fit(law, columns, table["loss"], restarts, seed)
+    return bootstrap(fitted, columns, table["loss"], table.numbered("run"), resamples, seed)
+
+
+def parametric(table: Table, held_out: Table | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0):
+    """The training law at T = mu, and what it predicts of `held_out`."""
+    wanted = ("loss", *PARAMETRIC.columns)
+    table = table.need(*wanted).at_training_depth()
+    held_out = None if held_out is None else held_out.need(*wanted).at_training_depth()
+    fitted = fit_table(PARAMETRIC, table, restarts, resamples, seed)
+    result = summary("parametric", fitted)
+    if held_out is not None and result["converged"]:
+        result["held_out"] = errors(fitted.predict(held_out.columns(PARAMETRIC.columns)), held_out)
+    return result, fitted
+
+
+def unified(
+    table: Table,
+    held_out: Table | None = None,
+    conditioning: str = "learned",
+    restarts: int = 1000,
+    resamples: int = 0,
+    seed: int = 0,
+):
+    """The law of training and test depth, all parameters jointly (Parcae, equation 4)."""
+    law = UNIFIED[conditioning]
+    wanted = ("loss", "mean_depth", *law.columns)
+    table = table.need(*wanted)
+    held_out = None if held_out is None else held_out.need(*wanted)
+    measured = None if held_out is None else at_training_depth_of_each(held_out)
+    fitted = fit_table(law, table, restarts, resamples, seed)
+    result = {**summary("unified", fitted), "conditioning": conditioning}
+    if held_out is not None and result["converged"]:
+        columns = held_out.columns(law.columns)
+        result["held_out"] = errors(fitted.predict(columns), held_out)
+        decay = fitted.law.term_logs(fitted.free[None], columns)[0, :, -1].exp()
+        result["held_out_above_measured"] = errors(measured + decay, held_out)
+    return result, fitted
+
+
+def at_training_depth_of_each(table: Table) -> torch.Tensor:
+    """[n]: the measured loss at T = mu of each row's run."""
+    loss = {row["run"]: row["loss"] for row in table.at_training_depth().rows}
+    return torch.tensor([loss[row["run"]] for row in table.rows], dtype=torch.float64)
+
+
+def conditioning(table: Table, held_out: Table | None = None, restarts: int = 500, seed: int = 0) -> dict:
+    """How the decay should depend on the training depth: three forms above the training law's floor (table 14)."""
+    wanted = ("loss", "mean_depth", "test_depth", *PARAMETRIC.columns)
+    table.need(*wanted)
+    if held_out is not None:
+        held_out.need(*wanted)
+    training, floor = parametric(table, None, restarts, 0, seed)
+    result = {"law": "conditioning", "training_law": training, "forms": {}}
+    if not training["converged"]:
+        return {**result, "converged": False, "reason": training["reason"]}
+
+    def with_floor(part: Table, law) -> dict:
+        columns = part.columns([name for name in law.columns if name != "floor"])
+        return {**columns, "floor": floor.predict(part.columns(PARAMETRIC.columns))}
+
+    for name in CONDITIONING:
+        law = ABOVE_FLOOR[name]
+        fitted = fit(law, with_floor(table, law), table["loss"], restarts, seed)
+        result["forms"][name] = summary(name, fitted)
+        if held_out is not None and fitted.converged and not fitted.problem:
+            predicted = fitted.predict(with_floor(held_out, law))
+            result["forms"][name]["held_out_huber"] = huber(predicted, held_out["loss"]).sum().item()
+    good = {name: form["huber"] for name, form in result["forms"].items() if form["converged"]}
+    return {**result, "converged": bool(good), "best": min(good, key=good.get, default=None)}
+
+
+# Test-time curves, one run at a time
+
+
+def test_time(table: Table, restarts: int = 100, seed: int = 0) -> dict:
+    """Four forms on the curve of every run, on all depths and on T <= mu (tables 12 and 13)."""
+    table.need("loss", "mean_depth", "test_depth")
+    curves = table.by("run")
+    result = {"law": "test_time", "curves": {}, "forms": {}, "left_out": []}
+    scores = {name: {"in_range": [], "extrapolated": []} for name in TEST_TIME}
+    for run, curve in curves.items():
+        fits = {name: curve_fit(law, curve, restarts, seed) for name, law in TEST_TIME.items()}
+        result["curves"][run] = curve_summary(fits["exponential"], curve)
+        keep_together(
+            scores, "in_range", {name: each.huber.mean().item() for name, each in fits.items() if each.converged}
+        )
+        known, beyond = (
+            curve.where(lambda row: row["test_depth"] <= row["mean_depth"]),
+            curve.where(lambda row: row["test_depth"] > row["mean_depth"]),
+        )
+        if len(known) < 4 or not len(beyond):
+            result["left_out"].append(
+                f"{run}: {len(known)} depths up to mu and {len(beyond)} beyond; extrapolating needs 4 and 1"
+            )
+            continue
+        keep_together(scores, "extrapolated", extrapolated(known, beyond, restarts, seed))
+    for name, by_range in scores.items():
+        result["forms"][name] = {"formula": TEST_TIME[name].formula} | {
+            key: {"huber": float(np.mean(values)), "curves": len(values)} for key, values in by_range.items() if values
+        }
+    recovered = [curve["floor_percent"] for curve in result["curves"].values() if "floor_percent" in curve]
+    if recovered:
+        result["floor_against_loss_at_mu"] = {"mean_percent": float(np.mean(recovered)), "max_percent": max(recovered)}
+    return result
+
+
+def curve_fit(law, curve: Table, restarts: int, seed: int) -> Fit:
+    try:
+        return fit(law, curve.columns(law.columns), curve["loss"], restarts, seed, criterion="squares")
+    except FitError as error:
+        raise FitError(f"run {curve.rows[0]['run']}: {error}") from None
+
+
+def curve_summary(fitted: Fit, curve: Table) -> dict:
+    facts = {"mean_depth": curve.rows[0]["mean_depth"], **summary("exponential", fitted)}
+    trained = [row["loss"] for row in curve.rows if row["test_depth"] == row["mean_depth"]]
+    if facts["converged"] and trained:
+        facts["floor_percent"] = 100 * abs(fitted.coefficients["L_inf"] / trained[0] - 1)
+    return facts
+
+
+def keep_together(scores: dict, key: str, values: dict):
+    """Forms are compared on the curves that all of them fit."""
+    if len(values) == len(scores):
+        for name, value in values.items():
+            scores[name][key].append(value)
+
+
+def extrapolated(known: Table, beyond: Table, restarts: int, seed: int) -> dict[str, float]:
+    values = {}
+    for name, law in TEST_TIME.items():
+        fitted = curve_fit(law, known, restarts, seed)
+        if fitted.converged:
+            values[name] = huber(fitted.predict(beyond.columns(law.columns)), beyond["loss"]).mean().item()
+    return values
+
+
+# Command line
+
+
+def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit | None]:
+    restarts = {} if args.restarts is None else {"restarts": args.restarts}
+    if law == "isoflop":
+        return isoflop(table, args.bootstrap, args.seed), None
+    if law == "test_time":
+        return test_time(table, **restarts, seed=args.seed), None
+    if law == "conditioning":
+        return conditioning(table, held_out, **restarts, seed=args.seed), None
+    if law == "unified":
+        return unified(table, held_out, args.conditioning, **restarts, resamples=args.bootstrap, seed=args.seed)
+    return parametric(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed)
+
+
+def show(result: dict, indent: str = ""):
+    """The result as lines: numbers to five digits, predictions left to the JSON."""
+    for key, value in result.items():
+        if key == "rows" and isinstance(value, list):
+            continue
+        if isinstance(value, dict):
+            print(f"{indent}{key}")
+            show(value, indent + "  ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            print(f"{indent}{key}")
+            for item in value:
+                print(f"{indent}  " + "  ".join(f"{name} {number(each)}" for name, each in item.items()))
+        elif value not in ([], {}):
+            print(f"{indent}{key:24} {number(value)}")
+
+
+def number(value) -> str:
+    if isinstance(value, (list, tuple)):
+        return " .. ".join(map(number, value))
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.laws", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    laws = ("isoflop", "parametric", "test_time", "unified", "conditioning", "collect")
+    parser.add_argument("law", choices=laws, metavar="LAW", help=" | ".join(laws))
+    parser.add_argument("inputs", nargs="+", metavar="RUNS", help="a table of runs; run folders for collect")
+    parser.add_argument(
+        "--output", default=None, help="folder of LAW.json and LAW.png (runs/laws); collect: the table"
+    )
+    parser.add_argument("--held-out", metavar="RUNS", help="a table of runs to predict")
+    parser.add_argument("--by", metavar="COLUMN", help="fit the runs of each value of a column apart, e.g. parameters")
+    parser.add_argument("--min-depth", type=float, default=0.0, help="leave out runs with a mean depth below this")
+    parser.add_argument("--conditioning", choices=CONDITIONING, default="learned", help="unified: gamma")
+    parser.add_argument("--restarts", type=int, help="default: 500; unified 1000; test_time 100 a curve")
+    parser.add_argument("--bootstrap", type=int, default=200, help="resamples of the runs for 95%% intervals; 0: none")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def collect_all(folders: list[str], output: str | None):
+    rows = [row for folder in folders for row in collect(folder)]
+    path = Path(output or "runs/laws/runs.csv")
+    write_table(rows, path)
+    print(f"{len(rows)} rows of {len(folders)} runs: {path}")
+
+
+def main(arguments: list[str]) -> int:
+    from . import law_plots
+
+    args = parser().parse_args(arguments)
+    if args.restarts is not None and args.restarts < 1:
+        raise FitError(f"--restarts must be at least 1, got {args.restarts}")
+    if args.law == "collect":
+        collect_all(args.inputs, args.output)
+        return 0
+    if len(args.inputs) != 1:
+        raise FitError(f"{args.law} reads one table, got {', '.join(args.inputs)}; `collect` makes one of run folders")
+    table = read_table(args.inputs[0])
+    held_out = read_table(args.held_out) if args.held_out else None
+    if args.min_depth:
+        table = table.need("mean_depth").where(lambda row: row["mean_depth"] >= args.min_depth)
+    parts = {"": table} if args.by is None else table.need(args.by).by(args.by)
+    others = {"": held_out} if args.by is None or held_out is None else held_out.need(args.by).by(args.by)
+    output = Path(args.output or "runs/laws")
+    output.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for value, part in parts.items():
+        name = args.law if args.by is None else f"{args.law}_{args.by}={number(value)}"
+        result, fitted = run(args.law, part, others.get(value), args)
+        command = "python -m eval.laws " + shlex.join(arguments)
+        result |= {"seed": args.seed, "command": command, "commit": commit(), "hardware": processor()}
+        (output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        show(result)
+        if result.get("converged", True):
+            law_plots.draw(args.law, result, part, fitted, output / f"{name}.png")
+        else:
+            failed = True
+        print(f"written: {output / name}.json")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except FitError as error:
+        raise SystemExit(f"FitError: {error}") from None

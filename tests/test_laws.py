@@ -1,0 +1,429 @@
+"""Scaling laws: published coefficients come back from losses drawn from them, the true form wins, doubt is said."""
+
+import csv
+import json
+import math
+import random
+
+import pytest
+import torch
+from scipy import optimize
+
+from eval import fitting, laws
+from eval.fitting import FitError, fit, huber, minimize
+from eval.law_forms import PARAMETRIC, TEST_TIME
+from eval.run_table import Table, collect, read_table, write_table
+from modeling_looped import LoopedConfig
+from recipes.config import recipe_from_dict
+from recipes.plan import plan
+
+
+# Parcae, table 11: E, X, x, Y, y; and parameters outside and inside the loop, roughly, with the budgets of appendix O
+SMALL = (2.662, 522733.307, 0.771, 25420.102, 0.525), (65e6, 28e6), (1e18, 2e18, 4e18, 8e18, 16e18, 64e18)
+MEDIUM = (2.439, 832134.346, 0.775, 6386.865, 0.448), (134e6, 100e6), (32e18, 64e18, 128e18)
+NAMES = ("E", "X", "x", "Y", "y")
+TEST_DEPTHS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
+
+
+def training_rows(size, noise=0.0, seed=0, depths=(2, 4, 6, 8, 10, 12), held_out=False) -> list[dict]:
+    (E, X, x, Y, y), (outer, core), budgets = size
+    draw, rows = random.Random(seed), []
+    for flops in [1.7 * budgets[-1]] if held_out else budgets:
+        for depth in depths:
+            n = outer + depth * core
+            tokens = flops / (6 * n)
+            loss = (E + X * n**-x + Y * tokens**-y) * math.exp(noise * draw.gauss(0, 1))
+            row = {"mean_depth": depth, "tokens": tokens, "flops": flops, "effective_parameters": n, "loss": loss}
+            rows.append({"run": f"{flops:g}_{depth}", "parameters": outer + core, "test_depth": depth, **row})
+    return rows
+
+
+def at_test_depths(rows, Z, z, gamma, test_depths=TEST_DEPTHS, noise=0.0) -> list[dict]:
+    """Every run at every test depth, by equation 4 with the runs' losses as the floor."""
+    draw = random.Random(1)
+    return [
+        {**r, "test_depth": t, "loss": (r["loss"] + Z * math.exp(-z * t * r["mean_depth"] ** -gamma)) * draw_noise}
+        for r in rows
+        for t in sorted({*test_depths, r["mean_depth"]})
+        for draw_noise in [math.exp(noise * draw.gauss(0, 1))]
+    ]
+
+
+def table(rows) -> Table:
+    return Table(rows, "runs")
+
+
+# The optimiser
+
+
+def test_every_row_of_a_batch_is_a_problem_of_its_own():
+    scale = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    starts = torch.tensor([[-1.2, 1.0], [2.0, -1.0], [0.5, 3.0]], dtype=torch.float64)
+
+    def rosenbrock(points, rows):
+        return (1 - points[:, 0]) ** 2 + scale[rows] * (points[:, 1] - points[:, 0] ** 2) ** 2
+
+    points, values = minimize(rosenbrock, starts)
+    assert torch.allclose(points, torch.ones(3, 2, dtype=torch.float64), atol=1e-4)
+    alone, _ = minimize(lambda x, rows: rosenbrock(x, torch.tensor([1])), starts[1:2])
+    assert torch.allclose(alone[0], points[1], atol=1e-6)
+    assert values.max() < 1e-8
+
+
+def test_it_finds_what_scipy_finds():
+    generator = torch.Generator().manual_seed(0)
+    basis = torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    target = torch.randn(30, generator=generator, dtype=torch.float64)
+
+    def logistic(points, rows):
+        return (points @ basis.T - target).cosh().log().mean(1) + points.square().sum(1) * 1e-3
+
+    points, values = minimize(logistic, torch.zeros(1, 4, dtype=torch.float64))
+    reference = optimize.minimize(
+        lambda x: logistic(torch.as_tensor(x)[None], None).item(),
+        torch.zeros(4, dtype=torch.float64).numpy(),
+        method="L-BFGS-B",
+        tol=1e-12,
+    )
+    assert values.item() == pytest.approx(reference.fun, rel=1e-8)
+    assert points[0].tolist() == pytest.approx(reference.x.tolist(), abs=1e-4)
+
+
+def test_huber_loss_of_logarithms():
+    measured = torch.tensor([2.0, 3.0], dtype=torch.float64)
+    value = huber(measured * torch.tensor([1.0005, 1.1], dtype=torch.float64), measured).tolist()
+    near, far = math.log(1.0005), math.log(1.1)
+    assert value == pytest.approx([near**2 / 2, 1e-3 * (far - 0.5e-3)], rel=1e-9)
+
+
+# The training laws
+
+
+@pytest.mark.parametrize("size,restarts", [(SMALL, 500), (MEDIUM, 100)])
+def test_coefficients_of_table_11_come_back(size, restarts):
+    result, _ = laws.parametric(table(training_rows(size)), restarts=restarts)
+    assert result["converged"] and result["agreeing_restarts"] > restarts / 2
+    assert result["coefficients"] == pytest.approx(dict(zip(NAMES, size[0])), rel=1e-5)
+    assert result["huber"] < 1e-15
+
+
+def test_noisy_runs_predict_held_out_ones_and_intervals_hold_the_truth():
+    rows, held_out = training_rows(SMALL, noise=1e-3), training_rows(SMALL, held_out=True)
+    result, _ = laws.parametric(table(rows), table(held_out), restarts=60, resamples=100)
+    for name, truth in zip(NAMES, SMALL[0]):
+        low, high = result["intervals"][name]
+        assert low < truth < high and low < result["coefficients"][name] < high
+    assert result["intervals"]["E"][1] - result["intervals"]["E"][0] < 0.2
+    predicted = [row["predicted"] / row["loss"] - 1 for row in result["held_out"]["rows"]]
+    assert len(predicted) == len(held_out) and max(map(abs, predicted)) < 0.005
+    assert result["held_out"]["mean_percent"] == pytest.approx(100 * sum(map(abs, predicted)) / len(predicted))
+
+
+def isoflop_rows(exponent=0.4, budgets=(1e15, 4e15, 1.6e16, 6.4e16), noise=0.0):
+    """Parabolas in log mu around mu* = 3 (C / 1e15) ** exponent, with tokens in C ** 0.78 at the optimum."""
+    draw, rows = random.Random(0), []
+    for flops in budgets:
+        best = 3 * (flops / 1e15) ** exponent
+        for depth in (best / 3, best / 2, best / 1.4, best * 1.1, best * 2, best * 2.6):
+            tokens = 5e6 * (flops / 1e15) ** 0.78 * (best / depth) ** 0.8
+            loss = 4 - 0.1 * math.log10(flops / 1e15) + 0.05 * math.log(depth / best) ** 2 + noise * draw.gauss(0, 1)
+            rows.append(
+                {"mean_depth": depth, "tokens": tokens, "flops": flops * draw.uniform(0.99, 1.01), "loss": loss}
+            )
+    return [{"run": str(i), **row} for i, row in enumerate(rows)]
+
+
+def test_isoflop_optima_and_their_power_laws():
+    result = laws.isoflop(table(isoflop_rows()), resamples=40)
+    assert [best["mean_depth"] for best in result["optima"]] == pytest.approx(
+        [3 * 4 ** (0.4 * i) for i in range(4)], rel=1e-6
+    )
+    assert [best["loss"] for best in result["optima"]] == pytest.approx(
+        [4 - 0.1 * i * math.log10(4) for i in range(4)], rel=1e-6
+    )
+    for name, exponent in (("mean_depth", 0.4), ("tokens", 0.78)):
+        assert result["power_laws"][name]["exponent"] == pytest.approx(exponent, abs=5e-3)  # FLOPs vary by 1 %
+    noisy = laws.isoflop(table(isoflop_rows(noise=1e-3)), resamples=100)
+    low, high = noisy["power_laws"]["mean_depth"]["interval"]
+    assert low < 0.4 < high and 0.005 < high - low < 0.3
+
+
+def test_budgets_without_an_optimum_are_named():
+    rows = isoflop_rows()
+    for row in rows[:6]:
+        row["loss"] = 8 - row["loss"]  # upside down
+    outside = [{**row, "loss": 4 + 0.1 * math.log(row["mean_depth"] / 90) ** 2} for row in rows[6:12]]
+    result = laws.isoflop(table(rows[:6] + rows[6:]))
+    assert len(result["optima"]) == 3 and "has no minimum" in result["left_out"][0]
+    with pytest.raises(FitError, match="at least 3 FLOP budgets, got 2.*has no minimum.*outside the runs"):
+        laws.isoflop(table(rows[:6] + outside + rows[12:]))
+    with pytest.raises(FitError, match="got 0.*3 different depths; a parabola needs 4"):
+        laws.isoflop(table([row for i, row in enumerate(rows) if i % 6 < 3]))
+
+
+# Test depth
+
+
+def curve_rows(form, depths=(4, 8, 12), noise=1e-5):
+    """Curves of several runs, up to twice the training depth; the speed falls with the training depth."""
+    draw, rows = random.Random(0), []
+    for mu in depths:
+        for t in range(1, 2 * mu + 1):
+            loss = (2.8 - 0.02 * mu + form(t, 3 / mu)) * math.exp(noise * draw.gauss(0, 1))
+            rows.append({"run": f"mu{mu}", "mean_depth": mu, "test_depth": t, "loss": loss})
+    return rows
+
+
+TRUE_FORMS = {
+    "exponential": lambda t, rate: 1.2 * math.exp(-rate * t),
+    "shifted_power": lambda t, rate: 1.2 * (1 + t) ** -(1 + rate),
+    "power": lambda t, rate: 0.7 * t ** -(1 + rate),
+}
+
+
+@pytest.mark.parametrize("truth", TRUE_FORMS)
+def test_the_true_form_wins_in_range_and_beyond(truth):
+    result = laws.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=30)
+    assert not result["left_out"]
+    for key in ("in_range", "extrapolated"):
+        scores = {name: form[key]["huber"] for name, form in result["forms"].items()}
+        assert min(scores, key=scores.get) == truth
+        assert min(value for name, value in scores.items() if name != truth) > 2 * scores[truth]
+        assert result["forms"][truth][key]["curves"] == 3
+
+
+def test_coefficients_of_every_curve_and_the_floor_against_the_loss_at_mu():
+    rows = curve_rows(TRUE_FORMS["exponential"], noise=0.0)
+    result = laws.test_time(table(rows), restarts=30)
+    percents = []
+    for mu in (4, 8, 12):
+        found = result["curves"][f"mu{mu}"]["coefficients"]
+        assert found == pytest.approx({"L_inf": 2.8 - 0.02 * mu, "Z": 1.2, "z": 3 / mu}, rel=1e-6)
+        floor = 2.8 - 0.02 * mu
+        percents.append(100 * (1 - floor / (floor + 1.2 * math.exp(-3))))
+    assert result["floor_against_loss_at_mu"]["mean_percent"] == pytest.approx(sum(percents) / 3, rel=1e-4)
+    assert result["floor_against_loss_at_mu"]["max_percent"] == pytest.approx(max(percents), rel=1e-4)
+
+
+def test_short_curves_are_not_extrapolated():
+    result = laws.test_time(table(curve_rows(TRUE_FORMS["exponential"], depths=(3, 8))), restarts=20)
+    assert result["left_out"] == ["mu3: 3 depths up to mu and 3 beyond; extrapolating needs 4 and 1"]
+    assert result["forms"]["exponential"]["extrapolated"]["curves"] == 1
+
+
+# The unified law
+
+
+def test_the_unified_law_comes_back_and_predicts():
+    rows = at_test_depths(training_rows(SMALL), 1.5, 3.0, 1.19, test_depths=(1, 2, 4, 8, 16))
+    held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.5, 3.0, 1.19)
+    result, _ = laws.unified(table(rows), table(held_out), restarts=12)
+    truth = dict(zip((*NAMES, "Z", "z", "gamma"), (*SMALL[0], 1.5, 3.0, 1.19)))
+    assert result["coefficients"] == pytest.approx(truth, rel=1e-4)
+    assert result["held_out"]["max_percent"] < 0.01
+    # above the measured loss at mu, which holds what is left of the decay there: a known overshoot
+    rest = 1.5 * math.exp(-3.0 * 8 * 8**-1.19)
+    floor = held_out[-1]["loss"] - 1.5 * math.exp(-3.0 * 24 * 8**-1.19)
+    last = result["held_out_above_measured"]["rows"][-1]
+    assert last["predicted"] - last["loss"] == pytest.approx(rest, rel=1e-3) and last["loss"] > floor
+
+
+def test_conditioning_on_the_training_depth_wins_where_it_is_true():
+    rows = at_test_depths(training_rows(SMALL), 1.0, 5.0, 1.0, test_depths=(1, 2, 4, 8, 16, 24), noise=1e-4)
+    held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 5.0, 1.0)
+    result = laws.conditioning(table(rows), table(held_out), restarts=40)
+    learned, one, none = (result["forms"][name] for name in ("learned", "one", "none"))
+    assert learned["coefficients"]["gamma"] == pytest.approx(1.0, abs=0.05)
+    assert none["huber"] > 2 * one["huber"] and learned["huber"] <= one["huber"] * (1 + 1e-6)
+    assert none["held_out_huber"] > one["held_out_huber"]
+
+    rows = at_test_depths(training_rows(SMALL), 8.0, 4.0, 0.0, test_depths=(1, 2, 4, 8, 16, 24), noise=1e-4)
+    forms = laws.conditioning(table(rows), restarts=40)["forms"]
+    assert forms["none"]["huber"] < forms["one"]["huber"] / 2
+
+
+# Fits that give no number
+
+
+def test_a_fit_without_a_minimum_gives_no_number(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(fitting, "minimize", lambda objective, start: (start, objective(start, None)))
+    monkeypatch.setattr(fitting, "polished", lambda objective, free: free)
+    result, fitted = laws.parametric(table(training_rows(SMALL)), restarts=2, resamples=10)
+    assert not result["converged"] and "no minimum was reached from 2 starts" in result["reason"]
+    assert not {"coefficients", "intervals", "huber"} & set(result)
+    for number in (lambda: fitted.coefficients, lambda: fitted.predict({})):
+        with pytest.raises(FitError, match="no minimum"):
+            number()
+    write_table(training_rows(SMALL), tmp_path / "runs.csv")
+    assert laws.main(["parametric", str(tmp_path / "runs.csv"), "--output", str(tmp_path)]) == 1
+    assert "no minimum was reached" in capsys.readouterr().out and not (tmp_path / "parametric.png").exists()
+
+
+def test_what_the_runs_do_not_show_is_said():
+    flat = [{**row, "loss": 2.5 + 3e4 * row["tokens"] ** -0.5} for row in training_rows(SMALL)]  # no use of loops
+    result, _ = laws.parametric(table(flat), restarts=40)
+    assert not result["converged"] and "X" in result["reason"] and "coefficients" not in result
+    constant = [{**row, "loss": 2.5} for row in curve_rows(TRUE_FORMS["exponential"], depths=(8,))]
+    fitted = fit(TEST_TIME["exponential"], table(constant).columns(["test_depth"]), table(constant)["loss"], 20)
+    assert "Z" in fitted.problem
+
+
+# Bad input
+
+
+def test_missing_columns_and_bad_numbers_are_named(tmp_path):
+    rows = training_rows(SMALL)
+    bare = [{key: row[key] for key in ("run", "loss", "tokens", "mean_depth")} for row in rows]
+    with pytest.raises(FitError, match="runs lacks columns flops; it has|runs lacks column flops; it has loss"):
+        laws.isoflop(table(bare))
+    with pytest.raises(FitError, match="lacks columns test_depth, effective_parameters"):
+        laws.conditioning(table(bare))
+    for value, words in (
+        (0.0, "got 0.0"),
+        (-1.0, "got -1.0"),
+        (math.nan, "got nan"),
+        ("high", "a number, got 'high'"),
+    ):
+        with pytest.raises(FitError, match=f"row 3 .*: loss must be .*{words}"):
+            laws.parametric(table([*rows[:2], {**rows[2], "loss": value}, *rows[3:]]))
+    with pytest.raises(FitError, match="row 1 .*tokens must be a number, got None"):
+        laws.parametric(table([{k: v for k, v in rows[0].items() if k != "tokens"}, *rows[1:]]))
+
+
+def test_too_few_runs_and_columns_that_do_not_vary():
+    rows = training_rows(SMALL)
+    with pytest.raises(FitError, match=r"5 parameters \(E, X, x, Y, y\) and needs at least 6 losses, got 5"):
+        laws.parametric(table(rows[:5]))
+    with pytest.raises(FitError, match="different values of tokens, but all 36 rows have 1e.09"):
+        laws.parametric(table([{**row, "tokens": 1e9} for row in rows]))
+    with pytest.raises(FitError, match="run mu8: .*needs at least 4 losses, got 2"):
+        laws.test_time(table(curve_rows(TRUE_FORMS["exponential"], depths=(8,))[:2]))
+    untested = [{**row, "test_depth": row["test_depth"] + 1} for row in rows]
+    with pytest.raises(FitError, match="no row with test_depth equal to mean_depth for 1.6e.19_10, .* and others"):
+        laws.parametric(table(untested))
+
+
+def test_tables_that_can_not_be_read(tmp_path):
+    with pytest.raises(FitError, match="a .csv or .jsonl, got"):
+        read_table(tmp_path / "runs.xlsx")
+    with pytest.raises(FitError, match="there is no table .*laws collect"):
+        read_table(tmp_path / "runs.csv")
+    (tmp_path / "empty.csv").write_text("run,loss\n")
+    with pytest.raises(FitError, match="holds no runs"):
+        read_table(tmp_path / "empty.csv")
+    (tmp_path / "bad.jsonl").write_text('{"run": 1}\n{"run"\n')
+    with pytest.raises(FitError, match="bad.jsonl, line 2 is not JSON"):
+        read_table(tmp_path / "bad.jsonl")
+    for suffix in ("csv", "jsonl"):
+        write_table(training_rows(SMALL), tmp_path / f"runs.{suffix}")
+        again = read_table(tmp_path / f"runs.{suffix}")
+        assert again["loss"].tolist() == pytest.approx([row["loss"] for row in training_rows(SMALL)], rel=1e-12)
+
+
+# Command line
+
+
+def written(folder, name):
+    assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_every_law_from_the_command_line(tmp_path, capsys):
+    rows = training_rows(SMALL) + training_rows(MEDIUM)
+    write_table(rows, tmp_path / "runs.csv")
+    write_table(at_test_depths(training_rows(MEDIUM), 1.5, 3.0, 1.0, (1, 2, 4, 16)), tmp_path / "depths.jsonl")
+    write_table(isoflop_rows(), tmp_path / "isoflop.csv")
+    write_table(curve_rows(TRUE_FORMS["exponential"], depths=(6,)), tmp_path / "curves.csv")
+    options = ["--output", str(tmp_path / "out"), "--restarts", "12", "--bootstrap", "5"]
+    for law, file, *more in (
+        ("isoflop", "isoflop.csv"),
+        ("parametric", "runs.csv", "--by", "parameters", "--held-out", str(tmp_path / "runs.csv")),
+        ("test_time", "curves.csv"),
+        ("unified", "depths.jsonl", "--conditioning", "one", "--min-depth", "4"),
+        ("conditioning", "depths.jsonl"),
+    ):
+        assert laws.main([law, str(tmp_path / file), *options, *more]) == 0
+    assert written(tmp_path / "out", "isoflop")["power_laws"]["mean_depth"]["exponent"] == pytest.approx(0.4, abs=0.01)
+    small = written(tmp_path / "out", "parametric_parameters=9.3e+07")
+    assert small["coefficients"]["E"] == pytest.approx(2.662, rel=1e-4)
+    assert len(small["held_out"]["rows"]) == 36 and small["command"].startswith("python -m eval.laws parametric")
+    assert written(tmp_path / "out", "parametric_parameters=2.34e+08")["coefficients"]["E"] == pytest.approx(2.439)
+    assert set(written(tmp_path / "out", "test_time")["forms"]) == set(TEST_TIME)
+    unified = written(tmp_path / "out", "unified")
+    assert unified["coefficients"]["z"] == pytest.approx(3.0, rel=1e-3) and unified["conditioning"] == "one"
+    assert written(tmp_path / "out", "conditioning")["best"] in ("one", "learned")
+    assert "predicted" not in capsys.readouterr().out  # row by row in the JSON alone
+
+
+def test_bad_arguments(tmp_path):
+    for arguments, words in (
+        (["parametric", "a.csv", "b.csv"], "reads one table, got a.csv, b.csv"),
+        (["parametric", "a.csv", "--restarts", "0"], "--restarts must be at least 1, got 0"),
+        (["isoflop", str(tmp_path / "a.csv")], "there is no table"),
+        (["collect", str(tmp_path)], "has no recipe.yaml: it is no finished run"),
+    ):
+        with pytest.raises(FitError, match=words):
+            laws.main(arguments)
+
+
+def make_run(folder, steps=20):
+    """The folder of a finished run, without weights."""
+    recipe = recipe_from_dict(
+        {
+            "model": {
+                "preset": "parcae",
+                "hidden_size": 256,
+                "vocab_size": 512,
+                "num_attention_heads": 2,
+                "num_loops": 4,
+            },
+            "data": {"sequence_length": 64},
+            "depth": {"sampler": "poisson", "backprop_loops": "half"},
+            "training": {"steps": steps, "rows_per_step": 8},
+        }
+    )
+    config = recipe.model_config()
+    (folder / "final").mkdir(parents=True)
+    recipe.save(folder / "recipe.yaml")
+    config.save_pretrained(folder / "final")
+    records = [{"step": 9, "validation/loss": 5.0, "validation/loss_at_1": 6.0, "validation/loss_at_4": 5.0}]
+    records += [{"step": steps - 1, "loss": 4.5}]
+    records += [{"step": steps - 1, "validation/loss": 4.0, "validation/loss_at_1": 5.0, "validation/loss_at_4": 4.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 2')
+    return recipe
+
+
+def test_the_table_is_made_from_run_folders(tmp_path):
+    recipe = make_run(tmp_path / "a")
+    make_run(tmp_path / "b", steps=40)
+    laws.main(["collect", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "runs.csv")])
+    with open(tmp_path / "runs.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["test_depth"], float(row["loss"])) for row in rows] == [
+        ("a", "1", 5.0), ("a", "4", 4.0), ("b", "1", 5.0), ("b", "4", 4.0),
+    ]  # fmt: skip
+    costs = plan(recipe)
+    assert float(rows[0]["tokens"]) == costs["tokens"] == 20 * 8 * 64
+    assert float(rows[0]["flops"]) == pytest.approx(costs["training FLOPs"])
+    assert float(rows[0]["effective_parameters"]) == costs["effective parameters"]
+    config = LoopedConfig.from_pretrained(tmp_path / "a" / "final")
+    core = costs["effective parameters"] - plan_at(recipe, 3)
+    assert 1 < costs["effective parameters"] / core < 10 and config.num_loops == float(rows[0]["mean_depth"]) == 4
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    with pytest.raises(FitError, match="holds no validation loss"):
+        collect(tmp_path / "a")
+
+
+def plan_at(recipe, loops):
+    recipe.model["num_loops"] = loops
+    return plan(recipe)["effective parameters"]
+
+
+def test_the_law_of_a_fit_is_centred_on_its_runs():
+    """The same losses in other units give the same exponents, and a scale in those units."""
+    rows = training_rows(MEDIUM)
+    columns, loss = table(rows).columns(PARAMETRIC.columns), table(rows)["loss"]
+    shrunk = {name: values / 1e6 for name, values in columns.items()}
+    here, there = (fit(PARAMETRIC, each, loss, 20).coefficients for each in (columns, shrunk))
+    assert there["x"] == pytest.approx(here["x"], rel=1e-6)
+    assert there["X"] == pytest.approx(here["X"] * 1e6 ** -here["x"], rel=1e-5)
