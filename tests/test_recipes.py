@@ -137,8 +137,8 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
             {
                 "recipe": str(FOLDER / "smoke/residual_scaling.yaml"),
                 "set": {
-                    "training.steps": 2,
-                    "training.max_loss": 20.0,
+                    "training.steps": 6,
+                    "training.max_loss": 6.0,
                     "data.source": str(tmp_path / "text.jsonl"),
                     "data.cache_dir": str(tmp_path / "shards"),
                     "data.tokenizer_vocab_size": 280,
@@ -146,7 +146,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
                 "grid": {
                     "model.residual_scaling": ["none", "linear"],
                     "model.num_loops": [1, 2],
-                    "optimizer.lr": [1e-3, 1e4],
+                    "optimizer.lr": [1e-2, 1e4],
                 },
                 "plot": {"x": "optimizer.lr", "curve": "model.num_loops", "panel": ["model.residual_scaling"]},
             }
@@ -155,7 +155,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
     arguments = [str(tmp_path / "rates.sweep.yaml"), f"training.output_dir={tmp_path / 'runs'}"]
     sweep.main(arguments)
     printed = capsys.readouterr().out
-    assert "best optimizer.lr by model.num_loops linear: 1: 0.001, 2: 0.001\n" in printed
+    assert "best optimizer.lr by model.num_loops linear: 1: 0.01, 2: 0.01\n" in printed
     results = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
     assert len(results) == 8
     for result in results:
