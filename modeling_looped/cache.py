@@ -57,6 +57,8 @@ class CacheView:
         # keys and values of this pass, of all rows: per layer as each row's last loop left them; and where loops share
         # slots, per slot as the last loop that uses it left them
         self.latest, self.written = {}, {}  # a layer is named by its slot in the first loop
+        self.loops_run = 0
+        self.frozen = None  # [batch, length]: tokens that have exited
         if self.shared is not None:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
@@ -67,6 +69,9 @@ class CacheView:
         rows = keys.shape[0]
         layer, loop = split_slot(self.config, slot)
         slot = self.slot(layer, loop)
+        self.loops_run = max(self.loops_run, loop + 1)
+        if self.frozen is not None and layer in self.latest:
+            keys, values = with_frozen_tokens((keys, values), self.latest[layer], self.frozen)
         fresh = self.latest[layer] = with_finished_rows((keys, values), self.latest.get(layer))
         if self.shared is not None:
             if slot in self.written:  # take back what an earlier loop of this pass wrote
@@ -83,7 +88,7 @@ class CacheView:
 
     def finish(self):
         """Leave the last loop's keys and values in the deeper slots that hold the past."""
-        for loop in range(self.plan.max_depth, self.stored_loops):
+        for loop in range(self.loops_run, self.stored_loops):
             for layer in range(self.config.num_core_layers):
                 layer = core_slot(self.config, 0, layer)
                 self.write(self.slot(layer, loop), *self.latest[layer])
@@ -101,11 +106,17 @@ def with_finished_rows(new: tuple[torch.Tensor, ...], all_rows: tuple[torch.Tens
     return tuple(torch.cat([part, whole[len(part) :]]) for part, whole in zip(new, all_rows))
 
 
+def with_frozen_tokens(new: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...], frozen: torch.Tensor):
+    """Keys and values of this loop, but those of the loop before where a token has exited."""
+    frozen = frozen[:, None, :, None]
+    return tuple(torch.where(frozen, old, part) for part, old in zip(new, before))
+
+
 def is_written(cache: Cache, slot: int) -> bool:
     return slot < len(cache.layers) and cache.layers[slot].is_initialized
 
 
-def view_for_pass(cache, config, plan):
+def view_for_pass(cache, config, plan, may_exit: bool = False):
     """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
     if cache is None or not isinstance(cache, Cache):
         return cache
@@ -124,8 +135,8 @@ def view_for_pass(cache, config, plan):
             )
         if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
             fit_layers(cache, num_slots(config, needed), config.num_core_layers)
-    if plan.is_mixed or shared is not None or stored > plan.max_depth:
-        return CacheView(cache, config, plan, stored)
+    if plan.is_mixed or shared is not None or stored > plan.max_depth or may_exit:
+        return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored)
     return cache
 
 

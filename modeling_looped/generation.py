@@ -1,10 +1,58 @@
-"""generate() of a looped model: transformers' own, with depth and cache sharing as arguments."""
+"""generate() of a looped model: transformers' own, with depth, early exit, drafting and cache sharing as arguments.
+
+Which way of decoding runs: greedy decoding and sampling under an exit criterion (or a warm start) go to
+`continuous.py`, where rows of a batch exit apart; self-speculation to `speculation.py`; everything else, and what
+these two do not know, to transformers' own loops, whose passes stop early by themselves (`exit_watch.py`).
+"""
+
+from dataclasses import dataclass
 
 import torch
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.utils import logging
 
 from .cache import LoopedCache
+from .continuous import can_decode_apart, decode_apart
 from .depth import check_depths
+from .exit_criteria import exit_rule
+from .speculation import check_draft, speculate
+
+
+logger = logging.get_logger(__name__)
+
+# arguments of generate and fields of generation_config.json, with their defaults
+DEPTH_FIELDS = {
+    "num_loops": None,
+    "cache_sharing": None,
+    "exit_criterion": None,
+    "exit_threshold": None,
+    "min_loops": 1,
+    "exit_interval": 1,
+    "prompt_loops": None,
+    "warm_start": False,
+    "draft_loops": None,
+    "draft_tokens": 4,
+}
+
+
+@dataclass
+class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    token_loops: loops that each new token took, [batch, new tokens]; 0 after the end of a row.
+    acceptance_rate: the part of the drafted tokens that full depth accepted, under self-speculation.
+    """
+
+    token_loops: torch.LongTensor | None = None
+    acceptance_rate: float | None = None
+
+
+@dataclass
+class LoopedGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
+    """
+    token_loops: as in `LoopedGenerateOutput`.
+    """
+
+    token_loops: torch.LongTensor | None = None
 
 
 def depth_argument(num_loops) -> int | torch.LongTensor:
@@ -14,48 +62,198 @@ def depth_argument(num_loops) -> int | torch.LongTensor:
     return depths[0] if is_one else torch.tensor(depths, dtype=torch.long)
 
 
-class LoopedGenerationMixin(GenerationMixin):
-    def generate(self, *args, num_loops=None, cache_sharing: str | None = None, **kwargs):
-        """As `GenerationMixin.generate`.
+def deepest(config, num_loops) -> int:
+    if num_loops is None:
+        return config.num_loops
+    return num_loops if isinstance(num_loops, int) else int(max(num_loops))
 
-        num_loops: depth of every token, one number or one per prompt. cache_sharing: "none", "last" or "cyclic-S".
+
+class LoopedGenerationMixin(GenerationMixin):
+    def generate(self, *args, **kwargs):
+        """As `GenerationMixin.generate`, and:
+
+        num_loops: depth of every token, or the most it may take; one number or one per prompt.
+        exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
+        min_loops, exit_interval: check for exits from this loop on, and at every so manieth loop after it.
+        prompt_loops: depth of the prompt, by default num_loops.
+        warm_start: the next token's loops start from the last token's state.
+        draft_loops, draft_tokens: self-speculation; so many tokens are drafted at so few loops, and verified.
+        cache_sharing: "none", "last" or "cyclic-S".
+
+        All are also fields of `generation_config`. With return_dict_in_generate the output has `token_loops`; a
+        streamer with a method `put_loops` is told them before each `put`.
         """
-        if num_loops is not None:
-            num_loops = kwargs["num_loops"] = depth_argument(num_loops)
-            if torch.is_tensor(num_loops):  # a static cache compiles by itself, but which rows run is data
-                kwargs["disable_compile"] = True
-        if cache_sharing is not None and cache_sharing != "none":
-            for name, default in (("past_key_values", None), ("cache_implementation", None), ("use_cache", True)):
-                if kwargs.get(name, default) not in (default, None):
-                    raise ValueError(
-                        f"cache_sharing={cache_sharing!r} makes its own cache, which {name} contradicts: leave one out"
-                    )
-            deepest = num_loops if num_loops is None or isinstance(num_loops, int) else max(num_loops.tolist())
-            kwargs["past_key_values"] = LoopedCache(self.config, cache_sharing, deepest)
         return super().generate(*args, **kwargs)
 
-    def _assisted_decoding(self, *args, past_key_values=None, **kwargs):
+    def save_pretrained(self, *args, **kwargs):
+        if any(getattr(self.generation_config, name, None) is not None for name in DEPTH_FIELDS):
+            self.generation_config._from_model_config = False  # else it is made anew at loading, without these fields
+        return super().save_pretrained(*args, **kwargs)
+
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
+        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        for name, default in DEPTH_FIELDS.items():
+            value = given[name] if name in given else getattr(config, name, None)
+            setattr(config, name, default if value is None else value)
+        if config.num_loops is not None:
+            config.num_loops = model_kwargs["num_loops"] = depth_argument(config.num_loops)
+        depth = deepest(self.config, config.num_loops)
+        if config.exit_criterion is not None:
+            model_kwargs["exit_rule"] = self._exit_rule(config, depth)
+        else:
+            alone = {"exit_threshold": None, "min_loops": 1, "exit_interval": 1}
+            if lost := [name for name, default in alone.items() if given.get(name, default) not in (default, None)]:
+                raise ValueError(f"{', '.join(lost)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+        self._check_prompt_loops(config, depth)
+        check_draft(self.config, config, depth)
+        if config.warm_start and (self.config.state_init == "embedding" or config.draft_loops is not None):
+            reason = (
+                "cannot be drafted: leave out draft_loops"
+                if config.draft_loops is not None
+                else "needs a state that does not begin as the input: this model has state_init='embedding'"
+            )
+            raise ValueError(f"warm_start {reason}")
+        if config.cache_sharing not in (None, "none"):
+            self._share_cache(config, model_kwargs, depth)
+        config._cache_is_given = kwargs.get("past_key_values") is not None
+        if torch.is_tensor(config.num_loops) or self._decodes_otherwise(config):
+            config.disable_compile = True  # a static cache compiles by itself, but which rows run is data
+        return config, model_kwargs
+
+    @staticmethod
+    def _decodes_otherwise(config) -> bool:
+        return config.exit_criterion is not None or config.draft_loops is not None or config.warm_start
+
+    def _exit_rule(self, config, depth: int):
+        if self.config.loop_loss == "terminal" and self.config.num_loops > 1:
+            logger.warning_once(
+                "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
+            )
+        return exit_rule(
+            self.config, config.exit_criterion, config.exit_threshold, config.min_loops, config.exit_interval, depth
+        )._replace(prompt_loops=config.prompt_loops)
+
+    def _check_prompt_loops(self, config, depth: int):
+        prompt_loops = config.prompt_loops
+        if prompt_loops is None:
+            return
+        if isinstance(prompt_loops, bool) or not isinstance(prompt_loops, int):
+            raise TypeError(f"prompt_loops must be an int, got {prompt_loops!r}")
+        if not 1 <= prompt_loops <= depth:
+            raise ValueError(f"prompt_loops={prompt_loops} must be between 1 and num_loops={depth}")
+        if config.exit_criterion is None:
+            raise ValueError("prompt_loops is for decoding with an exit_criterion; otherwise pass num_loops alone")
+
+    def _share_cache(self, config, model_kwargs: dict, depth: int):
+        sharing = config.cache_sharing
+        contradictions = {
+            "past_key_values": model_kwargs.get("past_key_values") is not None,
+            "cache_implementation": config.cache_implementation is not None,
+            "use_cache": config.use_cache is False,
+            "draft_loops": config.draft_loops is not None,
+        }
+        for name, contradicts in contradictions.items():
+            if contradicts:
+                raise ValueError(
+                    f"cache_sharing={sharing!r} makes its own cache, which {name} contradicts: leave one out"
+                )
+        model_kwargs["past_key_values"] = LoopedCache(self.config, sharing, depth)
+
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **model_kwargs,
+    ):
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        self._mark_prompt(input_ids, model_kwargs)
+        if self._decodes_otherwise(generation_config):
+            lacks = can_decode_apart(self, *arguments, synced_gpus, model_kwargs)
+            if lacks is None:
+                decode = speculate if generation_config.draft_loops is not None else decode_apart
+                return decode(self, *arguments, streamer, model_kwargs)
+            if generation_config.draft_loops is not None or generation_config.warm_start:
+                raise ValueError(f"draft_loops and warm_start do not work with {lacks}: leave one out")
+            logger.warning_once(f"With {lacks} the rows of a batch wait for the one that runs deepest.")
+        record = model_kwargs["loop_record"] = []
+        result = super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        return with_token_loops(result, record, LoopedGenerateOutput)
+
+    def _beam_search(self, input_ids, *args, **model_kwargs):
+        self._refuse_otherwise("beam search", args, model_kwargs)
+        self._mark_prompt(input_ids, model_kwargs)
+        record = model_kwargs["loop_record"] = []
+        result = super()._beam_search(input_ids, *args, **model_kwargs)
+        return with_token_loops(result, record, LoopedGenerateBeamOutput)
+
+    def _assisted_decoding(self, input_ids, *args, past_key_values=None, **model_kwargs):
+        self._refuse_otherwise("assisted decoding", args, model_kwargs)
         sharing = getattr(past_key_values, "sharing", "none")
         if sharing != "none":
             raise ValueError(
                 f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and "
                 "assisted decoding cuts it otherwise: use one of the two"
             )
-        return super()._assisted_decoding(*args, past_key_values=past_key_values, **kwargs)
+        self._mark_prompt(input_ids, model_kwargs)
+        record = model_kwargs["loop_record"] = []
+        result = super()._assisted_decoding(input_ids, *args, past_key_values=past_key_values, **model_kwargs)
+        return with_token_loops(result, record, LoopedGenerateOutput)
+
+    def _refuse_otherwise(self, mode: str, arguments: tuple, keywords: dict):
+        config = keywords.get("generation_config") or arguments[2]
+        for name in ("warm_start", "draft_loops"):
+            if getattr(config, name, None):
+                raise ValueError(f"{name} goes with greedy decoding and sampling, not with {mode}: leave one out")
+
+    def _mark_prompt(self, input_ids, model_kwargs: dict):
+        """Tell the exit rule how many tokens are prompt, also those that a cache holds already."""
+        if "exit_rule" in model_kwargs:
+            mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+            past = 0 if cache is None else int(cache.get_seq_length())
+            length = max(input_ids.shape[1], 0 if mask is None else mask.shape[1], past + 1)
+            model_kwargs["exit_rule"] = model_kwargs["exit_rule"]._replace(prompt_length=length)
+
+    def prepare_inputs_for_generation(self, *args, inputs_embeds=None, loop_record=None, **kwargs):
+        return super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, num_new_tokens: int = 1, **kwargs):
+        record = model_kwargs.get("loop_record")
+        if record is not None and getattr(outputs, "token_loops", None) is not None:
+            record.append(outputs.token_loops[:, :num_new_tokens])
+        return super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, *args, num_new_tokens=num_new_tokens, **kwargs
+        )
 
     def _get_candidate_generator(self, *args, model_kwargs: dict, **kwargs):
-        """num_loops is a depth of this model, not of its assistant, which drafts at its own."""
-        model_kwargs = {key: value for key, value in model_kwargs.items() if key != "num_loops"}
+        """Depths and exits are those of this model, not of its assistant, which drafts at its own."""
+        ours = {"num_loops", "exit_rule", "loop_record"}
+        model_kwargs = {key: value for key, value in model_kwargs.items() if key not in ours}
         return super()._get_candidate_generator(*args, model_kwargs=model_kwargs, **kwargs)
 
     def generate_batch(self, inputs, *args, **kwargs):
         """Continuous batching, at the configured depth."""
-        refused = {"num_loops", "cache_sharing", "exit_criterion", "exit_threshold", "min_loops", "draft_loops"} & set(
-            kwargs
-        )
+        refused = set(DEPTH_FIELDS) & set(kwargs)
         if refused:
             raise ValueError(
                 f"generate_batch runs every sequence at config.num_loops={self.config.num_loops} and does not take "
                 f"{', '.join(sorted(refused))}: load the model with from_pretrained(..., num_loops=K), or use generate"
             )
         return super().generate_batch(inputs, *args, **kwargs)
+
+
+def with_token_loops(result, record: list[torch.Tensor], output_class):
+    """transformers' output as ours, with the loops of each token; of beams, those along which the sequence grew."""
+    if torch.is_tensor(result) or not record:
+        return result
+    loops = torch.cat(record, dim=1)
+    beams = getattr(result, "beam_indices", None)
+    if beams is not None:
+        steps = min(beams.shape[1], loops.shape[1])
+        taken = loops[beams[:, :steps].clamp(min=0), torch.arange(steps, device=loops.device)]
+        loops = taken.masked_fill(beams[:, :steps] < 0, 0)
+    return output_class(**result, token_loops=loops)

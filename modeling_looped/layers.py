@@ -9,6 +9,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
+from .row_cache import attend_by_row
+
 
 VALUE_GATE_CHANNELS = 32
 
@@ -154,6 +156,10 @@ class LoopedAttention(nn.Module):
             keys, values = past_key_values.update(keys, values, slot)
         elif "cache" in kwargs:  # continuous batching: the kernel updates its paged cache at site.layer_idx
             site = AttentionSite(self, slot)
+
+        if isinstance(keys, list):  # rows at loops and positions of their own
+            output = attend_by_row(queries, keys, values, self.scaling)
+            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

@@ -37,6 +37,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache import CacheView, view_for_pass
 from .configuration_looped import LoopedConfig
 from .depth import DepthPlan, plan_depths, take_rows
+from .exit_criteria import ExitRule
+from .exit_watch import ExitWatch, cut_into_tokens, mask_of_piece
 from .generation import LoopedGenerationMixin
 from .initialization import init_module
 from .injection import INJECTIONS
@@ -154,6 +156,7 @@ class LoopedModel(LoopedPreTrainedModel):
         num_loops: int | list[int] | torch.LongTensor | None = None,
         backprop_loops: int | None = None,
         initial_state: torch.FloatTensor | None = None,
+        exit_watch: ExitWatch | None = None,
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
         **kwargs: Unpack[TransformersKwargs],
@@ -162,6 +165,7 @@ class LoopedModel(LoopedPreTrainedModel):
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
         backprop_loops: gradients flow through each row's last so many loops; the states before them are constants.
         initial_state: h_0, [batch, length, hidden], where `state_init` is "normal".
+        exit_watch: decides after every loop which tokens stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         """
         check_inputs(input_ids, inputs_embeds)
@@ -187,32 +191,21 @@ class LoopedModel(LoopedPreTrainedModel):
         masks = self._masks(attention_mask, inputs_embeds, past_key_values, position_ids, plan)
         if use_cache and past_key_values is None and not no_cache_because:  # by default use_cache makes no demand
             past_key_values = DynamicCache(config=self.config)
-        view = view_for_pass(past_key_values, self.config, plan)
+        view = view_for_pass(past_key_values, self.config, plan, may_exit=exit_watch is not None)
 
-        x = inputs_embeds if self.config.embedding_scale == 1 else inputs_embeds * self.config.embedding_scale
-        position_embeddings = None
-        if self.config.position_embedding == "learned":
-            x = x + self.embed_positions(position_ids)
-        else:
-            position_embeddings = self.rotary_emb(x, position_ids=position_ids)
-        x = self.embedding_dropout(x)
-
+        x, position_embeddings = self.embed(inputs_embeds, position_ids)
         shared = {
             "masks": masks,
             "position_embeddings": position_embeddings,
-            "value_embeddings": {layer: table(input_ids) for layer, table in self._value_tables()},
+            "value_embeddings": self.value_embeddings(input_ids),
             "past_key_values": view,
             "position_ids": position_ids,
             "use_cache": use_cache,
             **kwargs,
         }
-        for layer, block in enumerate(self.prelude):
-            x = self.run_block(
-                block, x, layer, prelude_slot(self.config, layer), self.config.residual_factor(1), shared
-            )
-        embedded = x if self.prelude_norm is None else self.prelude_norm(x)
-
-        final, ticks = self.loop(embedded, self.initial_state(embedded, initial_state), plan, every_loop, shared)
+        embedded = self.run_prelude(x, shared)
+        state = self.initial_state(embedded, initial_state)
+        final, ticks = self.loop(embedded, state, plan, every_loop, shared, exit_watch)
 
         loop_hidden_states = plan.spread(ticks) if output_loop_hidden_states else None
         loop_readout_states = None
@@ -230,7 +223,24 @@ class LoopedModel(LoopedPreTrainedModel):
             loop_readout_states=loop_readout_states,
         )
 
-    def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, shared: dict):
+    def embed(self, inputs_embeds, position_ids):
+        """The input of the first layer, and the rotary tables of its positions."""
+        x = inputs_embeds if self.config.embedding_scale == 1 else inputs_embeds * self.config.embedding_scale
+        position_embeddings = None
+        if self.config.position_embedding == "learned":
+            x = x + self.embed_positions(position_ids)
+        else:
+            position_embeddings = self.rotary_emb(x, position_ids=position_ids)
+        return self.embedding_dropout(x), position_embeddings
+
+    def run_prelude(self, x, shared: dict):
+        """From embeddings to what every loop may read again."""
+        for layer, block in enumerate(self.prelude):
+            slot = prelude_slot(self.config, layer)
+            x = self.run_block(block, x, layer, slot, self.config.residual_factor(1), shared)
+        return x if self.prelude_norm is None else self.prelude_norm(x)
+
+    def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, shared: dict, exit_watch=None):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
         scale = self._residual_scale(plan, embedded)
         running, finished, ticks = state[: plan.ticks[0].rows], [], []
@@ -240,13 +250,14 @@ class LoopedModel(LoopedPreTrainedModel):
                     running = torch.cat([running, state[len(running) : tick.rows]])
                 rows = slice(tick.rows)
                 first = self._at_first_loop(tick, embedded)
-                x = self.injection(running, embedded[rows])
-                for layer, block in enumerate(self.core):
-                    x, queries = self.injection.before_layer(layer, x, running, first)
-                    # rows of mixed depth that end together have no cache, so their slot does not matter
-                    slot = core_slot(self.config, tick.loop if isinstance(tick.loop, int) else 0, layer)
-                    row_scale = scale if isinstance(scale, float) else scale[rows]
-                    x = self.run_block(block, x, len(self.prelude) + layer, slot, row_scale, shared, queries)
+                # rows of mixed depth that end together have no cache, so their slot does not matter
+                loop = tick.loop if isinstance(tick.loop, int) else 0
+                row_scale = scale if isinstance(scale, float) else scale[rows]
+                x = self.core_pass(running, embedded[rows], loop, first, row_scale, shared)
+                if exit_watch is not None:
+                    x = exit_watch.after_loop(loop + 1, x, shared)
+                    if exit_watch.is_done:
+                        return x, ticks
                 if every_loop:
                     ticks.append(x)
                 if tick.next_rows < tick.rows:
@@ -254,6 +265,15 @@ class LoopedModel(LoopedPreTrainedModel):
                 if tick.next_rows:
                     running = self.between(x[: tick.next_rows])
         return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), ticks
+
+    def core_pass(self, state, embedded, loop: int, first: bool | torch.Tensor, scale, shared: dict):
+        """One loop: from h_t to H_{t+1}. first: whether t = 0, one bool or one per row [rows, 1, 1]."""
+        x = self.injection(state, embedded)
+        for layer, block in enumerate(self.core):
+            x, queries = self.injection.before_layer(layer, x, state, first)
+            slot = core_slot(self.config, loop, layer)
+            x = self.run_block(block, x, len(self.prelude) + layer, slot, scale, shared, queries)
+        return x
 
     def between(self, state):
         """What the next loop starts from."""
@@ -317,6 +337,9 @@ class LoopedModel(LoopedPreTrainedModel):
             batch_size, length, self.config.hidden_size, device=generator.device if generator else None
         )
         return nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std, generator=generator)
+
+    def value_embeddings(self, input_ids) -> dict[int, torch.Tensor]:
+        return {layer: table(input_ids) for layer, table in self._value_tables()}
 
     def _value_tables(self):
         if not self.config.value_embeddings:
@@ -436,6 +459,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         num_loops: int | list[int] | torch.LongTensor | None = None,
         backprop_loops: int | None = None,
         initial_state: torch.FloatTensor | None = None,
+        exit_rule: ExitRule | None = None,
         output_logits: bool = True,
         output_loop_hidden_states: bool = False,
         output_loop_logits: bool = False,
@@ -446,6 +470,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     ) -> LoopedCausalLMOutputWithPast:
         r"""
         num_loops, backprop_loops, initial_state, output_loop_hidden_states: as in `LoopedModel`.
+        exit_rule: let each token stop at the loop where its criterion is met; `num_loops` is then the most it runs.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
@@ -454,6 +479,26 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         """
         check_inputs(input_ids, inputs_embeds)
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
+        exit_watch = None
+        if exit_rule is not None:
+            self._refuse_with_exits(
+                labels=labels,
+                backprop_loops=backprop_loops,
+                output_loop_logits=output_loop_logits,
+                output_loop_hidden_states=output_loop_hidden_states,
+                output_exit_probabilities=output_exit_probabilities,
+            )
+            if past_key_values is None:  # what a token leaves at its exit lives in a cache
+                past_key_values = DynamicCache(config=self.config)
+            past = int(past_key_values.get_seq_length())
+            pieces = cut_into_tokens(exit_rule, past, shape[1])
+            # behind a coda, the check of a token reads what the token before left at its exit
+            if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
+                arguments = {"past_key_values": past_key_values, "num_loops": num_loops, "exit_rule": exit_rule}
+                batch = (input_ids, attention_mask, position_ids)
+                return self._run_pieces(pieces, past, batch, logits_to_keep, {**arguments, **kwargs})
+            exit_watch = ExitWatch(self, exit_rule, batch_depths, past, shape[1], self.device)
         # not a named argument: the Trainer would take it for a label that every batch must have
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
         has_loss = labels is not None
@@ -473,9 +518,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            num_loops=num_loops,
+            num_loops=num_loops if exit_watch is None else max(batch_depths),
             backprop_loops=backprop_loops,
             initial_state=initial_state,
+            exit_watch=exit_watch,
             output_loop_hidden_states=all_states,
             output_loop_readout_states=all_readouts,
             **kwargs,
@@ -484,7 +530,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
         gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
-        batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
 
         loss, losses, token_losses = None, None, None
         if has_loss and logits is not None and not loop_losses and self._has_plain_loss(logits, labels):
@@ -525,6 +570,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             exit_probabilities=exit_probabilities,
             loop_losses=losses,
             loop_token_losses=token_losses if output_loop_losses else None,
+            token_loops=None if exit_watch is None else exit_watch.token_loops[:, exit_watch.first_reported :],
         )
 
     def logits(self, hidden_states):
@@ -554,6 +600,31 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         return self.model.sample_initial_state(batch_size, length, generator)
+
+    def _refuse_with_exits(self, **arguments):
+        if given := [name for name, value in arguments.items() if value is not None and value is not False]:
+            raise ValueError(
+                f"exit_rule stops tokens at loops of their own, which {', '.join(given)} cannot go with: leave one out"
+            )
+
+    def _run_pieces(self, pieces: list[slice], past: int, batch: tuple, logits_to_keep, arguments: dict):
+        """One pass as several, one after the other on the same cache."""
+        input_ids, attention_mask, position_ids = batch
+        outputs = [
+            self(
+                input_ids=input_ids[:, piece],
+                attention_mask=mask_of_piece(attention_mask, past, piece),
+                position_ids=None if position_ids is None else position_ids[:, piece],
+                **arguments,
+            )
+            for piece in pieces
+        ]
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return LoopedCausalLMOutputWithPast(
+            logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
+            past_key_values=arguments["past_key_values"],
+            token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
+        )
 
     def _has_plain_loss(self, logits, labels) -> bool:
         """Whether the loss is that of any causal LM, on logits that are there anyway."""

@@ -26,6 +26,7 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients.
     loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
         label.
+    token_loops: the loops that each token ran under an exit rule, [batch, length]; of a prompt, its last token alone.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
@@ -33,3 +34,4 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     exit_probabilities: torch.Tensor | None = None
     loop_losses: torch.Tensor | None = None
     loop_token_losses: torch.Tensor | None = None
+    token_loops: torch.LongTensor | None = None

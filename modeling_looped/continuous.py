@@ -1,0 +1,233 @@
+"""Decoding in continuous depth: every row of a batch at its own token and its own loop.
+
+At each tick the core runs once for all rows. A row whose token exits emits it and begins its next token at the next
+tick, while others still loop. So nobody waits for the row that thinks longest, and the weights, whose reading is what
+decoding costs, are read once a tick for the whole batch.
+"""
+
+import torch
+
+from .emission import Emission, batch_bound
+from .exit_criteria import Reading
+from .row_cache import Cursor, RowCache
+
+
+def can_decode_apart(
+    model, input_ids, processors, criteria, config, synced_gpus: bool, model_kwargs: dict
+) -> str | None:
+    """What stands against it, if anything does; transformers' own loop then decodes."""
+    obstacles = {
+        f"attn_implementation={model.config._attn_implementation!r}": (
+            model.config._attn_implementation not in ("sdpa", "eager")
+        ),
+        "use_cache=False": not model_kwargs.get("use_cache", True),
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        "synced_gpus": synced_gpus,
+        "inputs_embeds": input_ids.shape[1] == 0,
+        "an assistant's cache": config.is_assistant,
+    }
+    found = [name for name, stands in obstacles.items() if stands]
+    return found[0] if found else batch_bound(processors, criteria)
+
+
+def decode_apart(model, input_ids, processors, criteria, config, streamer, model_kwargs):
+    """`_sample` of transformers, in continuous depth."""
+    decoder = ContinuousDecoder(model, input_ids, processors, criteria, config, streamer, model_kwargs)
+    starting = decoder.emission.running()
+    while starting or decoder.emission.running():
+        decoder.begin(starting)
+        starting = decoder.tick()
+    return decoder.result()
+
+
+class ContinuousDecoder:
+    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs):
+        self.model, self.trunk, self.config = model, model.model, config
+        self.rule = model_kwargs.get("exit_rule")
+        self.emission = Emission(input_ids, processors, criteria, config, streamer)
+        batch = len(input_ids)
+        depths = model.config.num_loops if config.num_loops is None else config.num_loops
+        self.limits = [depths] * batch if isinstance(depths, int) else depths.tolist()
+        self.scale = model.config.residual_factor(
+            model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
+        )
+
+        outputs, state = self.prefill(input_ids, model_kwargs)
+        self.ordinary_cache = outputs.past_key_values
+        length = int(self.ordinary_cache.get_seq_length())
+        mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
+        valid = None if mask is None else mask.bool()
+        sharing = getattr(self.ordinary_cache, "sharing", "none")
+        self.cache = RowCache(model.config, max(self.limits), batch, valid, sharing)
+        self.cache.load(self.ordinary_cache)
+
+        # per row: of the token that is looped now
+        if positions is not None:
+            self.positions = positions[:, -1:].repeat(batch // len(positions), 1)
+        else:
+            self.positions = torch.full((batch, 1), length, device=input_ids.device) - 1
+        self.places = [length - 1] * batch  # where its keys and values lie in the cache
+        self.loops = [0] * batch
+        self.tensors = {}  # embedded, state, positions, cos, sin and value embeddings, [rows, 1, ...] each
+        if state is not None:
+            self.tensors["state"] = state
+        self.memory, self.has_reading = {}, [False] * batch
+        self.prompt_length = length
+        prompt_loops = self.limits
+        if self.rule is not None and self.rule.prompt_loops is not None:
+            prompt_loops = [min(limit, self.rule.prompt_loops) for limit in self.limits]
+        self.emission.emit(list(range(batch)), outputs.logits[:, -1], prompt_loops)
+
+    def prefill(self, input_ids, model_kwargs):
+        """The prompt by an ordinary pass; and the state of its last token, where the next starts from it."""
+        states = []
+        if self.config.warm_start:
+            hook = self.trunk.core[-1].register_forward_hook(lambda block, inputs, state: states.append(state[:, -1:]))
+        try:
+            outputs = self.model._prefill(input_ids, self.config, model_kwargs)
+        finally:
+            if self.config.warm_start:
+                hook.remove()
+        return outputs, self.trunk.between(states[-1]) if states else None
+
+    def some(self, rows: list[int]) -> list[int] | None:
+        """Rows as an index; None, which costs nothing, for all."""
+        return None if len(rows) == self.emission.num_rows else rows
+
+    def take(self, rows: list[int]) -> dict[str, torch.Tensor]:
+        index = self.some(rows)
+        return self.tensors if index is None else {name: tensor[index] for name, tensor in self.tensors.items()}
+
+    def put(self, rows: list[int], tensors: dict[str, torch.Tensor]):
+        for name, values in tensors.items():
+            if self.some(rows) is None:
+                self.tensors[name] = values
+            else:
+                self.tensors[name][rows] = values
+
+    def shared(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> dict:
+        """What the blocks want besides the stream, see `LoopedModel.run_block`, for `length` tokens of each row."""
+        cursor = Cursor(self.cache, self.some(rows), loops, [self.places[row] for row in rows], length)
+        eager = self.model.config._attn_implementation == "eager"
+        values = {int(name.removeprefix("values")): t for name, t in tensors.items() if name.startswith("values")}
+        return {
+            "masks": cursor.masks(self.emission.ids.device, self.model.dtype if eager else None),
+            "position_embeddings": (tensors["cos"], tensors["sin"]) if "cos" in tensors else None,
+            "value_embeddings": values,
+            "past_key_values": cursor,
+            "position_ids": tensors["positions"],
+        }
+
+    def enter(self, rows: list[int], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The next token of `rows` ([rows, 1]) through embedding and prelude."""
+        for row in rows:
+            self.places[row] += 1
+        index = slice(None) if self.some(rows) is None else rows
+        self.positions[index] += 1
+        x, rotary = self.trunk.embed(self.trunk.embed_tokens(ids), self.positions[index])
+        tensors = {"positions": self.positions[index], **dict(zip(("cos", "sin"), rotary or ()))}
+        for layer, table in self.trunk.value_embeddings(ids).items():
+            tensors[f"values{layer}"] = table
+        tensors["embedded"] = self.trunk.run_prelude(x, self.shared(rows, [0] * len(rows), tensors))
+        return tensors
+
+    def begin(self, rows: list[int]):
+        if not rows:
+            return
+        for row in rows:
+            self.loops[row], self.has_reading[row] = 0, False
+        tensors = self.enter(rows, self.emission.last_tokens(rows))
+        if not self.config.warm_start:
+            tensors["state"] = self.trunk.initial_state(tensors["embedded"], None)
+        self.put(rows, tensors)
+
+    def tick(self) -> list[int]:
+        """One loop of every running row; those that emitted a token and go on."""
+        rows = self.emission.running()
+        loops = [self.loops[row] for row in rows]
+        first = loops[0] == 0
+        if any((loop == 0) != first for loop in loops):
+            first = torch.tensor([loop == 0 for loop in loops], device=self.positions.device)[:, None, None]
+        mine = self.take(rows)
+        shared = self.shared(rows, loops, mine)
+        state = self.trunk.core_pass(mine["state"], mine["embedded"], 0, first, self.scale, shared)
+        for row in rows:
+            self.loops[row] += 1
+        exits = self.exits(rows, state)
+        self.put(rows, {"state": self.trunk.between(state)})
+        return [row for row in exits if self.emission.unfinished[row]]
+
+    def exits(self, rows: list[int], state: torch.Tensor) -> list[int]:
+        """Check the rows that are due, and emit the tokens of those that exit."""
+        rule, at = self.rule, {row: i for i, row in enumerate(rows)}
+        ends = {row for row in rows if self.loops[row] >= self.limits[row]}
+        readers = [row for row in rows if rule is not None and row not in ends and rule.reads(self.loops[row])]
+        wants_logits = rule is not None and rule.criterion.needs == "logits"
+
+        read_out = [row for row in rows if row in ends or (wants_logits and row in readers)]
+        logits = self.read_out(read_out, state, at)
+        stops = set()
+        if readers:
+            if wants_logits:
+                some = logits if readers == read_out else logits[[read_out.index(row) for row in readers]]
+                reading = Reading(logits=some)
+            else:
+                some = state if readers == rows else state[[at[row] for row in readers]]
+                some = some[:, 0]
+                reading = (
+                    Reading(state=some) if rule.criterion.needs == "state" else Reading(gate=self.model.gate(some))
+                )
+            passed = rule.exits(self.score(readers, reading)).tolist()
+            stops = {row for row, stop in zip(readers, passed) if stop and rule.checks(self.loops[row])}
+        exits = [row for row in rows if row in ends or row in stops]
+        if not exits:
+            return exits
+        if not wants_logits and stops:
+            logits, read_out = self.read_out(exits, state, at), exits
+        if exits != read_out:
+            logits = logits[[read_out.index(row) for row in exits]]
+        loops = [self.loops[row] for row in exits]
+        self.cache.leave_in_deeper_loops(exits, loops, [self.places[row] for row in exits])
+        self.emission.emit(exits, logits, loops)
+        return exits
+
+    def score(self, rows: list[int], reading: Reading) -> torch.Tensor:
+        first = torch.tensor([not self.has_reading[row] for row in rows], device=self.positions.device)
+        index = slice(None) if self.some(rows) is None else rows
+        memory = {name: values[index] for name, values in self.memory.items()}
+        score, memory = self.rule.criterion.score(reading, memory, first)
+        for name, values in memory.items():
+            if name not in self.memory:
+                self.memory[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
+            self.memory[name][index] = values
+        for row in rows:
+            self.has_reading[row] = True
+        return score
+
+    def read_out(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor | None:
+        """Logits [rows, vocabulary] of H. What the coda writes stands if the row exits, else it is overwritten."""
+        if not rows:
+            return None
+        some = state if len(rows) == len(state) else state[[at[row] for row in rows]]
+        shared = self.shared(rows, [0] * len(rows), self.take(rows)) if len(self.trunk.coda) else {}
+        normed = self.trunk.readout(self.trunk.run_coda(some, shared), [self.loops[row] for row in rows])
+        return self.model.logits(normed)[:, -1]
+
+    def result(self):
+        from .generation import LoopedGenerateOutput
+
+        sequences, loops = self.emission.finish()
+        keeps = self.config.return_dict_in_generate
+        if keeps or getattr(self.config, "_cache_is_given", False):
+            new_tokens = sequences.shape[1] - self.emission.prompt_length - 1  # nothing was computed from the last
+            self.cache.store_back(self.ordinary_cache, self.prompt_length, self.prompt_length + new_tokens)
+        if not keeps:
+            return sequences
+        return LoopedGenerateOutput(
+            sequences=sequences,
+            scores=None if self.emission.scores is None else tuple(self.emission.scores),
+            logits=None if self.emission.logits is None else tuple(self.emission.logits),
+            past_key_values=self.ordinary_cache,
+            token_loops=loops,
+        )

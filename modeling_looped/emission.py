@@ -1,0 +1,165 @@
+"""What transformers does after a forward pass of decoding, for rows that get there at different times: processing the
+scores, choosing tokens, streaming them, stopping."""
+
+import torch
+from transformers.generation import logits_process, stopping_criteria
+
+
+# processors and criteria that treat every row by itself, and so may be shown some rows at a time
+PROCESSORS = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "RepetitionPenaltyLogitsProcessor",
+        "TopPLogitsWarper",
+        "TopKLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "NoRepeatNGramLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "ExponentialDecayLengthPenalty",
+        "LogitNormalization",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+    )
+)
+CRITERIA = tuple(
+    getattr(stopping_criteria, name)
+    for name in ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
+)
+
+
+def batch_bound(processors, criteria) -> str | None:
+    """The first of them that may look at more than one row, or nothing."""
+    for part, known in ((processors, PROCESSORS), (criteria, CRITERIA)):
+        for each in part:
+            if type(each) not in known:
+                return type(each).__name__
+    return None
+
+
+class Emission:
+    """The sequences so far, and how they grow."""
+
+    def __init__(self, input_ids, processors, criteria, config, streamer):
+        self.processors, self.criteria, self.config, self.streamer = processors, criteria, config, streamer
+        self.num_rows, self.prompt_length = input_ids.shape
+        pad = config._pad_token_tensor
+        self.pad = 0 if pad is None else int(pad)
+        self.ids = torch.nn.functional.pad(input_ids, (0, 64), value=self.pad)
+        self.loops = torch.zeros_like(self.ids)
+        self.lengths = [self.prompt_length] * self.num_rows
+        self.unfinished = [True] * self.num_rows
+        self.streamed = self.prompt_length
+        self.scores = [] if config.return_dict_in_generate and config.output_scores else None
+        self.logits = [] if config.return_dict_in_generate and config.output_logits else None
+
+    def running(self) -> list[int]:
+        return [row for row, runs in enumerate(self.unfinished) if runs]
+
+    def last_tokens(self, rows: list[int], ahead: int = 0) -> torch.Tensor:
+        """[rows, 1]; or the guesses so many tokens after them."""
+        return self.ids[rows, [self.lengths[row] - 1 + ahead for row in rows]][:, None]
+
+    def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
+        """The next token of `rows`, from logits [rows, vocabulary] after so many loops; noise: see `choose`."""
+        logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
+        for length, members in self.by_length(rows):
+            group = [rows[i] for i in members]
+            part = logits if len(members) == len(rows) else logits[members]
+            seen = group
+            if group == self.running() and noise is None:  # as transformers would: with the rows that have finished
+                seen = list(range(self.num_rows))
+                if len(group) < self.num_rows:
+                    whole = part.new_zeros(self.num_rows, part.shape[-1])
+                    whole[group] = part
+                    part = whole
+            scores = self.processors(self.ids[self.index(seen), :length], part)
+            tokens = self.choose(scores, None if noise is None else noise[members])
+            if len(seen) > len(group):
+                part, scores, tokens = part[group], scores[group], tokens[group]
+            self.keep(self.scores, group, scores, length)
+            self.keep(self.logits, group, part, length)
+            self.append(group, tokens, [loops[i] for i in members], length)
+        self.stream()
+
+    def propose(self, rows: list[int], logits: torch.Tensor, ahead: int, noise: torch.Tensor | None):
+        """Write what `rows` would say next, `ahead` tokens beyond what has been said; a guess, not an emission."""
+        logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
+        for length, members in self.by_length(rows):
+            group, length = [rows[i] for i in members], length + ahead
+            self.make_room(length + 1)
+            scores = self.processors(self.ids[self.index(group), :length], logits[members])
+            self.ids[self.index(group), length] = self.choose(scores, None if noise is None else noise[members])
+
+    def by_length(self, rows: list[int]):
+        """Members of `rows` whose sequences are equally long, which can be shown to processors as one batch."""
+        groups: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            groups.setdefault(self.lengths[row], []).append(i)
+        return groups.items()
+
+    def index(self, rows: list[int]):
+        return slice(None) if len(rows) == self.num_rows else rows
+
+    def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """noise: exponential, [rows, vocabulary]. The first arrival of a race with rates p is a sample of p; two
+        distributions that race against the same noise agree the more often, the closer they are."""
+        if not self.config.do_sample:
+            return scores.argmax(-1)
+        p = scores.softmax(-1)
+        if noise is not None:
+            return (p / noise).argmax(-1)
+        return torch.multinomial(p, num_samples=1).squeeze(1)
+
+    def append(self, rows: list[int], tokens: torch.Tensor, loops: list[int], length: int):
+        """Rows of one length grow by a token each."""
+        self.make_room(length + 1)
+        index = self.index(rows)
+        self.ids[index, length] = tokens
+        self.loops[index, length] = torch.tensor(loops, device=self.loops.device)
+        stops = self.criteria(self.ids[index, : length + 1], None).tolist()
+        for row, stop in zip(rows, stops):
+            self.lengths[row], self.unfinished[row] = length + 1, not stop
+            if stop:
+                self.ids[row, length + 1 :] = self.pad  # where there were guesses
+
+    def make_room(self, length: int):
+        if length > self.ids.shape[1]:
+            extra = max(64, length // 2)
+            self.ids = torch.nn.functional.pad(self.ids, (0, extra), value=self.pad)
+            self.loops = torch.nn.functional.pad(self.loops, (0, extra))
+
+    def keep(self, kept: list | None, rows: list[int], values: torch.Tensor, length: int):
+        """For the output: [rows, vocabulary] of every new token, zero for rows that have finished."""
+        if kept is None:
+            return
+        while len(kept) <= length - self.prompt_length:
+            kept.append(values.new_zeros(self.num_rows, values.shape[-1]))
+        kept[length - self.prompt_length][rows] = values
+
+    def stream(self):
+        """Positions that every running row has passed; a streamer wants them one by one."""
+        if self.streamer is None:
+            return
+        ready = min((self.lengths[row] for row in self.running()), default=max(self.lengths))
+        for position in range(self.streamed, ready):
+            if hasattr(self.streamer, "put_loops"):
+                self.streamer.put_loops(self.loops[:, position].cpu())
+            self.streamer.put(self.ids[:, position].cpu())
+        self.streamed = max(self.streamed, ready)
+
+    def finish(self):
+        """Sequences and the loops of their new tokens."""
+        if self.streamer is not None:
+            self.streamer.end()
+        length = max(self.lengths)
+        return self.ids[:, :length], self.loops[:, self.prompt_length : length]

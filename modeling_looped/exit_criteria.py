@@ -1,0 +1,188 @@
+"""When a token has thought enough: exit criteria, and the rule that `generate` applies.
+
+A criterion looks at what there is after a loop (a `Reading`) and gives every token a score; the token exits where the
+score passes the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its
+logits) they return, and are given back.
+
+    criterion          score of loop k                               exits if   published threshold
+    logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
+    max_prob           probability of the most probable token        above      -
+    entropy            entropy of the next token                     below      -
+    entropy_diff       |entropy_k - entropy_k-1|                     below      1e-3 (Huginn)
+    kl                 KL(p_k-1 || p_k)                              below      1e-3 (Huginn)
+    latent_diff        ||H_k - H_k-1|| / ||H_k||                     below      0.03 (Huginn)
+    argmax_stability   readings in a row with the same best token    above      5 (Huginn)
+    gate               probability of an exit up to loop k           above      1, which is never reached (Ouro)
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from .losses import at_least_fp32
+
+
+class Reading(NamedTuple):
+    """What a criterion may look at, with any leading dimensions; only what it needs is there."""
+
+    logits: torch.Tensor | None = None  # [..., vocabulary]
+    state: torch.Tensor | None = None  # H, [..., hidden]
+    gate: torch.Tensor | None = None  # gate logit, [...]
+
+
+Memory = dict[str, torch.Tensor]
+Score = tuple[torch.Tensor, Memory]
+
+
+def logit_margin(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    best, second = at_least_fp32(reading.logits).topk(2, dim=-1).values.unbind(-1)
+    return best - second, {}
+
+
+def max_prob(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    logits = at_least_fp32(reading.logits)
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp(), {}
+
+
+def entropy_of(logits: torch.Tensor) -> torch.Tensor:
+    log_p = at_least_fp32(logits).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def entropy(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    return entropy_of(reading.logits), {}
+
+
+def entropy_diff(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    now = entropy_of(reading.logits)
+    change = (now - memory.get("entropy", now)).abs()
+    return change.masked_fill(first, math.inf), {"entropy": now}
+
+
+def kl(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    now = at_least_fp32(reading.logits).log_softmax(-1)
+    before = memory.get("log_p", now)
+    divergence = (before.exp() * (before - now)).sum(-1)
+    return divergence.masked_fill(first, math.inf), {"log_p": now}
+
+
+def latent_diff(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    now = at_least_fp32(reading.state)
+    change = (now - memory.get("state", now)).norm(dim=-1) / now.norm(dim=-1)
+    return change.masked_fill(first, math.inf), {"state": now}
+
+
+def argmax_stability(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    best = reading.logits.argmax(-1)
+    count = memory.get("count", torch.zeros_like(best)) + 1
+    count = count.masked_fill(first | (best != memory.get("best", best)), 0)
+    return count, {"best": best, "count": count}
+
+
+def gate(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+    """1 - prod_j (1 - lambda_j), summed in logs: in half precision sigmoid(6.25) is 1."""
+    stay = F.logsigmoid(-reading.gate.double())
+    stay = stay + memory.get("stay", torch.zeros_like(stay)).masked_fill(first, 0)
+    return -torch.expm1(stay), {"stay": stay}
+
+
+class Criterion(NamedTuple):
+    score: Callable[[Reading, Memory, torch.Tensor], Score]  # first: where there is no reading to compare with
+    needs: str  # the field of Reading
+    exits_above: bool
+    default: float | None = None
+    compares: bool = False  # with the reading before
+    every_loop: bool = False  # reads every loop, also those at which nothing may exit
+
+
+CRITERIA = {
+    "logit_margin": Criterion(logit_margin, "logits", exits_above=True),
+    "max_prob": Criterion(max_prob, "logits", exits_above=True),
+    "entropy": Criterion(entropy, "logits", exits_above=False),
+    "entropy_diff": Criterion(entropy_diff, "logits", exits_above=False, default=1e-3, compares=True),
+    "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, compares=True),
+    "latent_diff": Criterion(latent_diff, "state", exits_above=False, default=0.03, compares=True),
+    "argmax_stability": Criterion(argmax_stability, "logits", exits_above=True, default=5, compares=True),
+    "gate": Criterion(gate, "gate", exits_above=True, default=1.0, every_loop=True),
+}
+
+
+class ExitRule(NamedTuple):
+    """A criterion with its threshold: which loops are read, and who exits."""
+
+    name: str
+    threshold: float
+    min_loops: int = 1
+    interval: int = 1  # check at min_loops and every so many loops after it
+    prompt_length: int = 0  # tokens of the sequence that are prompt: they run to a fixed depth
+    prompt_loops: int | None = None  # by default that of the pass
+
+    @property
+    def criterion(self) -> Criterion:
+        return CRITERIA[self.name]
+
+    def reads(self, loop: int) -> bool:
+        """Whether the criterion looks at the state after `loop` loops (counted from 1)."""
+        if self.criterion.every_loop:
+            return True
+        warm_up = 0  # readings before the first check, so that it has something to compare with
+        if self.name == "argmax_stability":
+            warm_up = max(0, self.threshold)
+        elif self.criterion.compares:
+            warm_up = 1
+        return loop >= self.min_loops - warm_up * self.interval and (loop - self.min_loops) % self.interval == 0
+
+    def checks(self, loop: int) -> bool:
+        return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
+
+    def exits(self, score: torch.Tensor) -> torch.Tensor:
+        if self.name == "gate" and self.threshold == 1:  # reached by rounding only
+            return torch.zeros_like(score, dtype=torch.bool)
+        return score >= self.threshold if self.criterion.exits_above else score <= self.threshold
+
+
+def exit_rule(
+    config, criterion: str, threshold=None, min_loops: int = 1, interval: int = 1, num_loops: int | None = None
+) -> ExitRule:
+    """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
+    if criterion not in CRITERIA:
+        raise ValueError(f"exit_criterion={criterion!r} is not known: choose one of {', '.join(CRITERIA)}")
+    kind = CRITERIA[criterion]
+    if criterion == "gate" and config.exit_gate == "none":
+        raise ValueError(
+            "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use another "
+            "criterion, e.g. 'logit_margin'"
+        )
+    if config.residual_depth == "run":
+        raise ValueError(
+            "a model with residual_depth='run' scales its residuals by the depth of the run, so a run that stops at "
+            "loop k is not the run of depth k: early exit means nothing for it"
+        )
+    if threshold is None:
+        threshold = kind.default
+        if threshold is None:
+            raise ValueError(
+                f"exit_criterion={criterion!r} has no published threshold: pass exit_threshold, or calibrate one with "
+                "`python -m eval.halting`"
+            )
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
+    if math.isnan(threshold) or (threshold < 0 and math.isfinite(threshold)):
+        raise ValueError(
+            f"exit_threshold={threshold} is never meant: every score of {criterion!r} is at least 0. "
+            f"Exits are {'above' if kind.exits_above else 'below'} the threshold."
+        )
+    if criterion in ("max_prob", "gate") and 1 < threshold < math.inf:
+        raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
+    deepest = config.num_loops if num_loops is None else num_loops
+    for name, value in (("min_loops", min_loops), ("exit_interval", interval)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if min_loops > deepest:
+        raise ValueError(f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run")
+    return ExitRule(criterion, float(threshold), min_loops, interval)

@@ -1,0 +1,90 @@
+"""Early exit inside one forward pass, for every way of decoding that calls forward by itself.
+
+Tokens that have exited are frozen: the pass goes on for the others until all are done, and what a frozen token leaves
+in deeper slots is what it left at its exit. Nothing is gathered and scattered, so compute is saved only where a whole
+batch may stop; `continuous.py` is the way to decode a batch whose rows exit apart.
+"""
+
+import copy
+
+import torch
+
+from .exit_criteria import ExitRule, Reading
+
+
+class ExitWatch:
+    """Which tokens of the pass still run. `model` is the causal LM, `past` the number of tokens in the cache."""
+
+    def __init__(self, model, rule: ExitRule, depths: list[int], past: int, length: int, device):
+        self.model, self.rule = model, rule
+        limits = torch.tensor(depths, device=device)[:, None].repeat(1, length)
+        prompt = torch.arange(past, past + length, device=device) < rule.prompt_length
+        if rule.prompt_loops is not None:
+            limits[:, prompt] = limits[:, prompt].clamp(max=rule.prompt_loops)
+        self.limits, self.is_prompt = limits, prompt  # [batch, length], [length]
+        self.token_loops = torch.zeros_like(limits)  # 0 while the token runs
+        self.first_reported = max(
+            rule.prompt_length - 1 - past, 0
+        )  # of the prompt, only its last token makes a new one
+        self.final = None  # H of the last loop, frozen where tokens have exited
+        self.memory = None
+
+    @property
+    def exited(self) -> torch.Tensor:
+        return self.token_loops > 0
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.exited.all())
+
+    def after_loop(self, loop: int, state: torch.Tensor, shared: dict) -> torch.Tensor:
+        """`state` with exited tokens as they were. Those exit that the criterion or their limit stops at `loop`."""
+        if self.final is not None:
+            state = torch.where(self.exited.unsqueeze(-1), self.final, state)
+        self.final = state
+        exits = self.limits <= loop
+        if self.rule.reads(loop) and not (exits | self.is_prompt).all():
+            score = self.score(loop, state, shared)
+            if self.rule.checks(loop):
+                exits = exits | (self.rule.exits(score) & ~self.is_prompt)
+        self.token_loops = torch.where(~self.exited & exits, loop, self.token_loops)
+        shared["past_key_values"].frozen = self.exited
+        return state
+
+    def score(self, loop: int, state: torch.Tensor, shared: dict) -> torch.Tensor:
+        needs = self.rule.criterion.needs
+        if needs == "logits":
+            readout = self.model.model.run_coda(state, {**shared, "past_key_values": Peek(shared["past_key_values"])})
+            reading = Reading(logits=self.model.decode(readout, loop - 1))
+        else:
+            reading = Reading(**{needs: state if needs == "state" else self.model.gate(state)})
+        first = torch.full(state.shape[:2], self.memory is None, device=state.device)
+        score, self.memory = self.rule.criterion.score(reading, self.memory or {}, first)
+        return score
+
+
+class Peek:
+    """A cache that shows what `update` would return and keeps nothing."""
+
+    def __init__(self, view):
+        self.view = view
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
+        while slot >= len(self.view.cache.layers):  # a dynamic cache grows when it is written to
+            self.view.cache.layers.append(self.view.cache.layer_class_to_replicate())
+        return copy.deepcopy(self.view.cache.layers[slot]).update(keys, values, *args, **kwargs)
+
+
+def cut_into_tokens(rule: ExitRule, past: int, length: int) -> list[slice]:
+    """The prompt in one piece, each generated token by itself."""
+    first = min(max(rule.prompt_length - past, 0), length)
+    return [slice(0, first)] * (first > 0) + [slice(i, i + 1) for i in range(first, length)]
+
+
+def mask_of_piece(attention_mask, past: int, piece: slice):
+    """What generate prepared for the whole pass, for some of its queries."""
+    if isinstance(attention_mask, dict):
+        return {kind: mask_of_piece(mask, past, piece) for kind, mask in attention_mask.items()}
+    if attention_mask is None:
+        return None
+    return attention_mask[:, :, piece] if attention_mask.ndim == 4 else attention_mask[:, : past + piece.stop]
