@@ -5,9 +5,9 @@
     python -m eval.diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
 
 MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
-which is then initialised at random. Each measure writes a JSON and a PNG; `all` runs every measure with little training and
-writes a page, index.html, that holds its figures; a measure that this model does not have is left out with the reason.
-`python -m eval.diagnose MEASURE --help` lists the options of one.
+which is then initialised at random. Each measure writes a JSON and a PNG; `all` runs every measure with little
+training and writes a page, index.html, that holds its figures; what this model does not have is left out, with the
+reason. `python -m eval.diagnose MEASURE --help` lists the options of one.
 
 From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
 """
@@ -58,7 +58,7 @@ MEASURES = {
     "lr_transfer": Measure(
         transfer.lr_transfer,
         figures.draw_lr_transfer,
-        {"loops": [1, 4], "rates": [1e-3, 4e-3, 1.6e-2], "steps": 10, "rows_per_step": 2},
+        {"loops": [1, 4], "rates": [2.5e-4, 1e-3, 4e-3], "steps": 10, "rows_per_step": 2},
     ),
     "radial_gradient": Measure(readout_probes.radial_gradient, figures.draw_radial_gradient),
     "scale_sweep": Measure(readout_probes.scale_sweep, figures.draw_scale_sweep),
@@ -184,6 +184,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command = commands.add_parser(name, help=about.replace("%", "%%"), description=about.replace("%", "%%"))
         command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
         command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: the embedded corpus")
+        command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
         command.add_argument("--rows", type=int, default=16)
         command.add_argument("--length", type=int, default=128, help="tokens in a row")
         command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
@@ -203,7 +204,8 @@ def main(arguments: list[str]):
     args = parse(arguments)
     target, *overrides = args.model
     beside = {path: json.loads(Path(path).read_text())["result"] for path in getattr(args, "beside", [])}
-    of = subject(target, overrides, args.text, args.rows, args.length, args.seed, args.state_seed, args.dtype)
+    names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
+    of = subject(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output or Path("runs/diagnose") / Path(target).resolve().name)
     if args.measure == "all":
         print(run_all(of, folder))

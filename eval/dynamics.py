@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from .hooks import depth_of, evaluating, final_loss, hooks, trace
+from .hooks import depth_of, evaluating, final_loss, hooks, own_randomness, trace
 from .measures import (
     gradient_norm,
     largest_eigenvalue,
@@ -187,7 +187,7 @@ def gradient_norms(
     for step in range(steps):
         chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(batch["input_ids"])
         rows = {key: tensor[chosen] for key, tensor in batch.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), own_randomness(step):
             loss = model(**rows, labels=rows["input_ids"], output_logits=False, use_cache=False).loss
         loss.backward()
         losses.append(loss.item())

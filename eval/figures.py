@@ -4,15 +4,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def canvas(path, columns: int = 1, height: float = 3.2):
-    """Axes side by side, saved as a PNG."""
+def canvas(path, count: int = 1, columns: int = 4):
+    """`count` axes, at most so many side by side, saved as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, columns, figsize=(4.2 * columns, height), squeeze=False, layout="constrained")
-    yield axes[0]
+    columns, rows = min(columns, count), -(-count // columns)
+    figure = pyplot.figure(figsize=(3.6 * columns, 2.9 * rows), layout="constrained")
+    yield [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
@@ -67,7 +68,8 @@ def draw_loop_cosine(result: dict, path):
     names = [name for name in ("model", "looped", "unshared") if name in result]
     with canvas(path, len(names)) as axes:
         for axis, name in zip(axes, names):
-            image = axis.imshow(result[name]["cosine"], vmin=-1, vmax=1, cmap="RdBu_r")
+            edges = (0.5, len(result[name]["cosine"]) + 0.5)
+            image = axis.imshow(result[name]["cosine"], vmin=-1, vmax=1, cmap="RdBu_r", extent=(*edges, *edges[::-1]))
             axis.set(title=name, xlabel="loop", ylabel="loop")
         axes[-1].figure.colorbar(image, ax=list(axes), label="cosine of increments")
 

@@ -20,6 +20,14 @@ def evaluating(model: torch.nn.Module):
 
 
 @contextmanager
+def own_randomness(seed: int = 0):
+    """Random numbers from `seed`, and afterwards those that would have come without."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def hooks(*handles):
     with ExitStack() as stack:
         for handle in handles:

@@ -38,14 +38,18 @@ def subject(
     target: str,
     overrides: list[str] = (),
     text: str | None = None,
+    tokenizer: str | None = None,
     rows: int = 16,
     length: int = 128,
     seed: int = 0,
     state_seed: int | None = None,
     dtype: str = "float32",
 ) -> Subject:
-    """`target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name; `overrides` are
-    key=value and change a config. Text is read with the model's tokenizer; without one, tokens are random."""
+    """`target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name.
+
+    `overrides` are key=value and change a config. Text is read with the model's tokenizer or the one that is named;
+    without any, tokens are random.
+    """
     if rows < 1 or length < 2:
         raise SubjectError(f"at least 1 row and 2 tokens in each are needed, got rows={rows} and length={length}")
     folder = model_folder(target)
@@ -62,7 +66,9 @@ def subject(
     model = model.to(getattr(torch, dtype)).eval()
     if model.config.position_embedding == "learned":
         length = min(length, model.config.max_position_embeddings)
-    ids, read = tokens(model.config, folder, text, rows, length, seed)
+    if tokenizer is None and folder is not None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = folder
+    ids, read = tokens(model.config, tokenizer, text, rows, length, seed)
     batch = {"input_ids": ids}
     if state_seed is not None:
         batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
@@ -118,14 +124,17 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
     return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
 
 
-def tokens(config, folder: Path | None, text: str | None, rows: int, length: int, seed: int):
+def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: int):
     """[rows, length] of text joined by the end token, and what was read."""
-    has_tokenizer = folder is not None and (folder / "tokenizer_config.json").is_file()
-    if not has_tokenizer:
+    if tokenizer is None:
         if text is not None:
-            raise SubjectError(f"the text {text!r} cannot be read: this model has no tokenizer; leave --text out")
+            raise SubjectError(
+                f"{text!r} cannot be read without a tokenizer, and this model has none: pass --tokenizer"
+            )
         return random_tokens(config, rows, length, seed), f"random tokens with seed {seed}"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if len(tokenizer) > config.vocab_size:
+        raise SubjectError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for document in training_source(DataConfig(source=text or "embedded")).load():
         ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end

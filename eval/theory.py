@@ -12,7 +12,7 @@ import torch
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
-from .hooks import depth_of, last_state, trace
+from .hooks import depth_of, last_state, own_randomness, trace
 from .measures import increment_products, power_law, residual_norms, token_rms
 
 
@@ -81,8 +81,7 @@ def random_tokens(config: LoopedConfig, rows: int, length: int, seed: int) -> to
 
 
 def built(config: LoopedConfig, seed: int) -> LoopedForCausalLM:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with own_randomness(seed):
         return LoopedForCausalLM(config)
 
 
@@ -111,11 +110,13 @@ def early_training(config: LoopedConfig, seed: int, steps: int, lr: float, num_t
     key = (config.to_json_string(use_diff=False), seed, steps, lr, num_tokens)
     if key not in _early:
         norms, updates, before = [], [], None
-        for state in train_steps(built(config, seed), random_tokens(config, 1, num_tokens, seed), steps, lr):
-            norms += residual_norms([state])
-            if before is not None:
-                updates.append((state - before).square().mean().sqrt().item())
-            before = state
+        ids = random_tokens(config, 1, num_tokens, seed)
+        with own_randomness(seed):
+            for state in train_steps(built(config, seed), ids, steps, lr):
+                norms += residual_norms([state])
+                if before is not None:
+                    updates.append((state - before).square().mean().sqrt().item())
+                before = state
         _early[key] = norms, updates
     return _early[key]
 
@@ -240,8 +241,9 @@ def increments_of_stack(
     """After `steps` optimizer steps; the increments of a whole pass through the L layers, shared or not."""
     stack = ARRANGEMENTS[arrangement](config, num_loops, "none")
     model, ids = built(stack, 0), random_tokens(config, 1, num_tokens, 0)
-    for _ in train_steps(model, ids, steps, lr):
-        pass
+    with own_randomness():
+        for _ in train_steps(model, ids, steps, lr):
+            pass
     seen = trace(model, {"input_ids": ids}, stack.num_loops)
     every = config.num_core_layers  # of the one loop of an unshared stack
     states = seen.trajectory if arrangement == "looped" else seen.stages[0][::every]

@@ -6,7 +6,7 @@ import torch
 
 from modeling_looped import LoopedConfig
 
-from .hooks import evaluating, token_losses
+from .hooks import evaluating, own_randomness, token_losses
 from .theory import RULES, built, looped, optimizer_of, with_fields
 
 
@@ -35,7 +35,7 @@ def trained_loss(config, batch: dict, lr: float, steps: int, rows_per_step: int,
     for step in range(steps):
         chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(train["input_ids"])
         rows = {key: tensor[chosen] for key, tensor in train.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), own_randomness(seed * steps + step):
             loss = model(**rows, labels=rows["input_ids"], output_logits=False, use_cache=False).loss
         if not math.isfinite(loss.item()):
             return None
@@ -84,8 +84,8 @@ def lr_transfer(
     """The best learning rate over N, and over depth L (figure 5): under eps = 1/N it does not move with N.
 
     One short AdamW run for every rule, L, N and rate, with the rates per block that `parameter_groups` gives.
-    The optimum is interpolated; its shift is in octaves from the smallest N. A run whose loss ends above that of
-    guessing evenly is left out as diverged.
+    The optimum is interpolated; its shift is in octaves from the smallest N. A run that ends a tenth above the loss of
+    guessing evenly has diverged and is left out.
     """
     rules, layers = rules or [config.residual_scaling], layers or [config.num_core_layers]
     check_grid(batch, loops, rates, rules, layers, steps, seeds)

@@ -1,0 +1,332 @@
+"""The diagnostics' measures against closed forms: loops whose states, updates, gradients and spectra are known."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from eval import dynamics, measures, readout_probes
+from eval.hooks import rewritten_states, trace
+from modeling_looped import LoopedForCausalLM
+from tests.helpers import random_ids, tiny_config, tiny_model
+
+
+class KnownBlock(nn.Module):
+    """F(H) = H + along * u + across * turned(u), u = H / rms(H): lemma 2 with a_rad and |b_perp| chosen."""
+
+    layer_type = "full_attention"
+
+    def __init__(self, along: float, across: float):
+        super().__init__()
+        self.along, self.across = along, across
+        self.mlp, self.self_attn = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def forward(self, hidden_states, *args, **kwargs):
+        unit = hidden_states / hidden_states.square().mean(-1, keepdim=True).sqrt()
+        pairs = unit.unflatten(-1, (-1, 2))
+        turned = torch.stack([-pairs[..., 1], pairs[..., 0]], dim=-1).flatten(-2)
+        return hidden_states + self.along * unit + self.across * turned
+
+
+def known_model(along: float = 0.0, across: float = 0.0, **fields) -> LoopedForCausalLM:
+    """One core layer, which is known; in float64."""
+    model = LoopedForCausalLM(tiny_config(num_core_layers=1, **fields)).double().eval()
+    model.model.core[0] = KnownBlock(along, across)
+    return model
+
+
+def linear_model(decay: torch.Tensor) -> LoopedForCausalLM:
+    """h_{t+1} = decay * h_t from h_0 = e: diagonal injection, no input, a block that does nothing."""
+    model = known_model(injection="diagonal")
+    injection = model.model.injection
+    with torch.no_grad():
+        injection.input_proj.weight.zero_()
+        injection.dt_bias.fill_(math.log(math.e - 1))  # step 1
+        injection.log_rate.copy_((-decay.log()).log())
+    return model
+
+
+BATCH = {"input_ids": random_ids(2, 7)}
+DECAY = torch.linspace(0.3, 0.9, 32, dtype=torch.float64)
+
+
+def embedded(model):
+    return model.model.embed_tokens(BATCH["input_ids"]).detach()
+
+
+def test_linear_loop_norms_and_changes():
+    model = linear_model(DECAY)
+    e = embedded(model)
+    expected = [(DECAY**t * e).norm(dim=-1).mean().item() for t in range(6)]
+    trajectory = dynamics.norm_trajectory(model, BATCH, num_loops=5)
+    assert trajectory["norm"] == pytest.approx(expected, rel=1e-6)
+    assert trajectory["R"] == pytest.approx([norm / 32**0.5 for norm in expected], rel=1e-6)
+    moves = dynamics.state_dynamics(model, BATCH, num_loops=5)
+    changes = [((DECAY - 1) * DECAY**t * e).norm(dim=-1).mean().item() for t in range(5)]
+    assert moves["change"] == pytest.approx(changes, rel=1e-6)
+    assert moves["state_norm"] == pytest.approx(expected[1:], rel=1e-6)
+    assert moves["prelude"] == {"input": pytest.approx(expected[0])}
+    start, injected, after_block = moves["stage_norms"][2]
+    assert start == pytest.approx(expected[2], rel=1e-6) and injected == pytest.approx(expected[3], rel=1e-6)
+    assert after_block == pytest.approx(injected)
+
+
+def test_linear_loop_spectrum_and_expansion():
+    result = dynamics.spectral(linear_model(DECAY), BATCH, num_loops=3)
+    assert result["A"]["spectral_radius"] == result["A"]["spectral_norm"] == pytest.approx(0.9, rel=1e-6)
+    assert result["B"]["spectral_norm"] == 0
+    e = embedded(linear_model(DECAY)) * 0 + 1
+    model = linear_model(DECAY)
+    e = embedded(model)
+    ratios = [((DECAY ** (t + 1) * e).norm(dim=-1) / (DECAY**t * e).norm(dim=-1)).mean().item() for t in range(3)]
+    measured = dynamics.spectral(model, BATCH, num_loops=3)["A"]["expansion"]
+    assert measured == pytest.approx(ratios, rel=1e-6)
+
+
+def test_spectrum_of_concat_is_that_of_the_state_half():
+    model = tiny_model(injection="concat", state_init="zeros")
+    a, b = torch.randn(32, 32) / 8, torch.randn(32, 32)
+    with torch.no_grad():
+        model.model.injection.proj.weight.copy_(torch.cat([a, b], dim=1))
+    result = dynamics.spectral(model, BATCH)
+    power = torch.linalg.matrix_power(a.double(), 400)  # Gelfand: ||A^n||^(1/n)
+    assert result["A"]["spectral_radius"] == pytest.approx(
+        torch.linalg.matrix_norm(power, 2).item() ** (1 / 400), rel=0.02
+    )
+    assert result["A"]["spectral_norm"] == pytest.approx(torch.linalg.svdvals(a)[0].item(), rel=1e-5)
+    assert result["B"]["spectral_norm"] == pytest.approx(torch.linalg.svdvals(b)[0].item(), rel=1e-5)
+    assert result["A"]["expansion"][0] is None  # the state is zero there
+
+
+def test_spectrum_of_the_readout_map_and_of_addition():
+    model = tiny_model(coda_input="linear", num_coda_layers=1, injection="add", state_init="zeros")
+    state = model(**BATCH, output_loop_hidden_states=True).loop_hidden_states[-1]
+    result = dynamics.spectral(model, BATCH)
+    moved = model.model.coda_proj(state)
+    assert result["C"]["expansion"] == pytest.approx((moved.norm(dim=-1) / state.norm(dim=-1)).mean().item(), rel=1e-5)
+    assert result["C"]["expansion"] <= result["C"]["spectral_norm"]
+    assert result["A"]["spectral_radius"] == 1
+
+
+def test_no_spectrum_without_a_linear_injection():
+    with pytest.raises(ValueError, match="injection='none'.*diagonal"):
+        dynamics.spectral(tiny_model(), BATCH)
+
+
+# Readouts
+
+
+def test_radial_gradient_of_a_raw_readout_is_that_of_the_head():
+    model = tiny_model(readout_norm="none").double()
+    result = readout_probes.radial_gradient(model, BATCH)
+    states = model(**BATCH, output_loop_hidden_states=True).loop_hidden_states
+    for k, state in enumerate(states):
+        fractions, along = [], 0.0
+        for row, labels in zip(state.detach(), BATCH["input_ids"]):
+            for h, label in zip(row[:-1], labels[1:]):  # d CE / dh = W^T (p - y), over 12 predicted tokens
+                error = (model.lm_head.weight @ h).softmax(-1)
+                error[label] -= 1
+                g = model.lm_head.weight.T.detach() @ error.detach()
+                fractions.append(((g @ h).abs() / g.norm() / h.norm()).item())
+                along += (g @ h).item() / 12
+        assert result["r"][k] == pytest.approx(sum(fractions) / 12, rel=1e-9)
+        assert result["g"][k] == pytest.approx(along, rel=1e-9)
+    assert min(result["r"]) > 1e-3
+
+
+def test_radial_gradient_of_a_normed_readout_is_zero_up_to_epsilon():
+    """<g, H> = eps / (s^2 + eps) <dL/dy, y> for y = rmsnorm(H): linear in eps, and 0 without one."""
+    fractions = []
+    for eps in (1e-2, 1e-4, 1e-12):
+        model = tiny_model(rms_norm_eps=1e-6).double()
+        model.model.norm.eps = eps
+        fractions.append(readout_probes.radial_gradient(model, BATCH)["final_r"])
+    assert fractions[0] / fractions[1] == pytest.approx(100, rel=0.05)
+    assert fractions[2] < 1e-11
+
+
+def test_radial_gradient_is_immediate_also_through_a_coda():
+    """g_k = dL_k / dlog |H_k|, by differences of the loss of a rescaled H_k."""
+    model = tiny_model(num_coda_layers=1, readout_norm="final_only", num_loops=2).double()
+    result = readout_probes.radial_gradient(model, BATCH)
+    for k in (1, 2):
+        losses = []
+        for t in (1e-5, -1e-5):
+            with rewritten_states(model, lambda loop, h, t=t, k=k: h * math.exp(t) if loop == k else h):
+                logits = model(**BATCH, num_loops=k).logits[:, :-1]
+            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), BATCH["input_ids"][:, 1:].flatten()))
+        assert result["g"][k - 1] == pytest.approx(((losses[0] - losses[1]) / 2e-5).item(), rel=1e-5, abs=1e-9)
+    assert result["r"][0] > 1e-3
+
+
+def test_entropy_and_margin():
+    logits = torch.tensor([[[0.0, math.log(3), -math.inf]]])
+    assert readout_probes.entropy_and_margin(logits.clamp(min=-1e4))[0] == pytest.approx(
+        -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)), abs=1e-6
+    )
+    assert readout_probes.entropy_and_margin(torch.tensor([[1.0, 5.0, 2.5]]))[1] == 2.5
+
+
+def test_scale_sweep_is_flat_for_a_normed_readout_only():
+    raw, normed = tiny_model(readout_norm="none").double(), tiny_model(rms_norm_eps=1e-12).double()
+    alphas = [0.5, 1.0, 3.0]
+    assert readout_probes.scale_sweep(normed, BATCH, alphas=alphas)["ce_range"] < 1e-9
+    state = raw(**BATCH, output_loop_hidden_states=True).loop_hidden_states[-1]
+    expected = [
+        nn.functional.cross_entropy(
+            (alpha * state @ raw.lm_head.weight.T)[:, :-1].flatten(0, 1), BATCH["input_ids"][:, 1:].flatten()
+        ).item()
+        for alpha in alphas
+    ]
+    assert readout_probes.scale_sweep(raw, BATCH, alphas=alphas)["ce"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_radial_clamp_of_a_known_block():
+    along, across = 0.5, 0.25
+    model = known_model(along, across, num_loops=5)
+    result = readout_probes.radial_clamp(model, BATCH)
+    first = trace(model, BATCH, 1).states[0].square().mean(-1).sqrt()  # [rows, tokens]
+    free, clamped = first, first
+    for _ in range(4):
+        free = ((free + along) ** 2 + across**2).sqrt()
+        clamped = (clamped**2 + across**2).sqrt()
+    assert result["freeze"]["norm_ratio"] == pytest.approx((first.mean() / free.mean()).item(), rel=1e-6)
+    assert result["remove_radial"]["norm_ratio"] == pytest.approx((clamped.mean() / free.mean()).item(), rel=1e-6)
+    assert result["unclamped"]["delta_ce"] == 0 != result["freeze"]["delta_ce"]
+
+
+@pytest.mark.parametrize("along,across", [(0.7, 0.3), (-0.02, 0.05)])
+def test_lemma_2_on_a_known_block(along, across):
+    model = known_model(along, across)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(20 / 0.2)  # s is large, as the expansion asks
+    result = readout_probes.update_decomposition(model, BATCH, num_loops=30)
+    assert result["a_rad"] == pytest.approx([along] * 29, rel=1e-6)
+    assert result["b_perp"] == pytest.approx([across] * 29, rel=1e-6)
+    assert result["table"]["b"] == pytest.approx(math.hypot(along, across), rel=1e-6)
+    assert result["table"]["b_over_a_rad"] == pytest.approx(math.hypot(along, across) / abs(along), rel=1e-6)
+    scales = result["scale"] + [result["final_scale"]]
+    for k in range(29):
+        assert scales[k + 1] == pytest.approx(result["predicted_next_scale"][k], abs=across**2 / scales[k])
+        assert result["turn_times_scale"][k] == pytest.approx(across, abs=2 * across / scales[k])
+    assert result["not_as_in_lemma_2"] == []
+
+
+def test_lemma_2_says_what_it_does_not_cover():
+    model = tiny_model(inter_loop_norm="own", injection="add", state_init="zeros")
+    result = readout_probes.update_decomposition(model, BATCH, num_loops=12)
+    assert result["not_as_in_lemma_2"] == ["injection='add'", "inter_loop_norm='own'"]
+
+
+def test_token_norms():
+    model = tiny_model()
+    norms = model(**BATCH, output_loop_hidden_states=True).loop_hidden_states[-1].detach().norm(dim=-1).flatten()
+    result = readout_probes.token_norms(model, BATCH)
+    ordered = norms.sort().values
+    assert result["tokens"] == 14 and result["max"] == pytest.approx(ordered[-1].item(), rel=1e-5)
+    assert result["median"] == pytest.approx(((ordered[6] + ordered[7]) / 2).item(), rel=1e-5)
+    assert result["p99"] == pytest.approx((ordered[12] + 0.87 * (ordered[13] - ordered[12])).item(), rel=1e-5)
+    assert result["mean"] == pytest.approx(norms.mean().item(), rel=1e-5)
+    assert result["std"] == pytest.approx(((norms - norms.mean()) ** 2).mean().sqrt().item(), rel=1e-4)
+
+
+# Depth
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"residual_depth": "run", "residual_scaling": "linear"}, {"loop_damping": True}]
+)
+def test_depth_curve_equals_separate_runs(fields):
+    model = tiny_model(**fields)
+    result = dynamics.depth_curve(model, BATCH)
+    assert result["loop"] == [1, 2, 3, 4, 5, 6]
+    for k in result["loop"]:
+        logits = model(**BATCH, num_loops=k).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), BATCH["input_ids"][:, 1:].flatten()).item()
+        assert result["ce"][k - 1] == pytest.approx(loss, rel=1e-5)
+        assert result["ppl"][k - 1] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert result["exit_gap"] == pytest.approx(result["ce"][0] - result["ce"][2])
+    ratio = torch.sigmoid(model.model.damping.logit).item() if model.model.damping else 1.0
+    assert result["norm_after"] == pytest.approx([ratio * norm for norm in result["norm_before"][:-1]], rel=1e-5)
+
+
+def test_norms_after_a_norm_between_loops_are_constant():
+    model = LoopedForCausalLM(tiny_config(inter_loop_norm="own")).eval()
+    assert dynamics.depth_curve(model, BATCH)["norm_after"] == pytest.approx([32**0.5] * 5, rel=1e-3)
+
+
+# Gradients
+
+
+def test_oscillation():
+    assert measures.oscillation([1, 2, 4, 8, 16]) == pytest.approx(0, abs=1e-12)
+    assert measures.oscillation([3, 6, 3, 6, 3]) == pytest.approx(math.log(2))
+    with pytest.raises(ValueError, match="at least 3"):
+        measures.oscillation([1, 2])
+
+
+def test_gradient_norms_are_those_of_autograd_before_clipping():
+    model = tiny_model()
+    result = dynamics.gradient_norms(model, BATCH, blocks=["lm_head", "model.core.1.mlp"], steps=3)
+    twin = copy.deepcopy(model)
+    row = BATCH["input_ids"][:1]
+    twin(row, labels=row).loss.backward()
+    for name, block in result["blocks"].items():
+        squares = sum(p.grad.square().sum() for p in twin.get_submodule(name).parameters())
+        assert block["norm"][0] == pytest.approx(squares.sqrt().item(), rel=1e-4)
+    assert result["loss"][0] != result["loss"][2]
+    with pytest.raises(ValueError, match="no block 'model.core.9.mlp'.*lm_head"):
+        dynamics.gradient_norms(model, BATCH, blocks=["model.core.9.mlp"])
+
+
+# All of them
+
+
+PROBES = [
+    dynamics.norm_trajectory,
+    dynamics.depth_curve,
+    dynamics.state_dynamics,
+    dynamics.gradient_norms,
+    dynamics.spectral,
+    readout_probes.radial_gradient,
+    readout_probes.scale_sweep,
+    readout_probes.radial_clamp,
+    readout_probes.update_decomposition,
+    readout_probes.token_norms,
+]
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
+def test_a_measure_in_the_middle_of_training_changes_nothing(probe):
+    model = tiny_model(injection="diagonal", residual_dropout=0.3).train()
+    model.lm_head.eval()
+    model(**BATCH, labels=BATCH["input_ids"]).loss.backward()
+    before = {name: (p.detach().clone(), p.grad.clone()) for name, p in model.named_parameters()}
+    noise = torch.get_rng_state()
+    result = probe(model, BATCH)
+    json.dumps(result)
+    assert torch.equal(noise, torch.get_rng_state())
+    assert probe(model, BATCH) == result
+    assert model.training and model.model.core[0].training and not model.lm_head.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name][0]) and torch.equal(parameter.grad, before[name][1])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("probe", [p for p in PROBES if p is not dynamics.gradient_norms], ids=lambda p: p.__name__)
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True])
+def test_impossible_depths_are_refused(probe, depth):
+    with pytest.raises(ValueError, match="num_loops must be a whole number of at least 1"):
+        probe(tiny_model(injection="diagonal"), BATCH, num_loops=depth)
+
+
+def test_too_few_loops_are_refused():
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        readout_probes.radial_clamp(tiny_model(), BATCH, num_loops=1)
+    with pytest.raises(ValueError, match="above 10, got 10"):
+        readout_probes.update_decomposition(tiny_model(), BATCH, num_loops=10)
+    with pytest.raises(ValueError, match="alphas must be positive"):
+        readout_probes.scale_sweep(tiny_model(), BATCH, alphas=[0.0, 1.0])

@@ -1,0 +1,159 @@
+"""`python -m eval.diagnose`: models and texts from anywhere, files and a page, errors that say what to do."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from eval import diagnose
+from eval.subject import SubjectError, subject
+from modeling_looped import LoopedForCausalLM
+from recipes.monitor import Monitor
+from tests.helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer
+
+
+OVERRIDES = ["hidden_size=32", "intermediate_size=48", "num_attention_heads=4", "num_core_layers=1", "vocab_size=30"]
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A training run: final/ with a tokenizer, and metrics."""
+    torch.manual_seed(0)
+    model = LoopedForCausalLM(tiny_config(vocab_size=30, injection="diagonal", num_loops=2))
+    model.save_pretrained(tmp_path / "run/final")
+    tiny_tokenizer().save_pretrained(tmp_path / "run/final")
+    records = [{"step": step, "residual_norm/loop_1": 1.5 + step, "spectral_radius": 0.4} for step in (0, 10)]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a b c d e f g h " * 60}) + "\n")
+    return tmp_path / "run"
+
+
+def test_there_are_fourteen_measures():
+    assert len(diagnose.MEASURES) == 14
+
+
+def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys, monkeypatch):
+    quick = {"loops": [1, 2, 3], "seeds": 1, "steps": 1, "num_tokens": 8}
+    for name in ("residual_norm", "update_size"):
+        monkeypatch.setitem(diagnose.MEASURES, name, diagnose.MEASURES[name]._replace(quick=quick))
+    arguments = ["all", str(run_folder), "--text", str(tmp_path / "text.jsonl"), "--rows", "2", "--length", "16"]
+    diagnose.main([*arguments, "--output", str(tmp_path / "out")])
+    page = (tmp_path / "out/index.html").read_text()
+    for name in diagnose.MEASURES:
+        assert f'<h2 id="{name}">' in page
+        saved = json.loads((tmp_path / f"out/{name}.json").read_text())
+        assert {"command", "commit", "hardware", "model", "text", "options", "result"} <= set(saved)
+        assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(re.findall('src="data:image/png;base64,', page)) == 14 + 2  # and two curves of the run
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    radius = json.loads((tmp_path / "out/spectral.json").read_text())["result"]
+    assert radius["training"]["spectral_radius"] == {"step": [0, 10], "value": [0.4, 0.4]}
+
+
+def test_all_leaves_out_what_the_model_does_not_have(tmp_path, monkeypatch):
+    few = {name: diagnose.MEASURES[name] for name in ("spectral", "radial_clamp", "token_norms")}
+    monkeypatch.setattr(diagnose, "MEASURES", few)
+    diagnose.main(["all", "lt", *OVERRIDES, "num_loops=1", "--rows", "1", "--length", "8", "--output", str(tmp_path)])
+    page = (tmp_path / "index.html").read_text()
+    assert '<h2 id="token_norms">' in page and '<h2 id="spectral" class="skipped">' in page
+    assert "no linear map meets the state of a model with injection=" in page and "at least 2, got 1" in page
+    assert not (tmp_path / "spectral.json").exists()
+
+
+def test_options_are_those_of_the_function(tmp_path, capsys):
+    common = ["--rows", "1", "--length", "8", "--output", str(tmp_path)]
+    diagnose.main(["scale_sweep", "lt", *OVERRIDES, *common, "--alphas", "0.5", "2", "--num-loops", "3"])
+    saved = json.loads((tmp_path / "scale_sweep.json").read_text())
+    assert saved["result"]["alpha"] == [0.5, 2.0] and saved["options"]["num_loops"] == 3
+    assert saved["text"] == "random tokens with seed 0"
+    for name, measure in diagnose.MEASURES.items():  # every option of every function is a flag
+        with pytest.raises(SystemExit) as stop:
+            diagnose.parse([name, "--help"])
+        assert stop.value.code == 0
+        shown = capsys.readouterr().out
+        assert all("--" + option.replace("_", "-") in shown for option in measure.defaults())
+
+
+def test_quadrant_beside_other_models(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    arguments = ["depth_curve", "lt", *OVERRIDES, "num_loops=2", "--rows", "1", "--length", "8", "--output"]
+    diagnose.main([*arguments, str(first)])
+    diagnose.main([*arguments, str(second), "--beside", str(first / "depth_curve.json")])
+    assert (second / "depth_curve.png").read_bytes() != (first / "depth_curve.png").read_bytes()
+
+
+def test_models_from_every_place(run_folder, tmp_path):
+    trained = subject(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=2, length=16)
+    letters = trained.batch["input_ids"][0, :9]
+    assert letters[:8].tolist() == list(range(4, 12)) and trained.config.injection == "diagonal"
+    assert torch.equal(
+        trained.model.lm_head.weight, subject(str(run_folder / "final"), rows=1, length=4).model.lm_head.weight
+    )
+    fresh = subject(
+        str(run_folder / "final/config.json"), ["num_loops=5", "residual_scaling=linear"], rows=2, length=8
+    )
+    assert fresh.config.num_loops == 5 and fresh.where["text"] == "random tokens with seed 0"
+    text, tokenizer = str(tmp_path / "text.jsonl"), str(run_folder / "final")
+    borrowed = subject("lt", OVERRIDES, text=text, tokenizer=tokenizer, rows=2, length=16)
+    assert torch.equal(borrowed.batch["input_ids"], trained.batch["input_ids"])
+    (tmp_path / "recipe.yaml").write_text("model: {preset: parcae, num_loops: 2, hidden_size: 32, vocab_size: 50, "
+                                          "num_attention_heads: 4, intermediate_size: 48}\n")  # fmt: skip
+    recipe = subject(str(tmp_path / "recipe.yaml"), rows=2, length=8, state_seed=3)
+    assert recipe.config.injection == "diagonal" and recipe.batch["initial_state"].shape == (2, 8, 32)
+    again = subject(str(tmp_path / "recipe.yaml"), rows=2, length=8, state_seed=3)
+    assert torch.equal(again.batch["initial_state"], recipe.batch["initial_state"])
+    assert torch.equal(again.model.lm_head.weight, recipe.model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    "target,overrides,options,message",
+    [
+        ("flx", [], {}, "no preset; did you mean 'flt'"),
+        ("nowhere.json", [], {}, "there is no config 'nowhere.json'"),
+        ("lt", ["num_lops=3"], {}, "did you mean 'num_loops'"),
+        ("lt", ["num_loops"], {}, "write field=value"),
+        ("lt", ["num_loops=0"], {}, "num_loops must be at least 1, got 0"),
+        ("lt", OVERRIDES, {"text": "a.txt"}, "cannot be read without a tokenizer"),
+        ("lt", OVERRIDES, {"rows": 0}, "at least 1 row"),
+        ("lt", OVERRIDES, {"state_seed": 1}, "state_init='normal'"),
+    ],
+)
+def test_bad_models_are_refused(target, overrides, options, message):
+    with pytest.raises(ValueError, match=message):
+        subject(target, overrides, **options)
+
+
+def test_bad_folders_and_texts_are_refused(run_folder, tmp_path):
+    with pytest.raises(SubjectError, match="neither a saved model"):
+        subject(str(tmp_path))
+    with pytest.raises(SubjectError, match="would change the trained model.*config.json"):
+        subject(str(run_folder), ["num_loops=3"])
+    with pytest.raises(SubjectError, match=r"holds \d+ tokens, fewer than 99 rows of 128"):
+        subject(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=99)
+    with pytest.raises(SubjectError, match="tokenizer has 30 tokens, but the model vocab_size=20"):
+        subject("lt", [*OVERRIDES, "vocab_size=20"], tokenizer=str(run_folder / "final"))
+    (tmp_path / "broken.yaml").write_text("a: [")
+    with pytest.raises(SubjectError, match="cannot be read"):
+        subject(str(tmp_path / "broken.yaml"))
+
+
+def test_monitoring_metrics_are_these_measures():
+    """Training's metrics equal the diagnostics of the same model and batch."""
+    model = tiny_model(injection="concat", state_init="zeros")
+    batch = {"input_ids": random_ids(2, 7)}
+    outputs = model(**batch, labels=batch["input_ids"], output_loop_hidden_states=True)
+    outputs.loss.backward()
+    metrics = Monitor().measure(model, outputs.loop_hidden_states)
+    model.zero_grad()
+    trajectory = diagnose.MEASURES["norm_trajectory"].function(model, batch)
+    dynamics = diagnose.MEASURES["state_dynamics"].function(model, batch, num_loops=3)
+    for loop, norm in enumerate(trajectory["R"][1:], start=1):
+        assert metrics[f"residual_norm/loop_{loop}"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["state_change"] == pytest.approx(dynamics["change"][-1] / 32**0.5, rel=1e-5)
+    spectrum = diagnose.MEASURES["spectral"].function(model, batch)
+    assert metrics["spectral_radius"] == pytest.approx(spectrum["A"]["spectral_radius"])
+
+
+def test_infinities_are_null_in_json():
+    assert diagnose.finite({"a": [1.0, float("inf")], "b": float("nan")}) == {"a": [1.0, None], "b": None}

@@ -1,0 +1,208 @@
+"""Growth over N, cosines between loops, best learning rates: against closed forms and brute force."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from eval import theory, transfer
+from eval.hooks import trace
+from eval.measures import increment_products, power_law
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from tests.helpers import random_ids, tiny_config, tiny_model
+from tests.test_diagnose import BATCH, DECAY, embedded, known_model, linear_model
+
+
+WIDE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
+
+
+def theorem_config(**fields) -> LoopedConfig:
+    """W_ij ~ N(0, 1/d), as in theorem 1."""
+    return LoopedConfig(**{**WIDE, "num_core_layers": 1, "initializer_range": 64**-0.5, **fields})
+
+
+def test_power_law():
+    assert power_law([1, 2, 4, 8], [3, 6, 12, 24]) == pytest.approx({"slope": 1, "standard_error": 0, "points": 4})
+    noisy = power_law([1, 2, 4], [1, 4, 4])  # logs base 2: 0, 2, 2 at 0, 1, 2
+    assert noisy["slope"] == pytest.approx(1) and noisy["standard_error"] == pytest.approx((2 / 3 / 2) ** 0.5)
+    assert power_law([1, 2, 4], [1.0, float("nan"), 4.0])["slope"] is None
+    assert "diverged" in power_law([1, 2, 4], [1.0, 0.0, 4.0])["why"]
+    with pytest.raises(ValueError, match="at least 3 points, got 2"):
+        power_law([1, 2], [1, 2])
+
+
+def test_growth_has_the_exponents_of_the_theory():
+    """Theorem 1 and appendix 7.1, at initialisation; seeds and width leave an error of about 0.1."""
+    result = theory.residual_norm(theorem_config(), loops=[4, 8, 16, 32], seeds=2, steps=0, num_tokens=32)
+    for arrangement, rules in theory.NORM_THEORY.items():
+        for rule, exponent in rules.items():
+            fit = result[arrangement].get(rule, {}).get("slope")
+            if exponent is None:
+                assert fit["first_step"]["slope"] < -0.2
+            else:
+                assert fit["first_step"]["slope"] == pytest.approx(exponent, abs=0.15), (arrangement, rule)
+
+
+def test_residual_norm_is_that_of_the_models_themselves():
+    """Brute force: R at every step, from the public states of a model trained by hand."""
+    config = theorem_config(hidden_size=32, intermediate_size=48, num_core_layers=2)
+    result = theory.residual_norm(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
+    changes = theory.update_size(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
+    fields = {**config.to_dict(), "num_loops": 3, "residual_scaling": "factored"}
+    fields.pop("num_hidden_layers")
+    torch.manual_seed(0)
+    model = LoopedForCausalLM(LoopedConfig(**fields))
+    ids = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
+    half = 0.5**0.5  # two layers
+    blocks = [p for n, p in model.named_parameters() if ".core." in n]
+    others = [p for n, p in model.named_parameters() if ".core." not in n]
+    groups = [{"params": others}, {"params": blocks, "lr": 1e-4 * half, "eps": 1e-8 * half}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    states = []
+    for _ in range(3):
+        outputs = model(ids, labels=ids, output_loop_hidden_states=True)
+        states.append(outputs.loop_hidden_states[-1].detach())
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        optimizer.step()
+    expected = [state.square().mean(-1).sqrt().mean().item() for state in states]
+    measured = [step[2] for step in result["looped"]["factored"]["R"]]
+    assert measured == pytest.approx(expected, rel=1e-5)
+    updates = [(b - a).square().mean().sqrt().item() for a, b in zip(states, states[1:])]
+    assert [step[2] for step in changes["looped"]["factored"]["update"]] == pytest.approx(updates, rel=1e-3)
+
+
+def test_unshared_stack_has_the_rule_of_its_depth():
+    config = theorem_config(num_core_layers=2)
+    stack = theory.unshared(config, 9, "sqrt")
+    assert (stack.num_core_layers, stack.num_loops) == (18, 1)
+    assert stack.residual_factor(1) == pytest.approx(1 / 3)
+    assert theory.unshared(config, 9, "none").residual_factor(1) == 1
+    assert theory.unshared(config, 9, "linear").residual_factor(1) == pytest.approx(1 / 9)
+    for fields in ({"injection": "add", "state_init": "zeros"}, {"num_coda_layers": 1}, {"loop_damping": True}):
+        result = theory.residual_norm(
+            theorem_config(**fields), loops=[1, 2, 3], rules=["none"], seeds=1, steps=0, num_tokens=8
+        )
+        assert "unshared" not in result and next(iter(fields)) in result["no_unshared"]
+
+
+def test_increments_of_a_linear_loop():
+    """d_i = (D - 1) D^(i-1) e, so cosines and energies are sums over channels."""
+    model = linear_model(DECAY)
+    e = embedded(model).flatten(0, 1)
+    steps = torch.stack([(DECAY - 1) * DECAY**i * e for i in range(4)])  # [N, tokens, d]
+    result = theory.increments(trace(model, BATCH, 4).trajectory, eps=1.0)
+    for i in range(4):
+        for j in range(4):
+            cosine = torch.nn.functional.cosine_similarity(steps[i], steps[j], dim=-1).mean().item()
+            assert result["cosine"][i][j] == pytest.approx(cosine, rel=1e-6)
+            product = (steps[i] * steps[j]).mean(-1).mean().item()
+            assert result["product"][i][j] == pytest.approx(product, rel=1e-5)
+    energy = result["energy"]
+    assert energy["H_N"] == pytest.approx((DECAY**4 * e).square().mean().item(), rel=1e-5)
+    assert energy["H_0"] + energy["linear"] + energy["quadratic"] == pytest.approx(energy["H_N"], rel=1e-5)
+
+
+def test_increments_in_one_direction_and_in_none():
+    straight = trace(known_model(along=0.5), BATCH, 4).states
+    cosines, products = increment_products(straight)
+    assert cosines.flatten().tolist() == pytest.approx([1.0] * 9, rel=1e-6)
+    assert products.flatten().tolist() == pytest.approx([0.25] * 9, rel=1e-6)
+    axes = torch.eye(4)[:, None, None, :].cumsum(0)  # each step along another axis
+    assert torch.allclose(increment_products(list(axes))[0], torch.eye(3))
+
+
+def test_loop_cosine_tells_shared_weights_from_independent_ones():
+    model = LoopedForCausalLM(theorem_config(num_core_layers=2)).eval()
+    result = theory.loop_cosine(model, {"input_ids": random_ids(2, 16, 64)}, copies=12, num_loops=6, num_tokens=32)
+    assert len(result["model"]["cosine"]) == 6 and len(result["unshared"]["cosine"]) == 12
+    assert result["looped"]["off_diagonal"]["mean"] > 0.4
+    assert abs(result["unshared"]["off_diagonal"]["mean"]) < 0.1
+    for stack in ("model", "looped", "unshared"):
+        energy = result[stack]["energy"]
+        assert energy["H_0"] + energy["linear"] + energy["quadratic"] == pytest.approx(energy["H_N"], rel=1e-3)
+    # independent increments add up along the diagonal alone
+    assert result["unshared"]["energy"]["quadratic"] < 2 * result["unshared"]["energy"]["quadratic_diagonal"]
+    assert result["looped"]["energy"]["quadratic"] > 4 * result["looped"]["energy"]["quadratic_diagonal"]
+
+
+def test_sixty_four_unshared_copies_of_twelve_layers_fit():
+    config = theorem_config(num_core_layers=12, hidden_size=32, intermediate_size=64)
+    stack = theory.increments_of_stack(config, "unshared", 64, steps=0, lr=1e-4, num_tokens=8)
+    assert len(stack["cosine"]) == 64 and abs(stack["off_diagonal"]["mean"]) < 0.05
+
+
+def test_training_of_measures_leaves_random_numbers_and_the_model_alone():
+    model = tiny_model(residual_dropout=0.3)
+    before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    theory.loop_cosine(model, BATCH, copies=2, steps=1, num_tokens=8)
+    theory.residual_norm(model.config, loops=[1, 2, 3], rules=["none"], seeds=1, steps=1, num_tokens=8)
+    transfer.lr_transfer(model.config, BATCH, loops=[1], rates=[1e-3, 2e-3, 4e-3], steps=1, rows_per_step=1)
+    assert torch.equal(noise, torch.get_rng_state())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+# Learning rates
+
+
+def test_optimum_of_a_parabola_in_log_rate():
+    rates = [2.0**k for k in range(-12, -4)]
+    losses = [3 + 0.1 * (math.log2(rate) + 8.3) ** 2 for rate in rates]
+    assert transfer.optimum(rates, losses)["lr"] == pytest.approx(2**-8.3)
+    with_gap = [losses[0], losses[1], None, *losses[3:]]  # a run that diverged
+    assert transfer.optimum(rates, with_gap)["lr"] == pytest.approx(2**-8.3)
+
+
+def test_no_optimum_at_the_edge_or_of_too_few_runs():
+    edge = transfer.optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 1.0])
+    assert edge["lr"] is None and "highest" in edge["why"] and edge["best"] == pytest.approx(4e-3)
+    few = transfer.optimum([1e-3, 2e-3, 4e-3], [3.0, None, 1.0])
+    assert few["lr"] is None and "only 2 of 3" in few["why"]
+    assert transfer.shifts({"1": 1e-3, "2": 4e-3, "4": None}) == {"1": 0, "2": pytest.approx(2), "4": None}
+
+
+def test_lr_transfer_trains_every_cell_and_leaves_out_what_diverged():
+    config = tiny_config(initializer_range=0.02)
+    batch = {"input_ids": random_ids(1, 16).expand(8, 16).contiguous()}  # the same row: soon known by heart
+    result = transfer.lr_transfer(
+        config, batch, loops=[2, 1], rates=[1e4, 1e-5, 1e-3, 1e-2], rules=["none", "linear"], steps=8
+    )
+    assert result["rates"] == [1e-5, 1e-3, 1e-2, 1e4] and [p["rule"] for p in result["panels"]] == ["none", "linear"]
+    for panel in result["panels"]:
+        for curve in panel["curves"].values():
+            untrained, slow, fast, absurd = curve["loss"]
+            assert untrained == pytest.approx(math.log(99), rel=0.05)
+            assert fast < slow < untrained and absurd is None
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"loops": [1, 2]}, "at least 3 different depths"),
+        ({"loops": [1, 2, 2]}, "at least 3 different depths"),
+        ({"loops": [0, 1, 2]}, "at least 1"),
+        ({"seeds": 0}, "at least 1"),
+        ({"rules": ["cubic"]}, "rules must be among none, sqrt, linear, factored"),
+    ],
+)
+@pytest.mark.parametrize("measure", [theory.residual_norm, theory.update_size], ids=lambda m: m.__name__)
+def test_bad_sweeps_are_refused(measure, options, message):
+    with pytest.raises(ValueError, match=message):
+        measure(tiny_config(), **options)
+
+
+def test_other_bad_input_is_refused():
+    with pytest.raises(ValueError, match="at least 1 step, got 0"):
+        theory.update_size(tiny_config(), steps=0)
+    with pytest.raises(ValueError, match="at least 2 of them, got num_loops=1"):
+        theory.loop_cosine(tiny_model(), BATCH, num_loops=1)
+    with pytest.raises(ValueError, match="at least 3 positive learning rates"):
+        transfer.lr_transfer(tiny_config(), BATCH, rates=[1e-3, 1e-2])
+    with pytest.raises(ValueError, match="at least 2 of them; got 1"):
+        transfer.lr_transfer(tiny_config(), {"input_ids": random_ids(1, 8)})
+    with pytest.raises(ValueError, match="got 'cubic'"):
+        transfer.lr_transfer(tiny_config(), BATCH, rules=["cubic"])
