@@ -1,0 +1,155 @@
+"""The table over compute budgets, against sums by hand."""
+
+import json
+import math
+import statistics
+from functools import partial
+
+import pytest
+import torch
+from lm_eval.tasks import TaskManager
+
+from eval import budget
+from eval.core import core_scores
+from eval.curves import table
+from modeling_looped import LoopedForCausalLM
+from tests.helpers import shake, tiny_config, tiny_tokenizer
+
+
+# lm-eval's own tasks are many to read
+small_manager = partial(TaskManager, include_defaults=False)
+TEXTS = ["a b c d e f g", "h i", "j k l m n o p q r s t u v w x y z " * 3]  # the last is longer than the window
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    """Three seeds."""
+    paths = []
+    for seed in range(3):
+        path = tmp_path_factory.mktemp(f"seed{seed}")
+        config = tiny_config(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        torch.manual_seed(seed)
+        shake(LoopedForCausalLM(config), seed=seed).save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+        paths.append(str(path))
+    return paths
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "number": 1}) + "\n" for text in TEXTS))
+    return str(path)
+
+
+def nats_and_tokens(folder: str, depth: int) -> tuple[float, int]:
+    """Each token once; a second window reaches back as far as the model's 64 positions allow."""
+    model, tokenizer = LoopedForCausalLM.from_pretrained(folder), tiny_tokenizer()
+    nats, tokens = 0.0, 0
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        stream = [tokenizer.bos_token_id, *ids]
+        for start in range(0, len(ids), 64):
+            end = min(start + 64, len(ids))
+            window = torch.tensor([stream[max(0, end - 64) : end]])
+            with torch.no_grad():
+                log_p = model(window, num_loops=depth).logits[0].double().log_softmax(-1)
+            for i in range(start, end):
+                nats -= log_p[i - end, ids[i]].item()
+                tokens += 1
+    return nats, tokens
+
+
+def test_bits_and_perplexity_of_models_and_seeds(folders, text, tmp_path, capsys):
+    arguments = [f"seeds={folders[0]},{folders[1]}", f"one={folders[2]}", "--loops", "1,3", "--text", text]
+    budget.main([*arguments, "--device", "cpu", "--batch_size", "2", "--output", str(tmp_path / "out")])
+    record = json.loads((tmp_path / "out/budget.json").read_text())
+    num_bytes = sum(len(text.encode()) for text in TEXTS)
+    for depth in (1, 3):
+        bits, perplexity = [], []
+        for folder in folders:
+            nats, tokens = nats_and_tokens(folder, depth)
+            bits.append(nats / math.log(2) / num_bytes)
+            perplexity.append(math.exp(nats / tokens))
+        for measure, values in (("bits per byte", bits), ("perplexity", perplexity)):
+            curves = record["curves"][measure]
+            expected = [statistics.mean(values[:2]), abs(values[0] - values[1]) / math.sqrt(2)]
+            assert curves["seeds"][str(depth)] == pytest.approx(expected, rel=1e-4)
+            assert curves["one"][str(depth)] == [pytest.approx(values[2], rel=1e-5), None]
+    shown = (tmp_path / "out/budget.md").read_text()
+    assert shown in capsys.readouterr().out
+    assert "| measure | model | 1 loop | 3 loops |" in shown and " ± " in shown
+    assert (tmp_path / "out/budget.png").stat().st_size > 1000
+
+
+def test_tasks(folders, tmp_path, monkeypatch):
+    """Accuracies stand beside the texts' measures."""
+    task = {
+        "task": "pick", "dataset_path": "json", "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "pick.jsonl")}},
+        "output_type": "multiple_choice", "doc_to_text": "a b", "doc_to_target": "answer",
+        "doc_to_choice": ["c", "d", "e f"], "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tmp_path / "pick.yaml").write_text(json.dumps(task))
+    (tmp_path / "pick.jsonl").write_text("".join(json.dumps({"answer": i}) + "\n" for i in (0, 1, 1, 2)))
+    monkeypatch.setattr(budget, "TaskManager", small_manager)
+    budget.main(
+        [folders[0], "--loops", "1..3", "--tasks", "pick", "--include_path", str(tmp_path), "--device", "cpu",
+         "--output", str(tmp_path / "out")]
+    )  # fmt: skip
+    record = json.loads((tmp_path / "out/budget.json").read_text())
+    model, tokenizer = LoopedForCausalLM.from_pretrained(folders[0]), tiny_tokenizer()
+    for depth in (1, 2, 3):
+        sums = []
+        for choice in ("c", "d", "e f"):
+            ids = torch.tensor(tokenizer(f"a b {choice}")["input_ids"])
+            log_p = model(ids[None], num_loops=depth).logits[0].log_softmax(-1)
+            sums.append(sum(log_p[i - 1, ids[i]].item() for i in range(2, len(ids))))
+        accuracy = [1, 2, 1][sums.index(max(sums))] / 4
+        ((value, deviation),) = [points[str(depth)] for points in record["curves"]["pick acc"].values()]
+        assert (value, deviation) == (accuracy, None)
+
+
+def test_core(folders, tmp_path):
+    """On a bundle of one small task."""
+    bundle = tmp_path / "bundle"
+    (bundle / "eval_data").mkdir(parents=True)
+    task = "{label: pick, dataset_uri: pick.jsonl, num_fewshot: [1], icl_task_type: multiple_choice}"
+    (bundle / "core.yaml").write_text(f"icl_tasks: [{task}]\n")
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\npick,25\n")
+    items = [{"query": f"{word} b", "choices": ["c", "d e", "f", "g"], "gold": i} for i, word in enumerate("hijk")]
+    (bundle / "eval_data/pick.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    budget.main([*folders[:1], "--core", str(bundle), "--loops", "1,3", "--device", "cpu", "--output", str(tmp_path)])
+    (points,) = json.loads((tmp_path / "budget.json").read_text())["curves"]["CORE"].values()
+    expected = core_scores(folders[0], None, bundle, [1, 3])
+    assert {int(depth): value for depth, (value, _) in points.items()} == {
+        depth: pytest.approx(found["core"]) for depth, found in expected.items()
+    }
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["{model}", "--text", "{text}", "--loops", "0,3"], "num_loops=0,3 is no depth"),
+    (["{model}"], "nothing to measure"),
+    (["x={model}", "x={model}", "--text", "{text}"], "a name of its own"),
+    (["x={model},", "--text", "{text}"], "write DIR or NAME=DIR"),
+    (["{model}", "--text", "{config}"], "line 1: expected a JSON object with a field 'text'"),
+    (["{model}", "{missing}", "--text", "{text}"], "no config.json was found"),
+    (["{model}", "--core", "{missing}"], "is no evaluation bundle"),
+    (["{model}", "--tasks", "nothing"], "Tasks not found: nothing"),
+])  # fmt: skip
+def test_bad_input_before_a_model_is_loaded(folders, text, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr(budget, "TaskManager", small_manager)
+    monkeypatch.setattr(budget.LoopedLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
+    places = {"model": folders[0], "text": text, "config": f"{folders[0]}/config.json", "missing": tmp_path / "none"}
+    with pytest.raises(ValueError, match=message):
+        budget.main([argument.format(**places) for argument in arguments])
+
+
+def test_table():
+    curves = {"acc": {"a": {1: (0.25, None), 2: (0.5, 0.125)}, "b": {2: (1.0, None)}}}
+    assert table(curves).splitlines() == [
+        "| measure | model | 1 loop | 2 loops |",
+        "| --- | --- | ---: | ---: |",
+        "| acc | a | 0.2500 | 0.5000 ± 0.1250 |",
+        "| acc | b |  | 1.0000 |",
+    ]
