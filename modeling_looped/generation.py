@@ -5,6 +5,7 @@ Which way of decoding runs: greedy decoding and sampling under an exit criterion
 these two do not know, to transformers' own loops, whose passes stop early by themselves (`exit_watch.py`).
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +66,7 @@ def depth_argument(num_loops) -> int | torch.LongTensor:
 def deepest(config, num_loops) -> int:
     if num_loops is None:
         return config.num_loops
-    return num_loops if isinstance(num_loops, int) else int(max(num_loops))
+    return num_loops if isinstance(num_loops, int) else max(num_loops.tolist(), default=1)
 
 
 class LoopedGenerationMixin(GenerationMixin):
@@ -229,11 +230,14 @@ class LoopedGenerationMixin(GenerationMixin):
             outputs, model_kwargs, *args, num_new_tokens=num_new_tokens, **kwargs
         )
 
-    def _get_candidate_generator(self, *args, model_kwargs: dict, **kwargs):
+    def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
         """Depths and exits are those of this model, not of its assistant, which drafts at its own."""
+        generation_config = copy.copy(generation_config)
+        for name in DEPTH_FIELDS:
+            delattr(generation_config, name)
         ours = {"num_loops", "exit_rule", "loop_record"}
         model_kwargs = {key: value for key, value in model_kwargs.items() if key not in ours}
-        return super()._get_candidate_generator(*args, model_kwargs=model_kwargs, **kwargs)
+        return super()._get_candidate_generator(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
 
     def generate_batch(self, inputs, *args, **kwargs):
         """Continuous batching, at the configured depth."""
