@@ -11,7 +11,7 @@ length and later tokens that run deeper read what that token last knew.
 import copy
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from .slots import core_slot, num_slots, slot_at, split_slot
 
@@ -30,12 +30,52 @@ def shared_slots(sharing: str) -> int | None:
     )
 
 
+class RoomyLayer(DynamicLayer):
+    """A dynamic layer that writes new tokens in place; one that concatenates copies all the past for each of them."""
+
+    room = 64  # tokens
+    buffers = (None, None)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if key_states.requires_grad or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if not self.fits(end):
+            self.buffers = tuple(
+                new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (key_states, value_states)
+            )
+            if start:
+                self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
+        for buffer, new in zip(self.buffers, (key_states, value_states)):
+            buffer[..., start:end, :] = new
+        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def fits(self, length: int) -> bool:
+        """Whether the buffers have room, and hold what the layer holds: others may have put tensors of their own."""
+        held = ((self.buffers[0], self.keys), (self.buffers[1], self.values))
+        return all(
+            buffer is not None
+            and buffer.shape[-2] >= length
+            and buffer.data_ptr() == tensor.data_ptr()
+            and buffer.shape[:-2] == tensor.shape[:-2]
+            for buffer, tensor in held
+        )
+
+    def reset(self):
+        super().reset()
+        self.buffers = (None, None)
+
+
 class LoopedCache(DynamicCache):
-    """A dynamic cache whose loops share slots: 1/N of the memory for past positions.
+    """The cache that `generate` makes: dynamic, written in place, and its loops can share slots.
 
     sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot t mod
-    S). Tokens of the same pass always see each other at their own loop. So with sharing, what a token sees depends on
-    how the sequence was cut into passes: that is the approximation.
+    S). Tokens of the same pass always see each other at their own loop. So with sharing, which takes 1/N or S/N of the
+    memory, what a token sees depends on how the sequence was cut into passes: that is the approximation.
     """
 
     def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
@@ -45,6 +85,7 @@ class LoopedCache(DynamicCache):
         config = copy.deepcopy(config)
         config.num_loops = loops if shared is None else min(loops, shared)
         super().__init__(config=config)
+        self.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
 
 
 class CacheView:

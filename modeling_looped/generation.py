@@ -9,6 +9,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.utils import logging
 
@@ -160,6 +161,17 @@ class LoopedGenerationMixin(GenerationMixin):
                     f"cache_sharing={sharing!r} makes its own cache, which {name} contradicts: leave one out"
                 )
         model_kwargs["past_key_values"] = LoopedCache(self.config, sharing, depth)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        made_here = model_kwargs.get("past_key_values") is None
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        made = model_kwargs.get("past_key_values")
+        if made_here and type(made) is DynamicCache and not made.offloading:
+            model_kwargs["past_key_values"] = LoopedCache(
+                self.config, num_loops=deepest(self.config, generation_config.num_loops)
+            )
+            if generation_config.is_assistant:
+                model_kwargs["past_key_values"].activate_past_recording()
 
     def _sample(
         self,

@@ -1,10 +1,16 @@
 """Keys and values under a loop: every cache of transformers, depths that change in mid-sequence, shared slots."""
 
+import copy
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from modeling_looped import LoopedCache
+from modeling_looped.cache import RoomyLayer
 
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder
@@ -324,3 +330,40 @@ def test_shared_slots_of_sliding_layers_keep_a_window(sharing):
 def test_unknown_sharing(sharing):
     with pytest.raises(ValueError, match=f"cache_sharing={sharing!r} is not known"):
         LoopedCache(model_of("plain").config, sharing)
+
+
+# In place
+
+
+CHANGES = {
+    "append": lambda layer, new: layer.update(*new),
+    "crop": lambda layer, new: layer.crop(-2),
+    "reorder": lambda layer, new: layer.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda layer, new: (layer.batch_repeat_interleave(2), layer.batch_select_indices(torch.tensor([0, 3]))),
+    "replace": lambda layer, new: (setattr(layer, "keys", layer.keys.clone()), layer.update(*new)),
+    "reset": lambda layer, new: (layer.reset(), layer.update(*new)),
+    "in_a_graph": lambda layer, new: layer.update(*(tensor.requires_grad_() for tensor in new)),
+}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=8), st.integers(0, 3))
+def test_layer_in_place_equals_one_that_concatenates(changes, room):
+    ours, theirs = RoomyLayer(), DynamicLayer()
+    ours.room = room
+    generator = torch.Generator().manual_seed(0)
+    for change in ["append", "append", *changes, "append"]:
+        new = [torch.randn(2, 3, 2, 4, generator=generator) for _ in range(2)]
+        for layer in (ours, theirs):
+            CHANGES[change](layer, [tensor.clone() for tensor in new])
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_copied_layer_is_apart():
+    layer = RoomyLayer()
+    layer.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
+    before = copy.deepcopy(layer)
+    layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+    before.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    assert layer.keys.sum() == 6 and before.keys.sum() == 4
