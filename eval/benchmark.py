@@ -6,7 +6,7 @@ memory   peak memory of a per-loop training step over a terminal one
 depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
 
 Each prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in turns, and the
-ratio is that of their medians, so that a machine that slows down slows both.
+ratio is that of their least times, which what else the machine does disturbs least.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import gc
 import json
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
 def in_turns(first, second, repeats: int) -> tuple[float, float]:
-    """Median seconds of two functions, called alternately after one warm-up each."""
+    """Least seconds of two functions, called alternately after one warm-up each."""
     times = ([], [])
     for turn in range(repeats + 1):
         for function, seconds in zip((first, second), times):
@@ -36,7 +35,7 @@ def in_turns(first, second, repeats: int) -> tuple[float, float]:
             synchronize()
             if turn:
                 seconds.append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return min(times[0]), min(times[1])
 
 
 def synchronize():

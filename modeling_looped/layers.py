@@ -19,14 +19,19 @@ class LoopedRotaryEmbedding(LlamaRotaryEmbedding):
     pass
 
 
-def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables of `rotate`, [rows, length, head_dim], made once per pass."""
+    first, second = sin.chunk(2, dim=-1)
+    return cos, torch.cat([-first, second], dim=-1)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions on [rows, heads, length, head_dim]: the halves of a head are rotated against each other.
 
-    Equal to transformers' own to the last bit; halves that are split, not sliced, have a cheaper backward pass.
+    Equal to transformers' own to the last bit; the sign is in the table, so that nothing is negated here.
     """
-    (first, second), half = heads.chunk(2, dim=-1), heads.shape[-1] // 2
-    cos, sin = cos.unsqueeze(1)[..., :half], sin.unsqueeze(1)[..., :half]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos.unsqueeze(1) + torch.cat([second, first], dim=-1) * signed_sin.unsqueeze(1)
 
 
 class LoopedRMSNorm(nn.Module):

@@ -50,6 +50,7 @@ from .layers import (
     block_norm,
     linear,
     readout_norm,
+    rotary_tables,
 )
 from .loading import StrictLoadingMixin
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
@@ -230,7 +231,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if self.config.position_embedding == "learned":
             x = x + self.embed_positions(position_ids)
         else:
-            position_embeddings = self.rotary_emb(x, position_ids=position_ids)
+            position_embeddings = rotary_tables(*self.rotary_emb(x, position_ids=position_ids))
         return self.embedding_dropout(x), position_embeddings
 
     def run_prelude(self, x, shared: dict):
@@ -286,8 +287,10 @@ class LoopedModel(LoopedPreTrainedModel):
     def run_block(self, block, x, layer: int, slot: int, scale, shared: dict, query_states=None):
         """One layer on `x`: the batch, or the first rows of it."""
 
+        rows = len(x)
+
         def of_rows(batched):  # what is the same for all rows has a batch size of 1
-            return take_rows(batched, slice(len(x))) if batched is not None and batched.shape[0] > len(x) else batched
+            return take_rows(batched, slice(rows)) if batched is not None and batched.shape[0] > rows else batched
 
         arguments = {key: shared[key] for key in shared if key not in ("masks", "value_embeddings")}
         arguments["attention_mask"] = of_rows(shared["masks"][block.layer_type])

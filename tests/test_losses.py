@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from modeling_looped import LoopedForCausalLM, losses
+from modeling_looped.layers import rotary_tables
 from modeling_looped.losses import exit_log_probabilities
 
 from .helpers import random_ids, tiny_config, tiny_model
@@ -69,7 +70,7 @@ def states_of_row(model, ids, depth, backprop_loops):
     """H_1..H_depth of one row, [1, length, hidden] each, and what runs a section of blocks."""
     trunk = model.model
     x = trunk.embed_tokens(ids[None])
-    positions = trunk.rotary_emb(x, position_ids=torch.arange(len(ids))[None])
+    positions = rotary_tables(*trunk.rotary_emb(x, position_ids=torch.arange(len(ids))[None]))
 
     def run(blocks, x):
         for block in blocks:
