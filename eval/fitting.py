@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from scipy import optimize
+from torch.autograd.functional import hessian, jacobian
 from torch.nn.functional import huber_loss
 
 from .law_forms import Columns, Law
@@ -46,7 +47,7 @@ def minimize(objective, start: torch.Tensor, max_iterations: int = 10_000, memor
         new_x, new_value, new_gradient = line_search(objective, rows, x, value, gradient, direction)
         steps = torch.cat([steps[1:], (new_x - x)[None]])
         changes = torch.cat([changes[1:], (new_gradient - gradient)[None]])
-        stalled = torch.where(value - new_value > 1e-7 * new_value.clamp(min=1e-6), 0, stalled + 1)
+        stalled = torch.where(value - new_value > 1e-7 * new_value.clamp(min=1e-2), 0, stalled + 1)
         x, value, gradient = new_x, new_value, new_gradient
         points[rows], values[rows] = x, value
     return points, values
@@ -174,7 +175,7 @@ def fit(law: Law, columns: Columns, loss: torch.Tensor, restarts: int, seed: int
     free = polished(objective, points[best])
     value = objective(free[None], None).item()
     residuals = huber(law.log(free[None], columns)[0].exp(), loss)
-    agreeing = int((values <= value * 1.01 + 1e-12).sum())
+    agreeing = int((values <= value * 1.01 + 1e-6).sum())
     result = Fit(law, free, value, residuals, agreeing, restarts, converged=True)
     return judged(result, objective, columns)
 
@@ -191,10 +192,10 @@ def polished(objective, free: torch.Tensor) -> torch.Tensor:
     result = optimize.minimize(
         lambda x: single(tensor(x)).item(),
         free.numpy(),
-        jac=lambda x: torch.func.grad(single)(tensor(x)).numpy(),
-        hess=lambda x: torch.func.hessian(single)(tensor(x)).numpy(),
+        jac=lambda x: jacobian(single, tensor(x)).numpy(),
+        hess=lambda x: hessian(single, tensor(x)).numpy(),
         method="trust-exact",
-        options={"gtol": 1e-7, "maxiter": 50},
+        options={"gtol": 1e-7, "maxiter": 20},
     )
     return tensor(result.x) if result.fun <= single(free).item() else free
 
@@ -206,10 +207,10 @@ def judged(result: Fit, objective, columns: Columns) -> Fit:
     def single(x):
         return objective(x[None], None)[0]
 
-    gradient, hessian = torch.func.grad(single)(free), torch.func.hessian(single)(free)
+    gradient, curved = jacobian(single, free), hessian(single, free)
     shares = law.term_logs(free[None], columns)[0].softmax(-1).amax(0)  # of each term, where it matters most
     alive = torch.cat([(share > NEGLIGIBLE).expand(len(term.names)) for share, term in zip(shares, law.terms)])
-    curvatures, directions = torch.linalg.eigh(hessian[alive][:, alive])
+    curvatures, directions = torch.linalg.eigh(curved[alive][:, alive])
     along = directions.T @ gradient[alive]
     possible_gain = (along.square() / curvatures.abs().clamp(min=1e-12)).sum().item()
     dead = [term.names[0] for share, term in zip(shares, law.terms) if term.names and share <= NEGLIGIBLE]

@@ -112,9 +112,8 @@ def draw_unified(axes, result, table, fitted):
 
 
 def draw_conditioning(axes, result, table, fitted):
-    forms = {name: form for name, form in result["forms"].items() if form["converged"]}
     for key, marker in (("huber", "o"), ("held_out_huber", "s")):
-        known = [(name, form[key]) for name, form in forms.items() if key in form]
+        known = [(name, form[key]) for name, form in result["forms"].items() if key in form]
         if known:
             axes[0].plot(*zip(*known), marker=marker, linestyle="", label=key.replace("_", " "))
     axes[0].set(yscale="log", xlabel="dependence on mean depth", ylabel="total Huber loss")

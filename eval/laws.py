@@ -203,11 +203,13 @@ def conditioning(table: Table, held_out: Table | None = None, restarts: int = 50
     for name in CONDITIONING:
         law = ABOVE_FLOOR[name]
         fitted = fit(law, with_floor(table, law), table["loss"], restarts, seed)
-        result["forms"][name] = summary(name, fitted)
-        if held_out is not None and fitted.converged and not fitted.problem:
+        form = result["forms"][name] = summary(name, fitted)
+        if fitted.converged:  # forms are compared by their misfit, also where coefficients are not determined
+            form["huber"] = fitted.huber.sum().item()
+        if fitted.converged and held_out is not None:
             predicted = fitted.predict(with_floor(held_out, law))
-            result["forms"][name]["held_out_huber"] = huber(predicted, held_out["loss"]).sum().item()
-    good = {name: form["huber"] for name, form in result["forms"].items() if form["converged"]}
+            form["held_out_huber"] = huber(predicted, held_out["loss"]).sum().item()
+    good = {name: form["huber"] for name, form in result["forms"].items() if "huber" in form}
     return {**result, "converged": bool(good), "best": min(good, key=good.get, default=None)}
 
 

@@ -1,8 +1,9 @@
 """A first look, from nothing: `python -m recipes.demo [section.key=value ...]`.
 
 Trains the small model of recipes/demo.yaml for two or three minutes with `recipes.pretrain`, shows its loss at every
-depth, also deeper than it was trained, draws it, and lets the model write. The text is Python's own library and
-documentation, which every machine with Python has. runs/demo/final is an ordinary model folder.
+depth, also deeper than it was trained, draws it, lets the model write, and puts the run on one page. The text is
+Python's own library and documentation, which every machine with Python has. runs/demo/final is an ordinary model
+folder.
 """
 
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.report import make_report
 
 from .config import load_recipe
 from .metrics import read_metrics
@@ -75,6 +78,7 @@ def main(overrides: list[str]) -> Path:
     draw(bits, config.num_loops, run.output / "depth.png")
     write(final, [1, config.num_loops])
     print(f"\nloss over depth: {run.output / 'depth.png'}")
+    print(f"the run on one page: {make_report([run.output])}")
     print(f"the model: AutoModelForCausalLM.from_pretrained({str(final)!r})")
     return final
 

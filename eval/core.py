@@ -1,0 +1,198 @@
+"""CORE and CORE-extended (Parcae, appendix M) at every depth from one pass of the model:
+
+python -m eval.core MODEL --bundle eval_bundle --loops 1,2,4 --examples 500 --output core.json
+
+The mean over tasks of (a - r) / (1 - r), where r is what guessing scores. Of choices, and of contexts in a schema, the
+one with the least mean cross-entropy counts; language modelling is right if every token is the likeliest. Prompts are
+the bundle's, not lm-eval's. --extended names the bundle's longer list, of which the tasks of appendix M are taken.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .core_bundle import CoreTask, read_tasks
+from .curves import Curves, table
+from .looped_lm import LoopedLM, check_question
+
+
+# table 15, by the labels of the bundle
+EXTENDED = """
+    hellaswag_zeroshot hellaswag lambada_openai winograd winogrande bigbench_language_identification
+    bigbench_conlang_translation bigbench_conceptual_combinations jeopardy bigbench_qa_wikidata arc_easy arc_challenge
+    mmlu_zeroshot mmlu_fewshot bigbench_misconceptions copa commonsense_qa piqa openbook_qa siqa
+    bigbench_novel_concepts bigbench_strange_stories bigbench_strategy_qa bigbench_dyck_languages agi_eval_lsat_ar
+    bigbench_cs_algorithms bigbench_operators bigbench_repeat_copy_logic bigbench_elementary_math_qa
+    bigbench_logical_deduction simple_arithmetic_nospaces simple_arithmetic_withspaces math_qa logi_qa squad coqa boolq
+    pubmed_qa_labeled agi_eval_lsat_rc agi_eval_lsat_lr agi_eval_sat_en bigbench_understanding_fables
+    winogender_mc_female winogender_mc_male enterprise_pii_classification bbq
+""".split()
+
+
+class Scored(NamedTuple):
+    """Tokens that are asked, after those that are given."""
+
+    given: list[int]
+    asked: list[int]
+
+
+# prompts
+
+
+def prompts(task: CoreTask, index: int) -> list[str]:
+    """Of each choice or context; of language modelling, without and with the answer."""
+    item, delimiter = task.items[index], task.delimiter
+    shots = "".join(answered(task.kind, shot, delimiter) + "\n\n" for shot in task.shots(index))
+    if task.kind == "multiple_choice":
+        return [shots + item["query"] + delimiter + choice for choice in item["choices"]]
+    if task.kind == "schema":
+        return [shots + context + delimiter + item["continuation"] for context in item["context_options"]]
+    question = shots + item["context"].strip() + delimiter
+    # space at the end may belong to the first token of the answer
+    return [question.strip(), question + item["continuation"]]
+
+
+def answered(kind: str, item: dict, delimiter: str) -> str:
+    if kind == "multiple_choice":
+        return item["query"] + delimiter + item["choices"][item["gold"]]
+    if kind == "schema":
+        return item["context_options"][item["gold"]] + delimiter + item["continuation"]
+    return item["context"].strip() + delimiter + item["continuation"]
+
+
+def common_length(first: list[int], *others: list[int]) -> int:
+    """Of the longest beginning that all share."""
+    length = min(len(first), *map(len, others)) if others else len(first)
+    return next((i for i in range(length) if any(other[i] != first[i] for other in others)), length)
+
+
+def scored(kind: str, tokens: list[list[int]]) -> list[Scored]:
+    """Cut each prompt in what is given and what is scored: all after the common beginning, or the common end."""
+    if kind == "schema":
+        length = common_length(*[row[::-1] for row in tokens])
+        starts = [len(row) - length for row in tokens]
+    else:
+        starts = [common_length(*tokens)] * len(tokens)
+    if kind == "language_modeling":
+        tokens, starts = tokens[1:], starts[1:]
+    # one token at least is given and one is scored, also where choices are each other's beginning
+    starts = [min(max(start, 1), len(row) - 1) for start, row in zip(starts, tokens)]
+    return [Scored(row[:start], row[start:]) for start, row in zip(starts, tokens)]
+
+
+# scores
+
+
+def score(lm: LoopedLM, requests: list[Scored]) -> torch.Tensor:
+    """Mean cross-entropy of what is asked, and how many tokens are not the likeliest: [depths, 2, requests]."""
+    sums = torch.zeros(len(lm.depths), 3, len(requests), dtype=torch.float64)
+    mine = slice(lm.rank, None, lm.world_size)
+    sums[:, :, mine] = lm.score_tokens([("", *request) for request in requests[mine]])
+    if lm.world_size > 1:
+        sums = lm.accelerator.reduce(sums.to(lm.device), reduction="sum").cpu()
+    lengths = torch.tensor([len(request.asked) for request in requests])
+    return torch.stack([-sums[:, 0] / lengths, sums[:, 1]], dim=1)
+
+
+def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
+    """Of one task, at each depth."""
+    tokenizer = lm.tokenizer
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    requests = []
+    for index in range(len(task.items)):
+        tokens = [
+            [start, *tokenizer(text, add_special_tokens=False)["input_ids"]][-lm.max_length - 1 :]
+            for text in prompts(task, index)
+        ]
+        requests.append(scored(task.kind, tokens))
+    scores = score(lm, [option for options in requests for option in options])
+    right, first = torch.zeros(len(lm.depths)), 0
+    for item, options in zip(task.items, requests):
+        losses, misses = scores[:, :, first : first + len(options)].unbind(1)
+        right += (misses[:, 0] == 0) if task.kind == "language_modeling" else (losses.argmin(-1) == item["gold"])
+        first += len(options)
+    return (right / len(task.items)).tolist()
+
+
+def core_scores(
+    model,
+    tokenizer,
+    bundle: Path | str,
+    loops: list[int] | None = None,
+    examples: int | None = None,
+    extended: str | None = None,
+    batch_size: int = 8,
+) -> dict[int, dict]:
+    """{depth: {"core", "core_extended" if asked for, "tasks": {label: {"accuracy", "centered"}}}}.
+
+    loops: depths; None is the model's own. examples: of each task; None is all. extended: name of the longer list.
+    """
+    core = read_tasks(bundle, examples=examples)
+    more = read_extended(bundle, extended, examples) if extended else []
+    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, batch_size=batch_size)
+    tasks = {task.label: task for task in [*more, *core]}
+    found = {label: accuracies(lm, task) for label, task in tasks.items()}
+    results = {}
+    for column, depth in enumerate(lm.depths):
+        of_tasks = {
+            label: {"accuracy": values[column], "centered": tasks[label].centered(values[column])}
+            for label, values in found.items()
+        }
+        results[depth] = {"core": mean_centered(of_tasks, core), "tasks": of_tasks}
+        if more:
+            results[depth]["core_extended"] = mean_centered(of_tasks, more)
+    return results
+
+
+def read_extended(bundle, listed: str, examples: int | None) -> list[CoreTask]:
+    tasks = read_tasks(bundle, listed, examples, only=EXTENDED)
+    missing = sorted(set(EXTENDED) - {task.label for task in tasks})
+    if missing:
+        raise ValueError(f"{listed} of {bundle} lists no {', '.join(missing)}, which CORE-extended is a mean over")
+    return tasks
+
+
+def mean_centered(of_tasks: dict[str, dict], members: list[CoreTask]) -> float:
+    return sum(of_tasks[task.label]["centered"] for task in members) / len(members)
+
+
+def curves_of(results: dict[int, dict], series: str = "") -> Curves:
+    curves: Curves = {}
+    for depth, found in results.items():
+        values = {"CORE": found["core"], "CORE-extended": found.get("core_extended")}
+        values |= {label: scores["accuracy"] for label, scores in found["tasks"].items()}
+        for measure, value in values.items():
+            if value is not None:
+                curves.setdefault(measure, {}).setdefault(series, {})[depth] = (value, None)
+    return curves
+
+
+def main(arguments: list[str] | None = None) -> dict[int, dict]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--bundle", required=True, help="the unpacked eval_bundle")
+    parser.add_argument("--loops", help="4, or 1,2,4, or 1..8; by default the model's own depth")
+    parser.add_argument("--examples", type=int, help="of each task, e.g. 500; by default all")
+    parser.add_argument("--extended", metavar="YAML", help="list in the bundle that holds all tasks of CORE-extended")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    options = parser.parse_args(arguments)
+    check_question(options.model, options.loops)
+    results = core_scores(
+        options.model, None, options.bundle, options.loops, options.examples, options.extended, options.batch_size
+    )
+    print(table(curves_of(results)))
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"ValueError: {error}") from None

@@ -1,0 +1,88 @@
+"""The public evaluation bundle of CORE, from a local folder.
+
+core.yaml lists tasks (label, dataset_uri, num_fewshot, icl_task_type, continuation_delimiter), eval_data/ holds their
+items, a JSON object a line, and eval_meta_data.csv what guessing scores, in percent.
+"""
+
+import csv
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+
+SHUFFLE_SEED, SHOTS_SEED = 1337, 1234
+FIELDS = {
+    "multiple_choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "language_modeling": ("context", "continuation"),
+}
+
+
+@dataclass(frozen=True)
+class CoreTask:
+    label: str
+    kind: str  # a key of FIELDS
+    items: list[dict]
+    num_shots: int
+    delimiter: str  # between what is given and what is asked
+    guessing: float  # accuracy of guessing
+
+    def centered(self, accuracy: float) -> float:
+        return (accuracy - self.guessing) / (1 - self.guessing)
+
+    def shots(self, index: int) -> list[dict]:
+        """Other items, the same for the same index, whatever the order of evaluation."""
+        others = [i for i in range(len(self.items)) if i != index]
+        return [self.items[i] for i in random.Random(SHOTS_SEED + index).sample(others, self.num_shots)]
+
+
+def read_tasks(
+    bundle: Path | str, listed: str = "core.yaml", examples: int | None = None, only: list[str] | None = None
+) -> list[CoreTask]:
+    """The tasks that a YAML of the bundle lists; of each the first `examples` of its shuffled items, or all.
+
+    only: labels; what else is listed is left alone.
+    """
+    bundle = Path(bundle)
+    if examples is not None and examples < 1:
+        raise ValueError(f"examples={examples}: evaluate at least 1 of each task, or leave it out for all")
+    for needed in (listed, "eval_meta_data.csv", "eval_data"):
+        if not (bundle / needed).exists():
+            raise ValueError(
+                f"{bundle} is no evaluation bundle: it has no {needed}; unpack the public one (eval_bundle.zip) and "
+                "give its folder"
+            )
+    guessing = _guessing(bundle / "eval_meta_data.csv")
+    entries = yaml.safe_load((bundle / listed).read_text(encoding="utf-8"))["icl_tasks"]
+    wanted = [entry for entry in entries if only is None or entry["label"] in only]
+    return [_task(bundle, entry, guessing, examples) for entry in wanted]
+
+
+def _guessing(path: Path) -> dict[str, float]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return {row["Eval Task"]: float(row["Random baseline"] or 0) / 100 for row in csv.DictReader(file)}
+
+
+def _task(bundle: Path, entry: dict, guessing: dict[str, float], examples: int | None) -> CoreTask:
+    label, kind = entry["label"], entry["icl_task_type"]
+    if kind not in FIELDS:
+        raise ValueError(f"task {label!r} is of type {kind!r}; CORE knows {', '.join(FIELDS)}: take it out")
+    if label not in guessing:
+        raise ValueError(f"eval_meta_data.csv has no random baseline for task {label!r}: add its row")
+    path = bundle / "eval_data" / entry["dataset_uri"].removeprefix("local_data/")
+    if not path.is_file():
+        raise ValueError(f"task {label!r} wants {path}, which is not there")
+    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    random.Random(SHUFFLE_SEED).shuffle(items)
+    items, num_shots = items[:examples], entry["num_fewshot"][0]
+    if len(items) <= num_shots:
+        raise ValueError(
+            f"task {label!r} has {len(items)} items, too few for {num_shots} shots beside the one that is asked"
+        )
+    missing = sorted({field for item in items for field in FIELDS[kind] if field not in item})
+    if missing:
+        raise ValueError(f"items of task {label!r} in {path} have no {', '.join(missing)}, which {kind} needs")
+    return CoreTask(label, kind, items, num_shots, entry.get("continuation_delimiter", " "), guessing[label])

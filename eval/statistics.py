@@ -1,0 +1,198 @@
+"""Two models over the same questions, item by item (readout paper, table 7):
+
+lm_eval ... --log_samples --output_path A; the same for B
+python -m eval.statistics A B --tokenizer MODEL --output statistics.json
+
+A and B are files of samples or folders that hold them, of any number of multiple-choice tasks; each candidate's
+log-likelihood is divided by its length, in the tokenizer's tokens, or in bytes if none is named. Accuracy is averaged
+over tasks, the other scores over items, with intervals from resampling items in pairs.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+RESAMPLES = 10_000
+SCORES = ("candidate_nll", "gold_margin", "gold_probability")
+ACCURACIES = ("accuracy", "normalised_accuracy")
+
+
+@dataclass(frozen=True)
+class Item:
+    task: str
+    doc_id: int
+    doc_hash: str
+    gold: int
+    log_likelihoods: np.ndarray  # [candidates]
+    lengths: np.ndarray  # [candidates]
+
+    @property
+    def key(self) -> tuple:
+        return self.task, self.doc_id, self.doc_hash
+
+
+# scores of one item
+
+
+def item_scores(item: Item) -> dict[str, float]:
+    """candidate_nll: mean over candidates; gold_margin: to the best of the others; gold_probability: among all."""
+    normalised = item.log_likelihoods / item.lengths
+    probabilities = np.exp(normalised - normalised.max())
+    return {
+        "accuracy": float(item.log_likelihoods.argmax() == item.gold),
+        "normalised_accuracy": float(normalised.argmax() == item.gold),
+        "candidate_nll": float(-normalised.mean()),
+        "gold_margin": float(normalised[item.gold] - np.delete(normalised, item.gold).max()),
+        "gold_probability": float(probabilities[item.gold] / probabilities.sum()),
+    }
+
+
+# intervals
+
+
+def paired_bootstrap(
+    first: np.ndarray, second: np.ndarray, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile interval of mean(second - first), the items drawn again with replacement."""
+    if len(first) != len(second) or not len(first):
+        raise ValueError(f"a paired interval needs equally many scores of both, got {len(first)} and {len(second)}")
+    differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
+    rng, count = np.random.default_rng(seed), len(differences)
+    means = [differences[rng.integers(count, size=count)].mean() for _ in range(resamples)]
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def compare(first: list[Item], second: list[Item], level: float = 0.95, resamples: int = RESAMPLES) -> dict:
+    """Means of both, their change, and its interval where scores are averaged over items."""
+    ours = pair(first, second)
+    tasks = np.array([a.task for a, _ in ours])
+    scores = [[item_scores(of_pair[side]) for of_pair in ours] for side in (0, 1)]
+    result = {"items": len(ours), "tasks": sorted(set(tasks)), "level": level, "resamples": resamples}
+    for name in (*ACCURACIES, *SCORES):
+        a, b = (np.array([score[name] for score in of_side]) for of_side in scores)
+        interval = None
+        if name in SCORES:
+            means, interval = (a.mean(), b.mean()), paired_bootstrap(a, b, level, resamples)
+        else:
+            means = [np.mean([of_side[tasks == task].mean() for task in result["tasks"]]) for of_side in (a, b)]
+        first_mean, second_mean = map(float, means)
+        result[name] = {
+            "first": first_mean,
+            "second": second_mean,
+            "change": second_mean - first_mean,
+            "interval": interval,
+        }
+    return result
+
+
+def pair(first: list[Item], second: list[Item]) -> list[tuple[Item, Item]]:
+    of_second = {item.key: item for item in second}
+    of_first = {item.key: item for item in first}
+    alone = sorted({*of_first} ^ {*of_second})
+    if alone:
+        task, doc_id, _ = alone[0]
+        raise ValueError(
+            f"{len(alone)} items are in one of the two only, e.g. doc_id {doc_id} of {task}: compare runs of the same "
+            "tasks, without a --limit or with the same"
+        )
+    return [(item, of_second[key]) for key, item in of_first.items()]
+
+
+# lm-eval's samples
+
+
+def read_samples(path: Path | str, length: Callable[[str], int]) -> list[Item]:
+    """Items of the multiple-choice tasks in a file of samples, or in all that a folder holds."""
+    path = Path(path)
+    files = sorted(path.rglob("samples_*.jsonl")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise ValueError(f"{path} is no file of samples and no folder with any: run lm-eval with --log_samples")
+    named = {}
+    for file in files:  # of several runs in one folder, the newest
+        named[re.sub(r"^samples_|_\d{4}-\d\d-\d\dT[\d.-]+$", "", file.stem)] = file
+    items = [item for name, file in named.items() for item in read_items(file, name, length)]
+    if not items:
+        raise ValueError(f"{path} holds no multiple-choice samples: candidates are compared here")
+    return items
+
+
+def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item]:
+    items = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        sample = json.loads(line)
+        asked = [sample["arguments"][f"gen_args_{i}"] for i in range(len(sample["arguments"]))]
+        if len(asked) < 2:
+            continue
+        candidates = [arguments["arg_1"] for arguments in asked]
+        log_likelihoods = np.array([float(response[0]) for response in sample["filtered_resps"]])
+        lengths = np.array([max(1, length(candidate)) for candidate in candidates], dtype=np.float64)
+        gold = gold_index(sample, candidates, f"{file.name}, doc_id {sample['doc_id']}")
+        items.append(Item(task, sample["doc_id"], sample["doc_hash"], gold, log_likelihoods, lengths))
+    return items
+
+
+def gold_index(sample: dict, candidates: list[str], where: str) -> int:
+    """The target is an index or the text of a candidate; where contexts are chosen, the document has an `answer`."""
+    target, texts = sample["target"].strip(), [candidate.strip() for candidate in candidates]
+    if len(set(texts)) == 1:  # one ending, several contexts: WinoGrande
+        target = str(int(sample["doc"]["answer"]) - 1)
+    if texts.count(target) == 1:
+        return texts.index(target)
+    if target.isdigit() and int(target) < len(candidates):
+        return int(target)
+    raise ValueError(f"{where}: target {target!r} is none of the {len(candidates)} candidates")
+
+
+def length_in(tokenizer: str | None) -> Callable[[str], int]:
+    if tokenizer is None:
+        return lambda text: len(text.encode())
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
+
+
+def table(result: dict) -> str:
+    percent = f"{100 * result['level']:g} %"
+    lines = [f"| {result['items']:,} items of {len(result['tasks'])} tasks | first | second | change | {percent} |"]
+    lines.append("|---|---:|---:|---:|---|")
+    for name in (*ACCURACIES, *SCORES):
+        score = result[name]
+        interval = "" if score["interval"] is None else "[{:+.4f}, {:+.4f}]".format(*score["interval"])
+        values = f"{score['first']:.4f} | {score['second']:.4f} | {score['change']:+.4f}"
+        lines.append(f"| {name.replace('_', ' ')} | {values} | {interval} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--tokenizer", help="folder or name; lengths are in its tokens")
+    parser.add_argument("--level", type=float, default=0.95)
+    parser.add_argument("--resamples", type=int, default=RESAMPLES)
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    options = parser.parse_args(arguments)
+    if not 0 < options.level < 1 or options.resamples < 1:
+        raise ValueError(f"level={options.level} must lie in (0, 1), resamples={options.resamples} be at least 1")
+    length = length_in(options.tokenizer)
+    first, second = (read_samples(path, length) for path in (options.first, options.second))
+    result = compare(first, second, options.level, options.resamples)
+    print(table(result))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"ValueError: {error}") from None

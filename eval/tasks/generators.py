@@ -1,0 +1,180 @@
+"""Generated tasks in which depth matters: nothing to download, and every document a function of (task, split, number).
+
+p-hop induction     which symbol is p steps further, when each pair says what follows what (after Sanford et al.)
+permutation         which object lies at a place, after so many swaps
+addition            two numbers, all carries at once: the sum is written from its first digit
+
+Answers are balanced, so that whoever does not read the document is right as often as chance. lm-eval calls the
+functions that its YAML names; `documents` gives the same tasks as text to train on, of another split.
+"""
+
+import random
+from collections.abc import Iterator
+
+from datasets import Dataset, DatasetDict
+
+
+SYMBOLS = "abcdefghijklmnopqrstuvwxyz"
+SEED = 1  # of what is evaluated; training text has its own split, whatever its seed
+
+
+def check(**settings: int):
+    """One walk of p hops never closes the cycle, symbols are letters, and places are digits."""
+    symbols = settings.get("symbols")
+    most = {"hops": None if symbols is None else symbols - 1, "symbols": 9 if "swaps" in settings else len(SYMBOLS)}
+    least = {"symbols": 2}
+    for name, value in settings.items():
+        low, high = least.get(name, 1), most.get(name)
+        if value < low or (high is not None and value > high):
+            raise ValueError(f"{name}={value} must be at least {low}" + (f" and at most {high}" if high else ""))
+
+
+def generator(task: str, split: str, seed: int, number: int) -> random.Random:
+    return random.Random(f"{task} {split} {seed} {number}")  # of a string: the same on every machine
+
+
+# p-hop induction
+
+
+def draw_cycle(rng: random.Random, symbols: int, hops: int, answer: int | None = None) -> tuple[list[str], str, str]:
+    """An order in which each symbol is followed by the next, the last by the first; where the walk starts and ends."""
+    start, *others = rng.sample(SYMBOLS[:symbols], symbols)
+    if answer is not None:  # the so manieth of the others, so that answers are balanced
+        place, wanted = hops - 1, others.index(sorted(others)[answer % len(others)])
+        others[place], others[wanted] = others[wanted], others[place]
+    return [start, *others], start, others[hops - 1]
+
+
+def pairs(rng: random.Random, cycle: list[str]) -> str:
+    """`ac cb ba`: a is followed by c, and so on; every pair once, in any order."""
+    found = [symbol + following for symbol, following in zip(cycle, [*cycle[1:], cycle[0]])]
+    rng.shuffle(found)
+    return " ".join(found)
+
+
+def p_hop_question(number: int, hops: int, symbols: int = 8, split: str = "test", seed: int = SEED) -> dict:
+    rng = generator(f"p_hop {symbols} {hops}", split, seed, number)
+    cycle, start, answer = draw_cycle(rng, symbols, hops, answer=number)
+    choices = sorted(set(cycle) - {start})
+    return {"text": f"{pairs(rng, cycle)} ; {start}{hops}", "choices": choices, "answer": choices.index(answer)}
+
+
+def p_hop_text(number: int, hops: int, symbols: int, questions: int, seed: int) -> str:
+    """The pairs, and as many questions with their answers, of 1 up to `hops` hops."""
+    rng = generator(f"p_hop {symbols} {hops}", "train", seed, number)
+    cycle, _, _ = draw_cycle(rng, symbols, hops)
+    asked = []
+    for _ in range(questions):
+        place, steps = rng.randrange(symbols), rng.randint(1, hops)
+        asked.append(f"{cycle[place]}{steps} {cycle[(place + steps) % symbols]}")
+    return f"{pairs(rng, cycle)} ; " + " ".join(asked)
+
+
+# permutation tracking
+
+
+def swap_source(swaps: list[tuple[int, int]], place: int) -> int:
+    """Where the object at `place` lay before the swaps: followed backwards."""
+    for first, second in reversed(swaps):
+        place = second if place == first else first if place == second else place
+    return place
+
+
+def draw_swaps(rng: random.Random, symbols: int, swaps: int) -> tuple[list[tuple[int, int]], int, int]:
+    """Swaps, a place, and where its object comes from: any place equally often, also for few swaps."""
+    place, source = rng.randrange(symbols), rng.randrange(symbols)
+    while True:
+        drawn = [tuple(rng.sample(range(symbols), 2)) for _ in range(swaps)]
+        if swap_source(drawn, place) == source:
+            return drawn, place, source
+
+
+def permutation_prompt(rng: random.Random, swaps: int, symbols: int, answer: int) -> tuple[str, str]:
+    drawn, place, source = draw_swaps(rng, symbols, swaps)
+    objects = rng.sample(SYMBOLS[:symbols], symbols)
+    wanted = objects.index(SYMBOLS[answer % symbols])
+    objects[source], objects[wanted] = objects[wanted], objects[source]
+    moves = " ".join(f"{first + 1}{second + 1}" for first, second in drawn)
+    return f"{' '.join(objects)} : {moves} ; {place + 1}", objects[source]
+
+
+def permutation_question(number: int, swaps: int, symbols: int = 5, split: str = "test", seed: int = SEED) -> dict:
+    rng = generator(f"permutation {symbols} {swaps}", split, seed, number)
+    text, answer = permutation_prompt(rng, swaps, symbols, answer=number)
+    choices = list(SYMBOLS[:symbols])
+    return {"text": text, "choices": choices, "answer": choices.index(answer)}
+
+
+def permutation_text(number: int, swaps: int, symbols: int, seed: int) -> str:
+    """One question with its answer, of 1 up to `swaps` swaps."""
+    rng = generator(f"permutation {symbols} {swaps}", "train", seed, number)
+    text, answer = permutation_prompt(rng, rng.randint(1, swaps), symbols, answer=rng.randrange(symbols))
+    return f"{text} {answer}"
+
+
+# addition
+
+
+def spaced(value: int, width: int) -> str:
+    """`0 8 5`: a digit a word, so that no tokenizer hides where the carries go."""
+    return " ".join(f"{value:0{width}d}")
+
+
+def draw_sum(rng: random.Random, digits: int) -> tuple[str, int]:
+    first, second = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
+    return f"{spaced(first, digits)} + {spaced(second, digits)} =", first + second
+
+
+def addition_question(number: int, digits: int, split: str = "test", seed: int = SEED) -> dict:
+    """Four sums that differ at two digits, of which any one looks as likely as the others."""
+    rng = generator(f"addition {digits}", split, seed, number)
+    text, total = draw_sum(rng, digits)
+    steps = [rng.choice([-1, 1]) * 10**place for place in rng.sample(range(digits), 2)]
+    choices = sorted({total, total + steps[0], total + steps[1], total + sum(steps)})
+    rng.shuffle(choices)
+    place, answer = choices.index(total), number % 4
+    choices[place], choices[answer] = choices[answer], choices[place]
+    return {"text": text, "choices": [spaced(choice, digits + 1) for choice in choices], "answer": answer}
+
+
+def addition_text(number: int, digits: int, seed: int) -> str:
+    rng = generator(f"addition {digits}", "train", seed, number)
+    text, total = draw_sum(rng, digits)
+    return f"{text} {spaced(total, digits + 1)}"
+
+
+# what lm-eval calls, with everything that the YAML's metadata and dataset_kwargs hold
+
+
+def _test_split(question, size: int, **settings) -> DatasetDict:
+    check(**settings)
+    return DatasetDict(test=Dataset.from_list([question(number, **settings) for number in range(size)]))
+
+
+def p_hop(hops: int, size: int, symbols: int = 8, **_) -> DatasetDict:
+    return _test_split(p_hop_question, size, hops=hops, symbols=symbols)
+
+
+def permutation(swaps: int, size: int, symbols: int = 5, **_) -> DatasetDict:
+    return _test_split(permutation_question, size, swaps=swaps, symbols=symbols)
+
+
+def addition(digits: int, size: int, **_) -> DatasetDict:
+    return _test_split(addition_question, size, digits=digits)
+
+
+# text to train on
+
+TEXTS = {"p_hop": p_hop_text, "permutation": permutation_text, "addition": addition_text}
+DEFAULTS = {
+    "p_hop": {"hops": 4, "symbols": 8, "questions": 12},
+    "permutation": {"swaps": 8, "symbols": 5},
+    "addition": {"digits": 4},
+}
+
+
+def documents(task: str, count: int, seed: int = 0, **settings) -> Iterator[str]:
+    settings = {**DEFAULTS[task], **settings}
+    check(**settings)
+    for number in range(count):
+        yield TEXTS[task](number, seed=seed, **settings)

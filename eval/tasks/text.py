@@ -1,0 +1,34 @@
+"""Language modelling: documents of the corpus that every Python carries with itself, and what their scores mean.
+
+The documents are those that a recipe with `source: embedded` holds out if its data.validation_fraction is `fraction`;
+a larger one holds out these and more.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict
+
+
+def held_out(fraction: float, characters: int, **_) -> DatasetDict:
+    """Of each document the beginning, to the first blank line after so many characters."""
+    sys.path.append(str(Path(__file__).parents[2]))  # lm-eval imports this file by itself, from anywhere
+    from recipes.parts import HeldOut
+    from recipes.sources import cut_at_blank_lines, embedded_documents
+
+    kept = HeldOut(fraction=fraction)
+    texts = [cut_at_blank_lines(text, characters)[0] for text in embedded_documents() if text in kept]
+    return DatasetDict(test=Dataset.from_dict({"text": texts}))
+
+
+def process_results(document: dict, results: tuple[float]) -> dict:
+    """Log-likelihood with what it is counted by: words, and bytes of UTF-8."""
+    (log_likelihood,) = results
+    text = document["text"] if "text" in document else document["page"]
+    words, length = len(re.split(r"\s+", text)), len(text.encode())
+    return {
+        "word_perplexity": (log_likelihood, words),
+        "byte_perplexity": (log_likelihood, length),
+        "bits_per_byte": (log_likelihood, length),
+    }

@@ -1,0 +1,256 @@
+"""The report: one page that stands alone, with what a run left and the commands for what it did not."""
+
+import base64
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+
+from eval import report
+from eval.run_folder import RunError, RunFolder
+from modeling_looped import LoopedConfig
+from recipes.config import recipe_from_dict
+from recipes.flops import sizes
+
+
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order; collects pictures, table cells, links and text."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open, self.images, self.cells, self.links, self.ids, self.text = [], [], [], [], [], ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "img":
+            assert attributes["alt"]
+            self.images.append(
+                base64.b64decode(attributes["src"].removeprefix("data:image/png;base64,"), validate=True)
+            )
+        if tag == "a":
+            self.links.append(attributes["href"])
+        self.ids.append(attributes.get("id"))
+        assert tag not in ("script", "link", "iframe") and not any(name.startswith("on") for name in attributes)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def make_run(folder, loops=3, losses=None, finished=True, validation=True, lr=0.01):
+    """The folder of a small run of `recipes.pretrain`, without weights."""
+    fields = {"hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4, "num_loops": loops, "injection": "add"}
+    recipe = recipe_from_dict(
+        {
+            "model": fields,
+            "data": {"sequence_length": 32, "source": "<b>text</b>"},
+            "training": {"rows_per_step": 4, "output_dir": str(folder)},
+            "optimizer": {"lr": lr},
+        }
+    )
+    folder.mkdir(parents=True)
+    recipe.save(folder / "recipe.yaml")
+    if finished:
+        LoopedConfig(**fields).save_pretrained(folder / "final")
+    losses = [5 - 0.1 * step for step in range(20)] if losses is None else losses
+    records = [
+        {"step": step, "loss": loss, "gradient_norm": 1.5, "tokens_per_second": 1234.5}
+        for step, loss in enumerate(losses)
+    ]
+    for record in records[::5]:
+        record.update({f"residual_norm/loop_{k}": 1.0 + k for k in range(1, loops + 1)})
+        record.update(residual_norm=1.0 + loops, state_change=0.25)
+    if validation:
+        depths = {f"validation/loss_at_{k}": 4 - 0.125 * k for k in range(1, 2 * loops + 1)}
+        bits = {f"validation/bits_per_byte_at_{k}": 2 - 0.0625 * k for k in range(1, 2 * loops + 1)}
+        records.append({"step": len(losses) - 1, **depths, **bits, "validation/loss": 4 - 0.125 * loops})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def page_of(*folders) -> Page:
+    return Page(report.make_report(folders).read_text(encoding="utf-8"))
+
+
+def add_results(run, depth: int, accuracy: float, where="results", model_args=None):
+    folder = run / where / f"loops_{depth}" if model_args is None else run / where
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = {"alias": "hop", "acc,none": accuracy, "acc_stderr,none": 0.01, "acc_norm,none": 0.5, "f1,first": "N/A"}
+    content = {"results": {"hop": metrics}, "config": {"model_args": model_args}}
+    (folder / f"results_2025-01-0{depth}.json").write_text(json.dumps(content))
+
+
+def test_the_page_holds_the_run_and_stands_alone(tmp_path):
+    run = make_run(tmp_path / "first")
+    html = report.make_report([run]).read_text(encoding="utf-8")
+    page = Page(html)
+    assert not re.search(r"https?://|@import|url\(", html)
+    assert set(page.links) <= {f"#{name}" for name in page.ids} and len(page.links) >= 5
+    assert len(page.images) == 3 and all(image[:8] == b"\x89PNG\r\n\x1a\n" for image in page.images)
+    parameters = sizes(LoopedConfig.from_pretrained(run / "final")).total
+    for cell in (
+        "finished",
+        f"{parameters:,}",
+        "<b>text</b>, 2,560 tokens seen",
+        "1,234",
+        "3.6250",
+        "1.8125",
+        "4.0000",
+    ):
+        assert cell in page.cells  # tokens: 20 steps of 4 rows of 32; losses at three loops; the norm after the last
+    row = page.cells[page.cells.index("cross-entropy") :][2:8]
+    assert [float(cell) for cell in row] == pytest.approx([4 - 0.125 * k for k in range(1, 7)], abs=1e-4)
+    assert "rows_per_step: 4" in page.text  # the resolved recipe
+
+
+def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
+    run = make_run(tmp_path / "first", validation=False)
+    page = page_of(run)
+    assert f"python -m eval.harness --model looped --model_args pretrained={run}/final,num_loops=1..3" in page.text
+    assert f"python -m eval.halting {run}/final" in page.text
+    assert f"python -m eval.diagnose all {run}/final --output {run}/diagnose" in page.text
+    assert f"recipes.pretrain {run}/recipe.yaml evaluation.every=100" in page.text
+    add_results(run, 1, 0.5)
+    assert "eval.harness" not in page_of(run).text
+
+
+def test_runs_are_compared(tmp_path):
+    first, second = make_run(tmp_path / "first"), make_run(tmp_path / "second", loops=4, lr=0.02)
+    page = page_of(first, second)
+    assert (first / "report.html").exists() and page.cells[1:3] == ["first", "second"]
+    where = page.cells.index("optimizer.lr")
+    assert page.cells[where + 1 : where + 3] == ["0.01", "0.02"]
+    assert "model.num_loops" in page.cells and "training.output_dir" not in page.cells
+    assert "data.source" not in page.cells  # the same in both
+    again = make_run(tmp_path / "other" / "first")
+    assert page_of(first, again).cells[1:3] == [str(first), str(again)]
+
+
+def test_task_results_of_every_depth(tmp_path):
+    run = make_run(tmp_path / "first")
+    for depth, accuracy in ((1, 0.25), (2, 0.375)):
+        add_results(run, depth, accuracy)
+    add_results(run, 4, 0.75, where="plain", model_args="pretrained=x,num_loops=4")
+    add_results(run, 5, 0.625, where="plain", model_args={"pretrained": "x", "num_loops": 5})
+    (run / "results" / "results_broken.json").write_text('{"results": ')
+    found, unread = report.results_of(RunFolder(run, "first"))
+    assert found["hop acc"] == {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}
+    assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 1
+    page = page_of(run)
+    where = page.cells.index("hop acc")
+    assert page.cells[where + 2] == "0.2500 ± 0.0100" and "results_broken.json holds no lm-eval results" in page.text
+
+
+def test_what_other_commands_left_is_shown(tmp_path):
+    run = make_run(tmp_path / "first")
+    (run / "diagnose").mkdir()
+    png = base64.b64decode(
+        "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+    )
+    rows = [
+        {"criterion": "kl", "mean_loops": 2.5, "perplexity": 12.25, "all": [1]},
+        {"criterion": "gate", "mean_loops": 3},
+    ]
+    for path, content in (
+        (run / "halting", {"model": "first", "points": rows}),
+        (
+            run / "diagnose" / "loop_cosine",
+            {"seed": 7, "result": {"looped": {"slope": 0.515625}, "matrix": [[1.0]], "no": None}},
+        ),
+        (run / "diagnose" / "token_norms", {"matrix": [[1.0]]}),
+    ):
+        path.with_suffix(".json").write_text(json.dumps(content))
+        path.with_suffix(".png").write_bytes(png)
+    (run / "diagnose" / "token_norms_training.png").write_bytes(png)
+    (run / "diagnose" / "broken.json").write_text("{")
+    page = page_of(run)
+    assert page.images.count(png) == 4 and "broken.json could not be read" in page.text
+    assert "eval.halting" not in page.text and "eval.diagnose" not in page.text
+    where = page.cells.index("kl")
+    assert page.cells[where - 3 : where + 6] == [
+        "criterion", "mean_loops", "perplexity", "kl", "2.5000", "12.2500", "gate", "3", "–",
+    ]  # fmt: skip
+    assert (
+        page.cells[page.cells.index("looped.slope") + 1] == "0.5156"
+        and "seed" not in page.cells
+        and "token norms" in page.text
+    )
+
+
+def test_a_log_that_was_cut_off(tmp_path):
+    run = make_run(tmp_path / "first")
+    whole = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(whole[: whole.index('{"step": 12') + 20])
+    page = page_of(run)
+    assert "its last 1 line(s) could not be read" in page.text and "12 steps" in page.text
+    assert "No validation was logged" in page.text
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_run_that_diverged(tmp_path, bad):
+    run = make_run(tmp_path / "first", losses=[5.0, 4.0, bad], finished=False, validation=False)
+    page = page_of(run)
+    assert f"diverged: loss is {bad} at step 2" in page.cells and len(page.images) == 2
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": bad}) + "\n")
+    page = page_of(run)
+    assert "No finite loss was logged." in page.text and not page.images
+    stopped = make_run(tmp_path / "second", finished=False)
+    assert "not finished: 20 steps so far" in page_of(stopped).cells
+    (stopped / "diverged.txt").write_text("the loss of step 20 is nan on rows [1]")
+    assert "diverged: the loss of step 20 is nan on rows [1]" in page_of(stopped).cells
+
+
+def test_folders_without_a_run(tmp_path):
+    run = make_run(tmp_path / "first")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent" / "metrics.jsonl").write_text('{"step": 1')
+    for folder, words in (
+        ("nowhere", "there is no folder .*recipes.pretrain RECIPE` makes one"),
+        ("empty", "empty holds no metrics.jsonl: it is no output folder"),
+        ("first/final", "holds no metrics.jsonl.*; give the folder above it"),
+        ("silent", "has logged nothing yet"),
+    ):
+        with pytest.raises(RunError, match=words):
+            report.make_report([run, tmp_path / folder])
+    assert not (run / "report.html").exists()
+
+
+def test_markdown_for_a_model_card(tmp_path, capsys):
+    run = make_run(tmp_path / "first")
+    report.main([str(run), "--output", str(tmp_path / "page.html"), "--markdown", str(tmp_path / "card.md")])
+    card = (tmp_path / "card.md").read_text()
+    assert card.startswith("## This model: first\n") and "<td>" not in card and "data:image" not in card
+    assert f"| made by | accelerate launch -m recipes.pretrain {run}/recipe.yaml |" in card
+    assert re.search(r"\| cross-entropy \| first \| 3\.8750 \| 3\.7500 \|", card)
+    rows = [line for line in card.splitlines() if line.startswith("|")]
+    for line, following in zip(rows, rows[1:]):
+        assert line.count("|") > 2 and (set(following) != set("|- ") or line.count("|") == following.count("|"))
+    report.main([str(run), "--markdown"])
+    assert card in capsys.readouterr().out
+    report.main([str(run)])
+    out = capsys.readouterr().out
+    assert "| state | finished |" in out and f"the page: {run}/report.html" in out
+
+
+def test_a_recipe_is_not_needed(tmp_path):
+    run = make_run(tmp_path / "first")
+    (run / "recipe.yaml").unlink()
+    page = page_of(run)
+    assert "finished" in page.cells and "– tokens seen" in " ".join(page.cells)
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"model": None, "data": None}))
+    assert "finished" in page_of(run).cells

@@ -1,0 +1,260 @@
+"""The tasks: answers by brute force, chance as stated, nothing downloaded, and all that the papers name exists."""
+
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from eval.tasks import generate, generators
+
+
+FOLDER = Path(__file__).parent.parent / "eval" / "tasks"
+CHOICES = [
+    "looped_p_hop_1",
+    "looped_p_hop_2",
+    "looped_p_hop_3",
+    "looped_p_hop_4",
+    "looped_permutation_1",
+    "looped_permutation_2",
+    "looped_permutation_4",
+    "looped_permutation_8",
+    "looped_addition_2",
+    "looped_addition_4",
+]
+
+
+@pytest.fixture(scope="module")
+def offline():
+    return TaskManager(include_path=str(FOLDER), include_defaults=False)
+
+
+def documents(manager, name: str) -> list[dict]:
+    return list(manager.load(name)["tasks"][name].test_docs())
+
+
+# answers
+
+
+def p_hop_answer(text: str) -> str:
+    pairs, question = text.split(" ; ")
+    follows = dict(pair for pair in pairs.split())
+    symbol = question[0]
+    for _ in range(int(question[1:])):
+        symbol = follows[symbol]
+    return symbol
+
+
+def permutation_answer(text: str) -> str:
+    state, _, rest = text.partition(" : ")
+    state, (swaps, place) = state.split(), rest.split(" ; ")
+    for first, second in swaps.split():
+        first, second = int(first) - 1, int(second) - 1
+        state[first], state[second] = state[second], state[first]
+    return state[int(place) - 1]
+
+
+def addition_answer(text: str) -> str:
+    first, second = text.removesuffix("=").replace(" ", "").split("+")
+    return " ".join(str(int(first) + int(second)).zfill(len(first) + 1))
+
+
+ANSWERS = {"p_hop": p_hop_answer, "permutation": permutation_answer, "addition": addition_answer}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_answers(offline, name):
+    answer = ANSWERS[name.removeprefix("looped_").rpartition("_")[0]]
+    for document in documents(offline, name):
+        assert document["choices"][document["answer"]] == answer(document["text"])
+        assert len(set(document["choices"])) == len(document["choices"])
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3, 4])
+def test_p_hop_walks_a_cycle_of_all_symbols(hops):
+    """So an answer never repeats on the way, and no walk is shorter than it says; 4 of 8 is as far back as forth."""
+    for number in range(50):
+        text = generators.p_hop_question(number, hops)["text"]
+        start = text.split(" ; ")[1][0]
+        walk = [p_hop_answer(f"{text.split(' ; ')[0]} ; {start}{steps}") for steps in range(1, 9)]
+        assert sorted(walk) == list("abcdefgh") and walk[-1] == start
+
+
+# chance
+
+
+class Reader(LM):
+    """A model that finds answers with a function of the context, or scores all alike; a byte costs 8 bits."""
+
+    def __init__(self, answer=None):
+        super().__init__()
+        self.answer = answer
+
+    def loglikelihood(self, requests):
+        return [(self.score(*request.args), False) for request in requests]
+
+    def score(self, context: str, continuation: str) -> float:
+        return 0.0 if self.answer and continuation.strip() == self.answer(context) else -1.0
+
+    def loglikelihood_rolling(self, requests):
+        return [-math.log(256) * len(request.args[0].encode()) for request in requests]
+
+    def generate_until(self, requests):
+        return [f" {self.answer(request.args[0])} 7 =" for request in requests]
+
+
+def evaluate(manager, model: LM, tasks: list[str]) -> dict:
+    found = simple_evaluate(model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False)
+    return found["results"]
+
+
+def test_who_does_not_read_scores_chance_exactly(offline):
+    results = evaluate(offline, Reader(), CHOICES)
+    for name in CHOICES:
+        stated = yaml.safe_load((FOLDER / f"{name.removeprefix('looped_')}.yaml").read_text().replace("!function", ""))
+        assert results[name]["acc,none"] == pytest.approx(stated["metadata"]["chance"], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_who_reads_scores_one(offline, kind):
+    names = [name for name in CHOICES if kind in name]
+    results = evaluate(offline, Reader(ANSWERS[kind]), names)
+    assert [results[name]["acc,none"] for name in names] == [1.0] * len(names)
+
+
+def test_written_sums_are_matched_whatever_follows_them(offline):
+    results = evaluate(offline, Reader(addition_answer), ["looped_addition_written"])
+    assert results["looped_addition_written"]["exact_match,first_digits"] == 1.0
+    wrong = Reader(lambda text: addition_answer(text)[::-1])
+    palindromes = sum(
+        answer == answer[::-1]
+        for answer in (addition_answer(document["text"]) for document in documents(offline, "looped_addition_written"))
+    )
+    results = evaluate(offline, wrong, ["looped_addition_written"])
+    assert results["looped_addition_written"]["exact_match,first_digits"] == palindromes / 100
+
+
+def test_ignoring_the_swaps_is_chance(offline):
+    """The object that lay at the place from the start is no better guess than another, however few the swaps."""
+    for swaps in (1, 2, 4, 8):
+        found = documents(offline, f"looped_permutation_{swaps}")
+        still = sum(
+            d["text"].split(" : ")[0].split()[int(d["text"][-1]) - 1] == d["choices"][d["answer"]] for d in found
+        )
+        assert abs(still / len(found) - 0.2) < 0.1  # four standard deviations of 250 draws
+
+
+def test_sums_give_nothing_away():
+    """The four are corners of a rectangle, of which the right one is any."""
+    ranks = Counter()
+    for number in range(400):
+        question = generators.addition_question(number, digits=3)
+        values = [int(choice.replace(" ", "")) for choice in question["choices"]]
+        low, second, third, high = sorted(values)
+        assert low + high == second + third
+        ranks[sorted(values).index(values[question["answer"]])] += 1
+    assert all(abs(ranks[rank] - 100) < 40 for rank in range(4))  # four and a half standard deviations
+
+
+# text to train on
+
+
+@pytest.mark.parametrize("task", generators.DEFAULTS)
+def test_training_text_is_answered_right_and_is_not_what_is_evaluated(task):
+    evaluated = {
+        "p_hop": {generators.p_hop_question(n, h)["text"].split(" ; ")[0] for h in range(1, 5) for n in range(252)},
+        "permutation": {generators.permutation_question(n, s)["text"] for s in (4, 8) for n in range(250)},
+        "addition": {generators.addition_question(n, 4)["text"] for n in range(252)},
+    }[task]
+    seen = Counter()
+    for text in generators.documents(task, 2000):
+        if task == "p_hop":
+            pairs, questions = text.split(" ; ")
+            asked = questions.split()
+            for question, answer in zip(asked[::2], asked[1::2]):
+                assert p_hop_answer(f"{pairs} ; {question}") == answer
+                seen[question[1]] += 1
+            assert pairs not in evaluated
+        else:
+            prompt, answer = text.rsplit(" ", 1) if task == "permutation" else text.split(" = ")
+            prompt += " =" if task == "addition" else ""
+            assert ANSWERS[task](prompt) == answer
+            assert prompt not in evaluated
+    if task == "p_hop":
+        assert set(seen) == set("1234") and max(seen.values()) < 1.1 * min(seen.values())
+
+
+def test_generated_file(tmp_path, capsys):
+    path = generate.main(["p_hop", "hops=2", "symbols=5", "--documents", "3", "--output", str(tmp_path / "a.jsonl")])
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert texts == list(generators.documents("p_hop", 3, 0, hops=2, symbols=5))
+    again = generate.main(["p_hop", "--seed", "1", "--documents", "3", "--output", str(tmp_path / "b.jsonl")])
+    assert len({*texts, *again.read_text().splitlines()}) == 6
+    for bad in ("hop=2", "hops", "hops=two", "hops=0", "hops=8"):
+        with pytest.raises(SystemExit, match=bad):
+            generate.main(["p_hop", bad, "--output", str(tmp_path / "c.jsonl")])
+    assert not (tmp_path / "c.jsonl").exists()
+
+
+def test_documents_never_change():
+    """Scores of different times are only comparable on the same documents."""
+    assert generators.p_hop_question(0, 2)["text"] == "cd fa ec bh hf ge ag db ; h2"
+    assert generators.permutation_question(0, 4)["text"] == "a b d c e : 34 45 31 53 ; 5"
+    assert generators.addition_question(0, 4)["text"] == "1 7 7 4 + 3 7 2 5 ="
+
+
+# the corpus
+
+
+def test_corpus_is_held_out_and_counted_in_bytes(offline):
+    from recipes.parts import HeldOut
+    from recipes.sources import embedded_documents
+
+    texts = [document["text"] for document in documents(offline, "looped_corpus")]
+    held_out = [text for text in embedded_documents() if text in HeldOut(fraction=0.05)]
+    assert len(texts) == len(held_out) > 10
+    assert all(full.startswith(text) and 0 < len(text) < 6000 for text, full in zip(texts, held_out))
+    results = evaluate(offline, Reader(), ["looped_corpus"])["looped_corpus"]
+    assert results["bits_per_byte,none"] == pytest.approx(8)
+    assert results["byte_perplexity,none"] == pytest.approx(256)
+
+
+# what papers report
+
+
+@pytest.fixture(scope="module")
+def all_tasks():
+    return TaskManager(include_path=str(FOLDER))
+
+
+def members(entry) -> list[tuple[str, dict]]:
+    config = yaml.safe_load(entry.yaml_path.read_text())
+    return [(item, {}) if isinstance(item, str) else (item["task"], item) for item in config["task"]]
+
+
+def test_groups_name_tasks_that_exist(all_tasks):
+    index = all_tasks.task_index
+    groups = [name for name in all_tasks.all_groups if index[name].yaml_path.parent == FOLDER]
+    assert len(groups) == 8
+    for group in groups:
+        for task, _ in members(index[group]):
+            assert task in all_tasks.all_tasks, (group, task)
+
+
+def test_papers_lists(all_tasks):
+    index = all_tasks.task_index
+    nine = "boolq winogrande commonsense_qa sciq piqa arc_easy arc_challenge hellaswag openbookqa".split()
+    assert [name for name, _ in members(index["readout_choice"])] == nine
+    shots = {name: item["num_fewshot"] for name, item in members(index["fully_looped_six"])}
+    ten = {"piqa": 10, "hellaswag": 10, "arc_easy": 10, "arc_challenge": 10}
+    assert shots == {"lambada_openai": 0, "openbookqa": 0, **ten}
+    six = "hellaswag arc_challenge arc_easy piqa boolq sciq".split()
+    assert [name for name, _ in members(index["parcae_zero_shot"])] == six
+    own = set(itertools.chain(nine, shots, six))
+    assert all(str(FOLDER) not in str(index[name].yaml_path) for name in own)  # lm-eval's, not ours
