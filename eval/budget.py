@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--core_examples", type=int, help="of each task of CORE, e.g. 500; by default all")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, help="window, by default the model's")
-    parser.add_argument("--device", default="cuda:0", help="by default a GPU if there is one")
+    parser.add_argument("--device", help="by default a GPU if there is one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, default=Path("runs/budget"), help="folder for the table and the plot")
     return parser.parse_args(arguments)

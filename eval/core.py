@@ -125,6 +125,7 @@ def core_scores(
     examples: int | None = None,
     extended: str | None = None,
     batch_size: int = 8,
+    device: str | None = None,
 ) -> dict[int, dict]:
     """{depth: {"core", "core_extended" if asked for, "tasks": {label: {"accuracy", "centered"}}}}.
 
@@ -132,7 +133,7 @@ def core_scores(
     """
     core = read_tasks(bundle, examples=examples)
     more = read_extended(bundle, extended, examples) if extended else []
-    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, batch_size=batch_size)
+    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, batch_size=batch_size, device=device)
     tasks = {task.label: task for task in [*more, *core]}
     found = {label: accuracies(lm, task) for label, task in tasks.items()}
     results = {}
@@ -178,11 +179,19 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     parser.add_argument("--examples", type=int, help="of each task, e.g. 500; by default all")
     parser.add_argument("--extended", metavar="YAML", help="list in the bundle that holds all tasks of CORE-extended")
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--device", help="by default a GPU if there is one")
     parser.add_argument("--output", type=Path, help="JSON to write")
     options = parser.parse_args(arguments)
     check_question(options.model, options.loops)
     results = core_scores(
-        options.model, None, options.bundle, options.loops, options.examples, options.extended, options.batch_size
+        options.model,
+        None,
+        options.bundle,
+        options.loops,
+        options.examples,
+        options.extended,
+        options.batch_size,
+        options.device,
     )
     print(table(curves_of(results)))
     if options.output:

@@ -99,6 +99,7 @@ class LoopedLM(HFLM):
         min_loops: int = 1,
         answers: str | None = None,
         revision: str = "main",
+        device: str | None = None,
         **kwargs,
     ):
         """As `HFLM`, and:
@@ -106,11 +107,12 @@ class LoopedLM(HFLM):
         num_loops: depths, see `parse_depths`; by default the model's own.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
         answers: file in which answers are kept, one for each process.
+        device: by default a GPU if there is one.
         """
         self.depths, self.rule = check_question(
             pretrained, num_loops, exit_criterion, exit_threshold, min_loops, revision
         )
-        super().__init__(pretrained, revision=revision, **kwargs)
+        super().__init__(pretrained, revision=revision, device=device or "auto", **kwargs)
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")

@@ -39,6 +39,8 @@ class Page(HTMLParser):
             )
         if tag == "a":
             self.links.append(attributes["href"])
+        if tag in ("td", "th"):
+            self.cells.append("")
         self.ids.append(attributes.get("id"))
         assert tag not in ("script", "link", "iframe") and not any(name.startswith("on") for name in attributes)
 
@@ -48,7 +50,7 @@ class Page(HTMLParser):
     def handle_data(self, data):
         self.text += data
         if self.open and self.open[-1] in ("td", "th"):
-            self.cells.append(data)
+            self.cells[-1] += data
 
 
 def make_run(folder, loops=3, losses=None, finished=True, validation=True, lr=0.01):
