@@ -1,0 +1,76 @@
+"""The threshold that costs least within a budget, from the losses and scores of one pass.
+
+A *unit* is what exits: a sequence, whose score is the mean over its tokens (readout blind spot, appendix H), or a
+token. It exits at the first loop whose score passes the threshold, so between two thresholds only the best score so
+far matters, and every threshold is tried at once:
+
+    loss(threshold) = loss_K + sum over k < K of (loss_k - loss_k+1) [best score up to loop k passes the threshold]
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from modeling_looped.exit_criteria import CRITERIA, ExitRule
+
+
+LARGEST = {"max_prob": 1.0, "gate": 1 - 2**-53}  # scores that rounding lifts above; a gate never exits at 1
+
+
+class Units(NamedTuple):
+    """What is known of sequences or tokens after every loop."""
+
+    losses: torch.Tensor  # [loops, units] cross-entropy
+    scores: dict[str, torch.Tensor]  # of each criterion, [loops, units]
+
+
+class Measured(NamedTuple):
+    """What one pass tells of every token after every loop."""
+
+    losses: torch.Tensor  # [loops, sequences, tokens]
+    scores: dict[str, torch.Tensor]  # of each criterion, [loops, sequences, tokens]
+
+    def sequences(self) -> Units:
+        return Units(self.losses.mean(-1), {name: scores.mean(-1) for name, scores in self.scores.items()})
+
+    def tokens(self) -> Units:
+        return Units(self.losses.flatten(1), {name: scores.flatten(1) for name, scores in self.scores.items()})
+
+
+def never(name: str) -> float:
+    """A threshold that no score passes."""
+    return math.inf if CRITERIA[name].exits_above else -math.inf
+
+
+def calibrate(name: str, units: Units, budget: float, min_loops: int = 1) -> float:
+    """The threshold with the fewest loops whose perplexity is at most 1 + budget times that of the last loop."""
+    scores = units.scores[name].clamp(0, LARGEST.get(name))
+    sign = 1 if CRITERIA[name].exits_above else -1
+    exits = slice(min_loops - 1, -1)  # loops at which a threshold makes a difference
+    best = (sign * scores)[exits].cummax(0).values.flatten()
+    change = (units.losses[exits] - units.losses[exits.start + 1 :]).flatten()
+
+    best, order = best.sort(descending=True)
+    change = change[order].cumsum(0) / units.losses.shape[1]
+    is_last_of_equals = torch.ones_like(best, dtype=torch.bool)
+    is_last_of_equals[:-1] = best[:-1] != best[1:]
+    allowed = (is_last_of_equals & best.isfinite() & (change <= math.log1p(budget))).nonzero()
+    return sign * best[allowed[-1]].item() if len(allowed) else never(name)
+
+
+def exit_loops(rule: ExitRule, scores: torch.Tensor) -> torch.Tensor:
+    """After how many loops each unit exits; scores: [loops, units]."""
+    exits = rule.exits(scores)
+    exits[: rule.min_loops - 1] = False
+    return ((exits.cumsum(0) == 0).sum(0) + 1).clamp(max=len(scores))
+
+
+def perplexity_at(loops: torch.Tensor, losses: torch.Tensor) -> float:
+    """Of units that exit after so many loops each; losses: [loops, units]."""
+    return perplexity(losses.gather(0, loops[None] - 1))
+
+
+def perplexity(losses: torch.Tensor) -> float:
+    mean = losses.double().mean().item()
+    return math.exp(mean) if mean < 700 else math.inf
