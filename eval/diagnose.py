@@ -7,7 +7,8 @@
 MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
 which is then initialised at random. Each measure writes a JSON and a PNG; `all` runs every measure with little
 training and writes a page, index.html, that holds its figures; what this model does not have is left out, with the
-reason. `python -m eval.diagnose MEASURE --help` lists the options of one.
+reason. They go to diagnose/ of the training run, where eval.report finds them, or, without one, to
+runs/diagnose/<model>. `python -m eval.diagnose MEASURE --help` lists the options of one.
 
 From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
 """
@@ -26,7 +27,7 @@ from typing import NamedTuple
 from . import dynamics, figures, readout_probes, theory, transfer
 from .benchmark import commit, processor
 from .page import page, section, skipped
-from .subject import Subject, subject
+from .subject import Subject, subject, training_run
 
 
 class Measure(NamedTuple):
@@ -174,6 +175,12 @@ def add_options(parser: argparse.ArgumentParser, measure: Measure):
         )
 
 
+def default_folder(target: str) -> Path:
+    """Of what is measured: where eval.report looks for it, if there is a training run."""
+    run = training_run(target)
+    return Path("runs/diagnose") / Path(target).resolve().name if run is None else run / "diagnose"
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m eval.diagnose", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,7 +197,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
         command.add_argument("--state-seed", type=int, help="draw the initial state, where the model has a random one")
         command.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
-        command.add_argument("--output", help="folder for JSON and PNG; default: runs/diagnose/<model>")
+        command.add_argument(
+            "--output",
+            help="folder for JSON and PNG; default: diagnose/ of the training run, or runs/diagnose/<model>",
+        )
         if measure is not None:
             add_options(command, measure)
         if name == "depth_curve":
@@ -206,7 +216,7 @@ def main(arguments: list[str]):
     beside = {path: json.loads(Path(path).read_text())["result"] for path in getattr(args, "beside", [])}
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
     of = subject(target, overrides, **{name: getattr(args, name) for name in names})
-    folder = Path(args.output or Path("runs/diagnose") / Path(target).resolve().name)
+    folder = Path(args.output) if args.output else default_folder(target)
     if args.measure == "all":
         print(run_all(of, folder))
         return

@@ -73,7 +73,15 @@ def subject(
     if state_seed is not None:
         batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
     where = {"model": made, "text": read, "rows": rows, "length": length, "state_seed": state_seed, "dtype": dtype}
-    return Subject(model, batch, where, read_metrics(Path(target) / "metrics.jsonl"))
+    run = training_run(target)
+    return Subject(model, batch, where, [] if run is None else read_metrics(run / "metrics.jsonl"))
+
+
+def training_run(target: str) -> Path | None:
+    """The folder of the training run that `target` is, or that it is the final model of."""
+    path = Path(target).resolve()
+    runs = (path, path.parent) if path.name == "final" else (path,)
+    return next((run for run in runs if (run / "metrics.jsonl").is_file()), None)
 
 
 def model_folder(target: str) -> Path | None:

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from eval import diagnose
+from eval import diagnose, report
+from eval.run_folder import RunFolder
 from eval.subject import SubjectError, subject
 from modeling_looped import LoopedForCausalLM
 from recipes.monitor import Monitor
@@ -49,6 +50,19 @@ def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys
     assert not re.search(r'(src|href)="(?!data:)', page)
     radius = json.loads((tmp_path / "out/spectral.json").read_text())["result"]
     assert radius["training"]["spectral_radius"] == {"step": [0, 10], "value": [0.4, 0.4]}
+
+
+def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
+    options = ["--text", str(tmp_path / "text.jsonl"), "--rows", "2", "--length", "16"]
+    diagnose.main(["token_norms", str(run_folder / "final"), *options])
+    diagnose.main(["spectral", str(run_folder), *options])
+    assert (run_folder / "diagnose/spectral_training.png").is_file()
+    section = report.diagnostics([RunFolder(run_folder, "run")])
+    images = [block.png for block in section.blocks if isinstance(block, report.Image)]
+    names = ("spectral.png", "spectral_training.png", "token_norms.png")
+    assert images == [(run_folder / "diagnose" / name).read_bytes() for name in names]
+    assert diagnose.default_folder("lt").as_posix() == "runs/diagnose/lt"
+    assert diagnose.default_folder(str(tmp_path)).as_posix() == f"runs/diagnose/{tmp_path.name}"
 
 
 def test_all_leaves_out_what_the_model_does_not_have(tmp_path, monkeypatch):
