@@ -1,7 +1,10 @@
-"""Speed and memory as ratios, measured in one run: `python -m eval.benchmark [train|decode|memory|depths] [options]`.
+"""Speed and memory as ratios, measured in one run: `python -m eval.benchmark NAME [options]`.
 
 train    tokens/s of a training step (forward, backward, AdamW) over transformers' Llama of the same unrolled depth
 decode   tokens/s of cached greedy decoding over the same Llama
+exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
+speculation   speed of self-speculation over full depth, on the trained model --model
+sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
 memory   peak memory of a per-loop training step over a terminal one
 depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
 
@@ -12,6 +15,7 @@ ratio is that of their least times, which what else the machine does disturbs le
 import argparse
 import gc
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -22,6 +26,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+
+from .decode_benchmark import exits, sharing, speculation
 
 
 def in_turns(first, second, repeats: int) -> tuple[float, float]:
@@ -196,7 +202,22 @@ def depths(args) -> dict:
     }
 
 
-BENCHMARKS = {"train": train, "decode": decode, "memory": memory, "depths": depths, "_memory": measure_memory}
+BENCHMARKS = {
+    "train": train,
+    "decode": decode,
+    "exits": exits,
+    "speculation": speculation,
+    "sharing": sharing,
+    "memory": memory,
+    "depths": depths,
+    "_memory": measure_memory,
+}
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def commit() -> str:
@@ -229,6 +250,13 @@ def main():
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--continuation", type=int, default=32, help="positions whose logits loglikelihood needs")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="exits: batch sizes")
+    parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
+    parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
+    parser.add_argument("--model", help="speculation, sharing: folder of a trained model")
+    parser.add_argument("--text", default="def read(self, size):", help="speculation: the prompt")
+    parser.add_argument("--text-file", default=os.__file__, help="sharing: what is scored; by default Python's os.py")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="speculation")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--loss", default="terminal", help=argparse.SUPPRESS)
     parser.add_argument("--with-logits", action="store_true", help="memory: return the last logits as well")
@@ -237,7 +265,7 @@ def main():
     result = BENCHMARKS[args.which](args)
     line = {
         "benchmark": args.which,
-        **{key: round(value, 4) if isinstance(value, float) else value for key, value in result.items()},
+        **rounded(result),
         "command": "python -m eval.benchmark " + shlex.join(sys.argv[1:]),
         "commit": commit(),
         "hardware": processor(),

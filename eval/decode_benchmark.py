@@ -1,0 +1,195 @@
+"""What early exit, self-speculation and shared slots gain in decoding, and what they cost.
+
+Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
+"""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from modeling_looped import LoopedCache, LoopedForCausalLM
+from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
+
+
+def least_seconds(functions: dict, repeats: int) -> tuple[dict[str, float], dict]:
+    """Least seconds of functions called in turns after a warm-up each, and what they returned last."""
+    from .benchmark import synchronize
+
+    seconds, results = dict.fromkeys(functions, math.inf), {}
+    for turn in range(repeats + 1):
+        for name, function in functions.items():
+            synchronize()
+            start = time.perf_counter()
+            results[name] = function()
+            synchronize()
+            if turn:
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds, results
+
+
+@torch.no_grad()
+def scores_of_every_loop(model, ids: torch.Tensor, criterion: str) -> torch.Tensor:
+    """What the criterion says of each token after each loop but the last, in one row of numbers."""
+    outputs = model(ids, output_loop_logits=True, output_loop_hidden_states=True, use_cache=False)
+    kind, memory, scores = CRITERIA[criterion], {}, []
+    for loop, (logits, state) in enumerate(zip(outputs.loop_logits[:-1], outputs.loop_hidden_states)):
+        gate = model.gate(state) if kind.needs == "gate" else None
+        first = torch.full(ids.shape, loop == 0, device=ids.device)
+        score, memory = kind.score(Reading(logits=logits, state=state, gate=gate), memory, first)
+        scores.append(score.float().flatten())
+    scores = torch.cat(scores)
+    return scores[scores.isfinite()]
+
+
+def never(criterion: str) -> float:
+    if criterion in ("gate", "max_prob"):
+        return 1.0  # a gate is never sure; a probability is 1 by rounding only
+    return math.inf if CRITERIA[criterion].exits_above else -math.inf
+
+
+def exits(args) -> dict:
+    """Per batch size and criterion: achieved over predicted speed, and the cost of exits that never happen."""
+    from .benchmark import build, looped_config, tokens
+
+    model = build(args, looped_config(args, loop_loss="per_loop", exit_gate="raw", initializer_range=0.05)).eval()
+    report = {}
+    for batch in args.batches:
+        prompt = tokens(args, batch=batch, length=args.prompt)
+        for criterion in args.criteria:
+            report[f"batch_{batch}_{criterion}"] = measure_exits(model, prompt, criterion, args)
+    return report
+
+
+def measure_exits(model, prompt, criterion: str, args) -> dict:
+    def generate(new_tokens=args.new_tokens, **how):
+        if "exit_criterion" in how:
+            how["exit_interval"] = args.exit_interval
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **how,
+        )
+
+    above = CRITERIA[criterion].exits_above
+    # a threshold that three checks in ten pass, so that rows exit at loops of their own
+    threshold = scores_of_every_loop(model, prompt, criterion).quantile(0.7 if above else 0.3).item()
+    at = {"exit_criterion": criterion}
+    seconds, results = least_seconds(
+        {
+            "prefill": lambda: generate(new_tokens=1),
+            "plain": generate,
+            "exits": lambda: generate(**at, exit_threshold=threshold),
+            "never": lambda: generate(**at, exit_threshold=never(criterion)),
+        },
+        args.repeats,
+    )
+    spent = {name: value - seconds["prefill"] for name, value in seconds.items()}
+    loops = results["exits"].token_loops[:, 1:]
+    rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
+    full = torch.full_like(loops, model.config.num_loops)
+    predicted = spent["plain"] * cost(model, rule, loops) / cost(model, None, full)
+    predicted_never = spent["plain"] * cost(model, rule, full) / cost(model, None, full)
+    return {
+        "threshold": threshold,
+        "mean_loops": loops.float().mean().item(),
+        "speedup": spent["plain"] / spent["exits"],
+        "over_prediction": predicted / spent["exits"],
+        "over_full_by_mean_loops": loops.float().mean().item()
+        / model.config.num_loops
+        * spent["plain"]
+        / spent["exits"],
+        "never_over_prediction": spent["never"] / predicted_never,
+    }
+
+
+def cost(model, rule, loops: torch.Tensor) -> float:
+    """Multiplications with weights: of loops, of checks that need the head, and of the head that says the token."""
+    core, head = sum(p.numel() for p in model.model.core.parameters()), model.lm_head.weight.numel()
+    heads = torch.ones_like(loops)
+    if rule is not None and rule.criterion.needs == "logits":
+        limit = model.config.num_loops
+        reads = torch.tensor([rule.reads(loop) or loop == limit for loop in range(1, limit + 1)])
+        heads = reads.cumsum(0)[loops.cpu() - 1]
+    return float(loops.sum()) * core + float(heads.sum()) * head
+
+
+def trained_model(args):
+    if args.model is None or not Path(args.model).is_dir():
+        raise SystemExit(
+            f"--model {args.model}: a folder with a trained model is needed, e.g. runs/demo/final of `make demo`; "
+            "what an untrained one says tells nothing"
+        )
+    dtype = getattr(torch, args.dtype)
+    model = LoopedForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
+    return model, AutoTokenizer.from_pretrained(args.model)
+
+
+def speculation(args) -> dict:
+    """Self-speculation against full depth on a trained model, greedy: the same tokens, sooner."""
+    model, tokenizer = trained_model(args)
+    prompt = tokenizer(args.text, return_tensors="pt").to(args.device)
+
+    def generate(**how):
+        return model.generate(
+            **prompt,
+            max_new_tokens=args.new_tokens,
+            min_new_tokens=args.new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            **how,
+        )
+
+    drafts = {
+        f"draft_loops_{loops}": {"draft_loops": loops, "draft_tokens": args.draft_tokens}
+        for loops in range(1, model.config.num_loops)
+    }
+    calls = {"plain": generate, **{name: lambda how=how: generate(**how) for name, how in drafts.items()}}
+    seconds, results = least_seconds(calls, args.repeats)
+    plain = results["plain"].sequences
+    return {
+        name: {
+            "speedup": seconds["plain"] / seconds[name],
+            "acceptance_rate": results[name].acceptance_rate,
+            "same_tokens": torch.equal(results[name].sequences, plain),
+            "different_tokens": len(set(plain[0].tolist())),
+        }
+        for name in drafts
+    }
+
+
+@torch.no_grad()
+def sharing(args) -> dict:
+    """Each policy of cache_sharing: bytes of the cache, and the loss of text that is fed token by token.
+
+    The first half of the text is a prompt, fed in one pass; the loss is that of the second half.
+    """
+    model, tokenizer = trained_model(args)
+    ids = tokenizer(Path(args.text_file).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    length = args.length + 1
+    if len(ids) < args.batch * length:
+        raise SystemExit(
+            f"--text-file {args.text_file} has {len(ids)} tokens, but --batch {args.batch} rows of --length "
+            f"{args.length} need {args.batch * length}: take a longer text, or fewer or shorter rows"
+        )
+    ids = ids[: args.batch * length].view(args.batch, length).to(args.device)
+    report, half = {}, args.length // 2
+    for policy in ("none", "last", *(f"cyclic-{loops}" for loops in range(1, model.config.num_loops))):
+        cache = LoopedCache(model.config, policy)
+        model(ids[:, :half], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        losses = []
+        for place in range(half, args.length):
+            logits = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+            losses.append(torch.nn.functional.cross_entropy(logits.float(), ids[:, place + 1]))
+        report[policy] = {
+            "loss": torch.stack(losses).mean().item(),
+            "cache_bytes": sum(part.numel() * part.element_size() for slot in cache for part in slot[:2]),
+        }
+    return report
