@@ -1,0 +1,324 @@
+"""Early exit within a budget: `python -m eval.halting MODEL [TEXT...] [--budget 0.01] [--write]`.
+
+MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: the embedded
+corpus). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose perplexity is at
+most 1 + budget times that of full depth; on another slice, without overlap, this is measured:
+
+    sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
+                (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
+    tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops in
+                the model's generation_config.json, which generate then follows
+
+Prints perplexity, loops and speed-up, and writes halting.json and halting.png (perplexity over tokens/s).
+"""
+
+import argparse
+import json
+import math
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from recipes.config import DataConfig
+from recipes.flops import attention_flops, sizes
+from recipes.sources import training_source
+
+from .benchmark import commit, processor, synchronize
+from .diagnose import compact, finite, rounded
+from .halting_calibration import Units, calibrate, exit_loops, never, perplexity, perplexity_at
+from .halting_plots import draw
+from .halting_run import at_depth, measure, reads, with_halting, with_token_exits
+from .subject import model_folder
+
+
+BEST = "the cheapest"
+
+
+# What is asked
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.halting", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("text", nargs="*", default=["embedded"])
+    parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03],
+                        help="how much worse perplexity may be, e.g. 0.01 for 1 %%; --write takes the first")  # fmt: skip
+    parser.add_argument("--criteria", nargs="+", default=list(CRITERIA), help="default: all")
+    parser.add_argument("--num-loops", type=int, help="full depth; default: that of the model")
+    parser.add_argument("--min-loops", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=64, help="in each of the two slices")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3, help="of the timed runs, of which the fastest counts")
+    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
+    parser.add_argument("--seed", type=int, default=0, help="order of the documents")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION",
+                        help="for generate, into generation_config.json; without a name, the cheapest")  # fmt: skip
+    parser.add_argument("--output", help="folder for halting.json and halting.png; default: runs/halting/<model>")
+    return parser.parse_args(arguments)
+
+
+def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
+    """The model's folder and config, the criteria that fit it, and notes; a mistake costs no loading."""
+    folder = model_folder(args.model)
+    if folder is None:
+        raise ValueError(f"there is no folder {args.model!r}: name a saved model or its training run")
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    if model_type != LoopedConfig.model_type:
+        raise ValueError(f"{args.model!r} has model_type {model_type!r}, which has no loops to save")
+    config = LoopedConfig.from_pretrained(folder)
+    args.num_loops = config.num_loops if args.num_loops is None else args.num_loops
+    for budget in args.budget:
+        if not (0 <= budget < math.inf):
+            raise ValueError(f"--budget {budget} must be at least 0: 0.01 lets perplexity be 1 % worse")
+    if args.num_loops < 2:
+        raise ValueError(f"num_loops={args.num_loops}: with a single loop there is nothing to exit from")
+    if not 1 <= args.min_loops < args.num_loops:
+        raise ValueError(f"--min-loops {args.min_loops} must be at least 1 and below num_loops={args.num_loops}")
+    for name in ("sequences", "length", "batch_size", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
+        raise ValueError(
+            f"--length {args.length} is more than the max_position_embeddings={config.max_position_embeddings} "
+            "positions that this model has learned"
+        )
+    notes = []
+    if "gate" in args.criteria and config.exit_gate == "none" and len(args.criteria) > 1:
+        args.criteria = [name for name in args.criteria if name != "gate"]
+        notes.append("gate is left out: this model has none (exit_gate='none')")
+    for name in args.criteria:
+        exit_rule(config, name, never(name), args.min_loops, num_loops=args.num_loops)
+    if args.write not in (None, BEST, *args.criteria):
+        raise ValueError(
+            f"--write {args.write} is not among the criteria that are measured: {', '.join(args.criteria)}"
+        )
+    if config.loop_loss == "terminal":
+        notes.append(
+            "this model was trained with loop_loss='terminal': its exits before the last loop are not trained"
+        )
+    return folder, config, args.criteria, notes
+
+
+def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -> torch.Tensor:
+    """[count, length] of the texts' documents in a drawn order, joined by the end token."""
+    ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for text in texts:
+        wanted = len(ids) + -(-(count * length - len(ids)) // (len(texts) - texts.index(text)))
+        for document in training_source(DataConfig(source=text)).load().shuffle(seed=seed):
+            if len(ids) >= wanted:
+                break
+            ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
+    if len(ids) < count * length:
+        raise ValueError(
+            f"{', '.join(texts)} holds {len(ids)} tokens, fewer than two slices of {count // 2} sequences of {length} "
+            "tokens: lower --sequences or --length, or add text"
+        )
+    return torch.tensor(ids[: count * length]).view(count, length)
+
+
+def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to calibrate on, and other rows to measure on."""
+    if args.tokenizer is None and not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(f"{folder} holds no tokenizer to read text with: save one there, or pass --tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
+    rows = text_rows(args.text, tokenizer, 2 * args.sequences, args.length + 1, args.seed)
+    return rows.to(args.device).chunk(2)
+
+
+# What is measured
+
+
+def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float) -> float:
+    n = sizes(config)
+    once = 2 * n.outer + attention_flops(config, "prelude", length)
+    loop = 2 * n.core + attention_flops(config, "core", length)
+    readout = 2 * (n.coda + n.head) + attention_flops(config, "coda", length)
+    return once + mean_loops * loop + mean_readouts * readout
+
+
+def mean_readouts(rule, loops: torch.Tensor, reads_at, num_loops: int) -> float:
+    """How often a unit that ran so many loops went through coda and head: at each check on logits, and at its exit."""
+    if rule.criterion.needs != "logits":
+        return 1.0
+    before = torch.tensor([0] + [reads_at(loop) for loop in range(1, num_loops)]).cumsum(0)  # checks before a loop
+    return (before[loops.cpu() - 1] + 1).double().mean().item()
+
+
+def fastest(functions: dict, repeats: int) -> tuple[dict, dict]:
+    """What the functions return, and the least seconds of each; they take turns."""
+    results, seconds = {}, dict.fromkeys(functions, math.inf)
+    for turn in range(repeats + 1):  # the first warms up
+        for name, function in functions.items():
+            synchronize()
+            start = time.perf_counter()
+            results[name] = function()
+            synchronize()
+            if turn:
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return results, seconds
+
+
+def rules_of(units: Units, names: list[str], args, config) -> dict:
+    """{(criterion, budget): the calibrated rule}"""
+    return {
+        (name, budget): exit_rule(
+            config, name, calibrate(name, units, budget, args.min_loops), args.min_loops, num_loops=args.num_loops
+        )
+        for name in names
+        for budget in args.budget
+    }
+
+
+def result_row(key, rule, units: Units, scored, fixed: float, reads_at, config, args) -> dict:
+    """key: (criterion, budget); units: of the slice of calibration; fixed: perplexity at full depth."""
+    loops, found = scored.loops.double().mean().item(), perplexity(scored.losses)
+    calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses) / perplexity(units.losses[-1])
+    full = flops_per_token(config, args.length, args.num_loops, 1)
+    readouts = mean_readouts(rule, scored.loops, reads_at, args.num_loops)
+    return {
+        "criterion": key[0],
+        "budget": key[1],
+        "threshold": rule.threshold,
+        "calibrated_ratio": calibrated,
+        "perplexity": found,
+        "ratio": found / fixed,
+        "mean_loops": loops,
+        "predicted_speedup": full / flops_per_token(config, args.length, loops, readouts),
+    }
+
+
+def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple[list, list]:
+    """Fixed depths and halting sequences, all timed in turn; one table for each."""
+    config, size = model.config, args.batch_size
+    rules = rules_of(calibration, names, args, config)
+    runs = {k: lambda k=k: at_depth(model, rows, k, size) for k in range(1, args.num_loops + 1)}
+    for rule in set(rules.values()):  # budgets may share a threshold
+        runs[rule] = lambda rule=rule: with_halting(model, rows, rule, args.num_loops, size)
+    scored, seconds = fastest(runs, args.repeats)
+    tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
+    at_full_depth = perplexity(scored[args.num_loops].losses)
+    fixed = [
+        {
+            "loops": k,
+            "perplexity": perplexity(scored[k].losses),
+            "ratio": perplexity(scored[k].losses) / at_full_depth,
+            "tokens_per_second": tokens / seconds[k],
+            "speedup": full / seconds[k],
+        }
+        for k in range(1, args.num_loops + 1)
+    ]
+    halting = []
+    for key, rule in rules.items():
+        row = result_row(key, rule, calibration, scored[rule], at_full_depth, lambda k: reads(rule, k), config, args)  # noqa: B023
+        speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
+        halting.append(row | speed)
+    return fixed, halting
+
+
+def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str], fixed: float, args) -> list[dict]:
+    rules = rules_of(calibration, names, args, model.config)
+    scored = {
+        rule: with_token_exits(model, rows, rule, args.num_loops, args.batch_size) for rule in set(rules.values())
+    }
+    return [
+        result_row(key, rule, calibration, scored[rule], fixed, rule.reads, model.config, args)
+        for key, rule in rules.items()
+    ]
+
+
+# What is left behind
+
+
+def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args) -> str:
+    """Let generate exit as calibrated for tokens under the first budget; what was done, in words."""
+    of_budget = [row for row in rows if row["budget"] == args.budget[0]]
+    if criterion == BEST:
+        row = max(of_budget, key=lambda row: row["predicted_speedup"])
+        if row["predicted_speedup"] <= 1:
+            return (
+                "nothing is written: no criterion is predicted to save more than its checks cost; name one to insist"
+            )
+    else:
+        row = next(row for row in of_budget if row["criterion"] == criterion)
+    if not math.isfinite(row["threshold"]):
+        return f"nothing is written: within the budget no token may exit by {row['criterion']}"
+    chosen = {"exit_criterion": row["criterion"], "exit_threshold": row["threshold"], "min_loops": args.min_loops}
+    if args.num_loops != model.config.num_loops:
+        chosen["num_loops"] = args.num_loops
+    for name, value in chosen.items():
+        setattr(model.generation_config, name, value)
+    model.generation_config._from_model_config = False  # else it is made anew at loading, without these fields
+    model.generation_config.save_pretrained(folder)
+    return f"{folder / 'generation_config.json'}: " + ", ".join(f"{name}={value}" for name, value in chosen.items())
+
+
+def cell(key: str, value) -> str:
+    if key == "budget":
+        return f"{100 * value:g} %"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "never"
+    if isinstance(value, float):
+        digits = {"tokens_per_second": 0, "ratio": 4, "calibrated_ratio": 4}.get(key, 3)
+        return f"{value:,.{digits}f}" if key != "threshold" else f"{value:.4g}"
+    return str(value)
+
+
+def table(rows: list[dict]) -> str:
+    lines = [[key.replace("_", " ") for key in rows[0]], *([cell(*item) for item in row.items()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  " + "  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
+
+
+def run(args) -> Path:
+    folder, config, names, notes = check(args)
+    calibration_rows, rows = two_slices(args, folder, config)
+    model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+
+    measured = measure(model, calibration_rows, args.num_loops, names, args.batch_size)
+    fixed, halting = sequence_level(model, measured.sequences(), rows, names, args)
+    tokens = token_level(model, measured.tokens(), rows, names, fixed[-1]["perplexity"], args)
+
+    print(f"{args.model}: two slices of {args.sequences} sequences of {args.length} tokens, {', '.join(args.text)}")
+    print(*[f"note: {note}" for note in notes], sep="\n", end="\n" * bool(notes))
+    print("\nfixed depth", table(fixed), sep="\n")
+    print("\nsequences that leave the batch when their mean score passes the threshold", table(halting), sep="\n")
+    print("\ntokens that exit by themselves, as in generate", table(tokens), sep="\n")
+
+    name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
+    output = Path(args.output or Path("runs/halting") / name)
+    output.mkdir(parents=True, exist_ok=True)
+    asked = {key: value for key, value in vars(args).items() if key not in ("output", "write")}
+    content = {
+        **asked,
+        "notes": notes,
+        "command": "python -m eval.halting " + shlex.join(sys.argv[1:]),
+        "commit": commit(),
+        "hardware": processor(),
+        "result": {"fixed": fixed, "halting": halting, "tokens": tokens},
+    }
+    (output / "halting.json").write_text(compact(rounded(finite(content))) + "\n")
+    draw(fixed, halting, args.budget[0], output / "halting.png")
+    print("", output / "halting.json", output / "halting.png", sep="\n")
+    if args.write is not None:
+        print(write_threshold(model, folder, args.write, tokens, args))
+    return output
+
+
+if __name__ == "__main__":
+    try:
+        run(parse(sys.argv[1:]))
+    except ValueError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
