@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_looped import LoopedCache, LoopedForCausalLM
-from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, Reading, exit_rule
 
 
 def least_seconds(functions: dict, repeats: int) -> tuple[dict[str, float], dict]:
@@ -67,6 +67,8 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     def generate(new_tokens=args.new_tokens, **how):
         if "exit_criterion" in how:
             how["exit_interval"] = args.exit_interval
+            if criterion in SCREENABLE:
+                how["exit_candidates"] = args.exit_candidates
         return model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -93,7 +95,8 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     )
     spent = {name: value - seconds["prefill"] for name, value in seconds.items()}
     loops = results["exits"].token_loops[:, 1:]
-    rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
+    candidates = args.exit_candidates if criterion in SCREENABLE else None
+    rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval, candidates=candidates)
     full = torch.full_like(loops, model.config.num_loops)
     predicted = spent["plain"] * cost(model, rule, loops) / cost(model, None, full)
     predicted_never = spent["plain"] * cost(model, rule, full) / cost(model, None, full)
@@ -117,7 +120,9 @@ def cost(model, rule, loops: torch.Tensor) -> float:
     if rule is not None and rule.criterion.needs == "logits":
         limit = model.config.num_loops
         reads = torch.tensor([rule.reads(loop) or loop == limit for loop in range(1, limit + 1)])
-        heads = reads.cumsum(0)[loops.cpu() - 1]
+        heads = reads.cumsum(0)[loops.cpu() - 1].float()
+        if rule.candidates is not None:  # all logits at the first reading and at the exit
+            heads = heads.clamp(max=2) + (heads - 1) * rule.candidates / model.config.vocab_size
     return float(loops.sum()) * core + float(heads.sum()) * head
 
 

@@ -95,6 +95,9 @@ class ContinuousDecoder:
         """Rows as an index; None, which costs nothing, for all."""
         return None if len(rows) == self.emission.num_rows else rows
 
+    def index(self, rows: list[int]):
+        return slice(None) if self.some(rows) is None else rows
+
     def take(self, rows: list[int]) -> dict[str, torch.Tensor]:
         index = self.some(rows)
         return self.tensors if index is None else {name: tensor[index] for name, tensor in self.tensors.items()}
@@ -124,9 +127,9 @@ class ContinuousDecoder:
         for row in rows:
             self.places[row] += 1
         index = slice(None) if self.some(rows) is None else rows
-        self.positions[index] += 1
-        x, rotary = self.trunk.embed(self.trunk.embed_tokens(ids), self.positions[index])
-        tensors = {"positions": self.positions[index], **dict(zip(("cos", "sin"), rotary or ()))}
+        positions = self.positions[index] = self.positions[index] + 1
+        x, rotary = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
+        tensors = {"positions": positions, **dict(zip(("cos", "sin"), rotary or ()))}
         for layer, table in self.trunk.value_embeddings(ids).items():
             tensors[f"values{layer}"] = table
         tensors["embedded"] = self.trunk.run_prelude(x, self.shared(rows, [0] * len(rows), tensors))
@@ -164,6 +167,8 @@ class ContinuousDecoder:
         ends = {row for row in rows if self.loops[row] >= self.limits[row]}
         readers = [row for row in rows if rule is not None and row not in ends and rule.reads(self.loops[row])]
         wants_logits = rule is not None and rule.criterion.needs == "logits"
+        if wants_logits and rule.candidates is not None:
+            readers = self.screened(readers, state, at)
 
         read_out = [row for row in rows if row in ends or (wants_logits and row in readers)]
         logits = self.read_out(read_out, state, at)
@@ -194,9 +199,13 @@ class ContinuousDecoder:
 
     def score(self, rows: list[int], reading: Reading) -> torch.Tensor:
         first = torch.tensor([not self.has_reading[row] for row in rows], device=self.positions.device)
-        index = slice(None) if self.some(rows) is None else rows
+        index = self.index(rows)
         memory = {name: values[index] for name, values in self.memory.items()}
         score, memory = self.rule.criterion.score(reading, memory, first)
+        if self.rule.candidates is not None:
+            best = reading.logits.topk(min(self.rule.candidates, reading.logits.shape[-1])).indices
+            before = self.memory["candidates"][index] if "candidates" in self.memory else best
+            memory["candidates"] = torch.where(first[:, None], best, before)
         for name, values in memory.items():
             if name not in self.memory:
                 self.memory[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
@@ -205,14 +214,29 @@ class ContinuousDecoder:
             self.has_reading[row] = True
         return score
 
+    def screened(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> list[int]:
+        """The rows whose candidates pass, and those that have none yet; only these need all logits."""
+        screened = [row for row in rows if self.rule.screens(first=not self.has_reading[row])]
+        if not screened:
+            return rows
+        normed = self.normed(screened, state, at)[:, -1:]
+        weights = self.model.lm_head.weight[
+            self.memory["candidates"][self.index(screened)]
+        ]  # [rows, candidates, hidden]
+        logits = self.model.softcapped(torch.matmul(normed, weights.transpose(1, 2)))[:, 0]
+        score, _ = self.rule.criterion.score(Reading(logits=logits), {}, None)
+        passed = {row for row, passes in zip(screened, self.rule.exits(score).tolist()) if passes}
+        return [row for row in rows if row in passed or not self.has_reading[row]]
+
     def read_out(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor | None:
         """Logits [rows, vocabulary] of H. What the coda writes stands if the row exits, else it is overwritten."""
-        if not rows:
-            return None
+        return self.model.logits(self.normed(rows, state, at))[:, -1] if rows else None
+
+    def normed(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor:
+        """What the head reads, [rows, 1, hidden]."""
         some = state if len(rows) == len(state) else state[[at[row] for row in rows]]
         shared = self.shared(rows, [0] * len(rows), self.take(rows)) if len(self.trunk.coda) else {}
-        normed = self.trunk.readout(self.trunk.run_coda(some, shared), [self.loops[row] for row in rows])
-        return self.model.logits(normed)[:, -1]
+        return self.trunk.readout(self.trunk.run_coda(some, shared), [self.loops[row] for row in rows])
 
     def result(self):
         from .generation import LoopedGenerateOutput

@@ -110,6 +110,9 @@ CRITERIA = {
 }
 
 
+SCREENABLE = ("logit_margin", "max_prob")  # scores that can only be higher over some of the tokens
+
+
 class ExitRule(NamedTuple):
     """A criterion with its threshold: which loops are read, and who exits."""
 
@@ -119,6 +122,7 @@ class ExitRule(NamedTuple):
     interval: int = 1  # check at min_loops and every so many loops after it
     prompt_length: int = 0  # tokens of the sequence that are prompt: they run to a fixed depth
     prompt_loops: int | None = None  # by default that of the pass
+    candidates: int | None = None  # checks after a token's first look at so many tokens only, see `screens`
 
     @property
     def criterion(self) -> Criterion:
@@ -133,10 +137,21 @@ class ExitRule(NamedTuple):
             warm_up = max(0, self.threshold)
         elif self.criterion.compares:
             warm_up = 1
-        return loop >= self.min_loops - warm_up * self.interval and (loop - self.min_loops) % self.interval == 0
+        first = self.min_loops - (warm_up + 1) * self.interval  # reads come after it
+        return loop > first and (loop - self.min_loops) % self.interval == 0
 
     def checks(self, loop: int) -> bool:
         return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
+
+    def screens(self, first: bool) -> bool:
+        """Whether a reading begins with the tokens that were the best at the first reading alone.
+
+        Their margin or probability is too high, if anything (unless none of them is the best any more). So a token
+        that does not pass needs no look at the whole vocabulary, which costs as much as several layers. One that
+        passes is confirmed with all logits, from which the next token is chosen anyway: none exits that would not
+        have without candidates.
+        """
+        return self.candidates is not None and not first
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:
         if self.name == "gate" and self.threshold == 1:  # reached by rounding only
@@ -145,7 +160,13 @@ class ExitRule(NamedTuple):
 
 
 def exit_rule(
-    config, criterion: str, threshold=None, min_loops: int = 1, interval: int = 1, num_loops: int | None = None
+    config,
+    criterion: str,
+    threshold=None,
+    min_loops: int = 1,
+    interval: int = 1,
+    num_loops: int | None = None,
+    candidates: int | None = None,
 ) -> ExitRule:
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
     if criterion not in CRITERIA:
@@ -185,4 +206,19 @@ def exit_rule(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if min_loops > deepest:
         raise ValueError(f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run")
-    return ExitRule(criterion, float(threshold), min_loops, interval)
+    check_candidates(criterion, candidates)
+    return ExitRule(criterion, float(threshold), min_loops, interval, candidates=candidates)
+
+
+def check_candidates(criterion: str, candidates):
+    if candidates is None:
+        return
+    if isinstance(candidates, bool) or not isinstance(candidates, int):
+        raise TypeError(f"exit_candidates must be an int, got {candidates!r}")
+    if candidates < 2:
+        raise ValueError(f"exit_candidates={candidates} leaves nothing to compare the best token with: at least 2")
+    if criterion not in SCREENABLE:
+        raise ValueError(
+            f"exit_candidates={candidates} is for the criteria {' and '.join(SCREENABLE)}: a few tokens tell nothing "
+            f"about exit_criterion={criterion!r}"
+        )

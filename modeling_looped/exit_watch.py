@@ -28,6 +28,7 @@ class ExitWatch:
         )  # of the prompt, only its last token makes a new one
         self.final = None  # H of the last loop, frozen where tokens have exited
         self.memory = None
+        self.candidates, self.passes_screen = None, True
 
     @property
     def exited(self) -> torch.Tensor:
@@ -46,7 +47,7 @@ class ExitWatch:
         if self.rule.reads(loop) and not (exits | self.is_prompt).all():
             score = self.score(loop, state, shared)
             if self.rule.checks(loop):
-                exits = exits | (self.rule.exits(score) & ~self.is_prompt)
+                exits = exits | (self.rule.exits(score) & self.passes_screen & ~self.is_prompt)
         self.token_loops = torch.where(~self.exited & exits, loop, self.token_loops)
         shared["past_key_values"].frozen = self.exited
         return state
@@ -56,11 +57,20 @@ class ExitWatch:
         if needs == "logits":
             readout = self.model.model.run_coda(state, {**shared, "past_key_values": Peek(shared["past_key_values"])})
             reading = Reading(logits=self.model.decode(readout, loop - 1))
+            self.screen(reading.logits)
         else:
             reading = Reading(**{needs: state if needs == "state" else self.model.gate(state)})
         first = torch.full(state.shape[:2], self.memory is None, device=state.device)
         score, self.memory = self.rule.criterion.score(reading, self.memory or {}, first)
         return score
+
+    def screen(self, logits: torch.Tensor):
+        """The same exits as in `continuous.py`; here it saves nothing."""
+        if self.rule.screens(first=self.candidates is None):
+            score, _ = self.rule.criterion.score(Reading(logits=logits.gather(-1, self.candidates)), {}, None)
+            self.passes_screen = self.rule.exits(score)
+        elif self.rule.candidates is not None:
+            self.candidates = logits.topk(min(self.rule.candidates, logits.shape[-1])).indices
 
 
 class Peek:

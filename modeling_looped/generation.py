@@ -30,6 +30,7 @@ DEPTH_FIELDS = {
     "exit_threshold": None,
     "min_loops": 1,
     "exit_interval": 1,
+    "exit_candidates": None,
     "prompt_loops": None,
     "warm_start": False,
     "draft_loops": None,
@@ -77,6 +78,7 @@ class LoopedGenerationMixin(GenerationMixin):
         num_loops: depth of every token, or the most it may take; one number or one per prompt.
         exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
         min_loops, exit_interval: check for exits from this loop on, and at every so manieth loop after it.
+        exit_candidates: after a token's first check, look at so many of the vocabulary before looking at all of it.
         prompt_loops: depth of the prompt, by default num_loops.
         warm_start: the next token's loops start from the last token's state.
         draft_loops, draft_tokens: self-speculation; so many tokens are drafted at so few loops, and verified.
@@ -104,7 +106,7 @@ class LoopedGenerationMixin(GenerationMixin):
         if config.exit_criterion is not None:
             model_kwargs["exit_rule"] = self._exit_rule(config, depth)
         else:
-            alone = {"exit_threshold": None, "min_loops": 1, "exit_interval": 1}
+            alone = {"exit_threshold": None, "min_loops": 1, "exit_interval": 1, "exit_candidates": None}
             if lost := [name for name, default in alone.items() if given.get(name, default) not in (default, None)]:
                 raise ValueError(f"{', '.join(lost)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
         self._check_prompt_loops(config, depth)
@@ -133,7 +135,13 @@ class LoopedGenerationMixin(GenerationMixin):
                 "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
             )
         return exit_rule(
-            self.config, config.exit_criterion, config.exit_threshold, config.min_loops, config.exit_interval, depth
+            self.config,
+            config.exit_criterion,
+            config.exit_threshold,
+            config.min_loops,
+            config.exit_interval,
+            depth,
+            config.exit_candidates,
         )._replace(prompt_loops=config.prompt_loops)
 
     def _check_prompt_loops(self, config, depth: int):

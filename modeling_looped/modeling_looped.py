@@ -578,7 +578,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def logits(self, hidden_states):
         """From normed states to logits."""
-        logits = self.lm_head(hidden_states)
+        return self.softcapped(self.lm_head(hidden_states))
+
+    def softcapped(self, logits):
         if self.config.logit_softcap is None:
             return logits
         cap = self.config.logit_softcap
