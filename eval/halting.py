@@ -6,18 +6,20 @@ most 1 + budget times that of full depth; on another slice, without overlap, thi
 
     sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
                 (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
-    tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops in
-                the model's generation_config.json, which generate then follows
+    tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
+                in the model's generation_config.json, which generate then follows
 
 Prints perplexity, loops and speed-up, and writes halting.json and halting.png (perplexity over tokens/s).
 """
 
 import argparse
+import itertools
 import json
 import math
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,21 +51,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("model")
     parser.add_argument("text", nargs="*", default=["embedded"])
-    parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03],
-                        help="how much worse perplexity may be, e.g. 0.01 for 1 %%; --write takes the first")  # fmt: skip
+    budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture"
+    parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03], help=budgets)
     parser.add_argument("--criteria", nargs="+", default=list(CRITERIA), help="default: all")
     parser.add_argument("--num-loops", type=int, help="full depth; default: that of the model")
     parser.add_argument("--min-loops", type=int, default=1)
     parser.add_argument("--sequences", type=int, default=64, help="in each of the two slices")
     parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3, help="of the timed runs, of which the fastest counts")
+    parser.add_argument("--repeats", type=int, default=2, help="of the timed runs, of which the fastest counts")
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     parser.add_argument("--seed", type=int, default=0, help="order of the documents")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION",
-                        help="for generate, into generation_config.json; without a name, the cheapest")  # fmt: skip
+    write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
+    parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
     parser.add_argument("--output", help="folder for halting.json and halting.png; default: runs/halting/<model>")
     return parser.parse_args(arguments)
 
@@ -100,21 +102,17 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
     for name in args.criteria:
         exit_rule(config, name, never(name), args.min_loops, num_loops=args.num_loops)
     if args.write not in (None, BEST, *args.criteria):
-        raise ValueError(
-            f"--write {args.write} is not among the criteria that are measured: {', '.join(args.criteria)}"
-        )
+        raise ValueError(f"--write {args.write} is not among the measured criteria: {', '.join(args.criteria)}")
     if config.loop_loss == "terminal":
-        notes.append(
-            "this model was trained with loop_loss='terminal': its exits before the last loop are not trained"
-        )
+        notes.append("trained with loop_loss='terminal': exits before the last loop are not trained")
     return folder, config, args.criteria, notes
 
 
 def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -> torch.Tensor:
-    """[count, length] of the texts' documents in a drawn order, joined by the end token."""
+    """[count, length] of the texts, as much of each: documents in a drawn order, joined by the end token, and cut."""
     ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for text in texts:
-        wanted = len(ids) + -(-(count * length - len(ids)) // (len(texts) - texts.index(text)))
+    for number, text in enumerate(texts, start=1):
+        wanted = -(-count * length * number // len(texts))
         for document in training_source(DataConfig(source=text)).load().shuffle(seed=seed):
             if len(ids) >= wanted:
                 break
@@ -124,7 +122,8 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
             f"{', '.join(texts)} holds {len(ids)} tokens, fewer than two slices of {count // 2} sequences of {length} "
             "tokens: lower --sequences or --length, or add text"
         )
-    return torch.tensor(ids[: count * length]).view(count, length)
+    rows = torch.tensor(ids[: count * length]).view(count, length)
+    return rows[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
 
 
 def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,40 +156,39 @@ def mean_readouts(rule, loops: torch.Tensor, reads_at, num_loops: int) -> float:
     return (before[loops.cpu() - 1] + 1).double().mean().item()
 
 
-def fastest(functions: dict, repeats: int) -> tuple[dict, dict]:
-    """What the functions return, and the least seconds of each; they take turns."""
+def fastest(functions: dict, rows: torch.Tensor, batch_size: int, repeats: int) -> tuple[dict, dict]:
+    """What the functions make of the rows, and the least seconds of each; they take turns."""
     results, seconds = {}, dict.fromkeys(functions, math.inf)
-    for turn in range(repeats + 1):  # the first warms up
+    for function in functions.values():
+        function(rows[:batch_size])  # warms up
+    for _ in range(repeats):
         for name, function in functions.items():
             synchronize()
             start = time.perf_counter()
-            results[name] = function()
+            results[name] = function(rows)
             synchronize()
-            if turn:
-                seconds[name] = min(seconds[name], time.perf_counter() - start)
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
     return results, seconds
 
 
-def rules_of(units: Units, names: list[str], args, config) -> dict:
+def rules_of(units: Units, names: list[str], budgets: list[float], args, config) -> dict:
     """{(criterion, budget): the calibrated rule}"""
-    return {
-        (name, budget): exit_rule(
-            config, name, calibrate(name, units, budget, args.min_loops), args.min_loops, num_loops=args.num_loops
-        )
-        for name in names
-        for budget in args.budget
-    }
+    rules = {}
+    for name, budget in itertools.product(names, budgets):
+        threshold = calibrate(name, units, budget, args.min_loops)
+        rules[name, budget] = exit_rule(config, name, threshold, args.min_loops, num_loops=args.num_loops)
+    return rules
 
 
-def result_row(key, rule, units: Units, scored, fixed: float, reads_at, config, args) -> dict:
-    """key: (criterion, budget); units: of the slice of calibration; fixed: perplexity at full depth."""
+def result_row(budget: float, rule, units: Units, scored, fixed: float, reads_at, config, args) -> dict:
+    """units: of the slice of calibration; scored: the other slice; fixed: its perplexity at full depth."""
     loops, found = scored.loops.double().mean().item(), perplexity(scored.losses)
     calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses) / perplexity(units.losses[-1])
     full = flops_per_token(config, args.length, args.num_loops, 1)
     readouts = mean_readouts(rule, scored.loops, reads_at, args.num_loops)
     return {
-        "criterion": key[0],
-        "budget": key[1],
+        "criterion": rule.name,
+        "budget": budget,
         "threshold": rule.threshold,
         "calibrated_ratio": calibrated,
         "perplexity": found,
@@ -202,57 +200,48 @@ def result_row(key, rule, units: Units, scored, fixed: float, reads_at, config, 
 
 def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple[list, list]:
     """Fixed depths and halting sequences, all timed in turn; one table for each."""
-    config, size = model.config, args.batch_size
-    rules = rules_of(calibration, names, args, config)
-    runs = {k: lambda k=k: at_depth(model, rows, k, size) for k in range(1, args.num_loops + 1)}
+    depths, size = range(1, args.num_loops + 1), args.batch_size
+    rules = rules_of(calibration, names, args.budget, args, model.config)
+    runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
     for rule in set(rules.values()):  # budgets may share a threshold
-        runs[rule] = lambda rule=rule: with_halting(model, rows, rule, args.num_loops, size)
-    scored, seconds = fastest(runs, args.repeats)
+        runs[rule] = partial(with_halting, model, rule=rule, num_loops=args.num_loops, batch_size=size)
+    scored, seconds = fastest(runs, rows, size, args.repeats)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
     at_full_depth = perplexity(scored[args.num_loops].losses)
-    fixed = [
-        {
-            "loops": k,
-            "perplexity": perplexity(scored[k].losses),
-            "ratio": perplexity(scored[k].losses) / at_full_depth,
-            "tokens_per_second": tokens / seconds[k],
-            "speedup": full / seconds[k],
-        }
-        for k in range(1, args.num_loops + 1)
-    ]
+    fixed = []
+    for k in depths:
+        found = perplexity(scored[k].losses)
+        row = {"loops": k, "perplexity": found, "ratio": found / at_full_depth}
+        fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
-    for key, rule in rules.items():
-        row = result_row(key, rule, calibration, scored[rule], at_full_depth, lambda k: reads(rule, k), config, args)  # noqa: B023
+    for (_, budget), rule in rules.items():
+        reads_at = partial(reads, rule)
+        row = result_row(budget, rule, calibration, scored[rule], at_full_depth, reads_at, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
     return fixed, halting
 
 
 def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str], fixed: float, args) -> list[dict]:
-    rules = rules_of(calibration, names, args, model.config)
-    scored = {
-        rule: with_token_exits(model, rows, rule, args.num_loops, args.batch_size) for rule in set(rules.values())
-    }
-    return [
-        result_row(key, rule, calibration, scored[rule], fixed, rule.reads, model.config, args)
-        for key, rule in rules.items()
-    ]
+    """Under the first budget, which is the one that can be written."""
+    found = []
+    for (_, budget), rule in rules_of(calibration, names, args.budget[:1], args, model.config).items():
+        scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
+        found.append(result_row(budget, rule, calibration, scored, fixed, rule.reads, model.config, args))
+    return found
 
 
 # What is left behind
 
 
 def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args) -> str:
-    """Let generate exit as calibrated for tokens under the first budget; what was done, in words."""
-    of_budget = [row for row in rows if row["budget"] == args.budget[0]]
+    """Let generate exit as calibrated for tokens; what was done, in words."""
     if criterion == BEST:
-        row = max(of_budget, key=lambda row: row["predicted_speedup"])
+        row = max(rows, key=lambda row: row["predicted_speedup"])
         if row["predicted_speedup"] <= 1:
-            return (
-                "nothing is written: no criterion is predicted to save more than its checks cost; name one to insist"
-            )
+            return "nothing is written: no criterion is predicted to save more than it costs (name one to insist)"
     else:
-        row = next(row for row in of_budget if row["criterion"] == criterion)
+        row = next(row for row in rows if row["criterion"] == criterion)
     if not math.isfinite(row["threshold"]):
         return f"nothing is written: within the budget no token may exit by {row['criterion']}"
     chosen = {"exit_criterion": row["criterion"], "exit_threshold": row["threshold"], "min_loops": args.min_loops}
@@ -292,9 +281,11 @@ def run(args) -> Path:
     tokens = token_level(model, measured.tokens(), rows, names, fixed[-1]["perplexity"], args)
 
     print(f"{args.model}: two slices of {args.sequences} sequences of {args.length} tokens, {', '.join(args.text)}")
-    print(*[f"note: {note}" for note in notes], sep="\n", end="\n" * bool(notes))
+    for note in notes:
+        print(f"note: {note}")
+    of_budget = [row for row in halting if row["budget"] == args.budget[0]]
     print("\nfixed depth", table(fixed), sep="\n")
-    print("\nsequences that leave the batch when their mean score passes the threshold", table(halting), sep="\n")
+    print("\nsequences that leave the batch when their mean score passes the threshold", table(of_budget), sep="\n")
     print("\ntokens that exit by themselves, as in generate", table(tokens), sep="\n")
 
     name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name

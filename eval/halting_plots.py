@@ -22,8 +22,8 @@ def draw(fixed: list[dict], halting: list[dict], budget: float, path: Path):
         axis.plot(*points, marker=next(markers), markersize=6, linewidth=1, alpha=0.85, label=name)
     limit = (1 + budget) * values[-1]
     axis.axhline(limit, color="gray", linestyle=":", linewidth=1)
-    axis.annotate(f"{100 * budget:g} % worse than {fixed[-1]['loops']} loops", (1, limit), fontsize=8, color="gray",
-                  xycoords=("axes fraction", "data"), xytext=(-3, 3), textcoords="offset points", ha="right")  # fmt: skip
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (-3, 3), "textcoords": "offset points", "ha": "right"}
+    axis.annotate(f"{100 * budget:g} % worse than {fixed[-1]['loops']} loops", (1, limit), fontsize=8, **place)
     axis.set(xlabel="tokens/s of scoring", ylabel="perplexity", title="numbers: loops at fixed depth")
     if max(values) > 5 * min(values):
         axis.set_yscale("log")
