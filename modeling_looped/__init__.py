@@ -5,14 +5,8 @@ import transformers
 from .auto_classes import AUTO_CLASSES
 from .cache import LoopedCache
 from .configuration_looped import LoopedConfig, LoopedConfigError
-from .modeling_looped import (
-    LoopedForCausalLM,
-    LoopedForQuestionAnswering,
-    LoopedForSequenceClassification,
-    LoopedForTokenClassification,
-    LoopedModel,
-    LoopedPreTrainedModel,
-)
+from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
+from .modeling_looped import LoopedForCausalLM, LoopedModel, LoopedPreTrainedModel
 
 
 __version__ = "0.1.0"

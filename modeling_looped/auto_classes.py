@@ -1,12 +1,7 @@
 """Which class of ours an Auto class of transformers opens, from the installed package or a folder of remote code."""
 
-from .modeling_looped import (
-    LoopedForCausalLM,
-    LoopedForQuestionAnswering,
-    LoopedForSequenceClassification,
-    LoopedForTokenClassification,
-    LoopedModel,
-)
+from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
+from .modeling_looped import LoopedForCausalLM, LoopedModel
 
 
 AUTO_CLASSES = {

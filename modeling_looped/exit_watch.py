@@ -10,6 +10,7 @@ import copy
 import torch
 
 from .exit_criteria import ExitRule, Reading
+from .outputs import LoopedCausalLMOutputWithPast
 
 
 class ExitWatch:
@@ -98,3 +99,30 @@ def mask_of_piece(attention_mask, past: int, piece: slice):
     if attention_mask is None:
         return None
     return attention_mask[:, :, piece] if attention_mask.ndim == 4 else attention_mask[:, : past + piece.stop]
+
+
+def run_pieces(model, pieces: list[slice], past: int, batch: tuple, logits_to_keep, arguments: dict):
+    """One pass of the causal LM as several, one after the other on the same cache."""
+    input_ids, attention_mask, position_ids = batch
+    outputs = [
+        model(
+            input_ids=input_ids[:, piece],
+            attention_mask=mask_of_piece(attention_mask, past, piece),
+            position_ids=None if position_ids is None else position_ids[:, piece],
+            **arguments,
+        )
+        for piece in pieces
+    ]
+    keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    return LoopedCausalLMOutputWithPast(
+        logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
+        past_key_values=arguments["past_key_values"],
+        token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
+    )
+
+
+def refuse_with_exits(**arguments):
+    if given := [name for name, value in arguments.items() if value is not None and value is not False]:
+        raise ValueError(
+            f"exit_rule stops tokens at loops of their own, which {', '.join(given)} cannot go with: leave one out"
+        )

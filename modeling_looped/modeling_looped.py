@@ -14,7 +14,8 @@
 """Looped language models: a decoder that applies the same block of layers `num_loops` times.
 
 `LoopedModel.forward` is the model, and its method `loop` is the loop. The other files each hold one idea: layers
-(a block), injection (how a loop starts), depth (which rows run), cache (keys and values under a loop), losses.
+(a block), injection (how a loop starts), depth (which rows run), cache (keys and values under a loop), losses, heads
+(other than the language model's).
 """
 
 from contextlib import nullcontext
@@ -23,11 +24,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -35,10 +31,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .cache import CacheView, view_for_pass
+from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
 from .configuration_looped import LoopedConfig
 from .depth import DepthPlan, plan_depths, take_rows
 from .exit_criteria import ExitRule
-from .exit_watch import ExitWatch, cut_into_tokens, mask_of_piece
+from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_pieces
 from .generation import LoopedGenerationMixin
 from .initialization import init_module
 from .injection import INJECTIONS
@@ -89,13 +86,6 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
             self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=mean_resizing)
             table.requires_grad_(is_trained)
         return embeddings
-
-
-def check_inputs(input_ids, inputs_embeds):
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError(
-            f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
-        )
 
 
 class LoopedModel(LoopedPreTrainedModel):
@@ -177,9 +167,9 @@ class LoopedModel(LoopedPreTrainedModel):
         batch_size, length = inputs_embeds.shape[:2]
         plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
-        self._check_pass(plan, inputs_embeds, past_key_values, initial_state, every_loop, kwargs)
+        check_pass(self.config, plan, inputs_embeds, past_key_values, initial_state, every_loop, kwargs)
 
-        no_cache_because = self._no_cache_because(plan, output_loop_readout_states)
+        no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
         if past_key_values is not None and no_cache_because:
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without past_key_values.")
         if position_ids is None:
@@ -218,7 +208,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if isinstance(view, CacheView):
             view.finish()
         return LoopedModelOutputWithPast(
-            last_hidden_state=self.readout(final, plan.depths),
+            last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
             past_key_values=past_key_values,
             loop_hidden_states=loop_hidden_states,
             loop_readout_states=loop_readout_states,
@@ -312,11 +302,14 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.run_block(block, state, layer, coda_slot(self.config, i), scale, shared)
         return state
 
-    def readout(self, x, depth: int | list[int]):
-        """The readout norm at loop `depth`, an int or one per row. "final_only" is raw below the trained depth."""
+    def readout(self, x, depth: int | list[int] | torch.Tensor):
+        """The readout norm at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length].
+        "final_only" is raw below the trained depth."""
         if self.norm is None:
             return x
         if self.config.readout_norm == "final_only":
+            if torch.is_tensor(depth):
+                return torch.where((depth >= self.config.num_loops).unsqueeze(-1), self.norm(x), x)
             depths = [depth] if isinstance(depth, int) else depth
             normed = [d >= self.config.num_loops for d in depths]
             if not any(normed):
@@ -332,7 +325,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         """Noise for `initial_state`, cut at three standard deviations. The model itself never draws any."""
-        self._check_takes_initial_state()
+        check_takes_initial_state(self.config)
         std = self.config.state_init_std
         if std is None:
             std = (2 / (5 * self.config.hidden_size)) ** 0.5 * self.config.embedding_scale
@@ -390,50 +383,6 @@ class LoopedModel(LoopedPreTrainedModel):
             masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
         return masks
 
-    def _no_cache_because(self, plan: DepthPlan, reads_out_every_loop: bool) -> str | None:
-        if reads_out_every_loop and len(self.coda):
-            return "the coda runs after every loop, and no slot is meant for the keys and values of more than one run"
-        if plan.ends_together:
-            return (
-                f"with backprop_loops, rows of depths {plan.depths} are aligned at their last loops, not their first"
-            )
-        return None
-
-    def _check_takes_initial_state(self):
-        if self.config.state_init != "normal":
-            raise ValueError(
-                "initial_state is for models with state_init='normal'; this one starts from "
-                f"{self.config.state_init!r}"
-            )
-
-    def _check_pass(
-        self, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, kwargs: dict
-    ):
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        length = inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past)  # a static cache's is on the device
-        if self.config.position_embedding == "learned" and length > self.config.max_position_embeddings:
-            raise ValueError(
-                f"{length} tokens are more than the max_position_embeddings={self.config.max_position_embeddings} "
-                "positions that this model has learned: shorten the input"
-            )
-        if initial_state is not None:
-            self._check_takes_initial_state()
-            if initial_state.shape != inputs_embeds.shape:
-                raise ValueError(
-                    f"initial_state has shape {tuple(initial_state.shape)}, but the embedded input is "
-                    f"{tuple(inputs_embeds.shape)}; they must be equal"
-                )
-        if every_loop and self.config.residual_depth == "run":
-            raise ValueError(
-                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states and "
-                "logits of every loop mean nothing; run each depth by itself"
-            )
-        if plan.is_mixed and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
-            raise ValueError(
-                f"output_hidden_states and output_attentions need one depth for all rows, got {plan.depths}; "
-                "use output_loop_hidden_states, or run rows of one depth together"
-            )
-
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -485,7 +434,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
         exit_watch = None
         if exit_rule is not None:
-            self._refuse_with_exits(
+            refuse_with_exits(
                 labels=labels,
                 backprop_loops=backprop_loops,
                 output_loop_logits=output_loop_logits,
@@ -500,7 +449,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
                 arguments = {"past_key_values": past_key_values, "num_loops": num_loops, "exit_rule": exit_rule}
                 batch = (input_ids, attention_mask, position_ids)
-                return self._run_pieces(pieces, past, batch, logits_to_keep, {**arguments, **kwargs})
+                return run_pieces(self, pieces, past, batch, logits_to_keep, {**arguments, **kwargs})
             exit_watch = ExitWatch(self, exit_rule, batch_depths, past, shape[1], self.device)
         # not a named argument: the Trainer would take it for a label that every batch must have
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
@@ -544,17 +493,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 num_items_in_batch=denominator(labels, num_items_in_batch),
             )
         elif has_loss:
-            loss, losses, token_losses = loop_loss(
-                self.config,
-                self.decode if all_readouts else lambda hidden, _: self.logits(hidden),
-                self._decode_parameters(with_norm=all_readouts),
-                readouts if all_readouts else [outputs.last_hidden_state],
-                states,
-                gates,
-                batch_depths,
-                labels,
-                num_items_in_batch,
-            )
+            loss, losses, token_losses = self._loop_loss(outputs, gates, batch_depths, labels, num_items_in_batch)
         loop_logits = None
         if output_loop_logits:
             loop_logits = tuple(self.decode(state[:, keep], k, batch_depths) for k, state in enumerate(readouts))
@@ -606,29 +545,19 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         return self.model.sample_initial_state(batch_size, length, generator)
 
-    def _refuse_with_exits(self, **arguments):
-        if given := [name for name, value in arguments.items() if value is not None and value is not False]:
-            raise ValueError(
-                f"exit_rule stops tokens at loops of their own, which {', '.join(given)} cannot go with: leave one out"
-            )
-
-    def _run_pieces(self, pieces: list[slice], past: int, batch: tuple, logits_to_keep, arguments: dict):
-        """One pass as several, one after the other on the same cache."""
-        input_ids, attention_mask, position_ids = batch
-        outputs = [
-            self(
-                input_ids=input_ids[:, piece],
-                attention_mask=mask_of_piece(attention_mask, past, piece),
-                position_ids=None if position_ids is None else position_ids[:, piece],
-                **arguments,
-            )
-            for piece in pieces
-        ]
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        return LoopedCausalLMOutputWithPast(
-            logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
-            past_key_values=arguments["past_key_values"],
-            token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
+    def _loop_loss(self, outputs, gates, depths: list[int], labels, num_items_in_batch):
+        """The loss without logits; per loop where the trunk returned what every loop reads out."""
+        readouts = outputs.loop_readout_states
+        return loop_loss(
+            self.config,
+            (lambda hidden, _: self.logits(hidden)) if readouts is None else self.decode,
+            self._decode_parameters(with_norm=readouts is not None),
+            [outputs.last_hidden_state] if readouts is None else readouts,
+            outputs.loop_hidden_states,
+            gates,
+            depths,
+            labels,
+            num_items_in_batch,
         )
 
     def _has_plain_loss(self, logits, labels) -> bool:
@@ -657,39 +586,4 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return shift(labels) if shift_labels is None else shift_labels.contiguous()
 
 
-class _LoopedClassifier:
-    """The heads of transformers on our trunk; the trunk is built here because AutoModel does not know remote code."""
-
-    def _build(self, config, **heads: nn.Module):
-        LoopedPreTrainedModel.__init__(self, config)
-        self.num_labels = config.num_labels
-        self.model = LoopedModel(config)
-        for name, head in heads.items():
-            setattr(self, name, head)
-        self.post_init()
-
-
-class LoopedForSequenceClassification(_LoopedClassifier, GenericForSequenceClassification, LoopedPreTrainedModel):
-    def __init__(self, config: LoopedConfig):
-        self._build(config, score=nn.Linear(config.hidden_size, config.num_labels, bias=False))
-
-
-class LoopedForTokenClassification(_LoopedClassifier, GenericForTokenClassification, LoopedPreTrainedModel):
-    def __init__(self, config: LoopedConfig):
-        dropout = 0.1 if config.classifier_dropout is None else config.classifier_dropout
-        self._build(config, dropout=nn.Dropout(dropout), score=nn.Linear(config.hidden_size, config.num_labels))
-
-
-class LoopedForQuestionAnswering(_LoopedClassifier, GenericForQuestionAnswering, LoopedPreTrainedModel):
-    def __init__(self, config: LoopedConfig):
-        self._build(config, qa_outputs=nn.Linear(config.hidden_size, 2))
-
-
-__all__ = [
-    "LoopedForCausalLM",
-    "LoopedForQuestionAnswering",
-    "LoopedForSequenceClassification",
-    "LoopedForTokenClassification",
-    "LoopedModel",
-    "LoopedPreTrainedModel",
-]
+__all__ = ["LoopedForCausalLM", "LoopedModel", "LoopedPreTrainedModel"]

@@ -135,9 +135,9 @@ def test_folder_is_complete(saved):
             "AutoConfig": "configuration_looped.LoopedConfig",
             "AutoModel": "modeling_looped.LoopedModel",
             "AutoModelForCausalLM": "modeling_looped.LoopedForCausalLM",
-            "AutoModelForQuestionAnswering": "modeling_looped.LoopedForQuestionAnswering",
-            "AutoModelForSequenceClassification": "modeling_looped.LoopedForSequenceClassification",
-            "AutoModelForTokenClassification": "modeling_looped.LoopedForTokenClassification",
+            "AutoModelForQuestionAnswering": "heads.LoopedForQuestionAnswering",
+            "AutoModelForSequenceClassification": "heads.LoopedForSequenceClassification",
+            "AutoModelForTokenClassification": "heads.LoopedForTokenClassification",
         }
         code = code_of(folder)
         assert code == {name: package_code[name] for name in code}

@@ -1,0 +1,58 @@
+"""What a forward pass refuses, with the reason."""
+
+import torch
+
+from .depth import DepthPlan
+
+
+def check_inputs(input_ids, inputs_embeds):
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError(
+            f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
+        )
+
+
+def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | None:
+    """The reason why this pass cannot fill a cache, if there is one."""
+    if reads_out_every_loop and config.num_coda_layers:
+        return "the coda runs after every loop, and no slot is meant for the keys and values of more than one run"
+    if plan.ends_together:
+        return f"with backprop_loops, rows of depths {plan.depths} are aligned at their last loops, not their first"
+    return None
+
+
+def check_takes_initial_state(config):
+    if config.state_init != "normal":
+        raise ValueError(
+            f"initial_state is for models with state_init='normal'; this one starts from {config.state_init!r}"
+        )
+
+
+def check_pass(
+    config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
+):
+    """recording: keyword arguments among which output_hidden_states and output_attentions may be."""
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    length = inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past)  # a static cache's is on the device
+    if config.position_embedding == "learned" and length > config.max_position_embeddings:
+        raise ValueError(
+            f"{length} tokens are more than the max_position_embeddings={config.max_position_embeddings} positions "
+            "that this model has learned: shorten the input"
+        )
+    if initial_state is not None:
+        check_takes_initial_state(config)
+        if initial_state.shape != inputs_embeds.shape:
+            raise ValueError(
+                f"initial_state has shape {tuple(initial_state.shape)}, but the embedded input is "
+                f"{tuple(inputs_embeds.shape)}; they must be equal"
+            )
+    if every_loop and config.residual_depth == "run":
+        raise ValueError(
+            "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states and "
+            "logits of every loop mean nothing; run each depth by itself"
+        )
+    if plan.is_mixed and (recording.get("output_hidden_states") or recording.get("output_attentions")):
+        raise ValueError(
+            f"output_hidden_states and output_attentions need one depth for all rows, got {plan.depths}; use "
+            "output_loop_hidden_states, or run rows of one depth together"
+        )
