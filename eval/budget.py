@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from .core import core_scores
 from .core_bundle import read_tasks
 from .curves import Curves, draw, table
-from .harness import curves_of, results_by_depth
+from .harness import TASKS, curves_of, results_by_depth
 from .looped_lm import LoopedLM, check_question, parse_depths
 
 
@@ -92,7 +92,7 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--loops", default="1,3,6,9,12", help="depths: 1,3,6 or 1..8")
     parser.add_argument("--text", metavar="JSONL", help="texts to score, one JSON object with a field `text` a line")
     parser.add_argument("--tasks", type=lambda names: names.split(","), default=[], help="lm-eval's, with commas")
-    parser.add_argument("--include_path", help="folder with more tasks")
+    parser.add_argument("--include_path", help="folder with more tasks than lm-eval's and those of eval/tasks")
     parser.add_argument("--num_fewshot", type=int)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--core", metavar="BUNDLE", help="unpacked eval_bundle, see eval/core.py")
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None):
     texts = read_texts(args.text) if args.text else None
     if args.core:
         read_tasks(args.core, examples=args.core_examples)  # its mistakes too are found before a model is loaded
-    manager = TaskManager(include_path=args.include_path) if args.tasks else None
+    manager = TaskManager(include_path=[path for path in (TASKS, args.include_path) if path]) if args.tasks else None
     unknown = [task for task in args.tasks if not manager.match_tasks([task])]
     if unknown:
         raise ValueError(f"Tasks not found: {', '.join(unknown)}")

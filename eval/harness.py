@@ -2,8 +2,9 @@
 
 python -m eval.harness --model looped --model_args pretrained=DIR,num_loops=1..8 --tasks arc_easy --output_path results
 
-With --output_path, the results of each depth are what lm-eval would have written for it, in loops_1, loops_2, ...;
-beside them depth.md and depth.png. --use_cache keeps the answers of all depths in one file.
+Tasks are lm-eval's and those of eval/tasks. With --output_path, the results of each depth are what lm-eval would have
+written for it, in loops_1, loops_2, ...; beside them depth.md and depth.png. --use_cache keeps the answers of all
+depths in one file.
 """
 
 import inspect
@@ -20,6 +21,9 @@ from lm_eval.utils import handle_non_serializable, setup_logging
 
 from .curves import Curves, draw, table
 from .looped_lm import LoopedLM, check_question
+
+
+TASKS = Path(__file__).parent / "tasks"
 
 
 def join_depths(argument: str) -> str:
@@ -92,6 +96,8 @@ def main():
     sys.argv[1:] = map(join_depths, sys.argv[1:])
     cli = HarnessCLI()
     args = cli.parse_args()
+    if args.command == "run":
+        args.include_path = [path for path in (TASKS, args.include_path) if path]  # the last one wins
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":
         return cli.execute(args)

@@ -291,6 +291,25 @@ def test_exits_of_scored_tokens(tmp_path, criterion, threshold):
     assert len(set(all_loops[6])) > 1, "all tokens exit alike: the threshold tests nothing"
 
 
+def test_exits_in_texts_longer_than_the_window(model):
+    """A text of 70 words is scored in two windows; the second reaches back as far as 64 positions allow."""
+    text = words(random.Random(1), 70)
+    lm = LoopedLM(model, num_loops=[4], batch_size=2, device="cpu", exit_criterion="max_prob", exit_threshold=0.3)
+    (found,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0, ("", 0, 1))], True)
+    ids = [lm.tokenizer.bos_token_id, *lm.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    total, loops = 0.0, []
+    for window, places in ((ids[:64], range(64)), (ids[6:70], range(58, 64))):
+        with torch.no_grad():
+            outputs = lm.model(torch.tensor([window]), num_loops=4, output_loop_logits=True)
+        p = torch.stack([logits[0].double().softmax(-1) for logits in outputs.loop_logits])  # [loops, 64, words]
+        for place in places:
+            taken = next((k for k in range(3) if p[k, place].max() >= 0.3), 3)
+            total += p[taken, place, ids[len(loops) + 1]].log().item()
+            loops.append(taken + 1)
+    assert found == pytest.approx(total, rel=1e-5) and len(set(loops)) > 1
+    assert lm.mean_loops == pytest.approx(sum(loops) / 70)
+
+
 def test_thresholds_that_are_always_or_never_reached(model, manager, expected):
     for threshold, depth in ((0.0, 2), (2.0, 4)):
         arguments = {"exit_criterion": "max_prob", "exit_threshold": min(threshold, 1.0), "min_loops": 2}
@@ -359,6 +378,8 @@ def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
     arguments = ["--model", "hf", "--model_args", f"pretrained={model},num_loops=2", "--tasks", "letter"]
     command(*arguments, "--include_path", tasks, "--device", "cpu", monkeypatch=monkeypatch)
     assert "|letter" in capsys.readouterr().out
+    command(*arguments[:-1], "looped_p_hop_1", "--limit", "3", "--device", "cpu", monkeypatch=monkeypatch)
+    assert "|looped_p_hop_1" in capsys.readouterr().out  # those of eval/tasks are known
 
 
 def test_plain_lm_eval_with_remote_code_alone(model, tasks, expected, tmp_path):
