@@ -52,6 +52,8 @@ class Emission:
     def __init__(self, input_ids, processors, criteria, config, streamer):
         self.processors, self.criteria, self.config, self.streamer = processors, criteria, config, streamer
         self.num_rows, self.prompt_length = input_ids.shape
+        # transformers 5.23: the penalty leaves out the padding of each row
+        self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
         pad = config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.ids = torch.nn.functional.pad(input_ids, (0, 64), value=self.pad)
@@ -82,7 +84,7 @@ class Emission:
                     whole = part.new_zeros(self.num_rows, part.shape[-1])
                     whole[group] = part
                     part = whole
-            scores = self.processors(self.ids[self.index(seen), :length], part)
+            scores = self.process(seen, length, part)
             tokens = self.choose(scores, None if noise is None else noise[members])
             if len(seen) > len(group):
                 part, scores, tokens = part[group], scores[group], tokens[group]
@@ -97,8 +99,16 @@ class Emission:
         for length, members in self.by_length(rows):
             group, length = [rows[i] for i in members], length + ahead
             self.make_room(length + 1)
-            scores = self.processors(self.ids[self.index(group), :length], logits[members])
+            scores = self.process(group, length, logits[members])
             self.ids[self.index(group), length] = self.choose(scores, None if noise is None else noise[members])
+
+    def process(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
+        """Scores of `rows`, so many tokens long. A processor that keeps a number for each row is shown them all."""
+        if len(rows) == self.num_rows or not self.knows_rows:
+            return self.processors(self.ids[self.index(rows), :length], logits)
+        whole = logits.new_zeros(self.num_rows, logits.shape[-1])
+        whole[rows] = logits
+        return self.processors(self.ids[:, :length], whole)[rows]
 
     def by_length(self, rows: list[int]):
         """Members of `rows` whose sequences are equally long, which can be shown to processors as one batch."""

@@ -60,15 +60,18 @@ class Speculator(ContinuousDecoder):
         core = sum(p.numel() for p in self.trunk.core.parameters())
         self.readout_cost = self.model.lm_head.weight.numel() / core  # in loops
 
+    def room(self, rows: list[int]) -> int:
+        """The most that may be drafted: within every row's length, and within the positions that the model knows."""
+        longest = max(self.emission.lengths[row] for row in rows)
+        room = min(self.config.draft_tokens, self.config.max_length - longest - 1)
+        if self.model.config.position_embedding == "learned":
+            room = min(room, self.model.config.max_position_embeddings - longest)
+        return max(room, 0)
+
     def draft_length(self, rows: list[int]) -> int:
         """The number of drafts that yields most tokens per weight read: 0 where acceptance is too low to pay."""
-        room = self.config.draft_tokens
-        for row in rows:
-            left = self.config.max_length - self.emission.lengths[row] - 1
-            if self.model.config.position_embedding == "learned":
-                left = min(left, self.model.config.max_position_embeddings - self.emission.lengths[row])
-            room = min(room, left)
-        if room < 1:
+        room = self.room(rows)
+        if not room:
             return 0
 
         def tokens_per_loop(drafts: int) -> float:

@@ -1,0 +1,372 @@
+"""Self-speculation: what full depth would say, from less work; and the warm start."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import pad
+from transformers import DynamicCache, StaticCache
+
+from modeling_looped import speculation
+from modeling_looped.speculation import PROBE_EVERY, Speculator
+
+from .helpers import random_ids, tiny_model
+from .strategies import looped_configs, random_model
+from .test_generation import Collector
+
+
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
+SYSTEMS = {
+    "plain": {},
+    "prelude_coda_grouped": {**SECTIONS, "num_key_value_heads": 2, "injection": "add"},
+    "windows": {**SECTIONS, "window_pattern": "SSL", "sliding_window": 4},
+    "latent_learned": {"kv_latent_size": 6, "position_embedding": "learned", "readout_norm": "final_only"},
+    "flt": {"preset": "flt"},
+    "huginn": {"preset": "huginn", **SECTIONS},
+    "parcae": {"preset": "parcae", **SECTIONS},
+    "ouro": {"preset": "ouro"},
+    "value_embeddings": {**SECTIONS, "value_embeddings": True, "inter_loop_norm": "own", "loop_damping": True},
+}
+over_systems = pytest.mark.parametrize("system", SYSTEMS)
+NEW = 14
+
+
+def model_of(system: str, **fields):
+    """In float64, where no two tokens tie, and without an end of sequence."""
+    fields = {"eos_token_id": None, "pad_token_id": 0, "num_loops": 4, **SYSTEMS[system], **fields}
+    return tiny_model(**fields).double()
+
+
+def idle_model(**fields):
+    """A model whose core changes nothing: every draft is right."""
+    model = model_of("prelude_coda_grouped", **{"injection": "none", **fields})
+    for block in model.model.core:
+        block.self_attn.o_proj.weight.data.zero_()
+        block.mlp.down_proj.weight.data.zero_()
+    return model
+
+
+def greedy(model, ids, **kwargs):
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False, **kwargs})
+
+
+def left_padded(batch_size: int, length: int) -> dict:
+    """Prompts of different lengths, one of them a single token."""
+    padding = torch.tensor([0, length - 1, length // 2, 1])[:batch_size, None]
+    mask = (torch.arange(length) >= padding).long()
+    return {"inputs": random_ids(batch_size, length) * mask, "attention_mask": mask}
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """The rows and drafts of every round."""
+    seen = []
+    choose = Speculator.draft_length
+
+    def draft_length(self, rows):
+        seen.append((len(rows), choose(self, rows)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Speculator, "draft_length", draft_length)
+    return seen
+
+
+@pytest.fixture
+def optimist(monkeypatch):
+    """Drafts as many tokens as there is room for, however few of them are accepted."""
+    monkeypatch.setattr(Speculator, "draft_length", Speculator.room)
+
+
+# Greedy: the tokens of full depth
+
+
+@over_systems
+@pytest.mark.parametrize("draft_loops", [1, 2, 3])
+def test_greedy_tokens_are_those_of_full_depth(system, draft_loops, optimist):
+    model, prompts = model_of(system), left_padded(3, 7)
+    full = model.generate(**prompts, max_new_tokens=NEW, do_sample=False)
+    for draft_tokens in (1, 2, 6):
+        arguments = {"draft_loops": draft_loops, "draft_tokens": draft_tokens}
+        assert torch.equal(model.generate(**prompts, max_new_tokens=NEW, do_sample=False, **arguments), full)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("num_loops", [2, 6])
+def test_other_depths_than_the_configured(num_loops, attention, optimist):
+    for system in ("plain", "windows", "latent_learned"):
+        model, prompts = model_of(system), left_padded(2, 7)
+        model.set_attn_implementation(attention)
+        arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "num_loops": num_loops}
+        assert torch.equal(model.generate(**arguments, draft_loops=1), model.generate(**arguments))
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padding_on_any_side(side, optimist):
+    model, ids = model_of("windows"), random_ids(2, 8)
+    mask = torch.ones_like(ids)
+    if side != "right":
+        mask[0, :3] = 0
+    if side != "left":
+        mask[1, 6:] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": NEW}
+    assert torch.equal(greedy(model, ids, draft_loops=2, **arguments), greedy(model, ids, **arguments))
+
+
+@settings(max_examples=25)
+@given(config=looped_configs(residual_depth="trained", num_loops=3), data=st.data())
+def test_greedy_over_random_configs(config, data):
+    model = random_model(config)
+    batch_size, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+    padding = torch.tensor(data.draw(st.lists(st.integers(0, length - 1), min_size=batch_size, max_size=batch_size)))
+    num_loops = data.draw(st.integers(2, config.num_loops + 2))
+    mask = (torch.arange(length) >= padding[:, None]).long()
+    arguments = {
+        "attention_mask": mask,
+        "num_loops": num_loops,
+        "max_new_tokens": data.draw(st.integers(1, 9)),
+        "eos_token_id": data.draw(st.sampled_from([None, list(range(3, 12))])),
+        "pad_token_id": 0,
+    }
+    ids = random_ids(batch_size, length, config.vocab_size) * mask
+    drafting = {"draft_loops": data.draw(st.integers(1, num_loops - 1)), "draft_tokens": data.draw(st.integers(1, 6))}
+    with pytest.MonkeyPatch.context() as patch:
+        if data.draw(st.booleans(), label="optimist"):
+            patch.setattr(Speculator, "draft_length", Speculator.room)
+        found = greedy(model, ids, **arguments, **drafting)
+    assert torch.equal(found, greedy(model, ids, **arguments))
+
+
+@pytest.mark.parametrize("system", ["prelude_coda_grouped", "windows", "huginn"])
+def test_rows_end_at_different_times(system, optimist):
+    model, prompts = model_of(system), left_padded(4, 6)
+    free = model.generate(**prompts, max_new_tokens=20, do_sample=False)[:, 6:]
+    ends = {int(free[0, 3]), int(free[1, 8]), int(free[2, 1])}  # in the middle of a draft, and at its edges
+    arguments = {**prompts, "max_new_tokens": 20, "do_sample": False, "eos_token_id": sorted(ends)}
+    full = model.generate(**arguments)
+    for draft_tokens in (1, 3, 5):
+        out = model.generate(**arguments, draft_loops=3, draft_tokens=draft_tokens, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, full)
+        lengths = [next((i + 1 for i, token in enumerate(row) if int(token) in ends), len(row)) for row in full[:, 6:]]
+        assert len(set(lengths)) > 1
+        expected = [[4] * length + [0] * (full.shape[1] - 6 - length) for length in lengths]
+        assert out.token_loops.tolist() == expected
+
+
+@pytest.mark.parametrize("new_tokens", range(1, 8))
+def test_lengths_are_kept(new_tokens, optimist):
+    ids = random_ids(2, 5)
+    for model in (model_of("plain"), idle_model()):
+        tokens = greedy(model, ids, max_new_tokens=new_tokens, draft_loops=2)
+        assert torch.equal(tokens, greedy(model, ids, max_new_tokens=new_tokens))
+        assert torch.equal(greedy(model, ids, max_new_tokens=None, max_length=5 + new_tokens, draft_loops=2), tokens)
+
+
+@pytest.mark.parametrize("position_embedding", ["learned", "rope"])
+def test_up_to_the_last_learned_position(position_embedding, optimist):
+    """The last token that is said has no position of its own."""
+    model = idle_model(position_embedding=position_embedding, max_position_embeddings=16)
+    prompts = left_padded(3, 6)
+    for new_tokens in (9, 10, 11):
+        arguments = {**prompts, "max_new_tokens": new_tokens, "do_sample": False}
+        found = model.generate(**arguments, draft_loops=1, draft_tokens=6)
+        assert torch.equal(found, model.generate(**arguments))
+    if position_embedding == "learned":
+        for drafting in ({}, {"draft_loops": 1}):
+            with pytest.raises(ValueError, match="17 tokens are more than the max_position_embeddings=16"):
+                model.generate(**prompts, max_new_tokens=12, do_sample=False, **drafting)
+
+
+def test_scores_and_logits_are_those_of_full_depth(optimist):
+    model, prompts = model_of("huginn"), left_padded(3, 6)
+    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "repetition_penalty": 1.3, "min_new_tokens": 3}
+    arguments |= {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+    full, found = model.generate(**arguments), model.generate(**arguments, draft_loops=3)
+    assert torch.equal(found.sequences, full.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(getattr(found, name), getattr(full, name), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_says_what_full_depth_says_but_for_ties(optimist):
+    model, ids = idle_model().bfloat16(), random_ids(2, 6)
+    assert torch.equal(greedy(model, ids, draft_loops=1), greedy(model, ids))
+
+
+# What it takes and what it reports
+
+
+def work_of(model, **arguments):
+    """Passes through the core after the prompt: how many, of how many tokens in sum, and those of one token."""
+    shapes, prompt_length = [], arguments["inputs"].shape[1]
+    hook = model.model.core[0].register_forward_hook(lambda block, inputs, output: shapes.append(output.shape[:2]))
+    out = model.generate(**arguments, do_sample=False, return_dict_in_generate=True)
+    hook.remove()
+    decoding = [shape for shape in shapes[arguments.get("num_loops", model.config.num_loops) :]]
+    assert shapes[0][1] == prompt_length
+    return out, len(decoding), sum(rows * length for rows, length in decoding)
+
+
+@over_systems
+@pytest.mark.parametrize("draft_loops", [1, 3])
+def test_drafts_are_continued_and_not_run_again(system, draft_loops, rounds):
+    """Every token of a round, said or drafted, takes exactly num_loops token-loops, whatever draft_loops is."""
+    model, prompts = model_of(system), left_padded(2, 6)
+    _, passes, token_loops = work_of(model, **prompts, max_new_tokens=NEW, draft_loops=draft_loops)
+    drafted = [drafts for _, drafts in rounds]
+    assert token_loops == sum(rows * (drafts + 1) * 4 for rows, drafts in rounds)
+    assert passes == sum((drafts + 1) * draft_loops + 4 - draft_loops for drafts in drafted if drafts) + 4 * sum(
+        drafts == 0 for drafts in drafted
+    )
+    assert any(drafted)
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 6])
+def test_right_drafts_save_passes(draft_tokens, monkeypatch, optimist):
+    """A token of a row costs the loops that plain decoding needs, and the weights are read less often."""
+    model, ids = idle_model(), random_ids(2, 6)
+    new_tokens = 1 + 2 * (draft_tokens + 1)  # the prompt says one, two full rounds the others
+    arguments = {"inputs": ids, "max_new_tokens": new_tokens, "draft_loops": 1, "draft_tokens": draft_tokens}
+    out, passes, token_loops = work_of(model, **arguments)
+    assert out.acceptance_rate == 1.0
+    assert token_loops == 2 * 4 * (new_tokens - 1)  # what plain decoding costs
+    assert passes == 2 * (draft_tokens + 1 + 3)
+    assert passes < 4 * (new_tokens - 1)
+    assert torch.equal(out.sequences, greedy(model, ids, max_new_tokens=new_tokens))
+
+
+@pytest.mark.parametrize("system", ["plain", "parcae", "ouro"])
+@pytest.mark.parametrize("draft_loops", [1, 3])
+def test_acceptance_rate(system, draft_loops, optimist):
+    """Drafts compared with full depth: of each round those up to the first wrong one, here counted by hand."""
+    model, ids, draft_tokens = model_of(system, num_loops=4), random_ids(1, 6), 3
+    out = greedy(
+        model, ids, draft_loops=draft_loops, draft_tokens=draft_tokens, return_dict_in_generate=True, max_new_tokens=24
+    )
+    sequence, compared, right = out.sequences, 0, 0
+    place, end = 7, sequence.shape[1]  # of the next token
+    while place < end:
+        cache = model(sequence[:, : place - 1]).past_key_values
+        guesses, last = [], sequence[:, place - 1 : place]
+        for _ in range(min(draft_tokens, end - place - 1)):
+            last = model(last, past_key_values=cache, num_loops=draft_loops).logits[:, -1:].argmax(-1)
+            guesses.append(int(last))
+        agrees = [guess == int(sequence[0, place + i]) for i, guess in enumerate(guesses)]
+        good = agrees.index(False) if False in agrees else len(agrees)
+        compared, right = compared + min(good + 1, len(agrees)), right + good
+        place += good + 1
+    assert compared and out.acceptance_rate == right / compared
+
+
+def test_no_acceptance_rate_without_drafts():
+    out = greedy(model_of("plain"), random_ids(1, 4), max_new_tokens=1, draft_loops=1, return_dict_in_generate=True)
+    assert out.acceptance_rate is None
+
+
+class Switch(Collector):
+    """Lets the core idle from a certain token on."""
+
+    def __init__(self, model, at: int):
+        super().__init__()
+        self.model, self.at = model, at
+
+    def put(self, value):
+        super().put(value)
+        if len(self.tokens) == self.at:
+            for block in self.model.model.core:
+                block.self_attn.o_proj.weight.data.zero_()
+                block.mlp.down_proj.weight.data.zero_()
+
+
+def test_falls_back_where_drafts_are_wrong_and_probes_again(rounds):
+    """Later loops contradict the first; from the 100th token on they agree with it."""
+    model = model_of("prelude_coda_grouped", injection="none", max_position_embeddings=512)
+    switch = Switch(model, at=100)
+    greedy(model, random_ids(1, 6), draft_loops=1, max_new_tokens=300, streamer=switch)
+    drafts = [drafted for _, drafted in rounds]
+    assert drafts[0] > 1
+    given_up = drafts.index(0)
+    assert given_up < 30
+    probes = [i for i in range(given_up, 80) if drafts[i]]
+    assert probes and {drafts[i] for i in probes} == {1}
+    assert {b - a for a, b in zip(probes, probes[1:])} == {PROBE_EVERY}
+    assert drafts[-10] > 1 and 0 not in drafts[-12:-2]  # drafts again
+
+
+# Sampling
+
+
+def exact_joint(model, ids, shape_scores, num_loops: int) -> torch.Tensor:
+    """p(t1, t2, t3) by running every sequence. shape_scores: logits to those that softmax reads."""
+    size = model.config.vocab_size
+    joint = torch.ones(1, dtype=torch.float64)
+    sequences = ids
+    for _ in range(3):
+        with torch.no_grad():
+            p = shape_scores(model(sequences, num_loops=num_loops).logits[:, -1]).softmax(-1)
+        joint = (joint[:, None] * p).flatten()
+        sequences = torch.cat(
+            [sequences.repeat_interleave(size, 0), torch.arange(size).repeat(len(sequences))[:, None]], dim=1
+        )
+    return joint
+
+
+def counts_of(model, ids, rows: int, **arguments) -> torch.Tensor:
+    torch.manual_seed(0)
+    out = model.generate(
+        ids.repeat(rows, 1), do_sample=True, max_new_tokens=3, return_dict_in_generate=True, **arguments
+    )
+    assert arguments.get("draft_loops") is None or 0.1 < out.acceptance_rate < 0.95
+    size = model.config.vocab_size
+    outcome = (out.sequences[:, -3:] * torch.tensor([size**2, size, 1])).sum(-1)
+    return torch.bincount(outcome, minlength=size**3).double()
+
+
+def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
+    """In standard deviations from its mean, over outcomes that can occur."""
+    possible = p > 0
+    assert not counts[~possible].any()
+    expected = counts.sum() * p[possible]
+    statistic = ((counts[possible] - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+def top_2(logits):
+    return logits.masked_fill(logits < logits.topk(2).values[:, -1:], -float("inf"))
+
+
+SHAPES = {
+    "as it is": ({"top_k": 0}, lambda logits: logits),
+    "temperature": ({"top_k": 0, "temperature": 1.7}, lambda logits: logits / 1.7),
+    "top_k": ({"top_k": 2}, top_2),
+    "both": ({"top_k": 2, "temperature": 2.0}, lambda logits: top_2(logits / 2.0)),
+}
+
+
+def sampling_model():
+    return model_of("prelude_coda_grouped", vocab_size=4, bos_token_id=1, num_loops=3, num_core_layers=1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampling_keeps_the_distribution(shape, optimist):
+    """Of three tokens: the second is drafted, and the third said from where its draft was right or wrong."""
+    model, ids = sampling_model(), torch.tensor([[1, 3, 1, 2]])
+    arguments, shape_scores = SHAPES[shape]
+    counts = counts_of(model, ids, 6000, draft_loops=1, **arguments)
+    assert abs(chi_square(counts, exact_joint(model, ids, shape_scores, num_loops=3))) < 4
+
+
+def test_the_distribution_test_can_fail(monkeypatch, optimist):
+    """It tells the depths apart, and sees where two tokens of a round are not drawn independently."""
+    model, ids = sampling_model(), torch.tensor([[1, 3, 1, 2]])
+    shallow, full = (exact_joint(model, ids, lambda logits: logits, num_loops=loops) for loops in (1, 3))
+    counts = counts_of(model, ids, 6000, draft_loops=1, top_k=0)
+    assert chi_square(counts, shallow) > 20
+    fresh = Speculator.noise
+
+    def same_noise(self, rows):
+        if not hasattr(self, "kept"):
+            self.kept = fresh(self, rows)
+        return self.kept[: len(rows)]
+
+    monkeypatch.setattr(Speculator, "noise", same_noise)
+    assert chi_square(counts_of(model, ids, 6000, draft_loops=1, top_k=0), full) > 20
