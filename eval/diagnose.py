@@ -27,7 +27,7 @@ from typing import NamedTuple
 from . import dynamics, figures, readout_probes, theory, transfer
 from .benchmark import commit, processor
 from .page import page, section, skipped
-from .subject import Subject, subject, training_run
+from .subject import Subject, SubjectError, subject, training_run
 
 
 class Measure(NamedTuple):
@@ -85,10 +85,11 @@ def finite(value):
 
 
 def rounded(value, digits: int = 6):
+    """To so many digits, matrices to 4."""
     if isinstance(value, dict):
         return {key: rounded(item, digits) for key, item in value.items()}
     if isinstance(value, list):
-        return [rounded(item, digits) for item in value]
+        return [rounded(item, 4 if isinstance(item, list) else digits) for item in value]
     return float(f"{value:.{digits}g}") if isinstance(value, float) else value
 
 
@@ -175,6 +176,17 @@ def add_options(parser: argparse.ArgumentParser, measure: Measure):
         )
 
 
+def read_result(path: str) -> dict:
+    """Of a depth_curve.json."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise SubjectError(f"{path!r} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("measure") != "depth_curve":
+        raise SubjectError(f"{path!r} holds no depth curve; `python -m eval.diagnose depth_curve MODEL` makes one")
+    return content["result"]
+
+
 def default_folder(target: str) -> Path:
     """Of what is measured: where eval.report looks for it, if there is a training run."""
     run = training_run(target)
@@ -213,7 +225,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]):
     args = parse(arguments)
     target, *overrides = args.model
-    beside = {path: json.loads(Path(path).read_text())["result"] for path in getattr(args, "beside", [])}
+    beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
     of = subject(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else default_folder(target)

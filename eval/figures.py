@@ -35,6 +35,13 @@ def log_if_positive(axis, *series):
         axis.set_yscale("log")
 
 
+def at_least_a_decade(axis):
+    low, high = axis.get_ylim()
+    if high < 10 * low:
+        middle = (low * high) ** 0.5
+        axis.set_ylim(middle / 10**0.5, middle * 10**0.5)
+
+
 def draw_growth(panels: list[tuple[str, dict, dict]], loops, label: str, path):
     """Curves over N, one per step, beside the theory's slope through the first point."""
     with canvas(path, len(panels)) as axes:
@@ -47,6 +54,7 @@ def draw_growth(panels: list[tuple[str, dict, dict]], loops, label: str, path):
             fitted = slope["first_step"]["slope"]
             measured = "no fit" if fitted is None else f"slope {fitted:.2f}"
             axis.set(xscale="log", yscale="log", xlabel="N", ylabel=label, title=f"{title}: {measured}")
+            at_least_a_decade(axis)
             legend(axis)
 
 
@@ -163,9 +171,11 @@ def draw_depth_curve(result: dict, path, beside: dict[str, dict] | None = None):
 def draw_quadrant(axis, results: dict[str, dict]):
     for name, result in results.items():
         axis.plot(result["exit_gap"], result["final_norm"], "o", label=name)
+    gaps = [result["exit_gap"] for result in results.values()]
     axis.set_xscale("symlog", linthresh=0.1)
-    axis.set(yscale="log", xlabel="CE(1) - CE(N)", ylabel="||H_N||")
-    legend(axis)
+    axis.set(yscale="log", xlabel="CE(1) - CE(N)", ylabel="||H_N||", xlim=(min(0, *gaps) - 0.01, max(0, *gaps) + 0.01))
+    at_least_a_decade(axis)
+    axis.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1))
 
 
 def draw_spectral(result: dict, path):

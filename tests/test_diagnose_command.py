@@ -95,6 +95,10 @@ def test_quadrant_beside_other_models(tmp_path):
     diagnose.main([*arguments, str(first)])
     diagnose.main([*arguments, str(second), "--beside", str(first / "depth_curve.json")])
     assert (second / "depth_curve.png").read_bytes() != (first / "depth_curve.png").read_bytes()
+    (tmp_path / "other.json").write_text('{"measure": "spectral", "result": {}}')
+    for path, message in (("none.json", "cannot be read"), ("other.json", "holds no depth curve")):
+        with pytest.raises(SubjectError, match=message):
+            diagnose.main([*arguments, str(second), "--beside", str(tmp_path / path)])
 
 
 def test_models_from_every_place(run_folder, tmp_path):
