@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lm_eval.tasks import TaskManager
 
+from .benchmark import commit, processor
 from .core import core_scores
 from .core_bundle import read_tasks
 from .curves import Curves, draw, table
@@ -27,8 +28,10 @@ def parse_models(arguments: list[str]) -> dict[str, list[str]]:
     """DIR or NAME=DIR,DIR,... as {name: folders}."""
     models: dict[str, list[str]] = {}
     for argument in arguments:
-        name, _, folders = argument.rpartition("=")
-        name = name or Path(folders).name
+        name, _, folders = argument.partition("=")
+        if not folders or "/" in name:  # a folder whose own name may hold an equals sign
+            path = Path(argument)
+            name, folders = (path.parent if path.name == "final" else path).name, argument
         if name in models or not all(folders.split(",")):
             raise ValueError(f"{argument!r}: write DIR or NAME=DIR,DIR,... with a name of its own for each model")
         models[name] = folders.split(",")
@@ -132,7 +135,8 @@ def main(arguments: list[str] | None = None):
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "budget.md").write_text(table(curves), encoding="utf-8")
     command = f"python -m eval.budget {shlex.join(sys.argv[1:] if arguments is None else arguments)}"
-    record = {"command": command, "models": models, "values": found, "curves": curves}
+    where = {"command": command, "commit": commit(), "hardware": processor()}
+    record = {**where, "models": models, "values": found, "curves": curves}
     (args.output / "budget.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     draw(curves, args.output / "budget.png")
 

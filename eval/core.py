@@ -103,13 +103,10 @@ def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     requests = []
     for index in range(len(task.items)):
-        tokens = [
-            [start, *tokenizer(text, add_special_tokens=False)["input_ids"]][-lm.max_length - 1 :]
-            for text in prompts(task, index)
-        ]
+        tokens = [[start, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in prompts(task, index)]
         requests.append(scored(task.kind, tokens))
     scores = score(lm, [option for options in requests for option in options])
-    right, first = torch.zeros(len(lm.depths)), 0
+    right, first = torch.zeros(len(lm.depths), dtype=torch.float64), 0
     for item, options in zip(task.items, requests):
         losses, misses = scores[:, :, first : first + len(options)].unbind(1)
         right += (misses[:, 0] == 0) if task.kind == "language_modeling" else (losses.argmin(-1) == item["gold"])

@@ -292,8 +292,9 @@ def left_behind(path: Path) -> list:
     result = content["result"] if isinstance(content.get("result"), dict) else content
     images = sorted(path.parent.glob(f"{path.stem}.png")) + sorted(path.parent.glob(f"{path.stem}_training.png"))
     blocks = [Image(image.read_bytes(), image.stem.replace("_", " ")) for image in images]
-    for value in result.values():
+    for name, value in result.items():
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            blocks.append(Text(name.replace("_", " ")))
             head = [key for key in value[0] if not isinstance(value[0][key], (dict, list))]
             blocks.append(Table(head, [[number(row.get(key)) for key in head] for row in value]))
     single = [[key, number(value)] for key, value in single_numbers(result).items()]

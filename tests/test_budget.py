@@ -145,6 +145,14 @@ def test_bad_input_before_a_model_is_loaded(folders, text, tmp_path, monkeypatch
         budget.main([argument.format(**places) for argument in arguments])
 
 
+def test_names_of_models():
+    assert budget.parse_models(["runs/a/num_loops=4/final", "b=runs/b=1/final,x/b=2", "runs/c"]) == {
+        "num_loops=4": ["runs/a/num_loops=4/final"],
+        "b": ["runs/b=1/final", "x/b=2"],
+        "c": ["runs/c"],
+    }
+
+
 def test_table():
     curves = {"acc": {"a": {1: (0.25, None), 2: (0.5, 0.125)}, "b": {2: (1.0, None)}}}
     assert table(curves).splitlines() == [

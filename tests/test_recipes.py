@@ -28,7 +28,7 @@ def test_recipe_is_built_and_planned(path):
     costs = plan(recipe)
     assert costs["parameters"] > 0
     assert costs["training FLOPs per token"] > costs["forward FLOPs per token"] > 0
-    if recipe.training.epochs is None and path.parent.name not in (FOLDER.name, "smoke", "claims"):
+    if recipe.training.epochs is None and path.parent.name not in (FOLDER.name, "smoke", "claims", "tasks"):
         assert costs["tokens"] >= 1e8
 
 
@@ -180,6 +180,14 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["depth.mean=4"], "needs a sampler"),
         (["schedule.name=wsd"], "decay_steps and schedule.decay_fraction"),
         (["training.rows_per_step=0"], "at least 1, got 0"),
+        (["training.steps=0"], "training.steps must be at least 1, got 0"),
+        (["evaluation.every=0"], "evaluation.every must be at least 1, got 0"),
+        (["logging.monitor_every=-1"], "logging.monitor_every must be at least 1, got -1"),
+        (["training.tokens=.nan"], "training.tokens must be above 0 and finite, got nan"),
+        (["optimizer.lr=-1e-3"], "optimizer.lr must be above 0 and finite, got -0.001"),
+        (["optimizer.betas=[0.9]"], r"betas must be two numbers from 0 to below 1, got \[0.9\]"),
+        (["evaluation.loops=[0, 2]"], r"depths of at least 1, got \[0, 2\]"),
+        (["training.steps=["], "'\\[' is not YAML"),
         (["optimizer.decay_product=1e-5", "optimizer.weight_decay=0.1"], "not both"),
     ],
 )
@@ -197,6 +205,12 @@ def test_files_that_are_not_recipes(tmp_path):
     (tmp_path / "broken.yaml").write_text("model: [")
     with pytest.raises(RecipeError, match="not YAML"):
         load_recipe(tmp_path / "broken.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(RecipeError, match="not YAML"):
+        load_recipe(tmp_path / "binary.yaml")
+    (tmp_path / "numbered.yaml").write_text("extends: 3")
+    with pytest.raises(RecipeError, match="extends must name a recipe, got 3"):
+        load_recipe(tmp_path / "numbered.yaml")
 
 
 def test_saved_recipe_opens_again(tmp_path):
