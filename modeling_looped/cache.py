@@ -111,12 +111,10 @@ class CacheView:
         layer, loop = split_slot(self.config, slot)
         slot = self.slot(layer, loop)
         self.loops_run = max(self.loops_run, loop + 1)
-        if self.frozen is not None and layer in self.latest:
-            keys, values = with_frozen_tokens((keys, values), self.latest[layer], self.frozen)
-        fresh = self.latest[layer] = with_finished_rows((keys, values), self.latest.get(layer))
+        fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
         if self.shared is not None:
             if slot in self.written:  # take back what an earlier loop of this pass wrote
-                fresh = with_finished_rows((keys, values), self.written[slot])
+                fresh = self.of_all_tokens((keys, values), self.written[slot])
                 self.cache.layers[slot].crop(-keys.shape[-2])
             self.written[slot] = fresh
         keys, values = self.write(slot, *fresh, *args, **kwargs)
@@ -124,12 +122,19 @@ class CacheView:
             keys, values = self.plan.sort(keys)[:rows], self.plan.sort(values)[:rows]
         return keys, values
 
+    def of_all_tokens(self, new: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...] | None):
+        """Keys and values of this loop; of rows and tokens that have stopped, those from before."""
+        if before is not None and self.frozen is not None:
+            new = with_frozen_tokens(new, before, self.frozen)
+        return with_finished_rows(new, before)
+
     def write(self, slot: int, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         return self.cache.update(self.plan.unsort(keys), self.plan.unsort(values), slot, *args, **kwargs)
 
     def finish(self):
         """Leave the last loop's keys and values in the deeper slots that hold the past."""
-        for loop in range(self.loops_run, self.stored_loops):
+        stored = self.stored_loops if self.shared is None else min(self.stored_loops, self.shared)
+        for loop in range(self.loops_run, stored):
             for layer in range(self.config.num_core_layers):
                 layer = core_slot(self.config, 0, layer)
                 self.write(self.slot(layer, loop), *self.latest[layer])

@@ -69,23 +69,21 @@ class RowCache:
         """Append the tokens start..end of all rows to an ordinary cache."""
         for slot in range(len(cache.layers)):
             layer, loop = split_slot(self.config, slot)
-            keys, values = (tensor[:, loop, :, start:end] for tensor in self.buffers[layer])
+            keys, values = (  # of a cache that is deeper than this run, the deeper slots too
+                tensor[:, min(loop, tensor.shape[1] - 1), :, start:end] for tensor in self.buffers[layer]
+            )
             cache.update(keys, values, slot)
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
-        """A token that exits after so many loops leaves its last keys and values to all deeper ones."""
+        """A token that exits after so many loops leaves its last keys and values in slots that no loop of it used."""
         first_core = core_slot(self.config, 0, 0)
         for row, ran, position in zip(rows, loops, positions):
-            if ran >= self.num_loops or self.loops_stored == 1:
+            if ran >= self.loops_stored:
                 continue
-            source = (ran - 1) % self.loops_stored
-            deeper = [loop % self.loops_stored for loop in range(ran, self.num_loops)]
-            if self.loops_stored == self.num_loops:
-                deeper = slice(ran, self.num_loops)
             for layer in range(first_core, first_core + self.config.num_core_layers):
                 for tensor in self.buffers[layer]:
                     token = tensor[row, :, :, position]  # [loops, heads, head_dim]
-                    token[deeper] = token[source].clone()
+                    token[ran:] = token[ran - 1]
 
 
 def first_tokens(valid: torch.Tensor | None, rows: int) -> list[int] | None:
