@@ -28,17 +28,20 @@ def check_takes_initial_state(config):
         )
 
 
-def check_pass(
-    config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
-):
-    """recording: keyword arguments among which output_hidden_states and output_attentions may be."""
-    past = 0 if past_key_values is None else past_key_values.get_seq_length()
-    length = inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past)  # a static cache's is on the device
+def check_length(config, length: int):
     if config.position_embedding == "learned" and length > config.max_position_embeddings:
         raise ValueError(
             f"{length} tokens are more than the max_position_embeddings={config.max_position_embeddings} positions "
             "that this model has learned: shorten the input"
         )
+
+
+def check_pass(
+    config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
+):
+    """recording: keyword arguments among which output_hidden_states and output_attentions may be."""
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
     if initial_state is not None:
         check_takes_initial_state(config)
         if initial_state.shape != inputs_embeds.shape:

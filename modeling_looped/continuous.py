@@ -6,7 +6,9 @@ decoding costs, are read once a tick for the whole batch.
 """
 
 import torch
+from transformers.cache_utils import QuantizedCache
 
+from .checks import check_length
 from .emission import Emission, batch_bound
 from .exit_criteria import Reading
 from .row_cache import Cursor, RowCache
@@ -16,6 +18,7 @@ def can_decode_apart(
     model, input_ids, processors, criteria, config, synced_gpus: bool, model_kwargs: dict
 ) -> str | None:
     """What stands against it, if anything does; transformers' own loop then decodes."""
+    cache = model_kwargs.get("past_key_values")
     obstacles = {
         f"attn_implementation={model.config._attn_implementation!r}": (
             model.config._attn_implementation not in ("sdpa", "eager")
@@ -26,6 +29,8 @@ def can_decode_apart(
         "synced_gpus": synced_gpus,
         "inputs_embeds": input_ids.shape[1] == 0,
         "an assistant's cache": config.is_assistant,
+        "a quantized cache, which cannot be cropped": isinstance(cache, QuantizedCache),
+        "an offloaded cache": getattr(cache, "offloading", False),
     }
     found = [name for name, stands in obstacles.items() if stands]
     return found[0] if found else batch_bound(processors, criteria)
@@ -47,7 +52,7 @@ class ContinuousDecoder:
         self.rule = model_kwargs.get("exit_rule")
         self.emission = Emission(input_ids, processors, criteria, config, streamer)
         batch = len(input_ids)
-        depths = model.config.num_loops if config.num_loops is None else config.num_loops
+        depths = model_kwargs.get("num_loops", model.config.num_loops)  # repeated with the prompts, unlike config's
         self.limits = [depths] * batch if isinstance(depths, int) else depths.tolist()
         self.scale = model.config.residual_factor(
             model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
@@ -106,8 +111,10 @@ class ContinuousDecoder:
         for name, values in tensors.items():
             if self.some(rows) is None:
                 self.tensors[name] = values
-            else:
-                self.tensors[name][rows] = values
+                continue
+            if name not in self.tensors:  # some rows ended with their first token
+                self.tensors[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
+            self.tensors[name][rows] = values
 
     def shared(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> dict:
         """What the blocks want besides the stream, see `LoopedModel.run_block`, for `length` tokens of each row."""
@@ -126,6 +133,7 @@ class ContinuousDecoder:
         """The next token of `rows` ([rows, 1]) through embedding and prelude."""
         for row in rows:
             self.places[row] += 1
+        check_length(self.model.config, max(self.places[row] for row in rows) + 1)
         index = slice(None) if self.some(rows) is None else rows
         positions = self.positions[index] = self.positions[index] + 1
         x, rotary = self.trunk.embed(self.trunk.embed_tokens(ids), positions)

@@ -8,7 +8,9 @@ batch may stop; `continuous.py` is the way to decode a batch whose rows exit apa
 import copy
 
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .cache import RoomyLayer
 from .exit_criteria import ExitRule, Reading
 from .outputs import LoopedCausalLMOutputWithPast
 
@@ -83,7 +85,11 @@ class Peek:
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         while slot >= len(self.view.cache.layers):  # a dynamic cache grows when it is written to
             self.view.cache.layers.append(self.view.cache.layer_class_to_replicate())
-        return copy.deepcopy(self.view.cache.layers[slot]).update(keys, values, *args, **kwargs)
+        layer = self.view.cache.layers[slot]
+        # a dynamic layer's update puts new tensors in its place, or writes beyond what it holds
+        is_dynamic = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
+        layer = copy.copy(layer) if is_dynamic else copy.deepcopy(layer)
+        return layer.update(keys, values, *args, **kwargs)
 
 
 def cut_into_tokens(rule: ExitRule, past: int, length: int) -> list[slice]:
@@ -103,10 +109,11 @@ def mask_of_piece(attention_mask, past: int, piece: slice):
 
 def run_pieces(model, pieces: list[slice], past: int, batch: tuple, logits_to_keep, arguments: dict):
     """One pass of the causal LM as several, one after the other on the same cache."""
-    input_ids, attention_mask, position_ids = batch
+    input_ids, inputs_embeds, attention_mask, position_ids = batch
     outputs = [
         model(
-            input_ids=input_ids[:, piece],
+            input_ids=None if input_ids is None else input_ids[:, piece],
+            inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, piece],
             attention_mask=mask_of_piece(attention_mask, past, piece),
             position_ids=None if position_ids is None else position_ids[:, piece],
             **arguments,
@@ -116,7 +123,6 @@ def run_pieces(model, pieces: list[slice], past: int, batch: tuple, logits_to_ke
     keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     return LoopedCausalLMOutputWithPast(
         logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
-        past_key_values=arguments["past_key_values"],
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
     )
 

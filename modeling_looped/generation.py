@@ -85,14 +85,14 @@ class LoopedGenerationMixin(GenerationMixin):
         cache_sharing: "none", "last" or "cyclic-S".
 
         All are also fields of `generation_config`. With return_dict_in_generate the output has `token_loops`; a
-        streamer with a method `put_loops` is told them before each `put`.
+        streamer with a method `put_loops` is told them before each `put` (but not by assisted decoding).
         """
         return super().generate(*args, **kwargs)
 
-    def save_pretrained(self, *args, **kwargs):
+    def _keep_depth_fields(self):
+        """Before saving: a generation config that came with the model is else made anew at loading, without them."""
         if any(getattr(self.generation_config, name, None) is not None for name in DEPTH_FIELDS):
-            self.generation_config._from_model_config = False  # else it is made anew at loading, without these fields
-        return super().save_pretrained(*args, **kwargs)
+            self.generation_config._from_model_config = False
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
@@ -111,13 +111,14 @@ class LoopedGenerationMixin(GenerationMixin):
                 raise ValueError(f"{', '.join(lost)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
         self._check_prompt_loops(config, depth)
         check_draft(self.config, config, depth)
-        if config.warm_start and (self.config.state_init == "embedding" or config.draft_loops is not None):
-            reason = (
-                "cannot be drafted: leave out draft_loops"
-                if config.draft_loops is not None
-                else "needs a state that does not begin as the input: this model has state_init='embedding'"
+        if given.get("draft_tokens") is not None and config.draft_loops is None:
+            raise ValueError(f"draft_tokens={config.draft_tokens} without draft_loops: say at how many loops to draft")
+        if config.assistant_early_exit is not None:
+            raise ValueError(
+                f"assistant_early_exit={config.assistant_early_exit} leaves out layers at the end, and here those that "
+                "loop are all of them: pass draft_loops=k to draft with the first k loops"
             )
-            raise ValueError(f"warm_start {reason}")
+        self._check_warm_start(config)
         if config.cache_sharing not in (None, "none"):
             self._share_cache(config, model_kwargs, depth)
         config._cache_is_given = kwargs.get("past_key_values") is not None
@@ -154,6 +155,22 @@ class LoopedGenerationMixin(GenerationMixin):
             raise ValueError(f"prompt_loops={prompt_loops} must be between 1 and num_loops={depth}")
         if config.exit_criterion is None:
             raise ValueError("prompt_loops is for decoding with an exit_criterion; otherwise pass num_loops alone")
+
+    def _check_warm_start(self, config):
+        if not isinstance(config.warm_start, bool):
+            raise TypeError(f"warm_start must be True or False, got {config.warm_start!r}")
+        if not config.warm_start:
+            return
+        reasons = {
+            "cannot be drafted: leave out draft_loops": config.draft_loops is not None,
+            "needs one num_loops for all rows": torch.is_tensor(config.num_loops),
+            "needs a state that does not begin as the input: this model has state_init='embedding'": (
+                self.config.state_init == "embedding"
+            ),
+        }
+        for reason, stands in reasons.items():
+            if stands:
+                raise ValueError(f"warm_start {reason}")
 
     def _share_cache(self, config, model_kwargs: dict, depth: int):
         sharing = config.cache_sharing
@@ -201,9 +218,14 @@ class LoopedGenerationMixin(GenerationMixin):
             if generation_config.draft_loops is not None or generation_config.warm_start:
                 raise ValueError(f"draft_loops and warm_start do not work with {lacks}: leave one out")
             logger.warning_once(f"With {lacks} the rows of a batch wait for the one that runs deepest.")
-        record = model_kwargs["loop_record"] = []
+        record = model_kwargs["loop_record"] = LoopRecord(streamer)
         result = super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        return with_token_loops(result, record, LoopedGenerateOutput)
+        result = with_token_loops(result, record, LoopedGenerateOutput)
+        if getattr(result, "token_loops", None) is not None and generation_config._eos_token_tensor is not None:
+            new_tokens = result.sequences[:, input_ids.shape[1] :]
+            is_end = torch.isin(new_tokens, generation_config._eos_token_tensor).int()
+            result.token_loops = result.token_loops.masked_fill(is_end.cumsum(-1) > is_end, 0)
+        return result
 
     def _beam_search(self, input_ids, *args, **model_kwargs):
         self._refuse_otherwise("beam search", args, model_kwargs)
@@ -245,7 +267,9 @@ class LoopedGenerationMixin(GenerationMixin):
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, num_new_tokens: int = 1, **kwargs):
         record = model_kwargs.get("loop_record")
         if record is not None and getattr(outputs, "token_loops", None) is not None:
-            record.append(outputs.token_loops[:, :num_new_tokens])
+            # a pass without a cache runs all new tokens again, one that verifies candidates also those it refuses
+            new = slice(num_new_tokens) if model_kwargs.get("use_cache", True) else slice(-num_new_tokens, None)
+            record.append(outputs.token_loops[:, new])
         return super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, *args, num_new_tokens=num_new_tokens, **kwargs
         )
@@ -268,6 +292,19 @@ class LoopedGenerationMixin(GenerationMixin):
                 f"{', '.join(sorted(refused))}: load the model with from_pretrained(..., num_loops=K), or use generate"
             )
         return super().generate_batch(inputs, *args, **kwargs)
+
+
+class LoopRecord(list):
+    """Loops of the new tokens, pass by pass; a streamer that wants them is told before the tokens come."""
+
+    def __init__(self, streamer):
+        super().__init__()
+        self.tell = getattr(streamer, "put_loops", None)
+
+    def append(self, token_loops: torch.Tensor):
+        super().append(token_loops)
+        if self.tell is not None:
+            self.tell(token_loops[:, -1].cpu())
 
 
 def with_token_loops(result, record: list[torch.Tensor], output_class):

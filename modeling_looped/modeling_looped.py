@@ -432,7 +432,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         check_inputs(input_ids, inputs_embeds)
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
         batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
-        exit_watch = None
+        exit_watch, returns_cache = None, past_key_values is not None or use_cache is not False
         if exit_rule is not None:
             refuse_with_exits(
                 labels=labels,
@@ -448,8 +448,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             # behind a coda, the check of a token reads what the token before left at its exit
             if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
                 arguments = {"past_key_values": past_key_values, "num_loops": num_loops, "exit_rule": exit_rule}
-                batch = (input_ids, attention_mask, position_ids)
-                return run_pieces(self, pieces, past, batch, logits_to_keep, {**arguments, **kwargs})
+                batch = (input_ids, inputs_embeds, attention_mask, position_ids)
+                outputs = run_pieces(self, pieces, past, batch, logits_to_keep, {**arguments, **kwargs})
+                outputs.past_key_values = past_key_values if returns_cache else None
+                return outputs
             exit_watch = ExitWatch(self, exit_rule, batch_depths, past, shape[1], self.device)
         # not a named argument: the Trainer would take it for a label that every batch must have
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
@@ -504,7 +506,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            past_key_values=outputs.past_key_values if returns_cache else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             loop_hidden_states=states if output_loop_hidden_states else None,
@@ -537,6 +539,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
             state = state.detach()
         return self.exit_gate(state).squeeze(-1)
+
+    def save_pretrained(self, *args, **kwargs):
+        self._keep_depth_fields()
+        return super().save_pretrained(*args, **kwargs)
 
     def parameter_groups(self, lr: float, weight_decay: float = 0.0, eps: float = 1e-8, keep_decay_product=False):
         """Optimizer groups under which rates transfer over depth, see optimization.py."""
