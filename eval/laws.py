@@ -205,7 +205,7 @@ def conditioning(table: Table, held_out: Table | None = None, restarts: int = 50
         fitted = fit(law, with_floor(table, law), table["loss"], restarts, seed)
         form = result["forms"][name] = summary(name, fitted)
         if fitted.converged:  # forms are compared by their misfit, also where coefficients are not determined
-            form["huber"] = fitted.huber.sum().item()
+            form |= {"converged": True, "huber": fitted.huber.sum().item()}
         if fitted.converged and held_out is not None:
             predicted = fitted.predict(with_floor(held_out, law))
             form["held_out_huber"] = huber(predicted, held_out["loss"]).sum().item()
