@@ -1,11 +1,14 @@
 """A looped decoder for one sequence whose cache is written out by hand: what each token left at each loop, in a list.
 
-For plain blocks (pre norm, RoPE, gated MLP), with or without prelude, coda, grouped keys, sliding windows and the
-"add" injection. In float64, but for the rotary tables, which transformers makes in float32.
+For plain blocks (pre norm, gated MLP), with or without prelude, coda, grouped keys, sliding windows, learned
+positions, value embeddings, an exit gate and the "add" injection. In float64, but for the rotary tables, which
+transformers makes in float32.
 """
 
 import torch
 from torch.nn import functional as F
+
+from .naive_exits import NaiveRule, Readings
 
 
 def rotary_tables(config, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,34 +43,73 @@ class NaiveDecoder:
     @torch.no_grad()
     def run(self, ids, num_loops: int) -> torch.Tensor:
         """One pass over `ids` ([length]): logits [length, vocabulary]."""
+        embedded = state = self.begin(ids)
+        for loop in range(num_loops):
+            state = self.one_loop(state, embedded, loop)
+        self.tokens += self.fresh
+        return self.read_out(state, num_loops)
+
+    @torch.no_grad()
+    def run_until(self, rule: NaiveRule, token: int, num_loops: int) -> tuple[torch.Tensor, int]:
+        """A token until it exits: its logits [1, vocabulary] and the loops that it took."""
+        embedded = state = self.begin([token])
+        readings = Readings([], [], [])
+        for loop in range(num_loops):
+            state = self.one_loop(state, embedded, loop)
+            readings.logits.append(self.read_out(state, loop + 1)[0])
+            readings.states.append(state[0])
+            gate = self.model.exit_gate
+            readings.gates.append(0.0 if gate is None else float(gate(state)))
+            if rule.stops(readings):
+                break
+        self.tokens += self.fresh
+        return readings.logits[-1][None], loop + 1
+
+    def begin(self, ids):
         trunk, config = self.model.model, self.config
         self.fresh = [{} for _ in ids]
+        self.ids = torch.as_tensor(ids)
         positions = torch.arange(len(self.tokens), len(self.tokens) + len(ids))
-        self.rotary = rotary_tables(config, positions)
-        x = trunk.embed_tokens(torch.as_tensor(ids))
+        x = trunk.embed_tokens(self.ids)
+        if config.position_embedding == "learned":
+            x, self.rotary = x + trunk.embed_positions(positions), None
+        else:
+            self.rotary = rotary_tables(config, positions)
         for i, block in enumerate(trunk.prelude):
-            x = self.block(block, f"prelude {i}", x, loop=0)
-        embedded = x
-        for loop in range(num_loops):
-            if config.injection == "add":
-                x = x + embedded
-            for i, block in enumerate(trunk.core):
-                x = self.block(block, f"core {i}", x, loop)
-        for i, block in enumerate(trunk.coda):
-            x = self.block(block, f"coda {i}", x, loop=0)
-        self.tokens += self.fresh
-        return self.model.lm_head(trunk.norm(x))
+            x = self.block(block, f"prelude {i}", i, x, loop=0)
+        return x
 
-    def block(self, block, name: str, x, loop: int):
-        x = x + self.attention(block.self_attn, name, block.input_layernorm(x), loop)
+    def one_loop(self, x, embedded, loop: int):
+        if self.config.injection == "add":
+            x = x + embedded
+        for i, block in enumerate(self.model.model.core):
+            x = self.block(block, f"core {i}", self.config.num_prelude_layers + i, x, loop)
+        return x
+
+    def read_out(self, x, depth: int):
+        """Logits after `depth` loops; of the coda's keys and values those of the last call stay."""
+        trunk, config = self.model.model, self.config
+        for i, block in enumerate(trunk.coda):
+            for token in self.fresh:
+                token.pop(f"coda {i}", None)
+            x = self.block(block, f"coda {i}", config.num_prelude_layers + config.num_core_layers + i, x, loop=0)
+        is_raw = config.readout_norm == "final_only" and depth < config.num_loops
+        return self.model.lm_head(x if is_raw else trunk.norm(x))
+
+    def block(self, block, name: str, layer: int, x, loop: int):
+        x = x + self.attention(block.self_attn, name, layer, block.input_layernorm(x), loop)
         mlp, normed = block.mlp, block.post_attention_layernorm(x)
         return x + mlp.down_proj(F.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed))
 
-    def attention(self, attention, name: str, x, loop: int):
+    def attention(self, attention, name: str, layer: int, x, loop: int):
         queries, keys, values = (
             getattr(attention, f"{letter}_proj")(x).view(len(x), -1, self.config.head_dim) for letter in "qkv"
         )
-        queries, keys = rotate(queries, self.rotary), rotate(keys, self.rotary)
+        if self.rotary is not None:
+            queries, keys = rotate(queries, self.rotary), rotate(keys, self.rotary)
+        if self.config.value_embeddings and str(layer) in self.model.model.value_embeds:
+            table = self.model.model.value_embeds[str(layer)](self.ids).view(values.shape)
+            values = values + 2 * torch.sigmoid(attention.value_gate(x[:, :32]))[:, :, None] * table
         for token, key, value in zip(self.fresh, keys, values):
             token.setdefault(name, []).append((key, value))
         past = [self.left_by(token, name, loop) for token in self.tokens]
@@ -92,3 +134,17 @@ def naive_greedy(model, prompt: list[int], num_loops: int, new_tokens: int, shar
         ids.append(int(logits[-1].argmax()))
         logits = decoder.run(ids[-1:], num_loops)
     return ids
+
+
+def naive_generate(
+    model, rule: NaiveRule, prompt, num_loops: int, new_tokens: int, sharing: str = "none", prompt_loops=None, eos=None
+) -> tuple[list[int], list[int]]:
+    """Greedy with exits: the new tokens, and the loops that each of them took."""
+    decoder, loops, tokens, took = NaiveDecoder(model, sharing), prompt_loops or num_loops, [], []
+    logits = decoder.run(prompt, loops)
+    while True:
+        tokens.append(int(logits[-1].argmax()))
+        took.append(loops)
+        if len(tokens) == new_tokens or tokens[-1] == eos:
+            return tokens, took
+        logits, loops = decoder.run_until(rule, tokens[-1], num_loops)

@@ -1,0 +1,347 @@
+"""Early exit in generation, in float64, against one token at a time by hand (tests/naive_cache.py) and, for all
+families, against plain passes of every depth. Both ways of decoding: rows apart, and rows that wait for each other.
+"""
+
+import copy
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, StaticCache, StoppingCriteria
+
+from modeling_looped.continuous import ContinuousDecoder
+from modeling_looped.exit_criteria import CRITERIA, ExitRule
+
+from .helpers import random_ids, tiny_model
+from .naive_cache import NaiveDecoder, naive_generate
+from .naive_exits import EXITS_ABOVE, NaiveRule, Readings
+from .strategies import VOCAB_SIZE, looped_configs, random_model
+
+
+SYSTEMS = {
+    "plain": {"num_key_value_heads": 2},
+    "windows": {
+        "num_prelude_layers": 1,
+        "num_coda_layers": 1,
+        "window_pattern": "SSL",
+        "sliding_window": 4,
+        "injection": "add",
+    },
+    "learned": {"position_embedding": "learned", "value_embeddings": True, "readout_norm": "final_only"},
+}
+PADDING, LENGTH, NEW, LOOPS = [0, 6, 2], 7, 7, 4
+over_systems = pytest.mark.parametrize("system", SYSTEMS)
+over_criteria = pytest.mark.parametrize("name", CRITERIA)
+over_ways = pytest.mark.parametrize("way", ["apart", "together"])
+
+
+def model_of(system: str, **fields):
+    fixed = {"num_loops": LOOPS, "exit_gate": "raw", "loop_loss": "per_loop", "eos_token_id": None, "pad_token_id": 0}
+    model = tiny_model(**{**fixed, **SYSTEMS[system], **fields}).double()
+    model.exit_gate.weight.data *= 0.1  # gates that are not all open or closed
+    return model
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
+    """Left-padded prompts, their mask, and each by itself: longer than the window, one token, in between."""
+    ids = random_ids(len(PADDING), LENGTH)
+    mask = (torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None]).long()
+    return ids, mask, [row[pad:].tolist() for row, pad in zip(ids, PADDING)]
+
+
+class Unknown(StoppingCriteria):
+    """Stops nothing; but it might look at more than one row, so that the rows must stay together."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def exits_of(rule: NaiveRule) -> dict:
+    """The arguments of generate for a rule."""
+    fields = ("exit_criterion", "exit_threshold", "min_loops", "exit_interval")
+    return dict(zip(fields, rule))
+
+
+def generate(model, ids, rule: NaiveRule, way: str = "apart", new_tokens: int = NEW, **kwargs):
+    given = {"do_sample": False, **exits_of(rule), **kwargs}
+    stops = [Unknown()] if way == "together" else []
+    return model.generate(
+        ids, max_new_tokens=new_tokens, return_dict_in_generate=True, stopping_criteria=stops, **given
+    )
+
+
+class Never(NamedTuple):
+    """Keeps the scores of the loops at which it is asked whether to exit, and does not."""
+
+    rule: NaiveRule
+    scores: list
+
+    def stops(self, readings: Readings) -> bool:
+        if self.rule.checks(len(readings.logits)):
+            self.scores.append(self.rule.score(readings))
+        return False
+
+
+def threshold_between(scores: list[float], part: float) -> float | None:
+    """Between two scores, so that rounding decides nothing; None if they are too close."""
+    scores = sorted(score for score in scores if math.isfinite(score))
+    gaps = [(a, b) for a, b in zip(scores, scores[1:]) if b - a > 1e-7 * max(1.0, abs(a))]
+    return sum(gaps[int(part * len(gaps))]) / 2 if gaps else None
+
+
+def rule_for(model, name: str, prompt: list[int], min_loops: int = 1, interval: int = 1, num_loops: int = LOOPS):
+    """A rule under which tokens of this model exit at several loops."""
+    if name == "argmax_stability":
+        return NaiveRule(name, 1.0, min_loops, interval)
+    spy = Never(NaiveRule(name, 0.0, min_loops, interval), [])
+    naive_generate(model, spy, prompt, num_loops - 1, NEW)
+    for part in (0.7, 0.5, 0.3):
+        rule = NaiveRule(name, threshold_between(spy.scores, part), min_loops, interval)
+        if len(loops_after_the_prompt([naive_generate(model, rule, prompt, num_loops, NEW)[1]])) > 1:
+            break
+    return rule
+
+
+def naive_rows(model, rule, rows, num_loops=LOOPS, **kwargs):
+    depths = num_loops if isinstance(num_loops, list) else [num_loops] * len(rows)
+    results = [naive_generate(model, rule, row, depth, NEW, **kwargs) for row, depth in zip(rows, depths)]
+    return [tokens for tokens, _ in results], [loops for _, loops in results]
+
+
+def found(out, length: int = LENGTH):
+    return out.sequences[:, length:].tolist(), out.token_loops.tolist()
+
+
+def loops_after_the_prompt(loops: list[list[int]]) -> set[int]:
+    return {loop for row in loops for loop in row[1:]}
+
+
+# By hand
+
+
+@over_ways
+@over_systems
+@over_criteria
+def test_greedy_batch_of_left_padded_prompts(name, system, way):
+    model, (ids, mask, rows) = model_of(system), prompts()
+    rule = rule_for(model, name, rows[0])
+    expected = naive_rows(model, rule, rows)
+    assert len(loops_after_the_prompt(expected[1])) > 1  # else nothing is tested
+    assert found(generate(model, ids, rule, way, attention_mask=mask)) == expected
+
+
+@over_ways
+@over_systems
+@pytest.mark.parametrize("cache", ["static", "of_the_config", "static_of_the_config", "without_arguments", "none"])
+def test_caches(system, cache, way):
+    model, (ids, mask, rows) = model_of(system), prompts()
+    arguments = {
+        "static": lambda: {"cache_implementation": "static"},
+        "of_the_config": lambda: {"past_key_values": DynamicCache(config=model.config)},
+        "static_of_the_config": lambda: {"past_key_values": StaticCache(model.config, max_cache_len=LENGTH + NEW)},
+        "without_arguments": lambda: {"past_key_values": DynamicCache()},
+        "none": lambda: {"use_cache": False},
+    }[cache]
+    for name in ("logit_margin", "latent_diff"):
+        rule = rule_for(model, name, rows[0])
+        out = generate(model, ids, rule, way, attention_mask=mask, **arguments())
+        assert found(out) == naive_rows(model, rule, rows)
+
+
+@over_ways
+@over_systems
+def test_eager_attention_in_single_precision(system, way):
+    """In double transformers' eager attention makes padding not-a-number. The tokens are those of double precision."""
+    model, (ids, mask, rows) = model_of(system), prompts()
+    rule = rule_for(model, "logit_margin", rows[0])
+    expected = naive_rows(model, rule, rows)
+    model.float().set_attn_implementation("eager")
+    assert found(generate(model, ids, rule, way, attention_mask=mask)) == expected
+
+
+@over_ways
+@over_systems
+@pytest.mark.parametrize("num_loops", [3, 6, [6, 2, 4]], ids=str)
+@pytest.mark.parametrize(("min_loops", "interval", "prompt_loops"), [(1, 2, None), (2, 1, 2), (2, 2, 1)])
+def test_depths(system, way, num_loops, min_loops, interval, prompt_loops):
+    """Shallower and deeper than trained and one depth per row; prompts that are shallower than what follows."""
+    model, (ids, mask, rows) = model_of(system), prompts()
+    for name in ("gate",) if num_loops == 3 else ("gate", "kl"):
+        rule = rule_for(model, name, rows[0], min_loops, interval, num_loops if num_loops == 3 else 6)
+        expected = naive_rows(model, rule, rows, num_loops, prompt_loops=prompt_loops)
+        out = generate(model, ids, rule, way, attention_mask=mask, num_loops=num_loops, prompt_loops=prompt_loops)
+        assert found(out) == expected
+        assert len(loops_after_the_prompt(expected[1])) > 1
+
+
+@over_ways
+@over_systems
+@pytest.mark.parametrize("sharing", ["last", "cyclic-2", "cyclic-3"])
+@pytest.mark.parametrize(("num_loops", "prompt_loops"), [(6, None), (LOOPS, 1), ([6, 2, 4], None)], ids=str)
+def test_cache_sharing(system, way, sharing, num_loops, prompt_loops):
+    """A slot holds what the last loop that used it left there; one that no loop used, what the last loop left."""
+    model, (ids, mask, rows) = model_of(system), prompts()
+    rule = rule_for(model, "logit_margin", rows[0])
+    expected = naive_rows(model, rule, rows, num_loops, sharing=sharing, prompt_loops=prompt_loops)
+    out = generate(
+        model,
+        ids,
+        rule,
+        way,
+        attention_mask=mask,
+        cache_sharing=sharing,
+        num_loops=num_loops,
+        prompt_loops=prompt_loops,
+    )
+    assert found(out) == expected
+    assert len(loops_after_the_prompt(expected[1])) > 1
+    assert {layer.get_seq_length() for layer in out.past_key_values.layers} == {LENGTH + NEW - 1}
+
+
+@over_ways
+@over_systems
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_rows_end_apart(system, way, at):
+    """The first row's token number `at` ends every row that says it, also as its first."""
+    model, (ids, mask, rows) = model_of(system), prompts()
+    rule = rule_for(model, "entropy", rows[0])
+    eos = naive_generate(model, rule, rows[0], LOOPS, NEW)[0][at]
+    tokens, loops = naive_rows(model, rule, rows, eos=eos)
+    lengths = [len(row) for row in tokens]
+    assert min(lengths) <= at + 1 < max(lengths)
+    out = generate(model, ids, rule, way, attention_mask=mask, eos_token_id=eos)
+    padded = [[row + [0] * (max(lengths) - len(row)) for row in kind] for kind in (tokens, loops)]
+    assert found(out) == tuple(padded)
+
+
+@over_systems
+@over_criteria
+def test_one_pass_stops_every_token_at_its_own_loop(name, system):
+    """Without a prompt, all tokens of a text may exit: one pass equals token by token."""
+    model, text = model_of(system), random_ids(2, 11)
+    rule = rule_for(model, name, text[0].tolist())
+    logits, loops = [], []
+    for row in text.tolist():
+        decoder = NaiveDecoder(model)
+        parts = [decoder.run_until(rule, token, LOOPS) for token in row]
+        logits.append(torch.cat([part for part, _ in parts]))
+        loops.append([count for _, count in parts])
+    assert len({loop for row in loops for loop in row}) > 1
+    ours = ExitRule(rule.name, rule.threshold)
+    with torch.no_grad():
+        whole = model(text, exit_rule=ours)
+        cache = DynamicCache(config=model.config)
+        pieces = [model(piece, exit_rule=ours, past_key_values=cache) for piece in text.split([4, 1, 6], dim=1)]
+    for out in (whole.logits, torch.cat([piece.logits for piece in pieces], dim=1)):
+        torch.testing.assert_close(out, torch.stack(logits), rtol=1e-9, atol=1e-9)
+    assert whole.token_loops.tolist() == loops
+    assert torch.cat([piece.token_loops for piece in pieces], dim=1).tolist() == loops
+    # with gradients, without a cache, from embeddings
+    arguments = {"exit_rule": ours, "logits_to_keep": 1, "use_cache": False}
+    text = {"input_ids": text} if model.config.value_embeddings else {"inputs_embeds": model.model.embed_tokens(text)}
+    last = model(**text, **arguments)
+    assert last.past_key_values is None
+    torch.testing.assert_close(last.logits, whole.logits[:, -1:], rtol=1e-9, atol=1e-9)
+
+
+# All families: by plain passes
+
+
+@torch.no_grad()
+def by_passes(model, rule, prompt: list[int], num_loops: int, new_tokens: int):
+    """Tokens, their loops and their logits. Every depth is a pass of its own over a copy of the cache."""
+    cache = DynamicCache(config=model.config)
+    logits = model(torch.tensor([prompt]), past_key_values=cache, num_loops=num_loops).logits[0, -1]
+    tokens, took, loops, kept = [], [], num_loops, []
+    while True:
+        tokens.append(int(logits.float().argmax()))
+        took.append(loops)
+        kept.append(logits)
+        if len(tokens) == new_tokens:
+            return tokens, took, torch.stack(kept)
+        readings, token, before = Readings([], [], []), torch.tensor([[tokens[-1]]]), cache
+        for loops in range(1, num_loops + 1):
+            cache = copy.deepcopy(before)
+            out = model(token, past_key_values=cache, num_loops=loops, output_loop_hidden_states=True)
+            logits, state = out.logits[0, -1], out.loop_hidden_states[-1][0, -1]
+            readings.logits.append(logits)
+            readings.states.append(state)
+            readings.gates.append(0.0 if model.exit_gate is None else float(model.gate(state)))
+            if rule.stops(readings):
+                break
+
+
+@settings(max_examples=15)
+@given(
+    st.data(),
+    looped_configs(residual_depth="trained", num_loops=4, eos_token_id=None, pad_token_id=0),
+    st.integers(3, 6),
+    st.sampled_from([1, 2]),
+    st.sampled_from([1, 2]),
+)
+def test_any_model_exits_where_plain_passes_would(data, config, num_loops, min_loops, interval):
+    """Tokens, loops, and logits: those of a run of that depth on the same cache. Batches change no row."""
+    model, new = random_model(config), 5
+    ids, padding = random_ids(3, 6, VOCAB_SIZE), data.draw(st.permutations([0, 2, 5]))
+    mask = (torch.arange(6) >= torch.tensor(padding)[:, None]).long()
+    rows = [row[pad:].tolist() for row, pad in zip(ids, padding)]
+    name = data.draw(st.sampled_from([name for name in CRITERIA if name != "gate" or config.exit_gate != "none"]))
+    threshold = 1.0
+    if name != "argmax_stability":
+        spy = Never(NaiveRule(name, 0.0, min_loops, interval), [])
+        by_passes(model, spy, rows[0], num_loops, 3)
+        threshold = threshold_between(spy.scores, data.draw(st.sampled_from([0.3, 0.6])))
+        assume(threshold is not None)
+    rule = NaiveRule(name, threshold, min_loops, interval)
+    expected = [by_passes(model, rule, row, num_loops, new) for row in rows]
+    for way in ("apart", "together"):
+        out = generate(model, ids, rule, way, new, attention_mask=mask, num_loops=num_loops, output_logits=True)
+        assert out.sequences[:, 6:].tolist() == [tokens for tokens, _, _ in expected], way
+        assert out.token_loops.tolist() == [loops for _, loops, _ in expected], way
+        logits = torch.stack([logits for _, _, logits in expected], dim=1).float()  # as transformers gives them
+        torch.testing.assert_close(torch.stack(out.logits), logits, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=15)
+@given(
+    st.data(),
+    looped_configs(residual_depth="trained", eos_token_id=None, pad_token_id=0),
+    st.sampled_from(["dynamic", "static", "last", "cyclic-2"]),
+    st.sampled_from(["apart", "together"]),
+)
+def test_never_is_full_depth_and_always_is_min_loops(data, config, cache, way):
+    model, ids = random_model(config), random_ids(2, 5, VOCAB_SIZE)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    arguments = {"attention_mask": mask}
+    arguments |= {"cache_implementation": "static"} if cache == "static" else {}
+    arguments |= {"cache_sharing": cache} if cache not in ("static", "dynamic") else {}
+    name = data.draw(st.sampled_from([name for name in CRITERIA if name != "gate" or config.exit_gate != "none"]))
+    num_loops = data.draw(st.integers(1, config.num_loops + 2))
+    min_loops = data.draw(st.integers(1, num_loops))
+    always, never = (-math.inf, math.inf) if name in EXITS_ABOVE else (math.inf, -math.inf)
+
+    def plain(loops):
+        return model.generate(ids, max_new_tokens=5, do_sample=False, num_loops=loops, **arguments)
+
+    out = generate(model, ids, NaiveRule(name, never), way, 5, num_loops=num_loops, **arguments)
+    assert torch.equal(out.sequences, plain(num_loops)) and (out.token_loops == num_loops).all()
+    rule = NaiveRule(name, always, min_loops)
+    arguments["prompt_loops"] = min_loops
+    out = generate(model, ids, rule, way, 5, num_loops=num_loops, **arguments)
+    del arguments["prompt_loops"]
+    assert torch.equal(out.sequences, plain(min_loops)) and (out.token_loops == min_loops).all()
+
+
+def test_both_ways_are_taken(monkeypatch):
+    """What `way` says above."""
+    model, decoders = model_of("plain"), []
+    original = ContinuousDecoder.tick
+    monkeypatch.setattr(ContinuousDecoder, "tick", lambda self: decoders.append(self) or original(self))
+    for way in ("together", "apart"):
+        assert not decoders
+        generate(model, random_ids(1, 3), NaiveRule("kl", 0.1), way)
+    assert decoders

@@ -1,0 +1,272 @@
+"""Exit criteria against their formulas in tests/naive_exits.py, and which rules are refused."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from modeling_looped import generation
+from modeling_looped.exit_criteria import CRITERIA, ExitRule, Reading, exit_rule
+
+from .helpers import random_ids, tiny_config, tiny_model
+from .naive_exits import EXITS_ABOVE, SCORES, NaiveRule, Readings
+
+
+LOOPS = 8
+over_criteria = pytest.mark.parametrize("name", CRITERIA)
+
+
+def random_readings(tokens: int, dtype=torch.float64) -> list[Reading]:
+    """Of every loop, [tokens, ...]: steps that shrink, so that tokens settle at different loops."""
+    generator = torch.Generator().manual_seed(0)
+    readings, logits, state = [], torch.zeros(tokens, 7), torch.zeros(tokens, 5)
+    for loop in range(LOOPS):
+        size = 2.0 * 0.5**loop
+        logits = logits + size * torch.randn(tokens, 7, generator=generator)
+        state = state + size * torch.randn(tokens, 5, generator=generator)
+        gate = torch.randn(tokens, generator=generator) - 1
+        readings.append(Reading(*(tensor.to(dtype) for tensor in (logits, state, gate))))
+    return readings
+
+
+def naive_readings(readings: list[Reading], token: int) -> Readings:
+    """Those of one token, as lists."""
+    logits, states, gates = ([kind[token].double() for kind in kinds] for kinds in zip(*readings))
+    return Readings(logits, states, [gate.item() for gate in gates])
+
+
+def scores(name: str, readings: list[Reading]) -> torch.Tensor:
+    """[loops, tokens]"""
+    results, memory = [], {}
+    for loop, reading in enumerate(readings):
+        first = torch.full(reading.gate.shape, loop == 0)
+        needed = Reading(**{CRITERIA[name].needs: getattr(reading, CRITERIA[name].needs)})  # and nothing else
+        score, memory = CRITERIA[name].score(needed, memory, first)
+        results.append(score)
+    return torch.stack(results)
+
+
+def exit_loops(rule, readings: list[Reading]) -> list[int]:
+    """As decoders ask an `ExitRule`: the first loop at which each token exits, or the last."""
+    tokens = len(readings[0].gate)
+    loops, memory, is_first = torch.zeros(tokens, dtype=torch.long), {}, True
+    for loop, reading in enumerate(readings, start=1):
+        if rule.reads(loop):
+            score, memory = rule.criterion.score(reading, memory, torch.full((tokens,), is_first))
+            is_first = False
+            if rule.checks(loop):
+                loops = torch.where((loops == 0) & rule.exits(score), loop, loops)
+    return torch.where(loops == 0, len(readings), loops).tolist()
+
+
+def naive_exit_loop(rule: NaiveRule, readings: Readings) -> int:
+    for loop in range(1, LOOPS):
+        if rule.stops(Readings(*(kind[:loop] for kind in readings))):
+            return loop
+    return LOOPS
+
+
+# Scores
+
+
+def test_every_criterion_has_a_formula():
+    assert set(CRITERIA) == set(SCORES)
+    assert {name for name, kind in CRITERIA.items() if kind.exits_above} == set(EXITS_ABOVE)
+
+
+def test_closed_forms():
+    """Distributions of which every score is known by heart."""
+    before, now = Reading(torch.tensor([0.25, 0.5, 0.25]).log()), Reading(torch.tensor([0.5, 0.25, 0.25]).log())
+    expected = {
+        "logit_margin": math.log(2),
+        "max_prob": 0.5,
+        "entropy": 1.5 * math.log(2),
+        "entropy_diff": 0.0,
+        "kl": 0.25 * math.log(2),  # .25 log(.25/.5) + .5 log(.5/.25)
+        "argmax_stability": 0,
+    }
+    for name, value in expected.items():
+        _, memory = CRITERIA[name].score(before, {}, torch.tensor(True))
+        score, _ = CRITERIA[name].score(now, memory, torch.tensor(False))
+        assert score.item() == pytest.approx(value, abs=1e-7), name
+
+    states = [Reading(state=torch.tensor(state)) for state in ([3.0, 0.0], [3.0, 4.0])]
+    _, memory = CRITERIA["latent_diff"].score(states[0], {}, torch.tensor(True))
+    assert CRITERIA["latent_diff"].score(states[1], memory, torch.tensor(False))[0].item() == pytest.approx(4 / 5)
+    _, memory = CRITERIA["gate"].score(Reading(gate=torch.tensor(0.0)), {}, torch.tensor(True))
+    score, _ = CRITERIA["gate"].score(Reading(gate=torch.tensor(math.log(3))), memory, torch.tensor(False))
+    assert score.item() == pytest.approx(1 - 0.5 * 0.25)
+
+
+@over_criteria
+def test_scores_are_the_formulas(name):
+    readings = random_readings(tokens=6)
+    found = scores(name, readings)
+    for token in range(6):
+        alone = naive_readings(readings, token)
+        rule = NaiveRule(name, 0.0)
+        expected = [rule.score(Readings(*(kind[:loop] for kind in alone))) for loop in range(1, LOOPS + 1)]
+        assert found[:, token].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@over_criteria
+def test_any_leading_dimensions(name):
+    readings = random_readings(tokens=6)
+    square = [Reading(*(kind.view(2, 3, *kind.shape[1:]) for kind in reading)) for reading in readings]
+    assert torch.equal(scores(name, square), scores(name, readings).view(LOOPS, 2, 3))
+
+
+@over_criteria
+def test_tokens_begin_apart(name):
+    """A token whose readings begin anew forgets those before, whatever the others do."""
+    readings, start = random_readings(tokens=2), 3
+    memory = {}
+    for loop, reading in enumerate(readings):
+        first = torch.tensor([loop == 0, loop in (0, start)])
+        score, memory = CRITERIA[name].score(reading, memory, first)
+        alone = [Reading(*(kind[i : i + 1] for kind in reading)) for i in (0, 1) for reading in readings]
+        assert score[0] == scores(name, alone[:LOOPS][: loop + 1])[-1, 0]
+        later = alone[LOOPS:][start if loop >= start else 0 : loop + 1]
+        assert score[1] == scores(name, later)[-1, 0]
+
+
+@over_criteria
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_read_in_single(name, dtype):
+    """The scores of rounded readings, not rounded scores."""
+    readings = random_readings(6, dtype)
+    exact = [Reading(*(kind.double() for kind in reading)) for reading in readings]
+    torch.testing.assert_close(scores(name, readings).double(), scores(name, exact).double(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gate_that_half_precision_takes_for_certain():
+    """sigmoid(6.25) is 1 in bfloat16; the threshold 1 means never, also where exits are certain to any precision."""
+    reading = Reading(gate=torch.tensor([6.25, 500.0], dtype=torch.bfloat16))
+    assert torch.sigmoid(reading.gate)[0] == 1
+    score, _ = CRITERIA["gate"].score(reading, {}, torch.tensor([True, True]))
+    assert score[0].item() == pytest.approx(1 / (1 + math.exp(-6.25)), rel=1e-12) and score[0] < 1
+    assert not ExitRule("gate", 1.0).exits(score).any()
+    assert ExitRule("gate", 0.999).exits(score).tolist() == [False, True]
+
+
+# Rules
+
+
+@over_criteria
+@pytest.mark.parametrize(("min_loops", "interval"), [(1, 1), (3, 1), (1, 2), (4, 2), (3, 3), (LOOPS, 1)])
+def test_exits_are_those_of_the_formulas(name, min_loops, interval):
+    """At thresholds that lie between the scores."""
+    readings, tokens = random_readings(tokens=12), range(12)
+    seen = [score for score in scores(name, readings).flatten().tolist() if math.isfinite(score)]
+    thresholds = (
+        [1, 2]
+        if name == "argmax_stability"
+        else torch.tensor(seen).double().quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+    )
+    found = set()
+    for threshold in [*thresholds, math.inf, -math.inf, 0.0]:
+        loops = exit_loops(ExitRule(name, threshold, min_loops, interval), readings)
+        rule = NaiveRule(name, threshold, min_loops, interval)
+        assert loops == [naive_exit_loop(rule, naive_readings(readings, token)) for token in tokens]
+        found |= set(loops)
+    assert found <= {*range(min_loops, LOOPS, interval), LOOPS}
+    assert len(found) >= min(2, len(range(min_loops, LOOPS + 1, interval)))
+
+
+@over_criteria
+def test_always_and_never(name):
+    always, never = (-math.inf, math.inf) if name in EXITS_ABOVE else (math.inf, -math.inf)
+    readings = random_readings(tokens=3)
+    for min_loops, interval in itertools.product((1, 4), (1, 2)):
+        assert exit_loops(ExitRule(name, always, min_loops, interval), readings) == [min_loops] * 3
+        assert exit_loops(ExitRule(name, never, min_loops, interval), readings) == [LOOPS] * 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "reads", "checks"),
+    [
+        (ExitRule("logit_margin", 1.0), [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),
+        (ExitRule("entropy", 1.0, 4, 2), [4, 6, 8], [4, 6, 8]),
+        (ExitRule("kl", 1.0, 4, 1), [3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8]),  # one to compare with
+        (ExitRule("latent_diff", 1.0, 5, 3), [2, 5, 8], [5, 8]),
+        (ExitRule("entropy_diff", 1.0, 2, 2), [2, 4, 6, 8], [2, 4, 6, 8]),
+        (ExitRule("argmax_stability", 2.0, 5, 1), [3, 4, 5, 6, 7, 8], [5, 6, 7, 8]),
+        (ExitRule("argmax_stability", 1.5, 5, 1), [3, 4, 5, 6, 7, 8], [5, 6, 7, 8]),  # as many as 2
+        (ExitRule("argmax_stability", 2.0, 6, 2), [2, 4, 6, 8], [6, 8]),
+        (ExitRule("argmax_stability", math.inf, 3, 1), [1, 2, 3, 4, 5, 6, 7, 8], [3, 4, 5, 6, 7, 8]),
+        (ExitRule("gate", 0.5, 4, 3), [1, 2, 3, 4, 5, 6, 7, 8], [4, 7]),  # a sum over all loops
+    ],
+    ids=str,
+)
+def test_loops_that_a_rule_reads(rule, reads, checks):
+    """No more than it needs: a reading of logits costs as much as several layers."""
+    assert [loop for loop in range(1, LOOPS + 1) if rule.reads(loop)] == reads
+    assert [loop for loop in range(1, LOOPS + 1) if rule.checks(loop)] == checks
+
+
+def test_published_thresholds():
+    published = {"entropy_diff": 1e-3, "kl": 1e-3, "latent_diff": 0.03, "argmax_stability": 5, "gate": 1.0}
+    config = tiny_config(exit_gate="raw")
+    for name in CRITERIA:
+        if name in published:
+            assert exit_rule(config, name) == ExitRule(name, published[name])
+        else:
+            with pytest.raises(ValueError, match=f"'{name}' has no published threshold: pass exit_threshold"):
+                exit_rule(config, name)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "exit_criterion='margin' is not known: choose one of logit_margin, ", {"criterion": "margin"}),
+        (ValueError, "exit_criterion='gate' needs a model with an exit gate", {"criterion": "gate"}),
+        (TypeError, "exit_threshold must be a number, got '0.5'", {"threshold": "0.5"}),
+        (TypeError, "exit_threshold must be a number, got True", {"threshold": True}),
+        (ValueError, r"exit_threshold=-0.5 is never meant: .* above the threshold", {"threshold": -0.5}),
+        (ValueError, r"exit_threshold=-1 .* below the threshold", {"criterion": "kl", "threshold": -1}),
+        (ValueError, "exit_threshold=nan is never meant", {"threshold": math.nan}),
+        (ValueError, "exit_threshold=1.5 is no probability", {"criterion": "max_prob", "threshold": 1.5}),
+        (ValueError, "min_loops=4 is more than the num_loops=3", {"min_loops": 4}),
+        (ValueError, "min_loops=2 is more than the num_loops=1", {"min_loops": 2, "num_loops": 1}),
+        (ValueError, "min_loops must be at least 1, got 0", {"min_loops": 0}),
+        (TypeError, "min_loops must be an int, got 1.0", {"min_loops": 1.0}),
+        (TypeError, "min_loops must be an int, got True", {"min_loops": True}),
+        (ValueError, "exit_interval must be at least 1, got -2", {"exit_interval": -2}),
+        (TypeError, "exit_interval must be an int, got '2'", {"exit_interval": "2"}),
+        (ValueError, "prompt_loops=4 must be between 1 and num_loops=3", {"prompt_loops": 4}),
+        (TypeError, "prompt_loops must be an int, got 2.0", {"prompt_loops": 2.0}),
+        (ValueError, "exit_threshold, min_loops without exit_criterion", {"criterion": None, "min_loops": 2}),
+        (
+            ValueError,
+            "prompt_loops is for decoding with an exit_crit",
+            {"criterion": None, "threshold": None} | {"prompt_loops": 2},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_rules_are_refused_by_generate(error, message, arguments):
+    """Before any pass is run."""
+    model = tiny_model(loop_loss="per_loop")
+    model.model.forward = None
+    rename = {"criterion": "exit_criterion", "threshold": "exit_threshold"}
+    given = {"criterion": "logit_margin", "threshold": 0.5, **arguments}
+    with pytest.raises(error, match=message):
+        model.generate(random_ids(1, 3), max_new_tokens=2, **{rename.get(k, k): v for k, v in given.items()})
+
+
+def test_a_model_whose_residuals_follow_the_run_cannot_exit():
+    config = tiny_config(residual_depth="run", residual_scaling="linear")
+    with pytest.raises(ValueError, match="residual_depth='run' .* early exit means nothing"):
+        exit_rule(config, "kl")
+
+
+@pytest.mark.parametrize(("loop_loss", "warns"), [("terminal", True), ("per_loop", False)])
+def test_warning_where_exits_were_not_trained(loop_loss, warns, monkeypatch):
+    said = []
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
+    tiny_model(loop_loss=loop_loss).generate(random_ids(1, 3), max_new_tokens=2, exit_criterion="kl")
+    assert any("loop_loss='terminal'" in text and "not trained" in text for text in said) == warns

@@ -1,0 +1,330 @@
+"""Early exit with what else generate does: beams, assistants, samples, streams, processors, conversations, configs."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from modeling_looped import LoopedForCausalLM
+
+from .helpers import random_ids
+from .naive_cache import NaiveDecoder, naive_generate
+from .naive_exits import NaiveRule
+from .test_early_exit import (
+    LENGTH,
+    LOOPS,
+    NEW,
+    SYSTEMS,
+    exits_of,
+    found,
+    generate,
+    model_of,
+    naive_rows,
+    over_systems,
+    over_ways,
+    prompts,
+    rule_for,
+)
+
+
+over_rules = pytest.mark.parametrize("name", ["logit_margin", "latent_diff"])
+
+
+@pytest.fixture(scope="module", params=SYSTEMS)
+def case(request):
+    """A model, left-padded prompts with their mask and alone, and a rule."""
+    model, (ids, mask, rows) = model_of(request.param), prompts()
+    return model, ids, mask, rows, rule_for(model, "logit_margin", rows[0])
+
+
+# Beams and assistants
+
+
+@over_systems
+@over_rules
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"cache_sharing": "last"}], ids=str)
+def test_beams(system, name, cache):
+    """The score and the loops of every beam are those of its tokens by themselves, so the cache moved with it."""
+    model, (ids, mask, rows) = model_of(system), prompts()
+    rule = rule_for(model, name, rows[0])
+    beams = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True, "length_penalty": 0.0}
+    out = generate(model, ids, rule, attention_mask=mask, **beams, **cache)
+    assert (out.beam_indices[:, 1:] % 3 != out.beam_indices[:, :-1] % 3).any()
+    for i, (tokens, loops) in enumerate(zip(*found(out))):
+        decoder, score, took = NaiveDecoder(model, cache.get("cache_sharing", "none")), 0.0, [LOOPS]
+        logits = decoder.run(rows[i // 3], LOOPS)
+        for token in tokens:
+            score += logits[-1].log_softmax(-1)[token].item()
+            logits, count = decoder.run_until(rule, token, LOOPS)
+            took.append(count)
+        assert out.sequences_scores[i].item() == pytest.approx(score, rel=1e-5)
+        assert loops == took[:NEW]
+    assert len(out.token_loops[:, 1:].unique()) > 1
+
+
+@over_systems
+@pytest.mark.parametrize("name", ["logit_margin", "kl", "latent_diff", "gate"])
+@pytest.mark.parametrize("assistant", ["good", "bad", "lookup"])
+def test_assisted(system, name, assistant):
+    """A chunk that is verified exits token by token; what is rejected leaves nothing behind."""
+    model, prompt = model_of(system), random_ids(1, 4).repeat(1, 2)
+    rule = rule_for(model, name, prompt[0].tolist())
+    expected = naive_generate(model, rule, prompt[0].tolist(), LOOPS, NEW)
+    assert len(set(expected[1][1:])) > 1
+    if assistant == "lookup":
+        arguments = {"prompt_lookup_num_tokens": 3}
+    else:
+        arguments = {"assistant_model": model_of("plain", num_loops=2) if assistant == "bad" else model}
+    for cache in ({}, {"past_key_values": DynamicCache(config=model.config)}):
+        out = generate(model, prompt, rule, **arguments, **cache)
+        assert found(out, prompt.shape[1]) == ([expected[0]], [expected[1]])
+
+
+# Samples
+
+
+@over_ways
+def test_samples_that_never_exit_are_those_of_plain_sampling(case, way):
+    model, ids, mask, _, _ = case
+    arguments = {"attention_mask": mask, "do_sample": True, "top_k": 20, "temperature": 1.5}
+    torch.manual_seed(0)
+    expected = model.generate(ids, max_new_tokens=NEW, **arguments)
+    torch.manual_seed(0)
+    out = generate(model, ids, NaiveRule("entropy", 0.0), way, **arguments)
+    assert torch.equal(out.sequences, expected)
+    assert not torch.equal(out.sequences, generate(model, ids, NaiveRule("entropy", 0.0), way, **arguments).sequences)
+
+
+def test_both_ways_draw_the_same_samples_of_one_prompt(case):
+    model, _, _, rows, rule = case
+    results = []
+    for way in ("apart", "together"):
+        torch.manual_seed(0)
+        results.append(found(generate(model, torch.tensor(rows[:1]), rule, way, do_sample=True), len(rows[0])))
+    assert results[0] == results[1] and len(set(results[0][1][0][1:])) > 1
+
+
+@over_ways
+def test_several_samples_of_a_prompt_keep_its_depth(case, way):
+    """Depths that a row of its own would have; a threshold so sharp that samples are drawn from one token."""
+    model, ids, mask, rows, rule = case
+    depths = [6, 2, 3]
+    out = generate(
+        model,
+        ids,
+        rule,
+        way,
+        attention_mask=mask,
+        num_loops=depths,
+        do_sample=True,
+        top_k=1,
+        num_return_sequences=2,
+    )
+    tokens, loops = naive_rows(model, rule, rows, depths)
+    assert found(out) == ([row for row in tokens for _ in "ab"], [row for row in loops for _ in "ab"])
+
+
+# Streams and processors
+
+
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.events, self.ended = [], False
+
+    def put(self, value):
+        self.events.append(("tokens", value.tolist()))
+
+    def put_loops(self, value):
+        self.events.append(("loops", value.tolist()))
+
+    def end(self):
+        self.ended = True
+
+
+@over_ways
+def test_streamer_is_told_loops_before_tokens(case, way):
+    model, _, _, rows, rule = case
+    streamer, prompt = Collector(), torch.tensor(rows[:1])
+    tokens, loops = naive_generate(model, rule, rows[0], LOOPS, NEW)
+    generate(model, prompt, rule, way, streamer=streamer)
+    expected = [("tokens", prompt.tolist())]
+    for token, loop in zip(tokens, loops):
+        expected += [("loops", [loop]), ("tokens", [token])]
+    assert streamer.ended and streamer.events == expected
+
+
+class OddTokens(LogitsProcessor):
+    """Not one that is known to treat every row by itself."""
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == 0, -math.inf)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 4, "eos_token_id": list(range(3, 60))},
+        {"suppress_tokens": list(range(40))},
+        {"bad_words_ids": [[i] for i in range(5, 50)]},
+        {"logits_processor": [OddTokens()]},
+        {"exponential_decay_length_penalty": (2, 3.0), "eos_token_id": 7},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_logits_processors(case, arguments):
+    """Whichever way a row is decoded, and whatever rows are beside it."""
+    model, ids, mask, rows, rule = case
+    plain = generate(model, ids, rule, attention_mask=mask)
+    batches = [generate(model, ids, rule, way, attention_mask=mask, **arguments) for way in ("apart", "together")]
+    assert found(batches[0]) == found(batches[1])
+    assert batches[0].sequences.tolist() != plain.sequences.tolist()
+    for i, row in enumerate(rows):
+        if i > 0 and "no_repeat_ngram_size" in arguments:  # sees the padding
+            break
+        tokens, loops = found(generate(model, torch.tensor([row]), rule, **arguments), len(row))
+        padding = [0] * (batches[0].token_loops.shape[1] - len(tokens[0]))
+        assert (tokens[0] + padding, loops[0] + padding) == tuple(kind[i] for kind in found(batches[0]))
+
+
+def test_scores_and_logits(case):
+    """Those of the naive decoder; scores after the processors."""
+    model, ids, mask, rows, rule = case
+    arguments = {"output_scores": True, "output_logits": True, "suppress_tokens": [3, 4]}
+    out = generate(model, ids, rule, attention_mask=mask, **arguments)
+    assert len(out.scores) == len(out.logits) == NEW
+    for i, row in enumerate(rows):
+        decoder = NaiveDecoder(model)
+        logits = decoder.run(row, LOOPS)
+        for step, token in enumerate(out.sequences[i, LENGTH:].tolist()):
+            expected = logits[-1].float()
+            torch.testing.assert_close(out.logits[step][i], expected, rtol=1e-5, atol=1e-5)
+            expected[[3, 4]] = -math.inf
+            torch.testing.assert_close(out.scores[step][i], expected, rtol=1e-5, atol=1e-5)
+            logits, _ = decoder.run_until(rule, token, LOOPS)
+
+
+class NaiveRuleWithCandidates(NaiveRule):
+    def stops(self, readings):
+        """Also over the tokens that were best at the first reading."""
+        first = readings.logits[self.min_loops - 1] if len(readings.logits) >= self.min_loops else None
+        if first is None or not super().stops(readings):
+            return False
+        some = readings.logits[-1][first.topk(4).indices]
+        return super().stops(readings._replace(logits=[*readings.logits[:-1], some]))
+
+
+@over_ways
+@over_systems
+@pytest.mark.parametrize(("name", "min_loops", "interval"), [("logit_margin", 1, 1), ("max_prob", 2, 2)])
+def test_candidates(system, way, name, min_loops, interval):
+    model, (ids, mask, rows) = model_of(system), prompts()
+    rule = NaiveRuleWithCandidates(*rule_for(model, name, rows[0], min_loops, interval))
+    expected = naive_rows(model, rule, rows, 6)
+    out = generate(model, ids, rule, way, attention_mask=mask, num_loops=6, exit_candidates=4)
+    assert found(out) == expected
+    assert len({loop for row in expected[1] for loop in row[1:]}) > 1
+
+
+# Conversations
+
+
+@over_ways
+@pytest.mark.parametrize("cache", ["own", "returned", "static"])
+@pytest.mark.parametrize("second", [LOOPS, 2])
+def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second):
+    """Also a shallower one. What the first turn left is what its tokens had at their exits."""
+    model, _, _, rows, rule = case
+    prompt, more = torch.tensor(rows[:1]), random_ids(1, 3, seed=1)
+    caches = {"own": DynamicCache(), "static": StaticCache(model.config, max_cache_len=40), "returned": None}
+    first = generate(model, prompt, rule, way, past_key_values=caches[cache])
+    text = torch.cat([first.sequences, more], dim=1)
+    arguments = {"past_key_values": first.past_key_values, "attention_mask": torch.ones_like(text)}
+    out = generate(model, text, rule, way, num_loops=second, **arguments)
+
+    decoder = NaiveDecoder(model)
+    decoder.run(rows[0], LOOPS)
+    for token in first.sequences[0, LENGTH:-1].tolist():
+        decoder.run_until(rule, token, LOOPS)
+    logits = decoder.run(text[0, LENGTH + NEW - 1 :].tolist(), second)
+    tokens, took = [], [second]
+    for _ in range(NEW):
+        tokens.append(int(logits[-1].argmax()))
+        logits, count = decoder.run_until(rule, tokens[-1], second)
+        took.append(count)
+    assert found(out, text.shape[1]) == ([tokens], [took[:NEW]])
+    assert out.past_key_values.get_seq_length() == text.shape[1] + NEW - 1
+
+
+@over_ways
+@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+def test_a_second_turn_with_shared_slots(case, way, sharing):
+    model, _, _, rows, rule = case
+    first = generate(model, torch.tensor(rows[:1]), rule, way, cache_sharing=sharing, num_loops=6)
+    text = torch.cat([first.sequences, random_ids(1, 3, seed=1)], dim=1)
+    out = generate(model, text, rule, way, past_key_values=first.past_key_values, num_loops=6)
+    decoder = NaiveDecoder(model, sharing)
+    decoder.run(rows[0], 6)
+    for token in first.sequences[0, LENGTH:-1].tolist():
+        decoder.run_until(rule, token, 6)
+    logits = decoder.run(text[0, LENGTH + NEW - 1 :].tolist(), 6)
+    for token, loops in zip(found(out, text.shape[1])[0][0], [*found(out, text.shape[1])[1][0][1:], None]):
+        assert token == int(logits[-1].argmax())
+        logits, count = decoder.run_until(rule, token, 6)
+        assert loops in (count, None)
+
+
+@over_ways
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_few_tokens_of_short_prompts(case, way, new_tokens):
+    model, _, _, rows, rule = case
+    for prompt in rows:
+        tokens, loops = naive_generate(model, rule, prompt, LOOPS, new_tokens)
+        out = generate(model, torch.tensor([prompt]), rule, way, new_tokens)
+        assert found(out, len(prompt)) == ([tokens], [loops])
+        assert out.past_key_values.get_seq_length() == len(prompt) + new_tokens - 1
+
+
+def test_more_positions_than_learned_are_refused():
+    model = model_of("learned", max_position_embeddings=9)
+    for way in ("apart", "together"):
+        with pytest.raises(ValueError, match="10 tokens are more than the max_position_embeddings=9"):
+            generate(model, random_ids(1, 5), NaiveRule("kl", 0.1), way)
+
+
+# Generation configs, precision
+
+
+def test_fields_of_the_generation_config_are_saved_and_honoured(case, tmp_path):
+    model, ids, mask, rows, rule = case
+    rule = rule._replace(min_loops=2, interval=2)
+    for name, value in {**exits_of(rule), "num_loops": 6, "prompt_loops": 3}.items():
+        setattr(model.generation_config, name, value)
+    try:
+        expected = naive_rows(model, rule, rows, 6, prompt_loops=3)
+        model.save_pretrained(tmp_path)
+    finally:
+        for name in (*exits_of(rule), "num_loops", "prompt_loops"):
+            setattr(model.generation_config, name, None)
+    for auto in (AutoModelForCausalLM, LoopedForCausalLM):
+        loaded = auto.from_pretrained(tmp_path, dtype=torch.float64)
+        loaded.eval()
+        arguments = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
+        assert found(loaded.generate(ids, **arguments)) == expected
+        other = loaded.generate(ids, **arguments, exit_threshold=math.inf, num_loops=2, prompt_loops=2)  # a call wins
+        assert (other.token_loops == 2).all()
+        with pytest.raises(ValueError, match="min_loops=2 is more than the num_loops=1"):
+            loaded.generate(ids, **arguments, num_loops=1, prompt_loops=1)
+
+
+@over_ways
+def test_bfloat16(way):
+    """Runs, exits apart, and says what it did; its tokens are those of its own passes up to ties, so not compared."""
+    model, (ids, mask, rows) = model_of("windows"), prompts()
+    rule = rule_for(model, "gate", rows[0])
+    out = generate(model.bfloat16(), ids, rule, way, attention_mask=mask)
+    assert out.sequences.shape == (3, LENGTH + NEW) and out.token_loops.shape == (3, NEW)
+    assert len(out.token_loops[:, 1:].unique()) > 1 and (out.token_loops[:, 0] == LOOPS).all()
