@@ -207,7 +207,10 @@ def load_recipe(path: str | Path, overrides: typing.Sequence[str] = ()) -> Recip
         raw.setdefault(section, {})
         if not isinstance(raw[section], dict):
             raise RecipeError(f"section {section!r} must hold key: value pairs, got {raw[section]!r}")
-        raw[section][name] = as_number(yaml.safe_load(value))
+        try:
+            raw[section][name] = as_number(yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise RecipeError(f"{override!r} is not an override: {value!r} is not YAML") from None
     return recipe_from_dict(raw, str(path))
 
 
@@ -222,6 +225,7 @@ def recipe_from_dict(raw: dict, where: str = "the recipe") -> Recipe:
         _refuse_unknown(values, list(hints), where, f"key in {name}")
         checked = {key: _checked(value, hints[key], f"{name}.{key}", where) for key, value in values.items()}
         setattr(recipe, name, section(**checked))
+    _check_ranges(recipe, where)
     _check_relations(recipe, where)
     return recipe
 
@@ -233,11 +237,13 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict:
         raise RecipeError(f"{path} extends itself")
     try:
         raw = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path} must hold sections (model, data, ...), got {raw!r}")
     base = raw.pop("extends", None)
+    if base is not None and not isinstance(base, str):
+        raise RecipeError(f"{path}: extends must name a recipe, got {base!r}")
     merged = _read(path.parent / base, (*seen, path.resolve())) if base else {}
     for name, section in raw.items():
         if isinstance(section, dict) and isinstance(merged.get(name), dict):
@@ -303,18 +309,54 @@ def _checked(value, hint, key: str, where: str):
     raise RecipeError(f"{where}: {key} must be {wanted}, got {value!r}")
 
 
+AT_LEAST = {
+    "data": {"sequence_length": 2, "stride": 1, "max_documents": 1, "tokenizer_vocab_size": 1, "num_proc": 1},
+    "depth": {"maximum": 1, "backprop_loops": 1},
+    "optimizer": {"eps": 0, "weight_decay": 0, "reference_width": 1, "muon_momentum_steps": 0},
+    "schedule": {"warmup_steps": 0, "decay_steps": 0, "decay_fraction": 0, "final_ratio": 0},
+    "training": {
+        "steps": 1,
+        "rows_per_step": 1,
+        "micro_batch_size": 1,
+        "save_every": 1,
+        "keep_last": 1,
+        "stop_after": 1,
+    },
+    "evaluation": {"every": 1, "rows": 1},
+    "logging": {"every": 1, "monitor_every": 1},
+}
+POSITIVE = {
+    "depth": ("mean",),
+    "optimizer": ("lr", "muon_lr", "embedding_lr", "head_lr", "clip"),
+    "training": ("tokens", "epochs", "flops", "tokens_per_parameter"),
+}
+
+
+def _check_ranges(recipe: Recipe, where: str):
+    for section, limits in AT_LEAST.items():
+        for name, limit in limits.items():
+            value = getattr(getattr(recipe, section), name)
+            if isinstance(value, (int, float)) and not limit <= value < math.inf:
+                raise RecipeError(f"{where}: {section}.{name} must be at least {limit}, got {value}")
+    for section, names in POSITIVE.items():
+        for name in names:
+            value = getattr(getattr(recipe, section), name)
+            if value is not None and not 0 < value < math.inf:
+                raise RecipeError(f"{where}: {section}.{name} must be above 0 and finite, got {value}")
+    betas, loops = recipe.optimizer.betas, recipe.evaluation.loops
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise RecipeError(f"{where}: optimizer.betas must be two numbers from 0 to below 1, got {betas}")
+    if loops is not None and (not loops or min(loops) < 1):
+        raise RecipeError(f"{where}: evaluation.loops must be depths of at least 1, got {loops}")
+
+
 def _check_relations(recipe: Recipe, where: str):
-    training, data, depth, optimizer = recipe.training, recipe.data, recipe.depth, recipe.optimizer
+    data, depth, optimizer = recipe.data, recipe.depth, recipe.optimizer
     if optimizer.decay_product is not None:
         decay = optimizer.decay_product / optimizer.lr
         if optimizer.weight_decay not in (0, decay):
             raise RecipeError(f"{where}: set optimizer.weight_decay or optimizer.decay_product, not both")
         optimizer.weight_decay = decay
-    for name in ("rows_per_step", "micro_batch_size", "save_every", "keep_last"):
-        if getattr(training, name) < 1:
-            raise RecipeError(f"{where}: training.{name} must be at least 1, got {getattr(training, name)}")
-    if data.sequence_length < 2:
-        raise RecipeError(f"{where}: data.sequence_length must be at least 2, got {data.sequence_length}")
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
             f"{where}: data.validation_fraction must lie between 0 and 1, got {data.validation_fraction}"
