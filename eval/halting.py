@@ -14,7 +14,6 @@ Prints perplexity, loops and speed-up, and writes halting.json and halting.png (
 
 import argparse
 import itertools
-import json
 import math
 import shlex
 import sys
@@ -23,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
@@ -36,7 +34,7 @@ from .diagnose import compact, finite, rounded
 from .halting_calibration import Units, calibrate, exit_loops, never, perplexity, perplexity_at
 from .halting_plots import draw
 from .halting_run import at_depth, measure, reads, with_halting, with_token_exits
-from .subject import model_folder
+from .saved import open_config, open_tokenizer
 
 
 BEST = "the cheapest"
@@ -72,13 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
     """The model's folder and config, the criteria that fit it, and notes; a mistake costs no loading."""
-    folder = model_folder(args.model)
-    if folder is None:
-        raise ValueError(f"there is no folder {args.model!r}: name a saved model or its training run")
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    if model_type != LoopedConfig.model_type:
-        raise ValueError(f"{args.model!r} has model_type {model_type!r}, which has no loops to save")
-    config = LoopedConfig.from_pretrained(folder)
+    folder, config = open_config(args.model)
     args.num_loops = config.num_loops if args.num_loops is None else args.num_loops
     for budget in args.budget:
         if not (0 <= budget < math.inf):
@@ -117,6 +109,7 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
             if len(ids) >= wanted:
                 break
             ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
+        ids = ids[:wanted]
     if len(ids) < count * length:
         raise ValueError(
             f"{', '.join(texts)} holds {len(ids)} tokens, fewer than two slices of {count // 2} sequences of {length} "
@@ -128,11 +121,7 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
 
 def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to calibrate on, and other rows to measure on."""
-    if args.tokenizer is None and not (folder / "tokenizer_config.json").is_file():
-        raise ValueError(f"{folder} holds no tokenizer to read text with: save one there, or pass --tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
+    tokenizer = open_tokenizer(folder, args.tokenizer, config)
     rows = text_rows(args.text, tokenizer, 2 * args.sequences, args.length + 1, args.seed)
     return rows.to(args.device).chunk(2)
 

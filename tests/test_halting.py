@@ -1,16 +1,23 @@
 """Halting: thresholds against a search over all of them, the dynamic batch against sequences that run alone."""
 
 import itertools
+import json
 import math
+import random
+import re
+import shutil
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
+from eval import halting
 from eval.halting_calibration import Units, calibrate, exit_loops, never, perplexity_at
 from eval.halting_run import at_depth, measure, with_halting, with_token_exits
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids, tiny_model, tiny_tokenizer
 
 
 LOOPS = 4
@@ -41,37 +48,45 @@ def direction(name: str) -> int:
     return 1 if CRITERIA[name].exits_above else -1
 
 
-def naive_scores(model, name: str, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The score of every token of one sequence after each loop, from a full run at every depth."""
-    scores, before = [], None
-    stay, streak = torch.ones(len(ids), dtype=torch.double), torch.zeros(len(ids), dtype=torch.double)
-    for depth in range(1, LOOPS + 1):
+class Depth:
+    """One sequence after a full run at one depth."""
+
+    def __init__(self, model, ids: torch.Tensor, depth: int):
         outputs = model(ids[None], num_loops=depth, output_loop_hidden_states=True)
-        logits, state = outputs.logits[0], outputs.loop_hidden_states[-1][0]
-        p = logits.softmax(-1)
-        ordered = logits.sort(-1, descending=True).values
-        entropy = -(p * p.log()).sum(-1)
-        no_score = torch.full((len(ids),), math.inf, dtype=torch.double)
-        if name == "gate":
-            stay = stay * (1 - model.gate(outputs.loop_hidden_states[-1])[0].sigmoid())
-        if before is not None:
-            streak = torch.where(p.argmax(-1) == before[0].argmax(-1), streak + 1, 0)
-        scores.append(
-            {
-                "logit_margin": lambda: ordered[:, 0] - ordered[:, 1],
-                "max_prob": lambda: p.max(-1).values,
-                "entropy": lambda: entropy,
-                "entropy_diff": lambda: no_score if before is None else (entropy - before[1]).abs(),
-                "kl": lambda: no_score if before is None else (before[0] * (before[0] / p).log()).sum(-1),
-                "latent_diff": lambda: (
-                    no_score if before is None else (state - before[2]).norm(dim=-1) / state.norm(dim=-1)
-                ),
-                "argmax_stability": lambda: streak,
-                "gate": lambda: 1 - stay,
-            }[name]()
-        )
-        before = (p, entropy, state)
-    return scores
+        self.logits, self.state = outputs.logits[0], outputs.loop_hidden_states[-1][0]
+        self.p = self.logits.softmax(-1)
+        self.entropy = -(self.p * self.p.log()).sum(-1)
+        self.best = self.logits.argmax(-1)
+        self.leaves = None if model.exit_gate is None else model.gate(self.state).sigmoid()
+
+
+def naive_score(name: str, depths: list[Depth]) -> torch.Tensor:
+    """The score of every token after the last of these depths, from the definitions."""
+    now, before = depths[-1], depths[-2] if len(depths) > 1 else None
+    if name == "logit_margin":
+        ordered = now.logits.sort(-1, descending=True).values
+        return ordered[:, 0] - ordered[:, 1]
+    if name == "max_prob":
+        return now.p.max(-1).values
+    if name == "entropy":
+        return now.entropy
+    if name == "gate":
+        return 1 - math.prod(1 - depth.leaves for depth in depths)
+    if name == "argmax_stability":
+        same = torch.stack([depth.best == now.best for depth in depths[::-1]])  # latest first, itself included
+        return same.double().cumprod(0).sum(0) - 1
+    if before is None:
+        return torch.full((len(now.p),), math.inf, dtype=torch.double)
+    if name == "entropy_diff":
+        return (now.entropy - before.entropy).abs()
+    if name == "kl":
+        return (before.p * (before.p / now.p).log()).sum(-1)
+    return (now.state - before.state).norm(dim=-1) / now.state.norm(dim=-1)
+
+
+def naive_scores(model, name: str, ids: torch.Tensor) -> list[torch.Tensor]:
+    depths = [Depth(model, ids, depth) for depth in range(1, LOOPS + 1)]
+    return [naive_score(name, depths[:depth]) for depth in range(1, LOOPS + 1)]
 
 
 def middle_threshold(name: str, scores: torch.Tensor) -> float:
@@ -124,41 +139,40 @@ def random_units(name: str, seed: int, ties: bool) -> Units:
     return Units(losses, {name: scores})
 
 
+def run_each(units: Units, name: str, threshold: float, min_loops: int) -> tuple[float, float]:
+    """Mean loops and perplexity, unit after unit."""
+    losses, scores = units.losses.T.tolist(), units.scores[name].T.tolist()
+    loops, lost = 0, 0.0
+    for unit_losses, unit_scores in zip(losses, scores):
+        depth = min_loops
+        while depth < LOOPS:
+            unreachable = name == "gate" and threshold == 1
+            if not unreachable and direction(name) * unit_scores[depth - 1] >= direction(name) * threshold:
+                break
+            depth += 1
+        loops, lost = loops + depth, lost + unit_losses[depth - 1]
+    return loops / len(losses), math.exp(lost / len(losses))
+
+
 @pytest.mark.parametrize("name", CRITERIA)
 @pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("min_loops", [1, 2, 3])
-def test_the_threshold_is_the_cheapest_within_the_budget(name, ties, min_loops):
-    found = 0
-    for seed, budget in itertools.product(range(8), (0.0, 0.005, 0.02, 0.5)):
+def test_the_threshold_is_the_cheapest_within_the_budget(name, ties):
+    between = 0
+    for seed, min_loops, budget in itertools.product(range(3), (1, 2, 3), (0.0, 0.005, 0.02, 0.5)):
         units = random_units(name, seed, ties)
-        losses, scores = units.losses, units.scores[name]
-        limit = (1 + budget) * losses[-1].mean().exp().item()
-
-        def run(threshold):
-            """Each unit by itself: (mean loops, perplexity)."""
-            loops, lost = 0, 0.0
-            for unit in range(losses.shape[1]):
-                depth = min_loops
-                while depth < LOOPS:
-                    score = scores[depth - 1, unit].item()
-                    unreachable = name == "gate" and threshold == 1
-                    if not unreachable and direction(name) * score >= direction(name) * threshold:
-                        break
-                    depth += 1
-                loops, lost = loops + depth, lost + losses[depth - 1, unit].item()
-            return loops / losses.shape[1], math.exp(lost / losses.shape[1])
-
+        scores = units.scores[name]
+        limit = (1 + budget) * units.losses[-1].mean().exp().item() + 1e-12
         candidates = {value for value in scores.flatten().tolist() if math.isfinite(value)} | {never(name), 1 - 1e-15}
-        results = [run(threshold) for threshold in candidates]
-        cheapest = min(loops for loops, perplexity in results if perplexity <= limit + 1e-12)
+        results = [run_each(units, name, threshold, min_loops) for threshold in candidates]
+        cheapest = min(loops for loops, found in results if found <= limit)
         threshold = calibrate(name, units, budget, min_loops)
-        loops, perplexity = run(threshold)
-        assert perplexity <= limit + 1e-12 and loops == cheapest
+        loops, found = run_each(units, name, threshold, min_loops)
+        assert found <= limit and loops == cheapest
         chosen = exit_loops(ExitRule(name, threshold, min_loops), scores)
         assert chosen.double().mean().item() == loops
-        assert perplexity_at(chosen, losses) == pytest.approx(perplexity)
-        found += 1 < loops < LOOPS
-    assert found > 3
+        assert perplexity_at(chosen, units.losses) == pytest.approx(found)
+        between += min_loops < loops < LOOPS
+    assert between > 3
 
 
 @torch.no_grad()
@@ -176,3 +190,158 @@ def test_token_exits_are_measured_on_what_generate_would_see():
             assert outputs.token_loops.item() == scored.loops[row, place]
             loss = F.cross_entropy(outputs.logits[0], ids[place + 1 : place + 2])
             torch.testing.assert_close(scored.losses[row, place], loss)
+
+
+# The command
+
+
+def make_folder(tmp_path, words: int = 4000, **fields):
+    """A saved model with a tokenizer, and a text."""
+    model = tiny_model(vocab_size=30, num_loops=LOOPS, loop_loss="per_loop", **fields)
+    model.save_pretrained(tmp_path / "final")
+    tiny_tokenizer().save_pretrained(tmp_path / "final")
+    generator = random.Random(0)
+    (tmp_path / "text.txt").write_text(" ".join(generator.choices("abcdefghij", k=words)))
+    return tmp_path / "final"
+
+
+def command(folder, *options) -> list[str]:
+    text = str(folder.parent / "text.txt")
+    sizes = ["--sequences", "12", "--length", "10", "--batch-size", "5", "--repeats", "1"]
+    return [str(folder), text, *sizes, "--output", str(folder.parent), *options]
+
+
+def test_the_command_measures_and_writes(tmp_path, capsys):
+    folder = make_folder(tmp_path)
+    halting.run(halting.parse(command(folder, "--budget", "0.05", "--min-loops", "2", "--write", "entropy")))
+    printed = capsys.readouterr().out
+    assert "gate is left out" in printed and "fixed depth" in printed
+    content = json.loads((tmp_path / "halting.json").read_text())
+    result = content["result"]
+    assert (tmp_path / "halting.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [row["loops"] for row in result["fixed"]] == list(range(1, LOOPS + 1))
+    names = [name for name in CRITERIA if name != "gate"]
+    for table in (result["halting"], result["tokens"]):
+        assert [row["criterion"] for row in table] == names
+        for row in table:
+            assert 2 <= row["mean_loops"] <= LOOPS and row["calibrated_ratio"] <= 1.05 + 1e-6
+            assert row["ratio"] == pytest.approx(row["perplexity"] / result["fixed"][-1]["perplexity"], rel=1e-4)
+
+    row = next(row for row in result["tokens"] if row["criterion"] == "entropy")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.generation_config.exit_threshold == pytest.approx(row["threshold"], rel=1e-5)
+    settings = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    written = model.generate(random_ids(3, 5, 30), **settings)
+    plain = LoopedForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict())
+    given = {"exit_criterion": "entropy", "exit_threshold": model.generation_config.exit_threshold, "min_loops": 2}
+    asked = plain.eval().generate(random_ids(3, 5, 30), **settings, **given)
+    full = plain.generate(random_ids(3, 5, 30), **settings)
+    assert written.sequences.equal(asked.sequences) and written.token_loops.equal(asked.token_loops)
+    assert len(written.token_loops[:, 1:].unique()) > 1 and full.token_loops.unique().tolist() == [LOOPS]
+
+
+@torch.no_grad()
+def test_what_the_command_says_is_what_each_sequence_alone_gives(tmp_path):
+    folder = make_folder(tmp_path)
+    args = halting.parse(command(folder, "--criteria", "logit_margin", "--budget", "0.02"))
+    halting.run(args)
+    result = json.loads((tmp_path / "halting.json").read_text())["result"]
+    calibration, rows = halting.two_slices(args, folder, LoopedConfig.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    row, losses, loops = result["halting"][0], [], []
+    for ids in rows:
+        for depth in range(1, LOOPS + 1):
+            logits = model(ids[None, :-1], num_loops=depth).logits[0]
+            best = logits.topk(2).values
+            if (best[:, 0] - best[:, 1]).mean() >= row["threshold"]:
+                break
+        losses.append(F.cross_entropy(logits, ids[1:]))
+        loops.append(depth)
+    assert row["mean_loops"] == pytest.approx(sum(loops) / len(loops))
+    assert row["perplexity"] == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-4)
+    full = torch.stack([F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:]) for ids in rows]).mean().exp()
+    assert result["fixed"][-1]["perplexity"] == pytest.approx(full.item(), rel=1e-4)
+
+
+class Counting:
+    """A tokenizer that gives every word a token of its own, so that tokens tell where they come from."""
+
+    eos_token_id = None
+
+    def __init__(self):
+        self.seen = 0
+
+    def __call__(self, text, add_special_tokens):
+        words = text.split()
+        self.seen += len(words)
+        return {"input_ids": list(range(self.seen - len(words), self.seen))}
+
+
+def test_slices_do_not_overlap(tmp_path):
+    make_folder(tmp_path, words=500)
+    rows = halting.text_rows([str(tmp_path / "text.txt")], Counting(), 20, 9, seed=0)
+    assert rows.shape == (20, 9) and len(rows.unique()) == 180
+    assert not rows.flatten().equal(torch.arange(180)) and rows[:, 0].sort().values.equal(torch.arange(0, 180, 9))
+
+
+def test_every_text_is_read(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 200)
+    rows = halting.text_rows([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], tiny_tokenizer(), 20, 10, seed=0)
+    assert (rows == 4).sum() == (rows == 5).sum() == 100
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--budget", "-0.01"], "--budget -0.01 must be at least 0"),
+        (["--budget", "nan"], "--budget nan"),
+        (["--criteria", "margin"], "exit_criterion='margin' is not known"),
+        (["--criteria", "gate"], "exit_gate='none'"),
+        (["--num-loops", "1"], "num_loops=1: with a single loop"),
+        (["--min-loops", "4"], "--min-loops 4"),
+        (["--sequences", "0"], "--sequences must be at least 1, got 0"),
+        (["--sequences", "4000"], "fewer than two slices of 4000 sequences"),
+        (["--criteria", "entropy", "--write", "kl"], "--write kl is not among"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_loaded(tmp_path, options, words):
+    folder = make_folder(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError) as error:
+        halting.run(halting.parse(command(folder, *options)))
+    assert words in str(error.value)
+
+
+def test_models_that_cannot_exit_are_refused(tmp_path):
+    folder = make_folder(tmp_path)
+    for change, words in [
+        ({"residual_depth": "run"}, "residual_depth='run'"),
+        ({"num_loops": 1}, "with a single loop"),
+        ({"model_type": "llama"}, "model_type 'llama'"),
+    ]:
+        fields = json.loads((folder / "config.json").read_text())
+        fields.pop("num_hidden_layers")
+        other = tmp_path / words
+        shutil.copytree(folder, other)
+        (other / "config.json").write_text(json.dumps({**fields, "loop_loss": "terminal", **change}))
+        with pytest.raises(ValueError, match=re.escape(words)):
+            halting.run(halting.parse(command(other)))
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        halting.run(halting.parse(command(folder)))
+    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
+        halting.run(halting.parse(["nowhere"]))
+
+
+def test_nothing_is_written_where_nothing_is_gained(tmp_path):
+    folder = make_folder(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    before = (folder / "generation_config.json").read_text()
+    args = halting.parse(command(folder))
+    slow = [{"criterion": "kl", "predicted_speedup": 0.9, "threshold": 0.5}]
+    assert "nothing is written" in halting.write_threshold(model, folder, halting.BEST, slow, args)
+    stuck = [{"criterion": "kl", "predicted_speedup": 1.1, "threshold": -math.inf}]
+    assert "nothing is written" in halting.write_threshold(model, folder, "kl", stuck, args)
+    assert (folder / "generation_config.json").read_text() == before
