@@ -152,7 +152,8 @@ h1 { font-size: 1.05rem; font-weight: 600; margin: 0 0 .3rem } h1 + p { margin: 
 .bar div { border-radius: 4px 4px 0 0 } .bar span { color: #68717a } .bar b { display: block }
 .text { font: 15px/1.95 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
         overflow-wrap: anywhere; margin: 1.6rem 0 }
-.prompt { color: #68717a } .t { outline: 0; cursor: default } .t > span:first-child { border-radius: 4px; padding: 2px 0 }
+.prompt { color: #68717a } .t { outline: 0; cursor: default }
+.t > span:first-child { border-radius: 4px; padding: 2px 0 }
 .t:hover > span:first-child, .t:focus > span:first-child { box-shadow: 0 0 0 2px #1d2329 } .t i { opacity: .45 }
 .card { display: none; position: fixed; right: 1.2rem; top: 1.2rem; z-index: 1; background: #fff; border-radius: 12px;
         padding: .9rem 1.1rem; box-shadow: 0 2px 6px #0002, 0 16px 40px #0003; font: 14px/1.4 system-ui, sans-serif;

@@ -114,7 +114,7 @@ def split(tokenizer, prompt: list[int], new: list[int]) -> list[tuple[str, list[
     def decode(ids):
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    pieces, waiting, before = [], [], decode(prompt)
+    pieces, waiting, before = [], [], decode(prompt).rstrip("\ufffd")
     for number in range(len(new)):
         waiting.append(number)
         after = decode(prompt + new[: number + 1])
