@@ -306,8 +306,12 @@ class LoopedConfig(PreTrainedConfig):
     # Relations between fields; types and single values are checked by @strict.
 
     def validate_rope(self):
-        if self.position_embedding == "rope":  # transformers fills in rope_parameters, and checks them, regardless
+        if self.position_embedding != "rope":  # transformers fills in rope_parameters, and checks them, regardless
+            return
+        try:
             super().validate_rope()
+        except KeyError as error:
+            raise ValueError(f"rope_parameters={self.rope_parameters} lack a key. {error.args[0]}") from error
 
     def validate_architecture(self):
         self._validate_sizes()

@@ -42,7 +42,8 @@ DEPTH_FIELDS = {
 class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
     """
     token_loops: loops that each new token took, [batch, new tokens]; 0 after the end of a row.
-    acceptance_rate: the part of the drafted tokens that full depth accepted, under self-speculation.
+    acceptance_rate: of the drafts that were compared with full depth, the part that it agreed with; what was drafted
+    after a wrong one is not compared.
     """
 
     token_loops: torch.LongTensor | None = None
@@ -63,6 +64,15 @@ def depth_argument(num_loops) -> int | torch.LongTensor:
     is_one = not isinstance(num_loops, (list, tuple)) and not (torch.is_tensor(num_loops) and num_loops.ndim > 0)
     depths = check_depths(num_loops, 1 if is_one else len(num_loops))
     return depths[0] if is_one else torch.tensor(depths, dtype=torch.long)
+
+
+def check_prompt(prompt):
+    """prompt: ids or embeddings; None starts from the first token."""
+    if torch.is_tensor(prompt) and (prompt.ndim < 2 or 0 in prompt.shape[:2]):
+        raise ValueError(
+            f"the prompt has shape {tuple(prompt.shape)}, but must be [batch, length] with at least one token in each "
+            "of at least one row; without a prompt, pass none, and bos_token_id begins"
+        )
 
 
 def deepest(config, num_loops) -> int:
@@ -87,6 +97,8 @@ class LoopedGenerationMixin(GenerationMixin):
         All are also fields of `generation_config`. With return_dict_in_generate the output has `token_loops`; a
         streamer with a method `put_loops` is told them before each `put` (but not by assisted decoding).
         """
+        names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
+        check_prompt(kwargs[names[0]] if names else args[0] if args else None)
         return super().generate(*args, **kwargs)
 
     def _keep_depth_fields(self):
@@ -115,8 +127,8 @@ class LoopedGenerationMixin(GenerationMixin):
             raise ValueError(f"draft_tokens={config.draft_tokens} without draft_loops: say at how many loops to draft")
         if config.assistant_early_exit is not None:
             raise ValueError(
-                f"assistant_early_exit={config.assistant_early_exit} leaves out layers at the end, and here those that "
-                "loop are all of them: pass draft_loops=k to draft with the first k loops"
+                f"assistant_early_exit={config.assistant_early_exit} drafts with the first layers, and these layers "
+                "loop: pass draft_loops=k to draft with the first k loops"
             )
         self._check_warm_start(config)
         if config.cache_sharing not in (None, "none"):

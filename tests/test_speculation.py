@@ -1,13 +1,21 @@
 """Self-speculation: what full depth would say, from less work; and the warm start."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import pad
-from transformers import DynamicCache, StaticCache
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    QuantizedCache,
+    StaticCache,
+)
 
-from modeling_looped import speculation
+from modeling_looped import LoopedCache
 from modeling_looped.speculation import PROBE_EVERY, Speculator
 
 from .helpers import random_ids, tiny_model
@@ -370,3 +378,258 @@ def test_the_distribution_test_can_fail(monkeypatch, optimist):
 
     monkeypatch.setattr(Speculator, "noise", same_noise)
     assert chi_square(counts_of(model, ids, 6000, draft_loops=1, top_k=0), full) > 20
+
+
+# Caches and streams
+
+
+CACHES = {
+    "returned": lambda model: None,
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=48),
+    "looped": lambda model: LoopedCache(model.config),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("system", ["prelude_coda_grouped", "windows", "parcae"])
+def test_the_cache_can_be_continued(system, kind, optimist):
+    """By a second turn that drafts, and by a third that does not."""
+    model, conversation = model_of(system), random_ids(1, 6)
+    cache = CACHES[kind](model)
+    for seed, drafting in enumerate([{"draft_loops": 3}, {"draft_loops": 1, "draft_tokens": 2}, {}]):
+        given = {} if cache is None else {"past_key_values": cache}
+        out = greedy(model, conversation, **given, **drafting, max_new_tokens=7, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, greedy(model, conversation, max_new_tokens=7))
+        cache = out.past_key_values
+        assert cache.get_seq_length() == out.sequences.shape[1] - 1
+        conversation = torch.cat([out.sequences, random_ids(1, 3, seed=seed + 1)], dim=1)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic_full"])
+def test_cache_implementations(kind, optimist):
+    model, prompts = model_of("windows"), left_padded(2, 7)
+    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "cache_implementation": kind}
+    assert torch.equal(model.generate(**arguments, draft_loops=2), model.generate(**arguments))
+
+
+class LoopCollector(Collector):
+    def __init__(self):
+        super().__init__()
+        self.loops = []
+
+    def put_loops(self, loops):
+        self.loops += loops.tolist()
+
+
+def test_streamer_is_told_what_full_depth_says_and_no_guess(optimist):
+    model, ids, streamer = model_of("parcae"), random_ids(1, 6), LoopCollector()
+    tokens = greedy(model, ids, draft_loops=2, streamer=streamer)
+    assert streamer.ended and streamer.tokens == tokens[0].tolist()
+    assert streamer.loops == [4] * NEW
+
+
+def test_penalties_of_left_padded_rows_that_run_apart(optimist):
+    model, prompts = model_of("plain"), left_padded(3, 7)
+    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "repetition_penalty": 1.5}
+    assert torch.equal(model.generate(**arguments, draft_loops=2), model.generate(**arguments))
+
+
+def test_fields_of_the_generation_config(tmp_path, rounds):
+    model, ids = model_of("prelude_coda_grouped"), random_ids(1, 6)
+    fields = {"draft_loops": 2, "draft_tokens": 3, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    full = greedy(model, ids)
+    assert torch.equal(model.generate(ids, generation_config=GenerationConfig(**fields)), full)
+    assert rounds
+    rounds.clear()
+    model.generation_config.draft_loops, model.generation_config.draft_tokens = 2, 3
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert (loaded.generation_config.draft_loops, loaded.generation_config.draft_tokens) == (2, 3)
+    assert torch.equal(greedy(loaded, ids, pad_token_id=0), full)
+    assert rounds and max(drafts for _, drafts in rounds) == 3
+
+
+# What is refused
+
+
+class Another(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+REFUSED = {
+    "as deep": ({"draft_loops": 4}, ValueError, "draft_loops=4 must be below num_loops=4"),
+    "deeper than asked": ({"draft_loops": 2, "num_loops": 2}, ValueError, "draft_loops=2 must be below num_loops=2"),
+    "no loops": ({"draft_loops": 0}, ValueError, "draft_loops must be at least 1, got 0"),
+    "less than none": ({"draft_loops": -1}, ValueError, "draft_loops must be at least 1, got -1"),
+    "no tokens": ({"draft_loops": 1, "draft_tokens": 0}, ValueError, "draft_tokens must be at least 1, got 0"),
+    "a word": ({"draft_loops": "2"}, TypeError, "draft_loops must be an int, got '2'"),
+    "a fraction": ({"draft_loops": 1.5}, TypeError, "draft_loops must be an int, got 1.5"),
+    "a truth": ({"draft_loops": True}, TypeError, "draft_loops must be an int, got True"),
+    "half a token": ({"draft_loops": 1, "draft_tokens": 2.5}, TypeError, "draft_tokens must be an int, got 2.5"),
+    "tokens alone": ({"draft_tokens": 3}, ValueError, "draft_tokens=3 without draft_loops"),
+    "depths": ({"draft_loops": 1, "num_loops": [3, 4]}, ValueError, "draft_loops needs one num_loops for all rows"),
+    "exits": (
+        {"draft_loops": 1, "exit_criterion": "max_prob", "exit_threshold": 0.5},
+        ValueError,
+        "draft_loops gives the output of full depth and exit_criterion that of early exits",
+    ),
+    "sharing": ({"draft_loops": 1, "cache_sharing": "last"}, ValueError, "cache_sharing='last' .* draft_loops contra"),
+    "beams": ({"draft_loops": 1, "num_beams": 2}, ValueError, "draft_loops goes with greedy .* not with beam search"),
+    "lookup": (
+        {"draft_loops": 1, "prompt_lookup_num_tokens": 2},
+        ValueError,
+        "draft_loops goes with greedy .* not with assisted decoding",
+    ),
+    "no cache": (
+        {"draft_loops": 1, "use_cache": False},
+        ValueError,
+        "do not work with use_cache=False: leave one out",
+    ),
+    "states": (
+        {"draft_loops": 1, "output_hidden_states": True, "return_dict_in_generate": True},
+        ValueError,
+        "do not work with output_hidden_states",
+    ),
+    "a processor": (
+        {"draft_loops": 1, "logits_processor": LogitsProcessorList([Another()])},
+        ValueError,
+        "do not work with Another: leave one out",
+    ),
+    "leaving out layers": ({"assistant_early_exit": 2}, ValueError, "assistant_early_exit=2 .* pass draft_loops=k"),
+    "warm drafts": ({"draft_loops": 1, "warm_start": True}, ValueError, "warm_start cannot be drafted"),
+    "warm depths": ({"warm_start": True, "num_loops": [3, 4]}, ValueError, "warm_start needs one num_loops"),
+    "warm number": ({"warm_start": 1}, TypeError, "warm_start must be True or False, got 1"),
+    "warm beams": ({"warm_start": True, "num_beams": 2}, ValueError, "warm_start goes with greedy .* beam search"),
+    "warm, no cache": ({"warm_start": True, "use_cache": False}, ValueError, "do not work with use_cache=False"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    arguments, error, message = REFUSED[name]
+    rows = 1 if "prompt_lookup_num_tokens" in arguments else 2
+    with pytest.raises(error, match=message):
+        greedy(model_of("huginn"), random_ids(rows, 5), **arguments)
+
+
+def test_an_assistant_is_refused():
+    with pytest.raises(ValueError, match="draft_loops goes with greedy .* not with assisted decoding"):
+        greedy(model_of("plain"), random_ids(1, 5), draft_loops=1, assistant_model=model_of("plain"))
+
+
+def test_models_without_shallow_prefixes_are_refused():
+    model = model_of("plain", residual_depth="run", residual_scaling="linear")
+    with pytest.raises(ValueError, match="residual_depth='run' the first loops of a deep run are not a shallow run"):
+        greedy(model, random_ids(1, 5), draft_loops=1)
+
+
+def test_a_cache_that_cannot_be_cropped_is_refused():
+    model = model_of("plain")
+    try:
+        cache = QuantizedCache("fp8", model.config)
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such backend: {error}")
+    with pytest.raises(ValueError, match="do not work with a quantized cache, which cannot be cropped: leave one out"):
+        greedy(model, random_ids(1, 5), draft_loops=1, past_key_values=cache)
+
+
+def test_an_offloaded_cache_is_refused():
+    with pytest.raises(ValueError, match="do not work with an offloaded cache: leave one out"):
+        model = model_of("plain")
+        greedy(
+            model, random_ids(1, 5), draft_loops=1, past_key_values=DynamicCache(config=model.config, offloading=True)
+        )
+
+
+# Warm start: the next token's loops begin where the last token's ended
+
+
+WARM = {
+    "zeros": {"injection": "add", "state_init": "zeros"},
+    "between": {
+        **SECTIONS,
+        "injection": "concat",
+        "state_init": "normal",
+        "inter_loop_norm": "own",
+        "loop_damping": True,
+        "position_embedding": "learned",
+    },
+    "huginn": {"preset": "huginn", **SECTIONS},
+    "parcae": {"preset": "parcae", **SECTIONS},
+}
+
+
+@torch.no_grad()
+def naive_warm_start(model, ids, threshold: float | None = None):
+    """Of one prompt [length]: its tokens and their loops; every token by passes of its own, one of each depth."""
+    model, ids = copy.deepcopy(model), ids[None]
+    model.config.state_init = "normal"  # which takes an initial state, and in evaluation is zero without one
+    out = model(ids, num_loops=4, output_loop_hidden_states=True, use_cache=True)
+    cache, tokens, loops = out.past_key_values, [], [4]
+    while True:
+        state = model.model.between(out.loop_hidden_states[-1][:, -1:])
+        token = out.logits[:, -1:].argmax(-1)
+        tokens.append(int(token))
+        if len(tokens) == NEW:
+            return tokens, loops
+        for depth in [4] if threshold is None else [1, 2, 3, 4]:
+            past = copy.deepcopy(cache)
+            arguments = {"past_key_values": past, "num_loops": depth, "initial_state": state}
+            out = model(token, **arguments, output_loop_hidden_states=True)
+            if threshold is not None and out.logits.softmax(-1).max() >= threshold:
+                break
+        cache = past
+        loops.append(depth)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.5], ids=["full depth", "exits"])
+@pytest.mark.parametrize("system", WARM)
+def test_warm_start(system, threshold):
+    model, prompts = tiny_model(**{"eos_token_id": None, "num_loops": 4, **WARM[system]}).double(), left_padded(3, 6)
+    exits = {} if threshold is None else {"exit_criterion": "max_prob", "exit_threshold": threshold}
+    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **exits}
+    out = model.generate(**arguments, warm_start=True, return_dict_in_generate=True)
+    for row, (ids, mask) in enumerate(zip(prompts["inputs"], prompts["attention_mask"])):
+        tokens, loops = naive_warm_start(model, ids[mask.bool()], threshold)
+        assert out.sequences[row, 6:].tolist() == tokens
+        assert out.token_loops[row].tolist() == loops
+    assert not torch.equal(out.sequences, model.generate(**arguments))
+    if threshold is not None:
+        assert len(out.token_loops[:, 1:].unique()) > 1
+
+
+def test_warm_start_needs_a_state_that_is_not_the_input():
+    with pytest.raises(ValueError, match="warm_start needs a state .* state_init='embedding'"):
+        greedy(model_of("plain"), random_ids(1, 5), warm_start=True)
+
+
+# Unusual requests
+
+
+MODES = {
+    "plain": {},
+    "exits": {"exit_criterion": "max_prob", "exit_threshold": 0.3},
+    "drafts": {"draft_loops": 2},
+    "warm": {"warm_start": True},
+}
+over_modes = pytest.mark.parametrize("mode", MODES)
+
+
+@over_modes
+@pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0), (5,)], ids=str)
+def test_prompts_of_no_tokens_are_refused(mode, shape):
+    model, ids = model_of("huginn"), torch.zeros(shape, dtype=torch.long)
+    for arguments in ({"inputs": ids}, {"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
+        if ids.ndim == 2 or "inputs_embeds" not in arguments:
+            with pytest.raises(ValueError, match=r"the prompt has shape .* with at least one token"):
+                model.generate(**arguments, max_new_tokens=3, **MODES[mode])
+
+
+@over_modes
+def test_several_samples_of_a_prompt(mode):
+    torch.manual_seed(0)
+    arguments = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, **MODES[mode]}
+    out = model_of("huginn").generate(**left_padded(2, 6), **arguments, return_dict_in_generate=True)
+    assert out.sequences.shape == (6, 6 + NEW) and len(out.sequences.unique(dim=0)) == 6

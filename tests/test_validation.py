@@ -69,6 +69,12 @@ REFUSED = {
     "heads by groups": ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
     "odd rotary head": ({"hidden_size": 20}, ["head_dim=5", "even", "learned"]),
     "derived depth": ({"num_hidden_layers": 5}, ["num_hidden_layers=5", "2 * 3", "6", "num_core_layers"]),
+    # positions
+    "rope without its factor": ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters", "linear", "factor"]),
+    "rope without all of its keys": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}},
+        ["rope_parameters", "llama3", "low_freq_factor"],
+    ),
     # windows
     "pattern letters": ({"window_pattern": "SXL"}, ["window_pattern", "SXL", "S and L"]),
     "empty pattern": ({"window_pattern": ""}, ["window_pattern", "''", "S and L"]),
