@@ -62,6 +62,11 @@ class ContinuousDecoder:
         self.ordinary_cache = outputs.past_key_values
         length = int(self.ordinary_cache.get_seq_length())
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
+        if mask is not None and mask.shape[1] != length:
+            raise ValueError(
+                f"the cache holds {length} tokens of a prompt of {mask.shape[1]}: virtual tokens, as prompt and prefix "
+                "tuning put before it, go with plain decoding; leave out exit_criterion, draft_loops and warm_start"
+            )
         valid = None if mask is None else mask.bool()
         sharing = getattr(self.ordinary_cache, "sharing", "none")
         self.cache = RowCache(model.config, max(self.limits), batch, valid, sharing)

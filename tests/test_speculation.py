@@ -406,10 +406,9 @@ def test_the_cache_can_be_continued(system, kind, optimist):
         conversation = torch.cat([out.sequences, random_ids(1, 3, seed=seed + 1)], dim=1)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic_full"])
-def test_cache_implementations(kind, optimist):
+def test_static_cache_by_name(optimist):
     model, prompts = model_of("windows"), left_padded(2, 7)
-    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "cache_implementation": kind}
+    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static"}
     assert torch.equal(model.generate(**arguments, draft_loops=2), model.generate(**arguments))
 
 
@@ -584,20 +583,23 @@ def naive_warm_start(model, ids, threshold: float | None = None):
         loops.append(depth)
 
 
-@pytest.mark.parametrize("threshold", [None, 0.5], ids=["full depth", "exits"])
+@pytest.mark.parametrize("exits", [False, True], ids=["full depth", "exits"])
 @pytest.mark.parametrize("system", WARM)
-def test_warm_start(system, threshold):
+def test_warm_start(system, exits):
     model, prompts = tiny_model(**{"eos_token_id": None, "num_loops": 4, **WARM[system]}).double(), left_padded(3, 6)
-    exits = {} if threshold is None else {"exit_criterion": "max_prob", "exit_threshold": threshold}
-    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **exits}
-    out = model.generate(**arguments, warm_start=True, return_dict_in_generate=True)
+    arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    arguments |= {"output_scores": True, "return_dict_in_generate": True}
+    cold, threshold = model.generate(**arguments), None
+    if exits:
+        threshold = torch.stack(cold.scores).softmax(-1).amax(-1).median().item()
+        arguments |= {"exit_criterion": "max_prob", "exit_threshold": threshold}
+    out = model.generate(**arguments, warm_start=True)
     for row, (ids, mask) in enumerate(zip(prompts["inputs"], prompts["attention_mask"])):
         tokens, loops = naive_warm_start(model, ids[mask.bool()], threshold)
         assert out.sequences[row, 6:].tolist() == tokens
         assert out.token_loops[row].tolist() == loops
-    assert not torch.equal(out.sequences, model.generate(**arguments))
-    if threshold is not None:
-        assert len(out.token_loops[:, 1:].unique()) > 1
+    assert not torch.equal(out.sequences, cold.sequences)
+    assert (len(out.token_loops[:, 1:].unique()) > 1) == exits
 
 
 def test_warm_start_needs_a_state_that_is_not_the_input():
@@ -633,3 +635,20 @@ def test_several_samples_of_a_prompt(mode):
     arguments = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, **MODES[mode]}
     out = model_of("huginn").generate(**left_padded(2, 6), **arguments, return_dict_in_generate=True)
     assert out.sequences.shape == (6, 6 + NEW) and len(out.sequences.unique(dim=0)) == 6
+
+
+@pytest.mark.parametrize("mode", ["exits", "drafts"])
+def test_adapters(mode):
+    """Low-rank ones go with every mode; virtual tokens only with plain decoding."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model, arguments = model_of("huginn"), {**left_padded(2, 6), "max_new_tokens": NEW, "do_sample": False}
+    cold = model.generate(**arguments, **MODES[mode])
+    adapted = peft.get_peft_model(model, lora).eval()
+    tokens = adapted.generate(**arguments, **MODES[mode])
+    assert not torch.equal(tokens, cold)
+    assert torch.equal(tokens, adapted.merge_and_unload().generate(**arguments, **MODES[mode]))
+    for kind in (peft.PrefixTuningConfig, peft.PromptTuningConfig):
+        adapted = peft.get_peft_model(model_of("plain"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double()
+        with pytest.raises(ValueError, match="holds 9 tokens of a prompt of 6: virtual tokens"):
+            adapted.eval().generate(**arguments, **MODES[mode])
