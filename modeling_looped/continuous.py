@@ -64,8 +64,8 @@ class ContinuousDecoder:
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
         if mask is not None and mask.shape[1] != length:
             raise ValueError(
-                f"the cache holds {length} tokens of a prompt of {mask.shape[1]}: virtual tokens, as prompt and prefix "
-                "tuning put before it, go with plain decoding; leave out exit_criterion, draft_loops and warm_start"
+                f"the cache holds {length} tokens of a prompt of {mask.shape[1]}: virtual tokens, as prefix and "
+                "prompt tuning put before it, go with plain decoding; leave out exit_criterion, draft_loops and warm_start"
             )
         valid = None if mask is None else mask.bool()
         sharing = getattr(self.ordinary_cache, "sharing", "none")
