@@ -155,8 +155,8 @@ h1 { font-size: 1.05rem; font-weight: 600; margin: 0 0 .3rem } h1 + p { margin: 
 .prompt { color: #68717a } .t { outline: 0; cursor: default }
 .t > span:first-child { border-radius: 4px; padding: 2px 0 }
 .t:hover > span:first-child, .t:focus > span:first-child { box-shadow: 0 0 0 2px #1d2329 } .t i { opacity: .45 }
-.card { display: none; position: fixed; right: 1.2rem; top: 1.2rem; z-index: 1; background: #fff; border-radius: 12px;
-        padding: .9rem 1.1rem; box-shadow: 0 2px 6px #0002, 0 16px 40px #0003; font: 14px/1.4 system-ui, sans-serif;
+.card { display: none; position: fixed; right: 1.2rem; bottom: 1.2rem; z-index: 1; background: #fff;
+        border-radius: 12px; padding: .9rem 1.1rem; box-shadow: 0 2px 6px #0002, 0 16px 40px #0003; font: 14px/1.4 system-ui, sans-serif;
         white-space: normal; text-align: center; width: 240px }
 .t:hover .card, .t:focus:not(:hover) .card { display: block } .card > * { display: block }
 .t:hover .card { z-index: 2 } .piece { font: 600 17px ui-monospace, Menlo, monospace; overflow-wrap: anywhere }
@@ -177,7 +177,7 @@ def page(shown: Shown) -> str:
         f'<div><h1>Loops of every token</h1><p class="mean">{shown.mean_loops:.2f} '
         f"<small>of {shown.num_loops} loops, {plural(len(shown.tokens), 'token')}</small></p>"
         f"<small>{escape(shown.rule)}</small></div>\n"
-        f'<div class="bars">{legend(shown)}</div></header>\n'
+        f'<div><div class="bars">{legend(shown)}</div><small>tokens by their loops</small></div></header>\n'
         f'<div class="text"><span class="prompt">{escape(visible(shown.prompt))}</span>{spans(shown)}</div>\n'
         "<footer>Colour: the loops that a token took. Under the pointer: its logit margin over loops, from one pass "
         f"over the whole text at full depth; dashed beyond its exit.<br>{facts}</footer>\n"
