@@ -64,8 +64,9 @@ def facts(run: RunFolder) -> dict[str, str]:
 def architecture(config: dict) -> str:
     if not config:
         return "–"
+    layers, loops = config["num_core_layers"], config["num_loops"]
     parts = [
-        f"{config['num_core_layers']} layers x {config['num_loops']} loops",
+        f"{layers} layer{'s' * (layers != 1)} x {loops} loop{'s' * (loops != 1)}",
         f"width {config['hidden_size']}",
         f"injection {config.get('injection', 'none')}",
     ]
@@ -176,6 +177,7 @@ def norms(runs: list[RunFolder]) -> Section:
                 )
             draw_series(over_steps, run, "residual_norm", color=f"C{i}", label=run.name)
             draw_series(radius, run, "spectral_radius", color=f"C{i}", label=run.name)
+        over_loops.locator_params(axis="x", integer=True)
         over_loops.set(xlabel="loop", ylabel="||h|| / sqrt(d) at the end")
         over_steps.set(xlabel="step", ylabel="||h|| / sqrt(d) after the last loop")
         radius.set(xlabel="step", ylabel="spectral radius of the injection")

@@ -187,6 +187,7 @@ def main(arguments: list[str] | None = None) -> dict:
     result = compare(first, second, options.level, options.resamples)
     print(table(result))
     if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 

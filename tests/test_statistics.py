@@ -1,0 +1,153 @@
+"""Two models over the same questions: scores by hand, intervals against all resamples there are."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.tasks import TaskManager
+
+from eval import statistics
+from eval.harness import results_by_depth
+from eval.looped_lm import LoopedLM
+from eval.statistics import Item, compare, gold_index, item_scores, paired_bootstrap, read_samples
+from modeling_looped import LoopedForCausalLM
+from tests.helpers import tiny_tokenizer
+from tests.test_harness import documents, save_model, task_configs
+
+
+def item(task="t", doc_id=0, gold=0, log_likelihoods=(-1.0, -2.0), lengths=(1, 1)) -> Item:
+    return Item(task, doc_id, f"hash{doc_id}", gold, np.array(log_likelihoods), np.array(lengths, dtype=float))
+
+
+def test_scores_of_an_item():
+    scores = item_scores(item(gold=2, log_likelihoods=(-4.0, -9.0, -6.0), lengths=(1, 3, 4)))
+    # per token: -4, -3, -1.5
+    total = math.exp(-4) + math.exp(-3) + math.exp(-1.5)
+    assert scores == pytest.approx(
+        {
+            "accuracy": 0.0,
+            "normalised_accuracy": 1.0,
+            "candidate_nll": 8.5 / 3,
+            "gold_margin": 1.5,
+            "gold_probability": math.exp(-1.5) / total,
+        }
+    )
+
+
+def test_probabilities_of_very_unlikely_candidates():
+    scores = item_scores(item(gold=1, log_likelihoods=(-9000.0, -9001.0)))
+    assert scores["gold_probability"] == pytest.approx(1 / (1 + math.e)) and scores["gold_margin"] == -1
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
+def test_interval_against_every_resample(level):
+    """Of five items there are 5^5 resamples, all equally likely: their quantiles are the interval."""
+    first = np.array([0.3, -1.0, 0.2, 0.55, 2.0])
+    second = np.array([0.1, 0.5, 0.25, 1.0, 1.9])
+    differences = second - first
+    means = sorted(differences[list(drawn)].mean() for drawn in itertools.product(range(5), repeat=5))
+    found = paired_bootstrap(first, second, level, resamples=40_000)
+    for value, share in zip(found, ((1 - level) / 2, (1 + level) / 2)):
+        # between the exact quantiles at four standard errors of 40,000 draws to either side
+        slack = 4 * math.sqrt(share * (1 - share) / 40_000)
+        low, high = (np.quantile(means, share + side * slack) for side in (-1, 1))
+        assert low - 1e-12 <= value <= high + 1e-12
+
+
+def test_pairs_are_kept_together():
+    """Scores that vary a lot and always differ by the same amount: the change is certain."""
+    first = np.random.default_rng(0).normal(scale=10, size=50)
+    assert paired_bootstrap(first, first + 0.25) == pytest.approx((0.25, 0.25))
+    with pytest.raises(ValueError, match="got 2 and 3"):
+        paired_bootstrap(first[:2], first[:3])
+
+
+def test_interval_of_many_items_is_the_normal_one():
+    rng = np.random.default_rng(1)
+    first, second = rng.normal(size=(2, 2000))
+    low, high = paired_bootstrap(first, second, resamples=4000)
+    error = 1.96 * (second - first).std() / math.sqrt(2000)
+    middle = (second - first).mean()
+    assert (middle - low, high - middle) == pytest.approx((error, error), rel=0.1)
+
+
+def test_accuracy_over_tasks_and_scores_over_items():
+    """Of two tasks, one has one item and the other three; the order of the items is no matter."""
+    first = [item("a", 0, gold=1)] + [item("b", i) for i in range(3)]
+    second = [item("b", i, log_likelihoods=(-1.0, -1.5 - i)) for i in (2, 0, 1)] + [item("a", 0, gold=0)]
+    second[-1] = item("a", 0, gold=1, log_likelihoods=(-2.0, -1.0))
+    result = compare(first, second, resamples=100)
+    assert result["items"] == 4 and result["tasks"] == ["a", "b"]
+    assert (result["accuracy"]["first"], result["accuracy"]["second"]) == (0.5, 1.0)  # (0 + 1) / 2, not 3 / 4
+    assert result["gold_margin"]["first"] == pytest.approx((-1 + 1 + 1 + 1) / 4)
+    assert result["gold_margin"]["second"] == pytest.approx((1 + 0.5 + 1.5 + 2.5) / 4)
+    assert result["accuracy"]["interval"] is None and len(result["gold_margin"]["interval"]) == 2
+    with pytest.raises(ValueError, match="1 items are in one of the two only, e.g. doc_id 2 of b"):
+        compare(first, second[1:])
+
+
+def test_which_candidate_is_right():
+    assert gold_index({"target": " d"}, [" c", " d"], "") == 1
+    assert gold_index({"target": "1"}, [" c", " d"], "") == 1
+    assert gold_index({"target": "7"}, [" 8", " 7"], "") == 1  # a text, though it looks like an index
+    assert gold_index({"target": " end", "doc": {"answer": "2"}}, [" end", " end"], "") == 1  # WinoGrande
+    with pytest.raises(ValueError, match="here: target '5' is none of the 2"):
+        gold_index({"target": "5"}, [" c", " d"], "here")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What lm-eval writes of a model at one loop and at four, and the model."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, config in task_configs(folder).items():
+        (folder / f"{name}.yaml").write_text(json.dumps({**config, "num_fewshot": 0}))
+    model = save_model(folder / "model")
+    lm = LoopedLM(model, num_loops=[1, 4], batch_size=4, device="cpu")
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    options = {"tasks": ["choice", "letter", "rolling"], "task_manager": manager, "bootstrap_iters": 0}
+    results = results_by_depth(lm, {"pretrained": model}, {"output_path": str(folder / "out")}, **options)
+    return folder / "out", model, results
+
+
+def test_samples_of_lm_eval(runs, tmp_path, capsys):
+    """Against the model itself, in float64, and the accuracies that lm-eval found."""
+    out, folder, results = runs
+    output = tmp_path / "new/statistics.json"
+    arguments = [str(out / "loops_1"), str(out / "loops_4"), "--tokenizer", folder, "--output", str(output)]
+    found = statistics.main([*arguments, "--resamples", "200"])
+    assert json.loads(output.read_text())["items"] == found["items"] == 18
+    assert "| gold margin |" in capsys.readouterr().out
+
+    model, tokenizer = LoopedForCausalLM.from_pretrained(folder), tiny_tokenizer()
+    for side, depth in (("first", 1), ("second", 4)):
+        nlls = []
+        for task in ("choice", "letter"):
+            for row in documents()[task]:
+                of_item = []
+                for choice in row["choices"]:
+                    context = tokenizer(row["question"])["input_ids"]
+                    answer = tokenizer(f" {choice}")["input_ids"]
+                    ids = torch.tensor((context + answer)[-65:])
+                    with torch.no_grad():
+                        log_p = model(ids[None, :-1], num_loops=depth).logits[0].double().log_softmax(-1)
+                    of_item.append(-log_p[-len(answer) :].gather(-1, ids[-len(answer) :, None]).mean().item())
+                nlls.append(sum(of_item) / 3)
+        assert found["candidate_nll"][side] == pytest.approx(sum(nlls) / 18, rel=1e-5)
+        accuracies = [results[depth]["results"][task]["acc,none"] for task in ("choice", "letter")]
+        assert found["accuracy"][side] == pytest.approx(sum(accuracies) / 2)
+    change = found["candidate_nll"]
+    assert change["interval"][0] < change["change"] < change["interval"][1]
+
+
+def test_folders_without_choices(runs, tmp_path):
+    out = runs[0]
+    with pytest.raises(ValueError, match="run lm-eval with --log_samples"):
+        read_samples(tmp_path, len)
+    (rolling,) = (out / "loops_1").rglob("samples_rolling_*.jsonl")
+    with pytest.raises(ValueError, match="no multiple-choice samples"):
+        read_samples(rolling, len)
+    with pytest.raises(ValueError, match=r"level=1.5 must lie in \(0, 1\)"):
+        statistics.main([str(out), str(out), "--level", "1.5"])
