@@ -65,7 +65,7 @@ class ContinuousDecoder:
         if mask is not None and mask.shape[1] != length:
             raise ValueError(
                 f"the cache holds {length} tokens of a prompt of {mask.shape[1]}: virtual tokens, as prefix and "
-                "prompt tuning put before it, go with plain decoding; leave out exit_criterion, draft_loops and warm_start"
+                "prompt tuning put before it, go with plain decoding: leave out exits, draft_loops and warm_start"
             )
         valid = None if mask is None else mask.bool()
         sharing = getattr(self.ordinary_cache, "sharing", "none")
