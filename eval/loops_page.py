@@ -155,9 +155,9 @@ h1 { font-size: 1.05rem; font-weight: 600; margin: 0 0 .3rem } h1 + p { margin: 
 .prompt { color: #68717a } .t { outline: 0; cursor: default }
 .t > span:first-child { border-radius: 4px; padding: 2px 0 }
 .t:hover > span:first-child, .t:focus > span:first-child { box-shadow: 0 0 0 2px #1d2329 } .t i { opacity: .45 }
-.card { display: none; position: fixed; right: 1.2rem; bottom: 1.2rem; z-index: 1; background: #fff;
-        border-radius: 12px; padding: .9rem 1.1rem; box-shadow: 0 2px 6px #0002, 0 16px 40px #0003; font: 14px/1.4 system-ui, sans-serif;
-        white-space: normal; text-align: center; width: 240px }
+.card { display: none; position: fixed; right: 1.2rem; bottom: 1.2rem; z-index: 1; width: 240px; background: #fff;
+        border-radius: 12px; padding: .9rem 1.1rem; box-shadow: 0 2px 6px #0002, 0 16px 40px #0003;
+        font: 14px/1.4 system-ui, sans-serif; white-space: normal; text-align: center }
 .t:hover .card, .t:focus:not(:hover) .card { display: block } .card > * { display: block }
 .t:hover .card { z-index: 2 } .piece { font: 600 17px ui-monospace, Menlo, monospace; overflow-wrap: anywhere }
 small { color: #68717a } footer { color: #68717a; font-size: 13px; border-top: 1px solid #e6e8ea; padding-top: 1rem }
