@@ -307,6 +307,10 @@ def show(result: dict, indent: str = ""):
             print(f"{indent}{key}")
             for item in value:
                 print(f"{indent}  " + "  ".join(f"{name} {number(each)}" for name, each in item.items()))
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            print(f"{indent}{key}")
+            for line in value:
+                print(f"{indent}  {line}")
         elif value not in ([], {}):
             print(f"{indent}{key:24} {number(value)}")
 

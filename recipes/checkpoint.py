@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from filelock import FileLock, Timeout
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -216,6 +217,29 @@ def on_main_process(function: Callable, folder: Path):
     if error is not None:
         raise error
     return result
+
+
+@contextmanager
+def alone(folder: Path):
+    """No other run writes to `folder` meanwhile; the operating system frees the lock of one that was killed."""
+    lock = FileLock(folder / ".lock")
+
+    def acquire():
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise CheckpointError(
+                f"another process is training in {folder}: wait for it, or choose another training.output_dir"
+            ) from None
+        except NotImplementedError:  # a file system without locks
+            pass
+
+    on_main_process(acquire, folder)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 # Finding

@@ -159,7 +159,10 @@ class Recipe:
         """The model's config; `overrides` hold what only the tokenizer knows (vocab_size and special tokens)."""
         fields = {**self.model, **overrides}
         preset = fields.pop("preset", None)
-        return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+        try:
+            return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+        except ValueError as error:
+            raise RecipeError(f"section 'model': {error}") from error
 
     def mean_depth(self, config: LoopedConfig) -> float:
         return config.num_loops if self.depth.mean is None else self.depth.mean

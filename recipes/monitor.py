@@ -28,10 +28,10 @@ class Monitor:
         self.history, self.warned = dict(state["history"]), set(state["warned"])
 
     def measure(self, model, loop_hidden_states) -> dict[str, float]:
-        """Call after the backward pass and before clipping. `model` is the bare causal LM."""
+        """Call after the backward pass and before clipping. `model` is the bare causal LM; states may be none."""
         norms = residual_norms(loop_hidden_states)
         metrics = {f"residual_norm/loop_{k}": norm for k, norm in enumerate(norms, start=1)}
-        metrics["residual_norm"] = norms[-1]
+        metrics["residual_norm"] = norms[-1] if norms else None
         metrics["state_change"] = state_change(loop_hidden_states)
         metrics["first_mlp_gradient_norm"] = gradient_norm((list(model.model.prelude) + list(model.model.core))[0].mlp)
         metrics["spectral_radius"] = spectral_radius(model.model.injection)

@@ -13,12 +13,15 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
+from torch.nn.functional import pad
 from tqdm import tqdm
 
+from eval.hooks import token_losses
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.samplers import balanced_ranks, depths_of_step, generator_of, initial_state_of_step
 
 from .checkpoint import (
+    alone,
     check_space,
     comparable,
     differing,
@@ -41,6 +44,7 @@ from .monitor import Monitor
 from .optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
 from .publish import create_repository, model_card, push
 from .shards import prepare, rows_of_step
+from .sources import looks_like_path
 
 
 class Divergence(RuntimeError):
@@ -60,6 +64,7 @@ class Pretraining:
         )
         self.check_batches()
         self.check_trackers()
+        self.check_start()
         with self.accelerator.main_process_first():
             self.data = prepare(recipe.data)
 
@@ -109,6 +114,14 @@ class Pretraining:
             raise RecipeError(
                 f"logging.trackers={self.recipe.logging.trackers}: {', '.join(missing)} is not installed; install it "
                 f"(pip install {' '.join(missing)}), or leave it out"
+            )
+
+    def check_start(self):
+        start = self.recipe.training.initialize_from
+        if start is not None and looks_like_path(start) and not (Path(start) / "config.json").is_file():
+            raise RecipeError(
+                f"training.initialize_from={start!r} holds no saved model (looked from {Path.cwd()}): train that one "
+                "first, or name another"
             )
 
     def build_model(self) -> LoopedForCausalLM:
@@ -198,7 +211,7 @@ class Pretraining:
                     # gradients are averaged over processes, so each divides by its share of the labels
                     num_items_in_batch=labelled / accelerator.num_processes,
                     output_logits=False,
-                    output_loop_hidden_states=watch and last,
+                    output_loop_hidden_states=watch and last and self.depths_in_one_pass,
                     use_cache=False,
                 )
                 accelerator.backward(outputs.loss)
@@ -215,7 +228,7 @@ class Pretraining:
         positions = list(range(recipe.training.rows_per_step))
         metrics = {"loss": loss, "loops": sum(self.depth_settings(step, positions)) / len(positions)}
         if watch:
-            metrics.update(self.monitor.measure(self.bare, states))
+            metrics.update(self.monitor.measure(self.bare, states or ()))
         fill_missing_gradients(self.optimizers)
         if recipe.optimizer.clip is not None:
             norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
@@ -231,6 +244,10 @@ class Pretraining:
     # The run
 
     def train(self):
+        with alone(self.output):
+            return self.run()
+
+    def run(self):
         self.start()
         self.last_step = min(self.total_steps, self.recipe.training.stop_after or self.total_steps)
         quiet = not self.accelerator.is_main_process
@@ -329,7 +346,7 @@ class Pretraining:
         count = min(recipe.evaluation.rows, len(validation))
         mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
         loops = recipe.evaluation.loops or list(range(1, self.config.num_loops + 1))
-        sums = torch.zeros(max(loops), device=accelerator.device, dtype=torch.float64)
+        sums = torch.zeros(len(loops), device=accelerator.device, dtype=torch.float64)
         nats = torch.zeros_like(sums)
         counted = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # labels, bytes
         self.model.eval()
@@ -339,10 +356,7 @@ class Pretraining:
             batch = self.data.validation.batch(rows or [0])
             num_bytes = self.data.validation.num_bytes(rows or [0]).to(accelerator.device)
             batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-            outputs = self.model(
-                **batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False
-            )
-            losses = outputs.loop_token_losses.double()  # [loops, rows, length]
+            losses = self.losses_at(loops, batch)
             labelled = torch.zeros_like(losses[0])
             labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
             has_bytes = labelled * (num_bytes > 0)
@@ -353,10 +367,10 @@ class Pretraining:
         to_shards(self.model)
         sums, nats, counted = (accelerator.reduce(t, reduction="sum") for t in (sums, nats, counted))
         metrics = {}
-        for k in loops:
-            metrics[f"validation/loss_at_{k}"] = (sums[k - 1] / counted[0]).item()
-            metrics[f"validation/bits_per_byte_at_{k}"] = (nats[k - 1] / counted[1] / math.log(2)).item()
-        final = min(max(loops), self.config.num_loops)
+        for i, k in enumerate(loops):
+            metrics[f"validation/loss_at_{k}"] = (sums[i] / counted[0]).item()
+            metrics[f"validation/bits_per_byte_at_{k}"] = (nats[i] / counted[1] / math.log(2)).item()
+        final = max((k for k in loops if k <= self.config.num_loops), default=min(loops))
         self.last_validation = metrics[f"validation/loss_at_{final}"]
         metrics["validation/loss"] = self.last_validation
         self.metrics.write(self.step - 1, metrics)
@@ -365,6 +379,22 @@ class Pretraining:
         if limit is not None and not self.last_validation <= limit:
             raise Divergence(f"the validation loss {self.last_validation:.4f} is above training.max_loss={limit}")
         return metrics
+
+    @property
+    def depths_in_one_pass(self) -> bool:
+        """Whether the states of a pass are those of shallower passes."""
+        return self.config.residual_depth == "trained"
+
+    def losses_at(self, loops: list[int], batch: dict) -> torch.Tensor:
+        """Cross-entropy at every depth and position, 0 at the last, which has no target: [depths, rows, length]."""
+        if self.depths_in_one_pass:
+            outputs = self.model(
+                **batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False
+            )
+            return outputs.loop_token_losses.double()[[k - 1 for k in loops]]
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        passes = (self.model(**inputs, num_loops=k, use_cache=False).logits for k in loops)
+        return torch.stack([pad(token_losses(logits, batch["labels"]), (0, 1)) for logits in passes]).double()
 
     def equal_batches(self, count: int) -> int:
         """Forward passes that every process makes over `count` rows."""

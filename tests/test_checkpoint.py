@@ -15,6 +15,7 @@ import torch
 from modeling_looped import LoopedForCausalLM
 from recipes.checkpoint import (
     CheckpointError,
+    alone,
     best_checkpoint,
     check_space,
     export_model,
@@ -136,6 +137,15 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert folders(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     assert latest_checkpoint(tmp_path).name == "step-00000005"
     assert best_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_one_run_at_a_time(tmp_path):
+    with alone(tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="another process is training in .*run: wait for it"):
+            with alone(tmp_path / "run"):
+                pass
+    with alone(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
 
 
 def test_no_checkpoint_is_none(tmp_path):

@@ -20,9 +20,10 @@ from transformers import AutoTokenizer
 
 from modeling_looped import LoopedForCausalLM
 from recipes import publish
-from recipes.config import RecipeError
+from recipes.config import RecipeError, load_recipe
 from recipes.metrics import read_metrics
 from recipes.pretrain import Divergence, main
+from recipes.shards import prepare
 
 
 FOLDER = Path(__file__).parent.parent
@@ -93,9 +94,6 @@ def test_smoke_recipe_trains(name, text, tmp_path):
 
 def test_validation_is_that_of_the_saved_model(text, tmp_path):
     """Loss and bits per byte, computed again from the logits of the exported model."""
-    from recipes.config import load_recipe
-    from recipes.shards import prepare
-
     arguments = settings(text, tmp_path)
     final = main([str(SMOKE / "parcae.yaml"), *arguments])
     data = prepare(load_recipe(SMOKE / "parcae.yaml", arguments).data)
@@ -112,6 +110,23 @@ def test_validation_is_that_of_the_saved_model(text, tmp_path):
     assert last["validation/loss_at_2"] == pytest.approx(nats[labelled].mean().item(), rel=1e-5)
     bits = nats[num_bytes > 0].sum() / num_bytes.sum() / torch.log(torch.tensor(2.0))
     assert last["validation/bits_per_byte_at_2"] == pytest.approx(bits.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("residual_depth", ["trained", "run"])
+def test_validation_at_chosen_depths(residual_depth, text, tmp_path):
+    """Also where each depth needs a pass of its own, and where the trained depth is not among them."""
+    more = [f"model.residual_depth={residual_depth}", "model.residual_scaling=linear", "evaluation.loops=[2, 5]"]
+    final = main([str(SMOKE / "residual_scaling.yaml"), *settings(text, tmp_path, *more)])
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    last = [record for record in records if "validation/loss" in record][-1]
+    assert last["validation/loss"] == last["validation/loss_at_2"] and "validation/loss_at_3" not in last
+    assert ("residual_norm" in records[0]) == (residual_depth == "trained")
+    data = prepare(load_recipe(tmp_path / "recipe.yaml").data)
+    batch = data.validation.batch(range(min(8, len(data.validation))))
+    model = LoopedForCausalLM.from_pretrained(final)
+    for depth in (2, 5):
+        expected = model(batch["input_ids"], labels=batch["labels"], num_loops=depth).loss.item()
+        assert last[f"validation/loss_at_{depth}"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_gate_stage_trains_the_gate_alone(text, tmp_path):
@@ -297,6 +312,9 @@ def test_a_loss_that_is_no_number_stops_the_run(text, tmp_path):
         (["data.source=/nowhere/to/be/found.txt"], "found.txt"),
         (["training.freeze_all_but_gate=true"], "needs a model with an exit gate"),
         (["training.steps=null"], "say how long to train"),
+        (["training.initialize_from=runs/of/nothing"], "'runs/of/nothing' holds no saved model"),
+        (["model.num_loops=0"], "num_loops must be at least 1, got 0"),
+        (["model.preset=ltt"], "section 'model': .*ltt"),
     ],
 )
 def test_errors_before_training(more, message, text, tmp_path):
