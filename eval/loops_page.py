@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 # from few loops to many, ever darker, so that it also reads in grey
-SCALE = [(0xEA, 0xF6, 0xF2), (0xC3, 0xE5, 0xD3), (0xFB, 0xDD, 0x8A), (0xF4, 0x95, 0x55), (0xC8, 0x3E, 0x5C)]
+SCALE = [(0xEA, 0xF6, 0xF2), (0xC3, 0xE5, 0xD3), (0xF6, 0xD0, 0x7A), (0xF4, 0x95, 0x55), (0xC8, 0x3E, 0x5C)]
 
 
 class Token(NamedTuple):
@@ -54,7 +54,7 @@ def color(loops: float, num_loops: int) -> tuple[int, int, int]:
 def ink(background: tuple[int, int, int]) -> tuple[int, int, int]:
     """Dark or white, whichever reads better."""
     red, green, blue = background
-    return (0x1D, 0x23, 0x29) if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else (255, 255, 255)
+    return (0x14, 0x18, 0x1C) if 0.299 * red + 0.587 * green + 0.114 * blue > 121 else (255, 255, 255)
 
 
 def css(background: tuple[int, int, int]) -> str:

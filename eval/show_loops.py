@@ -51,7 +51,7 @@ def rule_of(args, folder: Path, config) -> ExitRule:
     criterion, threshold, min_loops = args.exit_criterion, args.exit_threshold, args.min_loops
     if criterion is None and getattr(stored, "exit_criterion", None):
         criterion = stored.exit_criterion
-        threshold = stored.exit_threshold if threshold is None else threshold
+        threshold = getattr(stored, "exit_threshold", None) if threshold is None else threshold
         min_loops = getattr(stored, "min_loops", None) if min_loops is None else min_loops
     if criterion is None and threshold is not None:
         raise ValueError(f"--exit-threshold {threshold} without --exit-criterion: name one, e.g. logit_margin")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import random
 import re
 import shutil
 
@@ -195,13 +194,14 @@ def test_token_exits_are_measured_on_what_generate_would_see():
 # The command
 
 
-def make_folder(tmp_path, words: int = 4000, **fields):
-    """A saved model with a tokenizer, and a text."""
-    model = tiny_model(vocab_size=30, num_loops=LOOPS, loop_loss="per_loop", **fields)
+def make_folder(tmp_path, **fields):
+    """A saved model with a tokenizer, and a text that it wrote at full depth, so that depth is worth something."""
+    model = tiny_model(vocab_size=30, num_loops=LOOPS, loop_loss="per_loop", eos_token_id=None, **fields)
     model.save_pretrained(tmp_path / "final")
-    tiny_tokenizer().save_pretrained(tmp_path / "final")
-    generator = random.Random(0)
-    (tmp_path / "text.txt").write_text(" ".join(generator.choices("abcdefghij", k=words)))
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "final")
+    ids = model.generate(random_ids(12, 1, 30), max_new_tokens=50, do_sample=True, top_k=0)
+    (tmp_path / "text.txt").write_text(" ".join(tokenizer.batch_decode(ids)))
     return tmp_path / "final"
 
 
@@ -279,7 +279,7 @@ class Counting:
 
 
 def test_slices_do_not_overlap(tmp_path):
-    make_folder(tmp_path, words=500)
+    (tmp_path / "text.txt").write_text("word " * 500)
     rows = halting.text_rows([str(tmp_path / "text.txt")], Counting(), 20, 9, seed=0)
     assert rows.shape == (20, 9) and len(rows.unique()) == 180
     assert not rows.flatten().equal(torch.arange(180)) and rows[:, 0].sort().values.equal(torch.arange(0, 180, 9))

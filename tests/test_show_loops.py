@@ -136,8 +136,7 @@ def test_the_terminal_shows_the_same_text(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    model = tiny_model(vocab_size=30, num_loops=4, loop_loss="per_loop")
-    model.generation_config.eos_token_id = None
+    model = tiny_model(vocab_size=30, num_loops=4, loop_loss="per_loop", eos_token_id=None)
     model.save_pretrained(tmp_path / "final")
     tiny_tokenizer().save_pretrained(tmp_path / "final")
     return tmp_path / "final"
@@ -145,7 +144,7 @@ def folder(tmp_path):
 
 @torch.no_grad()
 def test_loops_and_margins_are_those_of_the_model(folder, tmp_path, capsys):
-    options = ["--exit-criterion", "logit_margin", "--exit-threshold", "1", "--max-new-tokens", "20"]
+    options = ["--exit-criterion", "logit_margin", "--exit-threshold", "0.5", "--max-new-tokens", "20"]
     output = tmp_path / "made" / "page.html"
     shown = show_loops.main([str(folder), "a b c", *options, "--min-loops", "2", "--output", str(output)])
     assert "\x1b" not in capsys.readouterr().out
@@ -153,7 +152,7 @@ def test_loops_and_margins_are_those_of_the_model(folder, tmp_path, capsys):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), tiny_tokenizer()
     ids = tokenizer("a b c", return_tensors="pt")["input_ids"]
     settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "min_loops": 2}
-    outputs = model.generate(ids, exit_criterion="logit_margin", exit_threshold=1.0, **settings)
+    outputs = model.generate(ids, exit_criterion="logit_margin", exit_threshold=0.5, **settings)
     loops = [token.loops for token in shown.tokens]
     assert loops == outputs.token_loops[0].tolist() and len(set(loops)) > 1
     assert shown.mean_loops == pytest.approx(sum(loops) / 20)
