@@ -534,6 +534,7 @@ def test_a_cache_that_cannot_be_cropped_is_refused():
         greedy(model, random_ids(1, 5), draft_loops=1, past_key_values=cache)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloaded caches move between the CPU and an accelerator")
 def test_an_offloaded_cache_is_refused():
     with pytest.raises(ValueError, match="do not work with an offloaded cache: leave one out"):
         model = model_of("plain")
