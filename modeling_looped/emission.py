@@ -56,7 +56,7 @@ class Emission:
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
         pad = config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
-        self.ids = torch.nn.functional.pad(input_ids, (0, 64), value=self.pad)
+        self.ids = torch.nn.functional.pad(input_ids.long(), (0, 64), value=self.pad)
         self.loops = torch.zeros_like(self.ids)
         self.lengths = [self.prompt_length] * self.num_rows
         self.unfinished = [True] * self.num_rows
