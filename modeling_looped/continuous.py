@@ -232,11 +232,13 @@ class ContinuousDecoder:
         screened = [row for row in rows if self.rule.screens(first=not self.has_reading[row])]
         if not screened:
             return rows
-        normed = self.normed(screened, state, at)[:, -1:]
-        weights = self.model.lm_head.weight[
-            self.memory["candidates"][self.index(screened)]
-        ]  # [rows, candidates, hidden]
-        logits = self.model.softcapped(torch.matmul(normed, weights.transpose(1, 2)))[:, 0]
+        candidates = self.memory["candidates"][self.index(screened)]
+        normed, head = self.normed(screened, state, at), self.model.lm_head
+        if type(head) is torch.nn.Linear and not head.weight.is_meta:
+            weights = head.weight[candidates]  # [rows, candidates, hidden]
+            logits = self.model.softcapped(torch.matmul(normed, weights.transpose(1, 2)))[:, 0]
+        else:  # adapted, quantized or offloaded
+            logits = self.model.logits(normed)[:, 0].gather(-1, candidates)
         score, _ = self.rule.criterion.score(Reading(logits=logits), {}, None)
         passed = {row for row, passes in zip(screened, self.rule.exits(score).tolist()) if passes}
         return [row for row in rows if row in passed or not self.has_reading[row]]

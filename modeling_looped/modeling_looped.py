@@ -430,7 +430,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: the exit distribution of the gate.
         """
         check_inputs(input_ids, inputs_embeds)
-        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        given = input_ids if input_ids is not None else inputs_embeds
+        shape = given.shape[:2]
         batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
         exit_watch, returns_cache = None, past_key_values is not None or use_cache is not False
         if exit_rule is not None:
@@ -452,7 +453,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 outputs = run_pieces(self, pieces, past, batch, logits_to_keep, {**arguments, **kwargs})
                 outputs.past_key_values = past_key_values if returns_cache else None
                 return outputs
-            exit_watch = ExitWatch(self, exit_rule, batch_depths, past, shape[1], self.device)
+            exit_watch = ExitWatch(self, exit_rule, batch_depths, past, shape[1], given.device)
         # not a named argument: the Trainer would take it for a label that every batch must have
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
         has_loss = labels is not None
