@@ -278,11 +278,12 @@ def by_passes(model, rule, prompt: list[int], num_loops: int, new_tokens: int):
 @given(
     st.data(),
     looped_configs(residual_depth="trained", num_loops=4, eos_token_id=None, pad_token_id=0),
-    st.integers(3, 6),
+    st.one_of(st.integers(3, 6).map(lambda depth: [depth] * 3), st.lists(st.integers(2, 6), min_size=3, max_size=3)),
     st.sampled_from([1, 2]),
     st.sampled_from([1, 2]),
+    st.sampled_from([{}, {"cache_implementation": "static"}]),
 )
-def test_any_model_exits_where_plain_passes_would(data, config, num_loops, min_loops, interval):
+def test_any_model_exits_where_plain_passes_would(data, config, num_loops, min_loops, interval, cache):
     """Tokens, loops, and logits: those of a run of that depth on the same cache. Batches change no row."""
     model, new = random_model(config), 5
     ids, padding = random_ids(3, 6, VOCAB_SIZE), data.draw(st.permutations([0, 2, 5]))
@@ -292,13 +293,14 @@ def test_any_model_exits_where_plain_passes_would(data, config, num_loops, min_l
     threshold = 1.0
     if name != "argmax_stability":
         spy = Never(NaiveRule(name, 0.0, min_loops, interval), [])
-        by_passes(model, spy, rows[0], num_loops, 3)
+        by_passes(model, spy, rows[0], num_loops[0], 3)
         threshold = threshold_between(spy.scores, data.draw(st.sampled_from([0.3, 0.6])))
         assume(threshold is not None)
     rule = NaiveRule(name, threshold, min_loops, interval)
-    expected = [by_passes(model, rule, row, num_loops, new) for row in rows]
+    expected = [by_passes(model, rule, row, depth, new) for row, depth in zip(rows, num_loops)]
+    arguments = {"attention_mask": mask, "num_loops": num_loops, "output_logits": True, **cache}
     for way in ("apart", "together"):
-        out = generate(model, ids, rule, way, new, attention_mask=mask, num_loops=num_loops, output_logits=True)
+        out = generate(model, ids, rule, way, new, **arguments)
         assert out.sequences[:, 6:].tolist() == [tokens for tokens, _, _ in expected], way
         assert out.token_loops.tolist() == [loops for _, loops, _ in expected], way
         logits = torch.stack([logits for _, _, logits in expected], dim=1).float()  # as transformers gives them
