@@ -31,7 +31,7 @@ from recipes.sources import training_source
 
 from .benchmark import commit, processor, synchronize
 from .diagnose import compact, finite, rounded
-from .halting_calibration import Units, calibrate, exit_loops, never, perplexity, perplexity_at
+from .halting_calibration import Units, calibrate, exit_loops, perplexity, perplexity_at
 from .halting_plots import draw
 from .halting_run import at_depth, measure, reads, with_halting, with_token_exits
 from .saved import open_config, open_tokenizer
@@ -92,7 +92,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
         args.criteria = [name for name in args.criteria if name != "gate"]
         notes.append("gate is left out: this model has none (exit_gate='none')")
     for name in args.criteria:
-        exit_rule(config, name, never(name), args.min_loops, num_loops=args.num_loops)
+        exit_rule(config, name, 0, args.min_loops, num_loops=args.num_loops)
     if args.write not in (None, BEST, *args.criteria):
         raise ValueError(f"--write {args.write} is not among the measured criteria: {', '.join(args.criteria)}")
     if config.loop_loss == "terminal":
