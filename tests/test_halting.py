@@ -195,7 +195,7 @@ def test_token_exits_are_measured_on_what_generate_would_see():
 
 
 def make_folder(tmp_path, **fields):
-    """A saved model with a tokenizer, and a text of 48 rows of 11 tokens that it wrote at full depth, so that depth has worth."""
+    """A saved model with a tokenizer, and 48 rows of 11 tokens that it wrote at full depth, so that depth pays."""
     model = tiny_model(vocab_size=30, num_loops=LOOPS, loop_loss="per_loop", eos_token_id=None, **fields)
     model.save_pretrained(tmp_path / "final")
     tokenizer = tiny_tokenizer()
@@ -236,15 +236,14 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     plain.load_state_dict(model.state_dict())
     given = {"exit_criterion": "entropy", "exit_threshold": model.generation_config.exit_threshold, "min_loops": 2}
     asked = plain.eval().generate(random_ids(3, 5, 30), **settings, **given)
-    full = plain.generate(random_ids(3, 5, 30), **settings)
     assert written.sequences.equal(asked.sequences) and written.token_loops.equal(asked.token_loops)
-    assert written.token_loops.double().mean() < LOOPS and full.token_loops.unique().tolist() == [LOOPS]
+    assert written.token_loops.double().mean() < LOOPS
 
 
 @torch.no_grad()
 def test_what_the_command_says_is_what_each_sequence_alone_gives(tmp_path):
     folder = make_folder(tmp_path)
-    args = halting.parse(command(folder, "--criteria", "logit_margin", "--budget", "0.02"))
+    args = halting.parse(command(folder, "--criteria", "logit_margin", "--budget", "0.5"))
     halting.run(args)
     result = json.loads((tmp_path / "halting.json").read_text())["result"]
     calibration, rows = halting.two_slices(args, folder, LoopedConfig.from_pretrained(folder))
