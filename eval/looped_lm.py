@@ -312,30 +312,31 @@ class LoopedLM(HFLM):
 
     def _from_logits(self, tokens: "ScoredTokens") -> torch.Tensor:
         """[depths, 3, tokens] from the logits after every loop, at the positions of the continuations alone."""
-        positions, columns = tokens.places.unique(return_inverse=True)
+        length = tokens.input_ids.shape[1]
+        asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share one
         every_loop = len(self.depths) > 1 or self.rule is not None
-        outputs = self.model(
+        outputs = self.model.get_decoder()(
             tokens.input_ids,
             num_loops=self.depths[-1],
-            logits_to_keep=positions,
-            output_logits=not every_loop,
-            output_loop_logits=every_loop,
+            output_loop_readout_states=every_loop,
             output_loop_hidden_states=self.rule is not None and self.rule.criterion.needs != "logits",
             use_cache=False,
         )
         loops = range(1, self.depths[-1] + 1) if every_loop else self.depths
-        loop_logits = outputs.loop_logits if every_loop else (outputs.logits,)
         log_p, misses = [], []
         watch = ExitCount(self.rule, len(tokens.targets), self.depths[-1], self.device)
-        for loop, logits in zip(loops, loop_logits):
-            logits = logits[tokens.rows, columns]  # [tokens, vocabulary]
+        for loop in loops:
+            states = outputs.loop_readout_states[loop - 1] if every_loop else outputs.last_hidden_state
+            states = states.flatten(0, 1)[asked][None]  # [1, positions, width]
+            logits = self.model.decode(states, loop - 1) if every_loop else self.model.logits(states)
+            logits = logits[0, answers]  # [tokens, vocabulary]
             log_p.append(
                 F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]
             )
             misses.append(logits.argmax(-1) != tokens.targets)
             if self.rule is not None and self.rule.reads(loop):
-                states = outputs.loop_hidden_states
-                watch.read(loop, self._reading(logits, states and states[loop - 1][tokens.rows, tokens.places]))
+                seen = outputs.loop_hidden_states
+                watch.read(loop, self._reading(logits, seen and seen[loop - 1][tokens.rows, tokens.places]))
         taken = torch.stack([watch.loops.clamp(max=depth) for depth in self.depths])  # [depths, tokens]
         chosen = taken - 1 if every_loop else torch.zeros_like(taken)
         log_p, misses = (torch.stack(of_loops).gather(0, chosen) for of_loops in (log_p, misses))
