@@ -260,6 +260,10 @@ def table(rows: list[dict]) -> str:
     return "\n".join("  " + "  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
 
 
+def exits(unit: str, rows: list[dict]) -> list[dict]:
+    return [{"exits": f"each {unit}", **row} for row in rows]
+
+
 def run(args) -> Path:
     folder, config, names, notes = check(args)
     calibration_rows, rows = two_slices(args, folder, config)
@@ -287,7 +291,7 @@ def run(args) -> Path:
         "command": "python -m eval.halting " + shlex.join(sys.argv[1:]),
         "commit": commit(),
         "hardware": processor(),
-        "result": {"fixed": fixed, "halting": halting, "tokens": tokens},
+        "result": {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)},
     }
     (output / "halting.json").write_text(compact(rounded(finite(content))) + "\n")
     draw(fixed, halting, args.budget[0], output / "halting.png")
