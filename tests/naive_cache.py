@@ -46,8 +46,9 @@ class NaiveDecoder:
         embedded = state = self.begin(ids)
         for loop in range(num_loops):
             state = self.one_loop(state, embedded, loop)
+        logits = self.read_out(state, num_loops)
         self.tokens += self.fresh
-        return self.read_out(state, num_loops)
+        return logits
 
     @torch.no_grad()
     def run_until(self, rule: NaiveRule, token: int, num_loops: int) -> tuple[torch.Tensor, int]:
