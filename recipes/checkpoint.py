@@ -239,6 +239,9 @@ def alone(folder: Path):
     try:
         yield
     finally:
+        if lock.is_locked and [path.name for path in folder.iterdir()] == [".lock"]:  # refused before it began
+            (folder / ".lock").unlink()
+            folder.rmdir()
         lock.release()
 
 
