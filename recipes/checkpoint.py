@@ -239,7 +239,7 @@ def alone(folder: Path):
     try:
         yield
     finally:
-        if lock.is_locked and [path.name for path in folder.iterdir()] == [".lock"]:  # refused before it began
+        if lock.is_locked and folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:  # refused before it began
             (folder / ".lock").unlink()
             folder.rmdir()
         lock.release()
