@@ -239,7 +239,8 @@ def alone(folder: Path):
     try:
         yield
     finally:
-        if lock.is_locked and folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:  # refused before it began
+        refused = lock.is_locked and folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]
+        if refused:  # before anything began
             (folder / ".lock").unlink()
             folder.rmdir()
         lock.release()
