@@ -16,56 +16,14 @@ import argparse
 import gc
 import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
-import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
-from modeling_looped import LoopedConfig, LoopedForCausalLM
-
+from .bench import add_arguments, build, in_turns, looped_config, print_line, tokens
 from .decode_benchmark import exits, sharing, speculation
-
-
-def in_turns(first, second, repeats: int) -> tuple[float, float]:
-    """Least seconds of two functions, called alternately after one warm-up each."""
-    times = ([], [])
-    for turn in range(repeats + 1):
-        for function, seconds in zip((first, second), times):
-            synchronize()
-            start = time.perf_counter()
-            function()
-            synchronize()
-            if turn:
-                seconds.append(time.perf_counter() - start)
-    return min(times[0]), min(times[1])
-
-
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def looped_config(args, **fields) -> LoopedConfig:
-    return LoopedConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=args.ff,
-        num_attention_heads=args.width // 64,
-        num_core_layers=args.layers,
-        num_loops=args.loops,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        **fields,
-    )
-
-
-def build(args, config_or_class):
-    model = (LlamaForCausalLM if isinstance(config_or_class, LlamaConfig) else LoopedForCausalLM)(config_or_class)
-    return model.to(device=args.device, dtype=getattr(torch, args.dtype))
 
 
 def unrolled_llama(args):
@@ -81,10 +39,6 @@ def unrolled_llama(args):
             eos_token_id=None,
         ),
     )
-
-
-def tokens(args, batch=None, length=None):
-    return torch.randint(3, args.vocab, (batch or args.batch, length or args.length), device=args.device)
 
 
 def training_step(model, batch, **kwargs):
@@ -214,38 +168,10 @@ BENCHMARKS = {
 }
 
 
-def rounded(value):
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
-
-
-def commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", choices=BENCHMARKS)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--ff", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=4, help="unique layers")
-    parser.add_argument("--loops", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--batch", type=int, default=4)
+    add_arguments(parser, layers=4, loops=4, batch=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
@@ -258,21 +184,11 @@ def main():
     parser.add_argument("--text", default="def read(self, size):", help="speculation: the prompt")
     parser.add_argument("--text-file", default=os.__file__, help="sharing: what is scored; by default Python's os.py")
     parser.add_argument("--draft-tokens", type=int, default=4, help="speculation")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--loss", default="terminal", help=argparse.SUPPRESS)
     parser.add_argument("--with-logits", action="store_true", help="memory: return the last logits as well")
     args = parser.parse_args()
     torch.manual_seed(0)
-    result = BENCHMARKS[args.which](args)
-    line = {
-        "benchmark": args.which,
-        **rounded(result),
-        "command": "python -m eval.benchmark " + shlex.join(sys.argv[1:]),
-        "commit": commit(),
-        "hardware": processor(),
-        "dtype": args.dtype,
-    }
-    print(json.dumps(line))
+    print_line(args.which, BENCHMARKS[args.which](args), "python -m eval.benchmark", args.dtype)
 
 
 if __name__ == "__main__":

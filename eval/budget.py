@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lm_eval.tasks import TaskManager
 
-from .benchmark import commit, processor
+from .bench import commit, processor
 from .core import core_scores
 from .core_bundle import read_tasks
 from .curves import Curves, draw, table

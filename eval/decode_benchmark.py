@@ -3,57 +3,21 @@
 Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
 """
 
-import math
-import time
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
 from modeling_looped import LoopedCache, LoopedForCausalLM
-from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, Reading, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
 
-
-def least_seconds(functions: dict, repeats: int) -> tuple[dict[str, float], dict]:
-    """Least seconds of functions called in turns after a warm-up each, and what they returned last."""
-    from .benchmark import synchronize
-
-    seconds, results = dict.fromkeys(functions, math.inf), {}
-    for turn in range(repeats + 1):
-        for name, function in functions.items():
-            synchronize()
-            start = time.perf_counter()
-            results[name] = function()
-            synchronize()
-            if turn:
-                seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds, results
-
-
-@torch.no_grad()
-def scores_of_every_loop(model, ids: torch.Tensor, criterion: str) -> torch.Tensor:
-    """What the criterion says of each token after each loop but the last, in one row of numbers."""
-    outputs = model(ids, output_loop_logits=True, output_loop_hidden_states=True, use_cache=False)
-    kind, memory, scores = CRITERIA[criterion], {}, []
-    for loop, (logits, state) in enumerate(zip(outputs.loop_logits[:-1], outputs.loop_hidden_states)):
-        gate = model.gate(state) if kind.needs == "gate" else None
-        first = torch.full(ids.shape, loop == 0, device=ids.device)
-        score, memory = kind.score(Reading(logits=logits, state=state, gate=gate), memory, first)
-        scores.append(score.float().flatten())
-    scores = torch.cat(scores)
-    return scores[scores.isfinite()]
-
-
-def never(criterion: str) -> float:
-    if criterion in ("gate", "max_prob"):
-        return 1.0  # a gate is never sure; a probability is 1 by rounding only
-    return math.inf if CRITERIA[criterion].exits_above else -math.inf
+from .bench import build, least_seconds, looped_config, tokens
+from .halting_calibration import never
+from .halting_run import measure
 
 
 def exits(args) -> dict:
     """Per batch size and criterion: achieved over predicted speed, and the cost of exits that never happen."""
-    from .benchmark import build, looped_config, tokens
-
     model = build(args, looped_config(args, loop_loss="per_loop", exit_gate="raw", initializer_range=0.05)).eval()
     report = {}
     for batch in args.batches:
@@ -82,7 +46,9 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
 
     above = CRITERIA[criterion].exits_above
     # a threshold that three checks in ten pass, so that rows exit at loops of their own
-    threshold = scores_of_every_loop(model, prompt, criterion).quantile(0.7 if above else 0.3).item()
+    rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
+    scores = measure(model, rows, model.config.num_loops, [criterion], len(rows)).scores[criterion][:-1]
+    threshold = scores[scores.isfinite()].float().quantile(0.7 if above else 0.3).item()
     at = {"exit_criterion": criterion}
     seconds, results = least_seconds(
         {

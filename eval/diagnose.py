@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import dynamics, figures, readout_probes, theory, transfer
-from .benchmark import commit, processor
+from .bench import commit, processor
 from .page import page, section, skipped
 from .subject import Subject, SubjectError, subject, training_run
 

@@ -17,7 +17,6 @@ import itertools
 import math
 import shlex
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from recipes.config import DataConfig
 from recipes.flops import attention_flops, sizes
 from recipes.sources import training_source
 
-from .benchmark import commit, processor, synchronize
+from .bench import commit, least_seconds, processor
 from .diagnose import compact, finite, rounded
 from .halting_calibration import Units, calibrate, exit_loops, perplexity, perplexity_at
 from .halting_plots import draw
@@ -145,21 +144,6 @@ def mean_readouts(rule, loops: torch.Tensor, reads_at, num_loops: int) -> float:
     return (before[loops.cpu() - 1] + 1).double().mean().item()
 
 
-def fastest(functions: dict, rows: torch.Tensor, batch_size: int, repeats: int) -> tuple[dict, dict]:
-    """What the functions make of the rows, and the least seconds of each; they take turns."""
-    results, seconds = {}, dict.fromkeys(functions, math.inf)
-    for function in functions.values():
-        function(rows[:batch_size])  # warms up
-    for _ in range(repeats):
-        for name, function in functions.items():
-            synchronize()
-            start = time.perf_counter()
-            results[name] = function(rows)
-            synchronize()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return results, seconds
-
-
 def rules_of(units: Units, names: list[str], budgets: list[float], args, config) -> dict:
     """{(criterion, budget): the calibrated rule}"""
     rules = {}
@@ -194,7 +178,8 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
     for rule in set(rules.values()):  # budgets may share a threshold
         runs[rule] = partial(with_halting, model, rule=rule, num_loops=args.num_loops, batch_size=size)
-    scored, seconds = fastest(runs, rows, size, args.repeats)
+    warm_ups = [partial(run, rows[:size]) for run in runs.values()]
+    seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
     at_full_depth = perplexity(scored[args.num_loops].losses)
     fixed = []

@@ -8,17 +8,14 @@ over_runs           one pass for all depths / lm-eval's `hf` at every depth, one
 """
 
 import argparse
-import json
 import random
-import shlex
-import sys
 
 import torch
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from .benchmark import build, commit, in_turns, looped_config, processor
+from .bench import add_arguments, build, in_turns, looped_config, print_line
 from .looped_lm import LoopedLM
 
 
@@ -58,27 +55,11 @@ def measure(args) -> dict[str, float]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--ff", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=2, help="unique layers")
-    parser.add_argument("--loops", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--batch", type=int, default=8)
+    add_arguments(parser, layers=2, loops=8, batch=8)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.manual_seed(0)
-    line = {
-        "benchmark": "harness",
-        **{name: round(ratio, 3) for name, ratio in measure(args).items()},
-        "command": f"python -m eval.harness_benchmark {shlex.join(sys.argv[1:])}".strip(),
-        "commit": commit(),
-        "hardware": processor(),
-        "dtype": args.dtype,
-    }
-    print(json.dumps(line))
+    print_line("harness", measure(args), "python -m eval.harness_benchmark", args.dtype, digits=3)
 
 
 if __name__ == "__main__":

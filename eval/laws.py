@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .benchmark import commit, processor
+from .bench import commit, processor
 from .fitting import Fit, FitError, bootstrap, fit, huber
 from .law_forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
 from .measures import power_law
