@@ -3,6 +3,7 @@
 import math
 
 import torch
+from transformers import get_wsd_schedule
 
 from modeling_looped import LoopedConfig
 
@@ -26,12 +27,18 @@ def optimum(rates: list[float], losses: list[float | None]) -> dict:
     return {"lr": 2**vertex, "best": 2**x1, "loss": y1}
 
 
-def trained_loss(config, batch: dict, lr: float, steps: int, rows_per_step: int, seed: int) -> float | None:
-    """Validation loss on the last quarter of the rows after training on the others; None if the run diverged."""
+def trained_loss(
+    config, batch: dict, lr: float, steps: int, rows_per_step: int, seed: int, max_loss: float | None = None
+) -> float | None:
+    """Validation loss on the last quarter of the rows after training on the others; None if the run diverged.
+
+    The rate rises during the first tenth of the steps and falls to zero during the last fifth.
+    """
     model = built(config, seed).train()
     held_out = max(1, len(batch["input_ids"]) // 4)
     train, valid = ({k: t[s] for k, t in batch.items()} for s in (slice(-held_out), slice(-held_out, None)))
     optimizer = optimizer_of(model, lr)
+    schedule = get_wsd_schedule(optimizer, steps // 10, steps // 5, steps, decay_type="linear")
     for step in range(steps):
         chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(train["input_ids"])
         rows = {key: tensor[chosen] for key, tensor in train.items()}
@@ -42,10 +49,11 @@ def trained_loss(config, batch: dict, lr: float, steps: int, rows_per_step: int,
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     with evaluating(model), torch.no_grad():
         loss = token_losses(model(**valid, use_cache=False).logits, valid["input_ids"]).mean().item()
-    return loss if math.isfinite(loss) and loss < 1.1 * math.log(config.vocab_size) else None
+    return loss if loss < (max_loss or 1.1 * math.log(config.vocab_size)) else None
 
 
 def shifts(rates: dict[str, float | None]) -> dict[str, float | None]:
@@ -54,7 +62,7 @@ def shifts(rates: dict[str, float | None]) -> dict[str, float | None]:
     return {name: math.log2(rate / first) if rate and first else None for name, rate in rates.items()}
 
 
-def check_grid(batch: dict, loops, rates, rules, layers, steps: int, seeds: int):
+def check_grid(batch: dict, loops, rates, rules, layers, steps: int, seeds: int, max_loss):
     unknown = [rule for rule in rules if rule not in RULES]
     if unknown:
         raise ValueError(f"rules must be among {', '.join(RULES)}, got {unknown[0]!r}")
@@ -65,6 +73,8 @@ def check_grid(batch: dict, loops, rates, rules, layers, steps: int, seeds: int)
             "loops, layers, steps and seeds must be at least 1, got "
             f"{list(loops)}, {list(layers)}, {steps} and {seeds}"
         )
+    if max_loss is not None and not max_loss > 0:
+        raise ValueError(f"max_loss must be positive, or left out, got {max_loss}")
     if len(batch["input_ids"]) < 2:
         raise ValueError("a quarter of the rows is held out, so there must be at least 2 of them; got 1")
 
@@ -80,15 +90,16 @@ def lr_transfer(
     steps: int = 60,
     rows_per_step: int = 4,
     seeds: int = 1,
+    max_loss: float | None = None,
 ) -> dict:
     """The best learning rate over N, and over depth L (figure 5): under eps = 1/N it does not move with N.
 
     One short AdamW run for every rule, L, N and rate, with the rates per block that `parameter_groups` gives.
-    The optimum is interpolated; its shift is in octaves from the smallest N. A run that ends a tenth above the loss of
-    guessing evenly has diverged and is left out.
+    The optimum is interpolated; its shift is in octaves from the smallest N. A run that ends above `max_loss`, by
+    default a tenth above the loss of guessing evenly, has diverged and is left out.
     """
     rules, layers = rules or [config.residual_scaling], layers or [config.num_core_layers]
-    check_grid(batch, loops, rates, rules, layers, steps, seeds)
+    check_grid(batch, loops, rates, rules, layers, steps, seeds, max_loss)
     rates, loops = sorted(rates), sorted(loops)
     result = {"rates": rates, "loops": loops, "steps": steps, "seeds": seeds, "panels": []}
     for rule in rules:
@@ -98,7 +109,9 @@ def lr_transfer(
                 sized = with_fields(looped(config, num_loops, rule), num_core_layers=num_layers)
                 losses = []
                 for rate in rates:
-                    runs = [trained_loss(sized, batch, rate, steps, rows_per_step, seed) for seed in range(seeds)]
+                    runs = [
+                        trained_loss(sized, batch, rate, steps, rows_per_step, seed, max_loss) for seed in range(seeds)
+                    ]
                     losses.append(None if None in runs else sum(runs) / seeds)
                 panel["curves"][str(num_loops)] = {"loss": losses, "optimum": optimum(rates, losses)}
             panel["shift_in_octaves"] = shifts({n: curve["optimum"]["lr"] for n, curve in panel["curves"].items()})

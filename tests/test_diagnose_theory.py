@@ -176,6 +176,30 @@ def test_lr_transfer_trains_every_cell_and_leaves_out_what_diverged():
             assert fast < slow < untrained and absurd is None
 
 
+def test_lr_transfer_leaves_out_runs_above_max_loss():
+    batch = {"input_ids": random_ids(1, 16).expand(8, 16).contiguous()}
+    options = {"loops": [1], "rates": [1e-5, 1e-3, 1e-2], "steps": 8}
+    config = tiny_config(initializer_range=0.02)
+    (panel,) = transfer.lr_transfer(config, batch, **options)["panels"]
+    _, slow, fast = panel["curves"]["1"]["loss"]
+    (panel,) = transfer.lr_transfer(config, batch, **options, max_loss=(slow + fast) / 2)["panels"]
+    assert panel["curves"]["1"]["loss"] == [None, None, fast]
+    assert "only 1 of 3" in panel["curves"]["1"]["optimum"]["why"]
+
+
+def test_the_rate_of_lr_transfer_rises_and_falls_to_zero(monkeypatch):
+    used = []
+
+    class Recorded(torch.optim.AdamW):
+        def step(self, *args):
+            used.append(self.param_groups[0]["lr"])
+            return super().step(*args)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorded)
+    transfer.trained_loss(tiny_config(), BATCH, 1e-3, steps=20, rows_per_step=1, seed=0)
+    assert used == pytest.approx([0, 5e-4, *[1e-3] * 14, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
 # Bad input
 
 
@@ -204,5 +228,7 @@ def test_other_bad_input_is_refused():
         transfer.lr_transfer(tiny_config(), BATCH, rates=[1e-3, 1e-2])
     with pytest.raises(ValueError, match="at least 2 of them; got 1"):
         transfer.lr_transfer(tiny_config(), {"input_ids": random_ids(1, 8)})
+    with pytest.raises(ValueError, match="max_loss must be positive, or left out, got 0"):
+        transfer.lr_transfer(tiny_config(), BATCH, max_loss=0.0)
     with pytest.raises(ValueError, match="got 'cubic'"):
         transfer.lr_transfer(tiny_config(), BATCH, rules=["cubic"])
