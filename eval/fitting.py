@@ -4,7 +4,8 @@ The misfit is Hoffmann et al.'s, the Huber loss (delta = 1e-3) between logarithm
 plain squares. All restarts, and all resamples of a bootstrap, are rows of one batch.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 import torch
 from scipy import optimize
@@ -119,7 +120,7 @@ class Fit:
     restarts: int
     converged: bool
     problem: str | None = None
-    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    refits: torch.Tensor | None = None  # [R, p] of a bootstrap; NaN where a resample found nothing
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -127,22 +128,43 @@ class Fit:
             raise FitError(self.problem)
         return {name: value.item() for name, value in self.law.coefficients(self.free).items()}
 
+    @property
+    def intervals(self) -> dict[str, list[float]]:
+        """Of every coefficient: 95 % of the refits."""
+        if self.refits is None:
+            return {}
+        return {name: interval(values) for name, values in self.law.coefficients(self.refits).items()}
+
     def predict(self, columns: Columns) -> torch.Tensor:
         if not self.converged:
             raise FitError(self.problem)
         return self.law.log(self.free[None], columns)[0].exp()
 
+    def predict_again(self, columns: Columns) -> torch.Tensor:
+        """[R, n]: by every refit."""
+        return self.law.log(self.refits, columns).exp()
+
+
+def interval(values: torch.Tensor) -> list[float]:
+    """The middle 95 %; NaN counts as no value."""
+    return values.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+
 
 def huber(predicted: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
     """Between losses: the Huber loss of their logarithms."""
-    return huber_loss(predicted.log(), measured.log(), reduction="none", delta=DELTA)
+    return huber_loss(predicted.log(), measured.log().expand_as(predicted), reduction="none", delta=DELTA)
 
 
 def misfit_of(law: Law, columns: Columns, log_loss, weights, criterion: str):
-    """The mean misfit of every row of a batch of parameters, in units of delta squared."""
+    """The mean misfit of every row of a batch of parameters, in units of delta squared.
+
+    Columns and losses are [n], or [R, n] where every row of the batch has its own.
+    """
 
     def objective(free, rows):
-        residual = (law.log(free, columns) - log_loss) / DELTA
+        own = {name: values[rows] if values.dim() == 2 else values for name, values in columns.items()}
+        target = log_loss[rows] if log_loss.dim() == 2 else log_loss
+        residual = (law.log(free, own) - target) / DELTA
         squares = criterion == "squares"
         each = residual.square() / 2 if squares else huber_loss(residual, torch.zeros_like(residual), reduction="none")
         return each.mean(1) if weights is None else (each * weights[rows]).mean(1)
@@ -226,19 +248,29 @@ def judged(result: Fit, objective, columns: Columns) -> Fit:
     return result
 
 
-def bootstrap(result: Fit, columns: Columns, loss, groups, resamples: int, seed: int = 0, criterion: str = "huber"):
-    """Fills `intervals`: 95 % of refits to resampled groups of rows; `groups` [n] numbers the run of each row."""
-    if result.problem or not resamples:
-        return result
+def draw_runs(groups: torch.Tensor, resamples: int, seed: int) -> torch.Tensor:
+    """[R, n]: how often each row comes when whole runs are drawn anew; `groups` [n] numbers the run of each row."""
     generator = torch.Generator().manual_seed(seed)
     num_groups = int(groups.max()) + 1
     drawn = torch.randint(num_groups, (resamples, num_groups), generator=generator)
     counts = torch.zeros(resamples, num_groups, dtype=torch.float64)
-    counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    objective = misfit_of(result.law, columns, loss.log(), counts[:, groups], criterion)
-    points, values = minimize(objective, result.free.expand(resamples, -1).clone(), max_iterations=1000)
-    points = points[values.isfinite()]
-    for name, value in result.law.coefficients(points).items():
-        low, high = torch.quantile(value, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-        result.intervals[name] = (low, high)
+    return counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))[:, groups]
+
+
+def draw_residuals(predicted: torch.Tensor, loss: torch.Tensor, num_parameters: int, resamples: int, seed: int):
+    """[R, n]: losses around the fitted ones, by residuals drawn anew, widened by the parameters that were spent."""
+    generator = torch.Generator().manual_seed(seed)
+    residuals = (loss / predicted).log()
+    residuals = (residuals - residuals.mean()) * math.sqrt(len(loss) / (len(loss) - num_parameters))
+    drawn = torch.randint(len(loss), (resamples, len(loss)), generator=generator)
+    return predicted * residuals[drawn].exp()
+
+
+def bootstrap(result: Fit, columns: Columns, loss, resamples: int, weights=None, criterion: str = "huber") -> Fit:
+    """Fills `refits`, one for every resample; weights, losses or columns, whichever are [R, n], tell them apart."""
+    if not (result.converged and resamples):
+        return result
+    objective = misfit_of(result.law, columns, loss.log(), weights, criterion)
+    points, values = minimize(objective, result.free.repeat(resamples, 1), max_iterations=1000)
+    result.refits = points.masked_fill(~values.isfinite()[:, None], torch.nan)
     return result

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .bench import commit, processor
-from .fitting import Fit, FitError, bootstrap, fit, huber
+from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .law_forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
 from .measures import power_law
 from .run_table import Table, collect, read_table, write_table
@@ -112,6 +112,8 @@ def summary(name: str, fitted: Fit) -> dict:
         "restarts": fitted.restarts,
         "converged": fitted.converged and not fitted.problem,
     }
+    if fitted.refits is not None:
+        facts["resamples_used"] = int(fitted.refits.isfinite().all(1).sum())
     if fitted.problem:
         return {**facts, "reason": fitted.problem}
     return {
@@ -140,7 +142,7 @@ def errors(predicted: torch.Tensor, table: Table) -> dict:
 def fit_table(law, table: Table, restarts: int, resamples: int, seed: int) -> Fit:
     columns = table.columns(law.columns)
     fitted = fit(law, columns, table["loss"], restarts, seed)
-    return bootstrap(fitted, columns, table["loss"], table.numbered("run"), resamples, seed)
+    return bootstrap(fitted, columns, table["loss"], resamples, draw_runs(table.numbered("run"), resamples, seed))
 
 
 def parametric(table: Table, held_out: Table | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0):
@@ -185,30 +187,44 @@ def at_training_depth_of_each(table: Table) -> torch.Tensor:
     return torch.tensor([loss[row["run"]] for row in table.rows], dtype=torch.float64)
 
 
-def conditioning(table: Table, held_out: Table | None = None, restarts: int = 500, seed: int = 0) -> dict:
-    """How the decay should depend on the training depth: three forms above the training law's floor (table 14)."""
+def conditioning(
+    table: Table, held_out: Table | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0
+) -> dict:
+    """How the decay should depend on the training depth: three forms above the training law's floor (table 14).
+
+    A resample draws runs with all their depths, and refits the floor as well as the forms above it.
+    """
     wanted = ("loss", "mean_depth", "test_depth", *PARAMETRIC.columns)
     table.need(*wanted)
     if held_out is not None:
         held_out.need(*wanted)
-    training, floor = parametric(table, None, restarts, 0, seed)
+    training, floor = parametric(table, None, restarts, resamples, seed)
     result = {"law": "conditioning", "training_law": training, "forms": {}}
     if not training["converged"]:
         return {**result, "converged": False, "reason": training["reason"]}
+    weights = draw_runs(table.numbered("run"), resamples, seed)  # the same runs as under the training law
 
-    def with_floor(part: Table, law) -> dict:
+    def with_floor(part: Table, law, predict) -> dict:
         columns = part.columns([name for name in law.columns if name != "floor"])
-        return {**columns, "floor": floor.predict(part.columns(PARAMETRIC.columns))}
+        return {**columns, "floor": predict(part.columns(PARAMETRIC.columns))}
 
     for name in CONDITIONING:
         law = ABOVE_FLOOR[name]
-        fitted = fit(law, with_floor(table, law), table["loss"], restarts, seed)
+        fitted = fit(law, with_floor(table, law, floor.predict), table["loss"], restarts, seed)
+        if resamples:
+            bootstrap(fitted, with_floor(table, law, floor.predict_again), table["loss"], resamples, weights)
         form = result["forms"][name] = summary(name, fitted)
-        if fitted.converged:  # forms are compared by their misfit, also where coefficients are not determined
-            form |= {"converged": True, "huber": fitted.huber.sum().item()}
-        if fitted.converged and held_out is not None:
-            predicted = fitted.predict(with_floor(held_out, law))
-            form["held_out_huber"] = huber(predicted, held_out["loss"]).sum().item()
+        if not fitted.converged:
+            continue
+        form["converged"] = True  # forms are compared by their misfit, also where coefficients are not determined
+        for key, part, drawn in (("huber", table, weights), ("held_out_huber", held_out, 1.0)):
+            if part is None:
+                continue
+            predicted = fitted.predict(with_floor(part, law, floor.predict))
+            form[key] = huber(predicted, part["loss"]).sum().item()
+            if fitted.refits is not None:
+                predicted = fitted.predict_again(with_floor(part, law, floor.predict_again))
+                form[f"{key}_interval"] = interval((drawn * huber(predicted, part["loss"])).sum(1))
     good = {name: form["huber"] for name, form in result["forms"].items() if "huber" in form}
     return {**result, "converged": bool(good), "best": min(good, key=good.get, default=None)}
 
@@ -216,15 +232,19 @@ def conditioning(table: Table, held_out: Table | None = None, restarts: int = 50
 # Test-time curves, one run at a time
 
 
-def test_time(table: Table, restarts: int = 100, seed: int = 0) -> dict:
-    """Four forms on the curve of every run, on all depths and on T <= mu (tables 12 and 13)."""
+def test_time(table: Table, restarts: int = 100, resamples: int = 0, seed: int = 0) -> dict:
+    """Four forms on the curve of every run, on all depths and on T <= mu (tables 12 and 13).
+
+    A curve has few depths, and they are chosen: the intervals of its coefficients come from residuals drawn anew, as
+    if these were independent. Those of means over curves come from curves drawn anew.
+    """
     table.need("loss", "mean_depth", "test_depth")
     curves = table.by("run")
     result = {"law": "test_time", "curves": {}, "forms": {}, "left_out": []}
     scores = {name: {"in_range": [], "extrapolated": []} for name in TEST_TIME}
     for run, curve in curves.items():
         fits = {name: curve_fit(law, curve, restarts, seed) for name, law in TEST_TIME.items()}
-        result["curves"][run] = curve_summary(fits["exponential"], curve)
+        result["curves"][run] = curve_summary(curve_bootstrap(fits["exponential"], curve, resamples, seed), curve)
         keep_together(
             scores, "in_range", {name: each.huber.mean().item() for name, each in fits.items() if each.converged}
         )
@@ -240,12 +260,32 @@ def test_time(table: Table, restarts: int = 100, seed: int = 0) -> dict:
         keep_together(scores, "extrapolated", extrapolated(known, beyond, restarts, seed))
     for name, by_range in scores.items():
         result["forms"][name] = {"formula": TEST_TIME[name].formula} | {
-            key: {"huber": float(np.mean(values)), "curves": len(values)} for key, values in by_range.items() if values
+            key: {**over_curves("huber", values, resamples, seed), "curves": len(values)}
+            for key, values in by_range.items()
+            if values
         }
     recovered = [curve["floor_percent"] for curve in result["curves"].values() if "floor_percent" in curve]
     if recovered:
-        result["floor_against_loss_at_mu"] = {"mean_percent": float(np.mean(recovered)), "max_percent": max(recovered)}
+        means = over_curves("mean_percent", recovered, resamples, seed)
+        result["floor_against_loss_at_mu"] = {**means, "max_percent": max(recovered)}
     return result
+
+
+def over_curves(name: str, values: list[float], resamples: int, seed: int) -> dict:
+    """The mean, and its interval over curves drawn anew, where there are at least 3."""
+    means = {name: float(np.mean(values))}
+    if resamples and len(values) >= 3:
+        drawn = np.random.default_rng(seed).choice(values, (resamples, len(values)))
+        means["interval"] = np.quantile(drawn.mean(1), [0.025, 0.975]).tolist()
+    return means
+
+
+def curve_bootstrap(fitted: Fit, curve: Table, resamples: int, seed: int) -> Fit:
+    if not (fitted.converged and resamples):
+        return fitted
+    columns = curve.columns(fitted.law.columns)
+    losses = draw_residuals(fitted.predict(columns), curve["loss"], len(fitted.law.names), resamples, seed)
+    return bootstrap(fitted, columns, losses, resamples, criterion="squares")
 
 
 def curve_fit(law, curve: Table, restarts: int, seed: int) -> Fit:
@@ -287,9 +327,9 @@ def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit
     if law == "isoflop":
         return isoflop(table, args.bootstrap, args.seed), None
     if law == "test_time":
-        return test_time(table, **restarts, seed=args.seed), None
+        return test_time(table, **restarts, resamples=args.bootstrap, seed=args.seed), None
     if law == "conditioning":
-        return conditioning(table, held_out, **restarts, seed=args.seed), None
+        return conditioning(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed), None
     if law == "unified":
         return unified(table, held_out, args.conditioning, **restarts, resamples=args.bootstrap, seed=args.seed)
     return parametric(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed)
@@ -336,7 +376,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--min-depth", type=float, default=0.0, help="leave out runs with a mean depth below this")
     parser.add_argument("--conditioning", choices=CONDITIONING, default="learned", help="unified: gamma")
     parser.add_argument("--restarts", type=int, help="default: 500; unified 1000; test_time 100 a curve")
-    parser.add_argument("--bootstrap", type=int, default=200, help="resamples of the runs for 95%% intervals; 0: none")
+    parser.add_argument("--bootstrap", type=int, default=200, help="resamples for 95%% intervals; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -50,8 +50,8 @@ class Table:
         return {value: self.where(lambda row, value=value: row[name] == value) for value in values}
 
     def numbered(self, name: str) -> torch.Tensor:
-        """[n]: which distinct value of a column each row has."""
-        order = {value: i for i, value in enumerate(dict.fromkeys(row[name] for row in self.rows))}
+        """[n]: which distinct value of a column each row has, in ascending order."""
+        order = {value: i for i, value in enumerate(self.by(name))}
         return torch.tensor([order[row[name]] for row in self.rows])
 
     def need(self, *names: str) -> "Table":

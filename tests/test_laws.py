@@ -183,7 +183,7 @@ TRUE_FORMS = {
 
 @pytest.mark.parametrize("truth", TRUE_FORMS)
 def test_the_true_form_wins_in_range_and_beyond(truth):
-    result = laws.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=30)
+    result = laws.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=12)
     assert not result["left_out"]
     for key in ("in_range", "extrapolated"):
         scores = {name: form[key]["huber"] for name, form in result["forms"].items()}
@@ -194,7 +194,7 @@ def test_the_true_form_wins_in_range_and_beyond(truth):
 
 def test_coefficients_of_every_curve_and_the_floor_against_the_loss_at_mu():
     rows = curve_rows(TRUE_FORMS["exponential"], noise=0.0)
-    result = laws.test_time(table(rows), restarts=30)
+    result = laws.test_time(table(rows), restarts=12)
     percents = []
     for mu in (4, 8, 12):
         found = result["curves"][f"mu{mu}"]["coefficients"]
@@ -240,6 +240,111 @@ def test_conditioning_on_the_training_depth_wins_where_it_is_true():
     rows = at_test_depths(training_rows(SMALL), 8.0, 4.0, 0.0, test_depths=(1, 2, 4, 8, 16, 24), noise=1e-4)
     forms = laws.conditioning(table(rows), restarts=40)["forms"]
     assert forms["none"]["huber"] < forms["one"]["huber"] / 2
+
+
+# Intervals
+
+
+def width(ends) -> float:
+    return ends[1] - ends[0]
+
+
+def conditioned_rows(noise: float) -> list[dict]:
+    """z = 12, so that next to nothing of the decay is left at T = mu, where the floor is fitted."""
+    return at_test_depths(training_rows(SMALL, noise), 1.0, 12.0, 1.0, test_depths=(1, 2, 4, 8), noise=noise)
+
+
+def test_intervals_of_conditioning_hold_the_truth_and_shrink_with_the_noise():
+    held_out = table(at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 12.0, 1.0))
+    wide, narrow = (
+        laws.conditioning(table(conditioned_rows(noise)), held_out, restarts=10, resamples=100)
+        for noise in (1e-3, 2e-4)
+    )
+    for name, truth in (("Z", 1.0), ("z", 12.0), ("gamma", 1.0)):
+        ends = [result["forms"]["learned"]["intervals"][name] for result in (wide, narrow)]
+        assert all(low < truth < high for low, high in ends)
+        assert width(ends[1]) < width(ends[0]) / 2
+    for result in (wide, narrow):
+        none, one = result["forms"]["none"], result["forms"]["one"]
+        assert none["resamples_used"] == 100 and none["huber_interval"][0] > one["huber_interval"][1]
+        for form in (none, one):
+            assert form["huber_interval"][0] < form["huber"] and 0 < width(form["held_out_huber_interval"])
+    assert width(narrow["training_law"]["intervals"]["E"]) < width(wide["training_law"]["intervals"]["E"]) / 2
+
+
+def test_a_resample_of_conditioning_refits_the_floor_too():
+    """Its coefficients are those of a table in which the drawn runs are written out."""
+    rows = conditioned_rows(1e-3)
+    random.Random(0).shuffle(rows)  # runs need not be in order
+    again = laws.conditioning(table(rows), restarts=10, resamples=1, seed=3)
+    times = fitting.draw_runs(table(rows).numbered("run"), 1, 3)[0].long().tolist()
+    written_out = [row for row, count in zip(rows, times) for _ in range(count)]
+    assert len({row["run"] for row in written_out}) < len({row["run"] for row in rows})
+    direct = laws.conditioning(table(written_out), restarts=10)
+    for name in ("learned", "one"):
+        assert not direct["forms"][name]["intervals"] and "huber_interval" not in direct["forms"][name]
+        form = again["forms"][name]
+        for coefficient, value in direct["forms"][name]["coefficients"].items():
+            assert form["intervals"][coefficient] == pytest.approx([value, value], rel=1e-3)
+        assert form["huber_interval"][0] == pytest.approx(direct["forms"][name]["huber"], rel=1e-3)
+
+
+def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
+    held = {name: 0 for name in ("L_inf", "Z", "z")}
+    form = TEST_TIME["exponential"]
+    for seed in range(16):
+        draw = random.Random(seed)
+        curve = table(
+            [
+                {"run": "a", "mean_depth": 5, "test_depth": t, "loss": loss * math.exp(1e-3 * draw.gauss(0, 1))}
+                for t in range(1, 11)
+                for loss in [2.5 + 1.2 * math.exp(-0.5 * t)]
+            ]
+        )
+        fitted = laws.curve_bootstrap(laws.curve_fit(form, curve, 2, 0), curve, 60, seed)
+        for name, truth in (("L_inf", 2.5), ("Z", 1.2), ("z", 0.5)):
+            low, high = fitted.intervals[name]
+            held[name] += low < truth < high
+    assert all(12 <= count <= 16 for count in held.values()), held
+
+
+def test_intervals_of_test_time_shrink_with_the_noise_and_are_left_out():
+    wide, narrow, none = (
+        laws.test_time(table(curve_rows(TRUE_FORMS["exponential"], (4, 5, 6), noise)), restarts=2, resamples=resamples)
+        for noise, resamples in ((1e-3, 40), (1e-4, 40), (1e-4, 0))
+    )
+    for run in ("mu4", "mu5", "mu6"):
+        for name in ("L_inf", "Z", "z"):
+            ends = [result["curves"][run]["intervals"][name] for result in (wide, narrow)]
+            assert width(ends[1]) < width(ends[0]) / 4
+        assert wide["curves"][run]["resamples_used"] == 40
+        assert not none["curves"][run]["intervals"] and "resamples_used" not in none["curves"][run]
+    for key in ("in_range", "extrapolated"):
+        low, high = wide["forms"]["exponential"][key]["interval"]
+        assert low < wide["forms"]["exponential"][key]["huber"] < high
+        assert "interval" not in none["forms"]["exponential"][key]
+    floor = wide["floor_against_loss_at_mu"]
+    assert floor["interval"][0] < floor["mean_percent"] < floor["interval"][1] <= floor["max_percent"]
+    assert "interval" not in none["floor_against_loss_at_mu"]
+
+
+def test_an_interval_over_curves_is_that_of_a_mean():
+    draw = random.Random(0)
+    values = [draw.gauss(5, 2) for _ in range(200)]
+    low, high = laws.over_curves("huber", values, 2000, 0)["interval"]
+    mean = sum(values) / 200
+    error = math.sqrt(sum((value - mean) ** 2 for value in values)) / 200
+    assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.15 * error)
+    assert laws.over_curves("huber", values[:2], 2000, 0) == {"huber": pytest.approx(sum(values[:2]) / 2)}
+
+
+def test_resamples_that_find_nothing_are_not_counted():
+    rows = table(training_rows(SMALL, noise=1e-3))
+    columns, weights = rows.columns(PARAMETRIC.columns), fitting.draw_runs(rows.numbered("run"), 5, 0)
+    weights[2] = math.inf
+    fitted = fitting.bootstrap(fit(PARAMETRIC, columns, rows["loss"], 20), columns, rows["loss"], 5, weights)
+    facts = laws.summary("parametric", fitted)
+    assert facts["resamples_used"] == 4 and all(map(math.isfinite, facts["intervals"]["E"]))
 
 
 # Fits that give no number
