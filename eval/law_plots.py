@@ -74,6 +74,14 @@ def draw_parametric(axes, result, table, fitted):
     against_measured(axes[1], fitted.predict(columns).numpy(), table)
 
 
+def scatter(axis, values: dict, intervals: dict, marker: str, name: str):
+    """A point for each key, and a line over its interval."""
+    if values:
+        (points,) = axis.plot(*zip(*values.items()), marker=marker, linestyle="", label=name.replace("_", " "))
+        for x, ends in intervals.items():
+            axis.plot([x, x], ends, color=points.get_color(), linewidth=1)
+
+
 def draw_test_time(axes, result, table, fitted):
     for run, curve in table.by("run").items():
         depth = curve["test_depth"].numpy()
@@ -87,9 +95,9 @@ def draw_test_time(axes, result, table, fitted):
     axes[0].set(xlabel="test depth", ylabel="validation loss")
     axes[0].legend(fontsize=7)
     for key, marker in (("in_range", "o"), ("extrapolated", "s")):
-        known = [(i, form[key]["huber"]) for i, form in enumerate(result["forms"].values()) if key in form]
-        if known:
-            axes[1].plot(*zip(*known), marker=marker, linestyle="", label=key.replace("_", " "))
+        known = {i: form[key] for i, form in enumerate(result["forms"].values()) if key in form}
+        ends = {i: scores["interval"] for i, scores in known.items() if "interval" in scores}
+        scatter(axes[1], {i: scores["huber"] for i, scores in known.items()}, ends, marker, key)
     axes[1].set(yscale="log", ylabel="mean Huber loss")
     axes[1].set_xticks(range(len(TEST_TIME)), [law.formula for law in TEST_TIME.values()], rotation=20, fontsize=7)
     axes[1].legend()
@@ -113,8 +121,8 @@ def draw_unified(axes, result, table, fitted):
 
 def draw_conditioning(axes, result, table, fitted):
     for key, marker in (("huber", "o"), ("held_out_huber", "s")):
-        known = [(name, form[key]) for name, form in result["forms"].items() if key in form]
-        if known:
-            axes[0].plot(*zip(*known), marker=marker, linestyle="", label=key.replace("_", " "))
+        known = {name: form[key] for name, form in result["forms"].items() if key in form}
+        ends = {name: form[f"{key}_interval"] for name, form in result["forms"].items() if f"{key}_interval" in form}
+        scatter(axes[0], known, ends, marker, key)
     axes[0].set(yscale="log", xlabel="dependence on mean depth", ylabel="total Huber loss")
     axes[0].legend()
