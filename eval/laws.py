@@ -9,7 +9,7 @@ collect       makes the table: `python -m eval.laws collect RUN... --output runs
 
 Columns of the table: see eval/run_table.py. The laws are those of Parcae (section 5, appendices K and L). Each writes
 LAW.json and LAW.png to --output. A fit that did not converge, or that the runs do not determine, says so and gives no
-number.
+number. Intervals are 95 % of --bootstrap refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
 """
 
 import argparse
@@ -394,6 +394,8 @@ def main(arguments: list[str]) -> int:
     args = parser().parse_args(arguments)
     if args.restarts is not None and args.restarts < 1:
         raise FitError(f"--restarts must be at least 1, got {args.restarts}")
+    if args.bootstrap < 0:
+        raise FitError(f"--bootstrap must be at least 0, got {args.bootstrap}")
     if args.law == "collect":
         collect_all(args.inputs, args.output)
         return 0

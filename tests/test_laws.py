@@ -463,6 +463,7 @@ def test_bad_arguments(tmp_path):
     for arguments, words in (
         (["parametric", "a.csv", "b.csv"], "reads one table, got a.csv, b.csv"),
         (["parametric", "a.csv", "--restarts", "0"], "--restarts must be at least 1, got 0"),
+        (["test_time", "a.csv", "--bootstrap", "-1"], "--bootstrap must be at least 0, got -1"),
         (["isoflop", str(tmp_path / "a.csv")], "there is no table"),
         (["collect", str(tmp_path)], "has no recipe.yaml: it is no finished run"),
     ):
