@@ -1,10 +1,12 @@
 """Scoring text: all depths in one pass, at a fixed depth, and with sequences that leave the batch when they halt."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from modeling_looped.context import PassContext
 from modeling_looped.depth import plan_depths
 from modeling_looped.exit_criteria import CRITERIA, ExitRule, Reading
 from modeling_looped.losses import at_least_fp32
@@ -116,27 +118,30 @@ class DynamicBatch:
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         inputs = self.trunk.embed_tokens(ids)
         x, rotary = self.trunk.embed(inputs, positions)
-        self.same_for_all = {  # there is no padding
-            "masks": self.trunk._masks(None, inputs[:1], None, positions, plan_depths(num_loops, 1)),
-            "position_embeddings": rotary,
-            "past_key_values": None,
-            "position_ids": positions,
-        }
         values = self.trunk.value_embeddings(ids)
-        embedded = self.trunk.run_prelude(x, {**self.same_for_all, "value_embeddings": values})
+        self.context = PassContext(
+            num_rows=len(ids),
+            # there is no padding
+            masks=self.trunk.attention_masks(None, inputs[:1], None, positions, plan_depths(num_loops, 1)),
+            position_ids=positions,
+            position_embeddings=rotary,
+            value_embeddings=values,
+            past_key_values=None,
+        )
+        embedded = self.trunk.run_prelude(x, self.context)
         state = self.trunk.initial_state(embedded, None)
         self.rows = Running(torch.arange(len(ids), device=ids.device), embedded, state, values, {})
         self.scored = Scored(at_least_fp32(state.new_empty(ids.shape)), torch.empty_like(ids[:, 0]))
 
-    def shared(self, rows: Running) -> dict:
-        return {**self.same_for_all, "value_embeddings": rows.value_embeddings}
+    def context_of(self, rows: Running) -> PassContext:
+        return replace(self.context, num_rows=len(rows.numbers), value_embeddings=rows.value_embeddings)
 
     @torch.no_grad()
     def run(self) -> Scored:
         scale = self.model.config.residual_factor(self.model.config.num_loops)
         for loop in range(1, self.num_loops + 1):
             rows = self.rows
-            state = self.trunk.core_pass(rows.state, rows.embedded, loop - 1, loop == 1, scale, self.shared(rows))
+            state = self.trunk.core_pass(rows.state, rows.embedded, loop - 1, loop == 1, scale, self.context_of(rows))
             self.rows = rows._replace(state=state)
             halts, logits = self.check(loop)
             if halts.any():
@@ -172,4 +177,4 @@ class DynamicBatch:
         self.rows = self.rows.take(~halts)
 
     def logits(self, rows: Running, loop: int) -> torch.Tensor:
-        return self.model.decode(self.trunk.run_coda(rows.state, self.shared(rows)), loop - 1)
+        return self.model.decode(self.trunk.run_coda(rows.state, self.context_of(rows)), loop - 1)

@@ -43,26 +43,27 @@ class RoomyLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if not self.fits(end):
+        if not self.has_room(end):
             self.buffers = tuple(
                 new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (key_states, value_states)
             )
             if start:
                 self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
-        for buffer, new in zip(self.buffers, (key_states, value_states)):
-            buffer[..., start:end, :] = new
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self.buffers)
+        keys, values = self.buffers
+        keys.narrow(-2, start, end - start).copy_(key_states)
+        values.narrow(-2, start, end - start).copy_(value_states)
+        self.keys, self.values = keys.narrow(-2, 0, end), values.narrow(-2, 0, end)
         return self.keys, self.values
 
-    def fits(self, length: int) -> bool:
-        """Whether the buffers have room, and hold what the layer holds: others may have put tensors of their own."""
-        held = ((self.buffers[0], self.keys), (self.buffers[1], self.values))
-        return all(
-            buffer is not None
-            and buffer.shape[-2] >= length
-            and buffer.data_ptr() == tensor.data_ptr()
-            and buffer.shape[:-2] == tensor.shape[:-2]
-            for buffer, tensor in held
+    def has_room(self, length: int) -> bool:
+        """Also that the buffers hold what the layer holds: others may have put tensors of their own."""
+        keys, values = self.buffers
+        return (
+            keys is not None
+            and keys.shape[-2] >= length
+            and keys.shape[:-2] == self.keys.shape[:-2]
+            and keys.data_ptr() == self.keys.data_ptr()
+            and values.data_ptr() == self.values.data_ptr()
         )
 
     def reset(self):
@@ -168,19 +169,19 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
         return cache
     shared = shared_slots(getattr(cache, "sharing", "none"))
     needed = plan.max_depth if shared is None else min(plan.max_depth, shared)
-    stored = 0
-    while is_written(cache, core_slot(config, stored, 0)):
+    first_slot, per_loop, stored = core_slot(config, 0, 0), config.num_core_layers, 0
+    while is_written(cache, first_slot + stored * per_loop):
         stored += 1
 
     if stored < needed:
-        if stored > 0 and int(cache.get_seq_length(core_slot(config, 0, 0))) > 0:
+        if stored > 0 and int(cache.get_seq_length(first_slot)) > 0:
             raise ValueError(
                 f"num_loops={plan.max_depth} is deeper than the {stored} loops that the cache holds of this sequence, "
                 "and the past has no keys and values for the deeper loops. Run the sequence at one depth or "
                 "shallower, or start it again with an empty cache."
             )
         if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
-            fit_layers(cache, num_slots(config, needed), config.num_core_layers)
+            fit_layers(cache, num_slots(config, needed), per_loop)
     if plan.is_mixed or shared is not None or stored > plan.max_depth or may_exit:
         return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored)
     return cache

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import QuantizedCache
 
 from .checks import check_length
+from .context import PassContext
 from .emission import Emission, batch_bound
 from .exit_criteria import Reading
 from .row_cache import Cursor, RowCache
@@ -121,18 +122,19 @@ class ContinuousDecoder:
                 self.tensors[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
             self.tensors[name][rows] = values
 
-    def shared(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> dict:
-        """What the blocks want besides the stream, see `LoopedModel.run_block`, for `length` tokens of each row."""
+    def context(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> PassContext:
+        """For `length` tokens of each row."""
         cursor = Cursor(self.cache, self.some(rows), loops, [self.places[row] for row in rows], length)
         eager = self.model.config._attn_implementation == "eager"
         values = {int(name.removeprefix("values")): t for name, t in tensors.items() if name.startswith("values")}
-        return {
-            "masks": cursor.masks(self.emission.ids.device, self.model.dtype if eager else None),
-            "position_embeddings": (tensors["cos"], tensors["sin"]) if "cos" in tensors else None,
-            "value_embeddings": values,
-            "past_key_values": cursor,
-            "position_ids": tensors["positions"],
-        }
+        return PassContext(
+            num_rows=len(rows),
+            masks=cursor.masks(self.emission.ids.device, self.model.dtype if eager else None),
+            position_ids=tensors["positions"],
+            position_embeddings=(tensors["cos"], tensors["sin"]) if "cos" in tensors else None,
+            value_embeddings=values,
+            past_key_values=cursor,
+        )
 
     def enter(self, rows: list[int], ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The next token of `rows` ([rows, 1]) through embedding and prelude."""
@@ -145,7 +147,7 @@ class ContinuousDecoder:
         tensors = {"positions": positions, **dict(zip(("cos", "sin"), rotary or ()))}
         for layer, table in self.trunk.value_embeddings(ids).items():
             tensors[f"values{layer}"] = table
-        tensors["embedded"] = self.trunk.run_prelude(x, self.shared(rows, [0] * len(rows), tensors))
+        tensors["embedded"] = self.trunk.run_prelude(x, self.context(rows, [0] * len(rows), tensors))
         return tensors
 
     def begin(self, rows: list[int]):
@@ -166,8 +168,8 @@ class ContinuousDecoder:
         if any((loop == 0) != first for loop in loops):
             first = torch.tensor([loop == 0 for loop in loops], device=self.positions.device)[:, None, None]
         mine = self.take(rows)
-        shared = self.shared(rows, loops, mine)
-        state = self.trunk.core_pass(mine["state"], mine["embedded"], 0, first, self.scale, shared)
+        context = self.context(rows, loops, mine)
+        state = self.trunk.core_pass(mine["state"], mine["embedded"], 0, first, self.scale, context)
         for row in rows:
             self.loops[row] += 1
         exits = self.exits(rows, state)
@@ -250,8 +252,8 @@ class ContinuousDecoder:
     def normed(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor:
         """What the head reads, [rows, 1, hidden]."""
         some = state if len(rows) == len(state) else state[[at[row] for row in rows]]
-        shared = self.shared(rows, [0] * len(rows), self.take(rows)) if len(self.trunk.coda) else {}
-        return self.trunk.readout(self.trunk.run_coda(some, shared), [self.loops[row] for row in rows])
+        context = self.context(rows, [0] * len(rows), self.take(rows)) if len(self.trunk.coda) else None
+        return self.trunk.readout(self.trunk.run_coda(some, context), [self.loops[row] for row in rows])
 
     def result(self):
         from .generation import LoopedGenerateOutput

@@ -6,11 +6,13 @@ batch may stop; `continuous.py` is the way to decode a batch whose rows exit apa
 """
 
 import copy
+from dataclasses import replace
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache import RoomyLayer
+from .context import PassContext
 from .exit_criteria import ExitRule, Reading
 from .outputs import LoopedCausalLMOutputWithPast
 
@@ -41,24 +43,25 @@ class ExitWatch:
     def is_done(self) -> bool:
         return bool(self.exited.all())
 
-    def after_loop(self, loop: int, state: torch.Tensor, shared: dict) -> torch.Tensor:
+    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
         """`state` with exited tokens as they were. Those exit that the criterion or their limit stops at `loop`."""
         if self.final is not None:
             state = torch.where(self.exited.unsqueeze(-1), self.final, state)
         self.final = state
         exits = self.limits <= loop
         if self.rule.reads(loop) and not (exits | self.is_prompt).all():
-            score = self.score(loop, state, shared)
+            score = self.score(loop, state, context)
             if self.rule.checks(loop):
                 exits = exits | (self.rule.exits(score) & self.passes_screen & ~self.is_prompt)
         self.token_loops = torch.where(~self.exited & exits, loop, self.token_loops)
-        shared["past_key_values"].frozen = self.exited
+        context.past_key_values.frozen = self.exited
         return state
 
-    def score(self, loop: int, state: torch.Tensor, shared: dict) -> torch.Tensor:
+    def score(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
         needs = self.rule.criterion.needs
         if needs == "logits":
-            readout = self.model.model.run_coda(state, {**shared, "past_key_values": Peek(shared["past_key_values"])})
+            peeking = replace(context, past_key_values=Peek(context.past_key_values))
+            readout = self.model.model.run_coda(state, peeking)
             reading = Reading(logits=self.model.decode(readout, loop - 1))
             self.screen(reading.logits)
         else:

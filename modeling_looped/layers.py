@@ -210,11 +210,13 @@ class LoopedBlock(GradientCheckpointingLayer):
     residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
     """
 
-    def __init__(self, config, layer_idx: int, layer_type: str, value_embedding: bool):
+    def __init__(self, config, layer: int, first_slot: int, layer_type: str, value_embedding: bool):
         super().__init__()
+        self.layer = layer  # counted once, whatever the depth
+        self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
         self.arrangement = config.block_norm
-        self.self_attn = LoopedAttention(config, layer_idx, layer_type, value_embedding)
+        self.self_attn = LoopedAttention(config, first_slot, layer_type, value_embedding)
         self.mlp = LoopedMLP(config)
         self.input_layernorm = block_norm(config)
         self.post_attention_layernorm = block_norm(config)
@@ -226,8 +228,8 @@ class LoopedBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
         residual_scale: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
+        query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
         **kwargs,
     ) -> torch.Tensor:
         keys_from = self.input_layernorm(hidden_states)
@@ -240,7 +242,8 @@ class LoopedBlock(GradientCheckpointingLayer):
     def join(self, stream, branch, scale, norm_name):
         if self.arrangement == "branch_sandwich":
             branch = getattr(self, norm_name)(branch)
-        branch = self.dropout(branch)
+        if self.training:
+            branch = self.dropout(branch)
         stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
         return getattr(self, norm_name)(stream) if self.arrangement == "residual_sandwich" else stream
 

@@ -33,7 +33,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache import CacheView, view_for_pass
 from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
 from .configuration_looped import LoopedConfig
-from .depth import DepthPlan, plan_depths, take_rows
+from .context import PassContext
+from .depth import DepthPlan, check_depths, plan_depths
 from .exit_criteria import ExitRule
 from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_pieces
 from .generation import LoopedGenerationMixin
@@ -130,7 +131,9 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def _blocks(self, layer_types: list[str], first_layer: int, first_slot: int) -> nn.ModuleList:
         return nn.ModuleList(
-            LoopedBlock(self.config, first_slot + i, layer_type, self._has_value_embedding(first_layer + i))
+            LoopedBlock(
+                self.config, first_layer + i, first_slot + i, layer_type, self._has_value_embedding(first_layer + i)
+            )
             for i, layer_type in enumerate(layer_types)
         )
 
@@ -179,32 +182,32 @@ class LoopedModel(LoopedPreTrainedModel):
             plan.sort(tensor) for tensor in (inputs_embeds, attention_mask, position_ids, initial_state, input_ids)
         )
         # before a cache is made: beside one, packed documents are not looked for
-        masks = self._masks(attention_mask, inputs_embeds, past_key_values, position_ids, plan)
+        masks = self.attention_masks(attention_mask, inputs_embeds, past_key_values, position_ids, plan)
         if use_cache and past_key_values is None and not no_cache_because:  # by default use_cache makes no demand
             past_key_values = DynamicCache(config=self.config)
         view = view_for_pass(past_key_values, self.config, plan, may_exit=exit_watch is not None)
 
         x, position_embeddings = self.embed(inputs_embeds, position_ids)
-        shared = {
-            "masks": masks,
-            "position_embeddings": position_embeddings,
-            "value_embeddings": self.value_embeddings(input_ids),
-            "past_key_values": view,
-            "position_ids": position_ids,
-            "use_cache": use_cache,
-            **kwargs,
-        }
-        embedded = self.run_prelude(x, shared)
+        context = PassContext(
+            num_rows=batch_size,
+            masks=masks,
+            position_ids=position_ids,
+            position_embeddings=position_embeddings,
+            value_embeddings=self.value_embeddings(input_ids),
+            past_key_values=view,
+            options={"use_cache": use_cache, **kwargs},
+        )
+        embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
-        final, ticks = self.loop(embedded, state, plan, every_loop, shared, exit_watch)
+        final, ticks = self.loop(embedded, state, plan, every_loop, context, exit_watch)
 
         loop_hidden_states = plan.spread(ticks) if output_loop_hidden_states else None
         loop_readout_states = None
         if output_loop_readout_states:
-            loop_readout_states = plan.spread([self.run_coda(state, shared) for state in ticks])
+            loop_readout_states = plan.spread([self.run_coda(state, context) for state in ticks])
             final = loop_readout_states[-1]
         else:
-            final = plan.unsort(self.run_coda(final, shared))
+            final = plan.unsort(self.run_coda(final, context))
         if isinstance(view, CacheView):
             view.finish()
         return LoopedModelOutputWithPast(
@@ -222,16 +225,16 @@ class LoopedModel(LoopedPreTrainedModel):
             x = x + self.embed_positions(position_ids)
         else:
             position_embeddings = rotary_tables(*self.rotary_emb(x, position_ids=position_ids))
-        return self.embedding_dropout(x), position_embeddings
+        return (self.embedding_dropout(x) if self.training else x), position_embeddings
 
-    def run_prelude(self, x, shared: dict):
+    def run_prelude(self, x, context: PassContext):
         """From embeddings to what every loop may read again."""
-        for layer, block in enumerate(self.prelude):
-            slot = prelude_slot(self.config, layer)
-            x = self.run_block(block, x, layer, slot, self.config.residual_factor(1), shared)
+        scale = self.config.residual_factor(1)
+        for block in self.prelude:
+            x = block(x, scale, slot=block.first_slot, **context.of_block(block))
         return x if self.prelude_norm is None else self.prelude_norm(x)
 
-    def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, shared: dict, exit_watch=None):
+    def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext, exit_watch=None):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
         scale = self._residual_scale(plan, embedded)
         running, finished, ticks = state[: plan.ticks[0].rows], [], []
@@ -244,9 +247,9 @@ class LoopedModel(LoopedPreTrainedModel):
                 # rows of mixed depth that end together have no cache, so their slot does not matter
                 loop = tick.loop if isinstance(tick.loop, int) else 0
                 row_scale = scale if isinstance(scale, float) else scale[rows]
-                x = self.core_pass(running, embedded[rows], loop, first, row_scale, shared)
+                x = self.core_pass(running, embedded[rows], loop, first, row_scale, context)
                 if exit_watch is not None:
-                    x = exit_watch.after_loop(loop + 1, x, shared)
+                    x = exit_watch.after_loop(loop + 1, x, context)
                     if exit_watch.is_done:
                         return x, ticks
                 if every_loop:
@@ -257,13 +260,14 @@ class LoopedModel(LoopedPreTrainedModel):
                     running = self.between(x[: tick.next_rows])
         return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), ticks
 
-    def core_pass(self, state, embedded, loop: int, first: bool | torch.Tensor, scale, shared: dict):
+    def core_pass(self, state, embedded, loop: int, first: bool | torch.Tensor, scale, context: PassContext):
         """One loop: from h_t to H_{t+1}. first: whether t = 0, one bool or one per row [rows, 1, 1]."""
+        context = context.of_first_rows(len(state))
+        slots_before = loop * len(self.core)
         x = self.injection(state, embedded)
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            slot = core_slot(self.config, loop, layer)
-            x = self.run_block(block, x, len(self.prelude) + layer, slot, scale, shared, queries)
+            x = block(x, scale, queries, slot=block.first_slot + slots_before, **context.of_block(block))
         return x
 
     def between(self, state):
@@ -274,32 +278,16 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.inter_loop_norm(state)
         return state if self.damping is None else self.damping(state)
 
-    def run_block(self, block, x, layer: int, slot: int, scale, shared: dict, query_states=None):
-        """One layer on `x`: the batch, or the first rows of it."""
-
-        rows = len(x)
-
-        def of_rows(batched):  # what is the same for all rows has a batch size of 1
-            return take_rows(batched, slice(rows)) if batched is not None and batched.shape[0] > rows else batched
-
-        arguments = {key: shared[key] for key in shared if key not in ("masks", "value_embeddings")}
-        arguments["attention_mask"] = of_rows(shared["masks"][block.layer_type])
-        arguments["value_embedding"] = of_rows(shared["value_embeddings"].get(layer))
-        arguments["position_ids"] = of_rows(shared["position_ids"])
-        if shared["position_embeddings"] is not None:
-            arguments["position_embeddings"] = tuple(of_rows(table) for table in shared["position_embeddings"])
-        return block(x, query_states, scale, slot=slot, **arguments)
-
-    def run_coda(self, state, shared: dict):
-        """From H to what the readout norm reads."""
+    def run_coda(self, state, context: PassContext | None):
+        """From H to what the readout norm reads. Without a coda the context does not matter."""
         if self.config.coda_input == "norm":
             state = self.norm(state)
         elif self.coda_proj is not None:
             state = self.coda_proj(state)
-        for i, block in enumerate(self.coda):
-            layer = len(self.prelude) + len(self.core) + i
-            scale = self.config.residual_factor(1)
-            state = self.run_block(block, state, layer, coda_slot(self.config, i), scale, shared)
+        scale = self.config.residual_factor(1)
+        for block in self.coda:
+            of_block = context.of_first_rows(len(state)).of_block(block)
+            state = block(state, scale, slot=block.first_slot, **of_block)
         return state
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
@@ -368,7 +356,7 @@ class LoopedModel(LoopedPreTrainedModel):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
 
-    def _masks(self, attention_mask, inputs_embeds, past_key_values, position_ids, plan: DepthPlan) -> dict:
+    def attention_masks(self, attention_mask, inputs_embeds, past_key_values, position_ids, plan: DepthPlan) -> dict:
         if isinstance(attention_mask, dict):  # prepared by generate
             return {layer_type: plan.sort(mask) for layer_type, mask in attention_mask.items()}
         arguments = {
@@ -430,30 +418,30 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: the exit distribution of the gate.
         """
         check_inputs(input_ids, inputs_embeds)
-        given = input_ids if input_ids is not None else inputs_embeds
-        shape = given.shape[:2]
-        batch_depths = plan_depths(self.config.num_loops if num_loops is None else num_loops, shape[0]).depths
-        exit_watch, returns_cache = None, past_key_values is not None or use_cache is not False
+        inputs = {
+            "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "num_loops": num_loops,
+            "initial_state": initial_state,
+        }
         if exit_rule is not None:
             refuse_with_exits(
                 labels=labels,
+                shift_labels=kwargs.get("shift_labels"),
                 backprop_loops=backprop_loops,
                 output_loop_logits=output_loop_logits,
                 output_loop_hidden_states=output_loop_hidden_states,
+                output_loop_losses=output_loop_losses,
                 output_exit_probabilities=output_exit_probabilities,
             )
-            if past_key_values is None:  # what a token leaves at its exit lives in a cache
-                past_key_values = DynamicCache(config=self.config)
-            past = int(past_key_values.get_seq_length())
-            pieces = cut_into_tokens(exit_rule, past, shape[1])
-            # behind a coda, the check of a token reads what the token before left at its exit
-            if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
-                arguments = {"past_key_values": past_key_values, "num_loops": num_loops, "exit_rule": exit_rule}
-                batch = (input_ids, inputs_embeds, attention_mask, position_ids)
-                outputs = run_pieces(self, pieces, past, batch, logits_to_keep, {**arguments, **kwargs})
-                outputs.past_key_values = past_key_values if returns_cache else None
-                return outputs
-            exit_watch = ExitWatch(self, exit_rule, batch_depths, past, shape[1], given.device)
+            return self._forward_with_exits(exit_rule, inputs, logits_to_keep, output_logits, kwargs)
+
+        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        batch_depths = check_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         # not a named argument: the Trainer would take it for a label that every batch must have
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
         has_loss = labels is not None
@@ -467,16 +455,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             raise ValueError("output_loop_losses needs labels to compare with: pass labels or shift_labels")
 
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            num_loops=num_loops if exit_watch is None else max(batch_depths),
+            **inputs,
             backprop_loops=backprop_loops,
-            initial_state=initial_state,
-            exit_watch=exit_watch,
             output_loop_hidden_states=all_states,
             output_loop_readout_states=all_readouts,
             **kwargs,
@@ -507,7 +487,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values if returns_cache else None,
+            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             loop_hidden_states=states if output_loop_hidden_states else None,
@@ -515,7 +495,38 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             exit_probabilities=exit_probabilities,
             loop_losses=losses,
             loop_token_losses=token_losses if output_loop_losses else None,
-            token_loops=None if exit_watch is None else exit_watch.token_loops[:, exit_watch.first_reported :],
+        )
+
+    def _forward_with_exits(
+        self, exit_rule: ExitRule, inputs: dict, logits_to_keep, output_logits: bool, options: dict
+    ):
+        """Each token stops at a loop of its own. What it leaves at its exit lives in a cache, so there is one."""
+        given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
+        cache, num_loops = inputs["past_key_values"], inputs["num_loops"]
+        returns_cache = cache is not None or inputs["use_cache"] is not False
+        if cache is None:
+            cache = DynamicCache(config=self.config)
+        past, (batch_size, length) = int(cache.get_seq_length()), given.shape[:2]
+        depths = check_depths(self.config.num_loops if num_loops is None else num_loops, batch_size)
+        pieces = cut_into_tokens(exit_rule, past, length)
+        # behind a coda, the check of a token reads what the token before left at its exit
+        if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
+            batch = [inputs[name] for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")]
+            arguments = {"past_key_values": cache, "num_loops": num_loops, "exit_rule": exit_rule, **options}
+            outputs = run_pieces(self, pieces, past, batch, logits_to_keep, arguments)
+            outputs.past_key_values = cache if returns_cache else None
+            return outputs
+
+        watch = ExitWatch(self, exit_rule, depths, past, length, given.device)
+        inputs = {**inputs, "past_key_values": cache, "num_loops": max(depths)}
+        outputs = self.model(**inputs, exit_watch=watch, **options)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return LoopedCausalLMOutputWithPast(
+            logits=self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
+            past_key_values=cache if returns_cache else None,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            token_loops=watch.token_loops[:, watch.first_reported :],
         )
 
     def logits(self, hidden_states):

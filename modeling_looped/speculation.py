@@ -123,12 +123,12 @@ class Speculator(ContinuousDecoder):
         return torch.empty(shape, device=self.emission.ids.device).exponential_()
 
     def one_loop(self, rows: list[int], loop: int, state: torch.Tensor, token: dict, length: int = 1):
-        shared = self.shared(rows, [loop] * len(rows), token, length)
-        return self.trunk.core_pass(state, token["embedded"], 0, loop == 0, self.scale, shared)
+        context = self.context(rows, [loop] * len(rows), token, length)
+        return self.trunk.core_pass(state, token["embedded"], 0, loop == 0, self.scale, context)
 
     def logits(self, rows: list[int], state: torch.Tensor, token: dict, loops: int, length: int = 1):
-        shared = self.shared(rows, [0] * len(rows), token, length) if len(self.trunk.coda) else {}
-        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, shared), loops))
+        context = self.context(rows, [0] * len(rows), token, length) if len(self.trunk.coda) else None
+        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops))
 
     def verify(self, rows: list[int], starts: list[int], tensors: list[dict]) -> torch.Tensor:
         """Full-depth logits of the last token and its drafts, [rows, drafts + 1, vocabulary]."""

@@ -1,0 +1,46 @@
+"""What the blocks of a pass read besides the residual stream."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .depth import take_rows
+
+
+@dataclass
+class PassContext:
+    num_rows: int
+    masks: dict  # per kind of attention
+    position_ids: torch.Tensor
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    value_embeddings: dict[int, torch.Tensor]  # by layer
+    past_key_values: object
+    options: dict = field(default_factory=dict)  # of transformers and its attention kernels
+
+    def of_block(self, block) -> dict:
+        """Arguments of one block."""
+        return {
+            "attention_mask": self.masks[block.layer_type],
+            "position_ids": self.position_ids,
+            "position_embeddings": self.position_embeddings,
+            "value_embedding": self.value_embeddings.get(block.layer),
+            "past_key_values": self.past_key_values,
+            **self.options,
+        }
+
+    def of_first_rows(self, count: int) -> "PassContext":
+        if count == self.num_rows:
+            return self
+
+        def of_rows(batched):  # what is the same for all rows has a batch size of 1
+            return take_rows(batched, slice(count)) if batched is not None and batched.shape[0] > count else batched
+
+        tables = self.position_embeddings
+        return replace(
+            self,
+            num_rows=count,
+            masks={kind: of_rows(mask) for kind, mask in self.masks.items()},
+            position_ids=of_rows(self.position_ids),
+            position_embeddings=None if tables is None else tuple(map(of_rows, tables)),
+            value_embeddings={layer: of_rows(values) for layer, values in self.value_embeddings.items()},
+        )
