@@ -17,16 +17,20 @@ class PassContext:
     past_key_values: object
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
-    def of_block(self, block) -> dict:
-        """Arguments of one block."""
-        return {
-            "attention_mask": self.masks[block.layer_type],
-            "position_ids": self.position_ids,
-            "position_embeddings": self.position_embeddings,
-            "value_embedding": self.value_embeddings.get(block.layer),
-            "past_key_values": self.past_key_values,
+    def run(self, block, x, residual_scale, slot: int, query_states=None):
+        """One block on the stream, [rows, length, hidden]."""
+        return block(
+            x,
+            residual_scale,
+            query_states,
+            self.value_embeddings.get(block.layer),
+            slot=slot,
+            attention_mask=self.masks[block.layer_type],
+            position_ids=self.position_ids,
+            position_embeddings=self.position_embeddings,
+            past_key_values=self.past_key_values,
             **self.options,
-        }
+        )
 
     def of_first_rows(self, count: int) -> "PassContext":
         if count == self.num_rows:

@@ -230,11 +230,12 @@ class LoopedBlock(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         residual_scale: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
         query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
-        **kwargs,
+        value_embedding: torch.Tensor | None = None,
+        **kwargs,  # tensors that want gradients come before: reentrant checkpointing sees positional ones only
     ) -> torch.Tensor:
         keys_from = self.input_layernorm(hidden_states)
         queries_from = keys_from if query_states is None else self.input_layernorm(query_states)
-        branch, _ = self.self_attn(keys_from, queries_from, **kwargs)
+        branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, **kwargs)
         hidden_states = self.join(hidden_states, branch, residual_scale, "attention_output_norm")
         branch = self.mlp(self.post_attention_layernorm(hidden_states))
         return self.join(hidden_states, branch, residual_scale, "mlp_output_norm")

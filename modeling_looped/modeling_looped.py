@@ -231,7 +231,7 @@ class LoopedModel(LoopedPreTrainedModel):
         """From embeddings to what every loop may read again."""
         scale = self.config.residual_factor(1)
         for block in self.prelude:
-            x = block(x, scale, slot=block.first_slot, **context.of_block(block))
+            x = context.run(block, x, scale, block.first_slot)
         return x if self.prelude_norm is None else self.prelude_norm(x)
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext, exit_watch=None):
@@ -267,7 +267,7 @@ class LoopedModel(LoopedPreTrainedModel):
         x = self.injection(state, embedded)
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = block(x, scale, queries, slot=block.first_slot + slots_before, **context.of_block(block))
+            x = context.run(block, x, scale, block.first_slot + slots_before, queries)
         return x
 
     def between(self, state):
@@ -286,8 +286,7 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.coda_proj(state)
         scale = self.config.residual_factor(1)
         for block in self.coda:
-            of_block = context.of_first_rows(len(state)).of_block(block)
-            state = block(state, scale, slot=block.first_slot, **of_block)
+            state = context.of_first_rows(len(state)).run(block, state, scale, block.first_slot)
         return state
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):

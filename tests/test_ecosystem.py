@@ -269,6 +269,20 @@ def test_checkpointing_runs_every_block_call_again():
     assert len(calls) == 3 * (1 + 2 * 4 + 1)
 
 
+@over_systems
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated")
+def test_reentrant_checkpointing_changes_no_gradient(system):
+    """It differentiates what comes to a block by position only; value embeddings are learned too."""
+    model, checkpointed = build(system).train(), build(system).train()
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    checkpointed.enable_input_require_grads()
+    ids = random_ids(2, 6, VOCABULARY)
+    for each in (model, checkpointed):
+        each(ids, labels=ids).loss.backward()
+    gradients = ({name: p.grad for name, p in each.named_parameters()} for each in (model, checkpointed))
+    torch.testing.assert_close(*gradients)
+
+
 # TRL
 
 
