@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 IGNORE_INDEX = -100
 LOGITS_PER_CHUNK = 2**25
 MIN_CHUNK = 256  # tokens
+LOGITS_PER_BLOCK_ON_CPU = 2**20  # so many in fp32 stay in the processor's cache from one operation to the next
 GATE_SHARPNESS, GATE_THRESHOLD = 50.0, 0.005  # Ouro, stage II
 
 
@@ -55,6 +56,21 @@ def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -
     return log_p.masked_fill(loops > last_loop, float("-inf"))
 
 
+def cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
+    """CE of every row of logits; and into `gradient`, if given, that of the weighted sum: w (softmax - one_hot)."""
+    rows = max(1, LOGITS_PER_BLOCK_ON_CPU // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+    losses = torch.empty_like(weights)
+    for start in range(0, len(logits), rows):
+        block = slice(start, start + rows)
+        log_p = F.log_softmax(at_least_fp32(logits[block]), dim=-1)
+        target = labels[block].unsqueeze(-1)
+        losses[block] = -log_p.gather(-1, target).squeeze(-1)
+        if gradient is not None:
+            weight = weights[block].detach().unsqueeze(-1).to(log_p.dtype)
+            gradient[block] = log_p.exp_().mul_(weight).scatter_add_(-1, target, -weight)
+    return losses
+
+
 class _WeightedCrossEntropy(torch.autograd.Function):
     """sum w_ki CE_ki, and the CE_ki.
 
@@ -69,7 +85,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         trained = [p for p, need in zip(parameters, needed[num_states:]) if need]
         sums: list[torch.Tensor | None] = [None] * len(trained)  # of the gradients of `trained`, over chunks
         losses = torch.zeros_like(weights)
-        state_gradients = []
+        state_gradients, buffer = [], None
         for k, state in enumerate(states):
             gradient = torch.zeros_like(state, memory_format=torch.contiguous_format) if needed[k] else None
             tokens = torch.arange(len(labels), device=labels.device) if active is None else active[k].nonzero()[:, 0]
@@ -78,22 +94,20 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                     hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
                     logits = decode(hidden, k)
                 wanted = ([hidden] if gradient is not None else []) + trained
-                log_p = F.log_softmax(at_least_fp32(logits.detach()), dim=-1)
-                target = labels[chunk].unsqueeze(-1)
-                losses[k, chunk] = -log_p.gather(-1, target).squeeze(-1).to(losses.dtype)
+                if wanted and (buffer is None or len(buffer) < len(logits)):
+                    buffer = torch.empty_like(logits)
+                to_logits = buffer[: len(logits)] if wanted else None
+                losses[k, chunk] = cross_entropy_of(logits.detach(), labels[chunk], weights[k, chunk], to_logits)
                 if not wanted:
-                    del logits, log_p  # before the next chunk's
+                    del logits  # before the next chunk's
                     continue
-                # the gradient w (softmax - one_hot), in the memory of log_p
-                weight = weights[k, chunk].detach().unsqueeze(-1).to(log_p.dtype)
-                to_logits = log_p.exp_().mul_(weight).scatter_add_(-1, target, -weight)
-                found = list(torch.autograd.grad(logits, wanted, to_logits.to(logits.dtype), allow_unused=True))
-                del logits, log_p, to_logits
+                found = list(torch.autograd.grad(logits, wanted, to_logits, allow_unused=True))
+                del logits
                 if gradient is not None:
                     gradient.flatten(0, 1).index_copy_(0, positions[chunk], found.pop(0).to(gradient.dtype))
                 for i, part in enumerate(found):
                     if part is not None:
-                        sums[i] = at_least_fp32(part) if sums[i] is None else sums[i].add_(part)
+                        sums[i] = part if sums[i] is None else at_least_fp32(sums[i]).add_(part)
             state_gradients.append(gradient)
         summed = (torch.zeros_like(p) if s is None else s.to(p.dtype) for p, s in zip(trained, sums))
         parameter_gradients = [next(summed) if need else None for need in needed[num_states:]]
@@ -135,9 +149,10 @@ def weighted_cross_entropy(
         return (losses * weights).sum(), losses.detach()
     if not torch.is_grad_enabled():  # an autograd function is not told
         states, parameters = detached(states), detached(parameters)
-    # with a quarter of the tokens the chunks stay small beside the logits that a model returns; with fewer than
-    # MIN_CHUNK, adding up the head's gradients would cost more than the products
-    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, -(-len(labels) // 4))))
+    # with half of the tokens in bf16, a quarter in fp32, the chunks stay small beside the logits that a model returns;
+    # with fewer than MIN_CHUNK, adding up the head's gradients would cost more than the products
+    part = -(-len(labels) // states[0].element_size())
+    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, part)))
     return _WeightedCrossEntropy.apply(
         decode, len(states), chunk_size, positions, labels, weights, active, *states, *parameters
     )
