@@ -12,6 +12,7 @@ from .checks import check_length
 from .context import PassContext
 from .emission import Emission, batch_bound
 from .exit_criteria import Reading
+from .outputs import LoopedGenerateOutput
 from .row_cache import Cursor, RowCache
 
 
@@ -63,11 +64,6 @@ class ContinuousDecoder:
         self.ordinary_cache = outputs.past_key_values
         length = int(self.ordinary_cache.get_seq_length())
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
-        if mask is not None and mask.shape[1] != length:
-            raise ValueError(
-                f"the cache holds {length} tokens of a prompt of {mask.shape[1]}: virtual tokens, as prefix and "
-                "prompt tuning put before it, go with plain decoding: leave out exits, draft_loops and warm_start"
-            )
         valid = None if mask is None else mask.bool()
         sharing = getattr(self.ordinary_cache, "sharing", "none")
         self.cache = RowCache(model.config, max(self.limits), batch, valid, sharing)
@@ -106,9 +102,6 @@ class ContinuousDecoder:
         """Rows as an index; None, which costs nothing, for all."""
         return None if len(rows) == self.emission.num_rows else rows
 
-    def index(self, rows: list[int]):
-        return slice(None) if self.some(rows) is None else rows
-
     def take(self, rows: list[int]) -> dict[str, torch.Tensor]:
         index = self.some(rows)
         return self.tensors if index is None else {name: tensor[index] for name, tensor in self.tensors.items()}
@@ -141,7 +134,7 @@ class ContinuousDecoder:
         for row in rows:
             self.places[row] += 1
         check_length(self.model.config, max(self.places[row] for row in rows) + 1)
-        index = slice(None) if self.some(rows) is None else rows
+        index = self.emission.index(rows)
         positions = self.positions[index] = self.positions[index] + 1
         x, rotary = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
         tensors = {"positions": positions, **dict(zip(("cos", "sin"), rotary or ()))}
@@ -214,7 +207,7 @@ class ContinuousDecoder:
 
     def score(self, rows: list[int], reading: Reading) -> torch.Tensor:
         first = torch.tensor([not self.has_reading[row] for row in rows], device=self.positions.device)
-        index = self.index(rows)
+        index = self.emission.index(rows)
         memory = {name: values[index] for name, values in self.memory.items()}
         score, memory = self.rule.criterion.score(reading, memory, first)
         if self.rule.candidates is not None:
@@ -234,7 +227,7 @@ class ContinuousDecoder:
         screened = [row for row in rows if self.rule.screens(first=not self.has_reading[row])]
         if not screened:
             return rows
-        candidates = self.memory["candidates"][self.index(screened)]
+        candidates = self.memory["candidates"][self.emission.index(screened)]
         normed, head = self.normed(screened, state, at), self.model.lm_head
         if type(head) is torch.nn.Linear and not head.weight.is_meta:
             weights = head.weight[candidates]  # [rows, candidates, hidden]
@@ -256,8 +249,6 @@ class ContinuousDecoder:
         return self.trunk.readout(self.trunk.run_coda(some, context), [self.loops[row] for row in rows])
 
     def result(self):
-        from .generation import LoopedGenerateOutput
-
         sequences, loops = self.emission.finish()
         keeps = self.config.return_dict_in_generate
         if keeps or getattr(self.config, "_cache_is_given", False):

@@ -6,9 +6,11 @@ together and leave when they are done, or, where only the last loops carry gradi
 that the ticks with gradients are the same for all rows.
 """
 
+from numbers import Integral
 from operator import index
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -76,6 +78,19 @@ def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor):
     return taken
 
 
+def check_count(name: str, value) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return int(value)
+
+
+def from_numpy(value):
+    """numpy's numbers and arrays as Python's."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
+
+
 def check_depths(num_loops, batch_size: int) -> list[int]:
     """`num_loops` of a call (an int, or one per row) as a list of one positive int per row."""
     advice = "num_loops is the number of loops to run: an int of at least 1, or one such int per sequence"
@@ -83,9 +98,10 @@ def check_depths(num_loops, batch_size: int) -> list[int]:
         if num_loops.is_floating_point() or num_loops.dtype == torch.bool or num_loops.ndim > 1:
             raise TypeError(f"{advice}; got a {num_loops.dtype} tensor of shape {tuple(num_loops.shape)}")
         num_loops = num_loops.tolist()
+    num_loops = from_numpy(num_loops)
     depths = list(num_loops) if isinstance(num_loops, (list, tuple)) else [num_loops] * batch_size
     for depth in depths:
-        if isinstance(depth, bool) or not isinstance(depth, int):
+        if isinstance(depth, bool) or not isinstance(depth, Integral):
             raise TypeError(f"{advice}; got {num_loops!r}")
         if depth < 1:
             raise ValueError(f"{advice}; got {num_loops!r}")

@@ -17,11 +17,13 @@ logits) they return, and are given back.
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from .depth import check_count
 from .losses import at_least_fp32
 
 
@@ -169,7 +171,7 @@ def exit_rule(
     candidates: int | None = None,
 ) -> ExitRule:
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
-    if criterion not in CRITERIA:
+    if not isinstance(criterion, str) or criterion not in CRITERIA:
         raise ValueError(f"exit_criterion={criterion!r} is not known: choose one of {', '.join(CRITERIA)}")
     kind = CRITERIA[criterion]
     if criterion == "gate" and config.exit_gate == "none":
@@ -189,7 +191,7 @@ def exit_rule(
                 f"exit_criterion={criterion!r} has no published threshold: pass exit_threshold, or calibrate one with "
                 "`python -m eval.halting`"
             )
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
     if math.isnan(threshold) or (threshold < 0 and math.isfinite(threshold)):
         raise ValueError(
@@ -199,13 +201,12 @@ def exit_rule(
     if criterion in ("max_prob", "gate") and 1 < threshold < math.inf:
         raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
     deepest = config.num_loops if num_loops is None else num_loops
-    for name, value in (("min_loops", min_loops), ("exit_interval", interval)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    min_loops, interval = check_count("min_loops", min_loops), check_count("exit_interval", interval)
     if min_loops > deepest:
-        raise ValueError(f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run")
+        raise ValueError(
+            f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run: lower it, or run "
+            "without exits (exit_criterion=None)"
+        )
     check_candidates(criterion, candidates)
     return ExitRule(criterion, float(threshold), min_loops, interval, candidates=candidates)
 
@@ -213,9 +214,7 @@ def exit_rule(
 def check_candidates(criterion: str, candidates):
     if candidates is None:
         return
-    if isinstance(candidates, bool) or not isinstance(candidates, int):
-        raise TypeError(f"exit_candidates must be an int, got {candidates!r}")
-    if candidates < 2:
+    if check_count("exit_candidates", candidates) < 2:
         raise ValueError(f"exit_candidates={candidates} leaves nothing to compare the best token with: at least 2")
     if criterion not in SCREENABLE:
         raise ValueError(

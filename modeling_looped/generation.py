@@ -6,17 +6,16 @@ these two do not know, to transformers' own loops, whose passes stop early by th
 """
 
 import copy
-from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
-from .cache import LoopedCache
+from .cache import LoopedCache, shared_slots
 from .continuous import can_decode_apart, decode_apart
-from .depth import check_depths
+from .depth import check_count, check_depths, from_numpy
 from .exit_criteria import exit_rule
+from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .speculation import check_draft, speculate
 
 
@@ -25,7 +24,7 @@ logger = logging.get_logger(__name__)
 # arguments of generate and fields of generation_config.json, with their defaults
 DEPTH_FIELDS = {
     "num_loops": None,
-    "cache_sharing": None,
+    "cache_sharing": "none",
     "exit_criterion": None,
     "exit_threshold": None,
     "min_loops": 1,
@@ -38,29 +37,28 @@ DEPTH_FIELDS = {
 }
 
 
-@dataclass
-class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
-    """
-    token_loops: loops that each new token took, [batch, new tokens]; 0 after the end of a row.
-    acceptance_rate: of the drafts that were compared with full depth, the part that it agreed with; what was drafted
-    after a wrong one is not compared.
-    """
-
-    token_loops: torch.LongTensor | None = None
-    acceptance_rate: float | None = None
+OF_CRITERION = ("exit_threshold", "exit_candidates")
+OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "prompt_loops")
 
 
-@dataclass
-class LoopedGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
-    """
-    token_loops: as in `LoopedGenerateOutput`.
-    """
+def depth_fields(generation_config) -> dict:
+    """Those that are set."""
+    fields = {name: getattr(generation_config, name, None) for name in DEPTH_FIELDS}
+    return {name: value for name, value in fields.items() if value is not None}
 
-    token_loops: torch.LongTensor | None = None
+
+def overridden(fields: dict, by: dict) -> dict:
+    """`fields`, but those of `by` win. A threshold is that of one criterion: another one does not inherit it."""
+    before = fields.get("exit_criterion")
+    lost = ()
+    if by.get("exit_criterion", before) != before:
+        lost = OF_EXITS if by["exit_criterion"] is None else OF_CRITERION
+    return {**{name: value for name, value in fields.items() if name not in lost}, **by}
 
 
 def depth_argument(num_loops) -> int | torch.LongTensor:
     """One depth, or a tensor of one per prompt, which transformers repeats for beams as it would not repeat a list."""
+    num_loops = from_numpy(num_loops)
     is_one = not isinstance(num_loops, (list, tuple)) and not (torch.is_tensor(num_loops) and num_loops.ndim > 0)
     depths = check_depths(num_loops, 1 if is_one else len(num_loops))
     return depths[0] if is_one else torch.tensor(depths, dtype=torch.long)
@@ -107,10 +105,12 @@ class LoopedGenerationMixin(GenerationMixin):
             self.generation_config._from_model_config = False
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
+        arguments = {name: from_numpy(kwargs.pop(name)) for name in DEPTH_FIELDS if name in kwargs}
+        given = overridden(depth_fields(generation_config), arguments)
+        fields = overridden(depth_fields(self.generation_config), given)
         config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         for name, default in DEPTH_FIELDS.items():
-            value = given[name] if name in given else getattr(config, name, None)
+            value = fields.get(name)
             setattr(config, name, default if value is None else value)
         if config.num_loops is not None:
             config.num_loops = model_kwargs["num_loops"] = depth_argument(config.num_loops)
@@ -131,8 +131,7 @@ class LoopedGenerationMixin(GenerationMixin):
                 "loop: pass draft_loops=k to draft with the first k loops"
             )
         self._check_warm_start(config)
-        if config.cache_sharing not in (None, "none"):
-            self._share_cache(config, model_kwargs, depth)
+        self._check_sharing(config, model_kwargs.get("past_key_values"))
         config._cache_is_given = kwargs.get("past_key_values") is not None
         if torch.is_tensor(config.num_loops) or self._decodes_otherwise(config):
             config.disable_compile = True  # a static cache compiles by itself, but which rows run is data
@@ -161,9 +160,7 @@ class LoopedGenerationMixin(GenerationMixin):
         prompt_loops = config.prompt_loops
         if prompt_loops is None:
             return
-        if isinstance(prompt_loops, bool) or not isinstance(prompt_loops, int):
-            raise TypeError(f"prompt_loops must be an int, got {prompt_loops!r}")
-        if not 1 <= prompt_loops <= depth:
+        if check_count("prompt_loops", prompt_loops) > depth:
             raise ValueError(f"prompt_loops={prompt_loops} must be between 1 and num_loops={depth}")
         if config.exit_criterion is None:
             raise ValueError("prompt_loops is for decoding with an exit_criterion; otherwise pass num_loops alone")
@@ -184,31 +181,34 @@ class LoopedGenerationMixin(GenerationMixin):
             if stands:
                 raise ValueError(f"warm_start {reason}")
 
-    def _share_cache(self, config, model_kwargs: dict, depth: int):
-        sharing = config.cache_sharing
+    def _check_sharing(self, config, cache):
+        """cache: the one that was passed, or None."""
+        of_cache = getattr(cache, "sharing", "none")
+        sharing = of_cache if config.cache_sharing == "none" else config.cache_sharing
+        if shared_slots(sharing) is None:
+            return
         contradictions = {
-            "past_key_values": model_kwargs.get("past_key_values") is not None,
+            "past_key_values": cache is not None and of_cache != sharing,
             "cache_implementation": config.cache_implementation is not None,
             "use_cache": config.use_cache is False,
-            "draft_loops": config.draft_loops is not None,
         }
         for name, contradicts in contradictions.items():
             if contradicts:
                 raise ValueError(
                     f"cache_sharing={sharing!r} makes its own cache, which {name} contradicts: leave one out"
                 )
-        model_kwargs["past_key_values"] = LoopedCache(self.config, sharing, depth)
+        if config.draft_loops is not None:
+            refuse_sharing(sharing, f"draft_loops={config.draft_loops}")
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        made_here = model_kwargs.get("past_key_values") is None
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get("past_key_values")
-        if made_here and type(made) is DynamicCache and not made.offloading:
-            model_kwargs["past_key_values"] = LoopedCache(
-                self.config, num_loops=deepest(self.config, generation_config.num_loops)
-            )
-            if generation_config.is_assistant:
-                model_kwargs["past_key_values"].activate_past_recording()
+        is_given = model_kwargs.get("past_key_values") is not None
+        is_dynamic = generation_config.cache_implementation in (None, "dynamic")
+        if is_given or not is_dynamic or generation_config.use_cache is False:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        depth = deepest(self.config, generation_config.num_loops)
+        cache = model_kwargs["past_key_values"] = LoopedCache(self.config, generation_config.cache_sharing, depth)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
 
     def _sample(
         self,
@@ -221,67 +221,69 @@ class LoopedGenerationMixin(GenerationMixin):
         **model_kwargs,
     ):
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        self._mark_prompt(input_ids, model_kwargs)
+        mark_prompt(input_ids, generation_config, model_kwargs)
         if self._decodes_otherwise(generation_config):
             lacks = can_decode_apart(self, *arguments, synced_gpus, model_kwargs)
             if lacks is None:
                 decode = speculate if generation_config.draft_loops is not None else decode_apart
                 return decode(self, *arguments, streamer, model_kwargs)
-            if generation_config.draft_loops is not None or generation_config.warm_start:
-                raise ValueError(f"draft_loops and warm_start do not work with {lacks}: leave one out")
-            logger.warning_once(f"With {lacks} the rows of a batch wait for the one that runs deepest.")
-        record = model_kwargs["loop_record"] = LoopRecord(streamer)
+            self._refuse_otherwise(generation_config, lacks)
+            if len(input_ids) > 1:
+                logger.warning_once(f"With {lacks} the rows of a batch wait for the one that runs deepest.")
+        record = model_kwargs["loop_record"] = self._loop_record(input_ids, model_kwargs, streamer)
         result = super()._sample(*arguments, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        result = with_token_loops(result, record, LoopedGenerateOutput)
-        if getattr(result, "token_loops", None) is not None and generation_config._eos_token_tensor is not None:
-            new_tokens = result.sequences[:, input_ids.shape[1] :]
-            is_end = torch.isin(new_tokens, generation_config._eos_token_tensor).int()
-            result.token_loops = result.token_loops.masked_fill(is_end.cumsum(-1) > is_end, 0)
-        return result
+        return with_token_loops(result, record, input_ids, generation_config)
 
-    def _beam_search(self, input_ids, *args, **model_kwargs):
-        self._refuse_otherwise("beam search", args, model_kwargs)
-        self._mark_prompt(input_ids, model_kwargs)
-        record = model_kwargs["loop_record"] = []
-        result = super()._beam_search(input_ids, *args, **model_kwargs)
-        return with_token_loops(result, record, LoopedGenerateBeamOutput)
+    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        self._refuse_otherwise(generation_config, "beam search")
+        mark_prompt(input_ids, generation_config, model_kwargs)
+        record = model_kwargs["loop_record"] = self._loop_record(input_ids, model_kwargs)
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        return with_token_loops(super()._beam_search(*arguments, **model_kwargs), record, input_ids, generation_config)
 
-    def _assisted_decoding(self, input_ids, *args, past_key_values=None, **model_kwargs):
-        self._refuse_otherwise("assisted decoding", args, model_kwargs)
-        sharing = getattr(past_key_values, "sharing", "none")
-        if sharing != "none":
-            raise ValueError(
-                f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and "
-                "assisted decoding cuts it otherwise: use one of the two"
-            )
-        self._mark_prompt(input_ids, model_kwargs)
-        record = model_kwargs["loop_record"] = []
-        result = super()._assisted_decoding(input_ids, *args, past_key_values=past_key_values, **model_kwargs)
-        return with_token_loops(result, record, LoopedGenerateOutput)
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        self._refuse_otherwise(generation_config, "assisted decoding")
+        refuse_sharing(getattr(model_kwargs.get("past_key_values"), "sharing", "none"), "assisted decoding")
+        mark_prompt(input_ids, generation_config, model_kwargs)
+        record = model_kwargs["loop_record"] = self._loop_record(input_ids, model_kwargs)
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        result = super()._assisted_decoding(*arguments, **model_kwargs)
+        return with_token_loops(result, record, input_ids, generation_config)
 
-    def _refuse_otherwise(self, mode: str, arguments: tuple, keywords: dict):
-        config = keywords.get("generation_config") or arguments[2]
-        for name in ("warm_start", "draft_loops"):
-            if getattr(config, name, None):
-                raise ValueError(f"{name} goes with greedy decoding and sampling, not with {mode}: leave one out")
+    @staticmethod
+    def _refuse_otherwise(config, mode: str):
+        for name, value in (("draft_loops", config.draft_loops), ("warm_start", config.warm_start or None)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}={value} goes with greedy decoding and sampling, and not with {mode}: leave one out, or "
+                    f"pass {name}=None"
+                )
 
-    def _mark_prompt(self, input_ids, model_kwargs: dict):
-        """Tell the exit rule how many tokens are prompt, also those that a cache holds already."""
-        if "exit_rule" in model_kwargs:
-            mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
-            past = 0 if cache is None else int(cache.get_seq_length())
-            length = max(input_ids.shape[1], 0 if mask is None else mask.shape[1], past + 1)
-            model_kwargs["exit_rule"] = model_kwargs["exit_rule"]._replace(prompt_length=length)
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        outputs = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if self._decodes_otherwise(generation_config) and outputs.past_key_values is not None:
+            held = int(outputs.past_key_values.get_seq_length())
+            if held != (length := prompt_length(input_ids, generation_config, model_kwargs)):
+                raise ValueError(
+                    f"the cache holds {held} tokens of a prompt of {length}: virtual tokens, as prefix and prompt "
+                    "tuning put before it, go with plain decoding: leave out exits, draft_loops and warm_start"
+                )
+        return outputs
+
+    def _loop_record(self, input_ids, model_kwargs: dict, streamer=None) -> "LoopRecord":
+        depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
+        return LoopRecord(torch.tensor(depths, device=input_ids.device), streamer)
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds=None, loop_record=None, **kwargs):
         return super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, num_new_tokens: int = 1, **kwargs):
         record = model_kwargs.get("loop_record")
-        if record is not None and getattr(outputs, "token_loops", None) is not None:
+        if record is not None:
+            loops = getattr(outputs, "token_loops", None)
             # a pass without a cache runs all new tokens again, one that verifies candidates also those it refuses
             new = slice(num_new_tokens) if model_kwargs.get("use_cache", True) else slice(-num_new_tokens, None)
-            record.append(outputs.token_loops[:, new])
+            record.append(record.depths[:, None].expand(-1, num_new_tokens) if loops is None else loops[:, new])
         return super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, *args, num_new_tokens=num_new_tokens, **kwargs
         )
@@ -295,22 +297,67 @@ class LoopedGenerationMixin(GenerationMixin):
         model_kwargs = {key: value for key, value in model_kwargs.items() if key not in ours}
         return super()._get_candidate_generator(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
 
-    def generate_batch(self, inputs, *args, **kwargs):
+    def generate_batch(self, inputs, generation_config=None, *args, **kwargs):
         """Continuous batching, at the configured depth."""
-        refused = set(DEPTH_FIELDS) & set(kwargs)
-        if refused:
+        given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
+        self._refuse_in_batches({name: value for name, value in given.items() if value is not None})
+        return super().generate_batch(inputs, generation_config, *args, **kwargs)
+
+    def init_continuous_batching(self, generation_config=None, *args, **kwargs):
+        if generation_config not in (None, self.generation_config):
+            self._refuse_in_batches(beside_defaults(generation_config))
+        elif saved := beside_defaults(self.generation_config):
+            logger.warning_once(
+                f"Continuous batching runs every sequence at config.num_loops={self.config.num_loops}, whatever the "
+                f"model's generation_config says: {listed(saved)}."
+            )
+        return super().init_continuous_batching(generation_config, *args, **kwargs)
+
+    def _refuse_in_batches(self, fields: dict):
+        if fields:
             raise ValueError(
                 f"generate_batch runs every sequence at config.num_loops={self.config.num_loops} and does not take "
-                f"{', '.join(sorted(refused))}: load the model with from_pretrained(..., num_loops=K), or use generate"
+                f"{listed(fields)}: load the model with from_pretrained(..., num_loops=K), or use generate"
             )
-        return super().generate_batch(inputs, *args, **kwargs)
+
+
+def beside_defaults(generation_config) -> dict:
+    return {name: value for name, value in depth_fields(generation_config).items() if value != DEPTH_FIELDS[name]}
+
+
+def listed(fields: dict) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+def refuse_sharing(sharing: str, mode: str):
+    if sharing != "none":
+        raise ValueError(
+            f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and "
+            f"{mode} cuts it otherwise: use one of the two"
+        )
+
+
+def prompt_length(input_ids, generation_config, model_kwargs: dict) -> int:
+    """Also what a cache holds already, or what comes as embeddings. transformers drops a mask without padding."""
+    mask = model_kwargs.get("attention_mask")
+    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+    return max(input_ids.shape[1], length or 0)
+
+
+def mark_prompt(input_ids, generation_config, model_kwargs: dict):
+    """Tell the exit rule how many tokens are prompt."""
+    if "exit_rule" in model_kwargs:
+        length = prompt_length(input_ids, generation_config, model_kwargs)
+        model_kwargs["exit_rule"] = model_kwargs["exit_rule"]._replace(prompt_length=length)
 
 
 class LoopRecord(list):
     """Loops of the new tokens, pass by pass; a streamer that wants them is told before the tokens come."""
 
-    def __init__(self, streamer):
+    def __init__(self, depths: torch.Tensor, streamer=None):
+        """depths: of rows that do not exit."""
         super().__init__()
+        self.depths = depths
         self.tell = getattr(streamer, "put_loops", None)
 
     def append(self, token_loops: torch.Tensor):
@@ -319,14 +366,19 @@ class LoopRecord(list):
             self.tell(token_loops[:, -1].cpu())
 
 
-def with_token_loops(result, record: list[torch.Tensor], output_class):
+def with_token_loops(result, record: LoopRecord, input_ids, generation_config):
     """transformers' output as ours, with the loops of each token; of beams, those along which the sequence grew."""
-    if torch.is_tensor(result) or not record:
+    if torch.is_tensor(result):
         return result
     loops = torch.cat(record, dim=1)
-    beams = getattr(result, "beam_indices", None)
-    if beams is not None:
+    if "beam_indices" in result:
+        beams = result.beam_indices
         steps = min(beams.shape[1], loops.shape[1])
         taken = loops[beams[:, :steps].clamp(min=0), torch.arange(steps, device=loops.device)]
-        loops = taken.masked_fill(beams[:, :steps] < 0, 0)
-    return output_class(**result, token_loops=loops)
+        return LoopedGenerateBeamOutput(**result, token_loops=taken.masked_fill(beams[:, :steps] < 0, 0))
+    new_tokens = result.sequences[:, input_ids.shape[1] :]
+    loops = loops[:, : new_tokens.shape[1]]  # there may be a last pass that transformers took back
+    if generation_config._eos_token_tensor is not None:
+        is_end = torch.isin(new_tokens, generation_config._eos_token_tensor).int()
+        loops = loops.masked_fill(is_end.cumsum(-1) > is_end, 0)
+    return LoopedGenerateOutput(**result, token_loops=loops)

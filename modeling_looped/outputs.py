@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 
@@ -34,4 +35,25 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     exit_probabilities: torch.Tensor | None = None
     loop_losses: torch.Tensor | None = None
     loop_token_losses: torch.Tensor | None = None
+    token_loops: torch.LongTensor | None = None
+
+
+@dataclass
+class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
+    """
+    token_loops: loops that each new token took, [batch, new tokens]; 0 after the end of a row.
+    acceptance_rate: of the drafts that were compared with full depth, the part that it agreed with; what was drafted
+        after a wrong one is not compared.
+    """
+
+    token_loops: torch.LongTensor | None = None
+    acceptance_rate: float | None = None
+
+
+@dataclass
+class LoopedGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
+    """
+    token_loops: as in `LoopedGenerateOutput`.
+    """
+
     token_loops: torch.LongTensor | None = None

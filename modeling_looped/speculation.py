@@ -10,6 +10,7 @@ the distribution of every token that of plain sampling.
 import torch
 
 from .continuous import ContinuousDecoder
+from .depth import check_count
 
 
 MEMORY = 0.9  # of the running acceptance rate, per drafted token
@@ -21,18 +22,19 @@ def check_draft(model_config, config, num_loops: int):
     draft_loops, draft_tokens = config.draft_loops, config.draft_tokens
     if draft_loops is None:
         return
-    for name, value in (("draft_loops", draft_loops), ("draft_tokens", draft_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_count("draft_loops", draft_loops)
+    check_count("draft_tokens", draft_tokens)
     if draft_loops >= num_loops:
-        raise ValueError(f"draft_loops={draft_loops} must be below num_loops={num_loops}, or a draft costs a full run")
+        raise ValueError(
+            f"draft_loops={draft_loops} must be below num_loops={num_loops}, or a draft costs a full run: lower it, "
+            "or pass draft_loops=None"
+        )
     if torch.is_tensor(config.num_loops):
         raise ValueError("draft_loops needs one num_loops for all rows")
     if config.exit_criterion is not None:
         raise ValueError(
-            "draft_loops gives the output of full depth and exit_criterion that of early exits: leave one out"
+            f"draft_loops={draft_loops} gives the output of full depth and exit_criterion={config.exit_criterion!r} "
+            "that of early exits: pass one of the two as None"
         )
     if model_config.residual_depth == "run":
         raise ValueError(

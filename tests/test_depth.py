@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -114,7 +115,7 @@ def test_rows_equal_rows_alone_with_a_cache(system, make_cache):
                 assert_same(batch[row][real], alone[0][real])
 
 
-@pytest.mark.parametrize("make", [list, tuple, torch.tensor, lambda d: torch.tensor(d, dtype=torch.int32)])
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor, np.array, lambda d: torch.tensor(d, dtype=torch.int32)])
 def test_every_way_to_give_depths(make):
     model, ids = model_of("plain"), random_ids(5, 4)
     with torch.no_grad():
@@ -123,6 +124,7 @@ def test_every_way_to_give_depths(make):
         same = model(ids, num_loops=3).logits
         assert torch.equal(model(ids, num_loops=make([3] * 5)).logits, same)
         assert torch.equal(model(ids, num_loops=torch.tensor(3)).logits, same)
+        assert torch.equal(model(ids, num_loops=np.int64(3)).logits, same)
         assert torch.equal(model(ids).logits, same)
 
 
@@ -338,6 +340,9 @@ WRONG_DEPTHS = [
     ("3", TypeError, "got '3'"),
     (["3", 3], TypeError, "got"),
     (2.0, TypeError, "got 2.0"),
+    (np.float64(2), TypeError, "got 2.0"),
+    (np.array([2.0, 3.0]), TypeError, r"got \[2.0, 3.0\]"),
+    (np.True_, TypeError, "got True"),
     ([2.0, 3], TypeError, r"got \[2.0, 3\]"),
     (torch.tensor([2.0, 3.0]), TypeError, "torch.float32"),
     (torch.tensor([True, True]), TypeError, "torch.bool"),

@@ -223,6 +223,7 @@ def test_published_thresholds():
     ("error", "message", "arguments"),
     [
         (ValueError, "exit_criterion='margin' is not known: choose one of logit_margin, ", {"criterion": "margin"}),
+        (ValueError, r"exit_criterion=\['gate'\] is not known", {"criterion": ["gate"]}),
         (ValueError, "exit_criterion='gate' needs a model with an exit gate", {"criterion": "gate"}),
         (TypeError, "exit_threshold must be a number, got '0.5'", {"threshold": "0.5"}),
         (TypeError, "exit_threshold must be a number, got True", {"threshold": True}),
@@ -230,13 +231,15 @@ def test_published_thresholds():
         (ValueError, r"exit_threshold=-1 .* below the threshold", {"criterion": "kl", "threshold": -1}),
         (ValueError, "exit_threshold=nan is never meant", {"threshold": math.nan}),
         (ValueError, "exit_threshold=1.5 is no probability", {"criterion": "max_prob", "threshold": 1.5}),
-        (ValueError, "min_loops=4 is more than the num_loops=3", {"min_loops": 4}),
+        (ValueError, "min_loops=4 is more than the num_loops=3 .*exit_criterion=None", {"min_loops": 4}),
         (ValueError, "min_loops=2 is more than the num_loops=1", {"min_loops": 2, "num_loops": 1}),
         (ValueError, "min_loops must be at least 1, got 0", {"min_loops": 0}),
         (TypeError, "min_loops must be an int, got 1.0", {"min_loops": 1.0}),
         (TypeError, "min_loops must be an int, got True", {"min_loops": True}),
         (ValueError, "exit_interval must be at least 1, got -2", {"exit_interval": -2}),
         (TypeError, "exit_interval must be an int, got '2'", {"exit_interval": "2"}),
+        (TypeError, "exit_candidates must be an int, got 2.0", {"candidates": 2.0}),
+        (ValueError, "exit_candidates=1 leaves nothing to compare", {"candidates": 1}),
         (ValueError, "prompt_loops=4 must be between 1 and num_loops=3", {"prompt_loops": 4}),
         (TypeError, "prompt_loops must be an int, got 2.0", {"prompt_loops": 2.0}),
         (ValueError, "exit_threshold, min_loops without exit_criterion", {"criterion": None, "min_loops": 2}),
@@ -252,7 +255,7 @@ def test_bad_rules_are_refused_by_generate(error, message, arguments):
     """Before any pass is run."""
     model = tiny_model(loop_loss="per_loop")
     model.model.forward = None
-    rename = {"criterion": "exit_criterion", "threshold": "exit_threshold"}
+    rename = {name: f"exit_{name}" for name in ("criterion", "threshold", "candidates")}
     given = {"criterion": "logit_margin", "threshold": 0.5, **arguments}
     with pytest.raises(error, match=message):
         model.generate(random_ids(1, 3), max_new_tokens=2, **{rename.get(k, k): v for k, v in given.items()})

@@ -1,13 +1,16 @@
 """Early exit with what else generate does: beams, assistants, samples, streams, processors, conversations, configs."""
 
+import copy
 import math
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessor, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_looped import LoopedForCausalLM
+from modeling_looped import LoopedForCausalLM, generation
+from modeling_looped.generation import DEPTH_FIELDS
 
 from .helpers import random_ids
 from .naive_cache import NaiveDecoder, naive_generate
@@ -235,15 +238,18 @@ def test_candidates(system, way, name, min_loops, interval):
 @over_ways
 @pytest.mark.parametrize("cache", ["own", "returned", "static"])
 @pytest.mark.parametrize("second", [LOOPS, 2])
-def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second):
-    """Also a shallower one. What the first turn left is what its tokens had at their exits."""
+@pytest.mark.parametrize("passed", ["all", "new"])
+def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second, passed):
+    """Also a shallower one, and with the new tokens alone: they are prompt, and none of them exits. What the first
+    turn left is what its tokens had at their exits."""
     model, _, _, rows, rule = case
     prompt, more = torch.tensor(rows[:1]), random_ids(1, 3, seed=1)
     caches = {"own": DynamicCache(), "static": StaticCache(model.config, max_cache_len=40), "returned": None}
     first = generate(model, prompt, rule, way, past_key_values=caches[cache])
     text = torch.cat([first.sequences, more], dim=1)
     arguments = {"past_key_values": first.past_key_values, "attention_mask": torch.ones_like(text)}
-    out = generate(model, text, rule, way, num_loops=second, **arguments)
+    ids = text if passed == "all" else text[:, LENGTH + NEW - 1 :]
+    out = generate(model, ids, rule, way, num_loops=second, **arguments)
 
     decoder = NaiveDecoder(model)
     decoder.run(rows[0], LOOPS)
@@ -255,7 +261,7 @@ def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second):
         tokens.append(int(logits[-1].argmax()))
         logits, count = decoder.run_until(rule, tokens[-1], second)
         took.append(count)
-    assert found(out, text.shape[1]) == ([tokens], [took[:NEW]])
+    assert found(out, ids.shape[1]) == ([tokens], [took[:NEW]])
     assert out.past_key_values.get_seq_length() == text.shape[1] + NEW - 1
 
 
@@ -275,6 +281,20 @@ def test_a_second_turn_with_shared_slots(case, way, sharing):
         assert token == int(logits[-1].argmax())
         logits, count = decoder.run_until(rule, token, 6)
         assert loops in (count, None)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("system", ["plain", "windows"])
+@pytest.mark.parametrize("name", ["logit_margin", "latent_diff"])
+def test_a_prompt_as_embeddings(system, padded, name):
+    """None of its tokens exits, whether transformers keeps the mask or, where it masks nothing, drops it."""
+    model, (ids, mask, rows) = model_of(system), prompts()
+    if not padded:
+        mask, rows = torch.ones_like(mask), ids.tolist()
+    rule = rule_for(model, name, rows[0])
+    embeddings = model.get_input_embeddings()(ids)
+    out = generate(model, None, rule, inputs_embeds=embeddings, attention_mask=mask)
+    assert found(out, 0) == naive_rows(model, rule, rows)
 
 
 @over_ways
@@ -316,8 +336,62 @@ def test_fields_of_the_generation_config_are_saved_and_honoured(case, tmp_path):
         assert found(loaded.generate(ids, **arguments)) == expected
         other = loaded.generate(ids, **arguments, exit_threshold=math.inf, num_loops=2, prompt_loops=2)  # a call wins
         assert (other.token_loops == 2).all()
-        with pytest.raises(ValueError, match="min_loops=2 is more than the num_loops=1"):
+        with pytest.raises(ValueError, match="min_loops=2 is more than the num_loops=1 .*exit_criterion=None"):
             loaded.generate(ids, **arguments, num_loops=1, prompt_loops=1)
+        with pytest.raises(ValueError, match="draft_loops=1 gives .*: pass one of the two as None"):
+            loaded.generate(ids, **arguments, draft_loops=1)
+        plain = copy.deepcopy(loaded)
+        for name in DEPTH_FIELDS:
+            setattr(plain.generation_config, name, None)
+        for depth, without_exits in ((1, {"num_loops": 1}), (6, {"draft_loops": 1}), (6, {})):
+            full = plain.generate(ids, **arguments, num_loops=depth)
+            out = loaded.generate(ids, **arguments, exit_criterion=None, **without_exits)
+            assert torch.equal(out.sequences, full.sequences) and (out.token_loops == depth).all()
+
+
+@pytest.mark.parametrize("config_is_passed", [False, True])
+def test_a_threshold_belongs_to_its_criterion(config_is_passed):
+    """Another criterion does not take what was saved for the first; the same one does."""
+    model, (ids, mask, rows) = model_of("plain"), prompts()
+    saved = {"exit_criterion": "max_prob", "exit_threshold": 0.01, "exit_candidates": 2, "min_loops": 2}
+    for name, value in saved.items():
+        setattr(model.generation_config, name, value)
+
+    def loops(**arguments):
+        if config_is_passed:
+            config = GenerationConfig()
+            for name, value in arguments.items():
+                setattr(config, name, value)
+            arguments = {"generation_config": config}
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, **arguments)
+        return out.token_loops.tolist()
+
+    exits_at_once = [[LOOPS] + [2] * (NEW - 1)] * len(rows)
+    assert loops() == loops(exit_criterion="max_prob") == exits_at_once
+    assert loops(exit_criterion="kl") == naive_rows(model, NaiveRule("kl", 1e-3, 2), rows)[1] != exits_at_once
+    assert loops(exit_criterion="entropy", exit_threshold=math.inf) == exits_at_once
+    with pytest.raises(ValueError, match="'entropy' has no published threshold: pass exit_threshold"):
+        loops(exit_criterion="entropy")
+
+
+def test_numbers_of_numpy():
+    model, (ids, mask, _) = model_of("plain"), prompts()
+    fields = {"exit_threshold": 0.5, "min_loops": 2, "exit_interval": 2, "exit_candidates": 3, "prompt_loops": 2}
+    rule = NaiveRule("max_prob", 0.5, 2, 2)
+    expected = generate(model, ids, rule, attention_mask=mask, num_loops=[4, 2, 3], **fields)
+    numpy = {name: np.float32(value) if value == 0.5 else np.int64(value) for name, value in fields.items()}
+    out = generate(model, ids, rule, attention_mask=mask, num_loops=np.array([4, 2, 3]), **numpy)
+    assert found(out) == found(expected)
+    drafted = {"draft_loops": np.int64(1), "draft_tokens": np.int64(2), "num_loops": np.int64(3)}
+    assert torch.equal(model.generate(ids, **drafted), model.generate(ids, num_loops=3))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_that_wait_are_announced_where_there_are_several(rows, monkeypatch):
+    said = []
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
+    generate(model_of("plain"), random_ids(rows, 4), NaiveRule("kl", 0.1), use_cache=False)
+    assert ["rows of a batch wait" in text for text in said] == [True] * (rows - 1)
 
 
 @over_ways

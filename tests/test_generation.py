@@ -9,7 +9,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_looped import LoopedCache
+from modeling_looped import LoopedCache, generation
 
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_greedy
@@ -122,6 +122,26 @@ def test_a_second_turn_goes_on_in_the_same_cache(system, kind):
     assert torch.equal(second, greedy(model, conversation, num_loops=2))
     with pytest.raises(ValueError, match="num_loops=3 is deeper than the 2 loops"):
         greedy(model, torch.cat([second, more], dim=1), past_key_values=cache, num_loops=3)
+
+
+@pytest.mark.parametrize("num_loops", [None, 2, [5, 1]], ids=str)
+def test_loops_of_every_token(num_loops):
+    """In every mode; none after the end of a row."""
+    model, ids = model_of("windows"), random_ids(2, 6)
+    full = greedy(model, ids, num_loops=num_loops)[:, 6:]
+    depths = depths_of_rows(3 if num_loops is None else num_loops, 2)
+    end = int(full[0, 3])
+    arguments = {"num_loops": num_loops, "eos_token_id": end, "return_dict_in_generate": True}
+    lengths = [row.tolist().index(end) + 1 if end in row else NEW for row in full]
+    expected = [[depth] * length + [0] * (max(lengths) - length) for depth, length in zip(depths, lengths)]
+    for cache in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert greedy(model, ids, **arguments, **cache).token_loops.tolist() == expected
+    beams = greedy(model, ids, num_beams=3, num_return_sequences=2, **arguments)
+    expected = [[depths[i // 2] * (beam >= 0) for beam in row] for i, row in enumerate(beams.beam_indices.tolist())]
+    assert beams.token_loops.tolist() == expected
+    alone = {**arguments, "num_loops": depths[0]}
+    for assistant in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+        assert greedy(model, ids[:1], **alone, **assistant).token_loops.tolist() == [[depths[0]] * lengths[0]]
 
 
 def test_scores_and_states_on_request():
@@ -329,6 +349,21 @@ def test_cache_sharing_refuses_another_cache(arguments):
         greedy(model_of("plain"), random_ids(1, 6), cache_sharing="last", **arguments)
 
 
+@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+def test_a_second_turn_with_the_sharing_that_was_saved(sharing):
+    model, ids, more = model_of("plain"), random_ids(1, 6), random_ids(1, 2, seed=1)
+    results = []
+    for saved, asked in ((None, sharing), (sharing, None)):
+        model.generation_config.cache_sharing = saved
+        first = greedy(model, ids, return_dict_in_generate=True, **({} if asked is None else {"cache_sharing": asked}))
+        assert first.past_key_values.sharing == sharing
+        text = torch.cat([first.sequences, more], dim=1)
+        results.append(greedy(model, text, past_key_values=first.past_key_values))
+    assert torch.equal(*results)
+    with pytest.raises(ValueError, match=f"cache_sharing='{sharing}' makes its own cache, which past_key_values"):
+        greedy(model, ids, past_key_values=LoopedCache(model.config, "cyclic-3"))
+
+
 def test_unknown_cache_sharing():
     with pytest.raises(ValueError, match="cache_sharing='first' is not known: choose 'none', 'last' or 'cyclic-S'"):
         greedy(model_of("plain"), random_ids(1, 6), cache_sharing="first")
@@ -382,13 +417,32 @@ def test_continuous_batching_at_another_depth():
         {"exit_criterion": "max_prob"},
         {"exit_threshold": 0.5},
         {"min_loops": 1},
+        {"num_loops": 5, "exit_criterion": "kl"},
     ],
     ids=str,
 )
 def test_continuous_batching_refuses(arguments):
     name = next(iter(arguments))
-    with pytest.raises(ValueError, match=rf"config.num_loops=3 and does not take {name}: .*num_loops=K"):
+    with pytest.raises(ValueError, match=rf"config.num_loops=3 and does not take {name}=.*num_loops=K"):
         model_of("plain").generate_batch([[3, 4]], **arguments)
+    config = GenerationConfig(max_new_tokens=2)
+    for field, value in arguments.items():
+        setattr(config, field, value)
+    if arguments != {"min_loops": 1}:  # the default
+        with pytest.raises(ValueError, match=rf"config.num_loops=3 and does not take {name}=.*num_loops=K"):
+            model_of("plain").generate_batch([[3, 4]], generation_config=config)
+
+
+def test_continuous_batching_says_what_it_passes_over(monkeypatch):
+    said, model = [], model_of("plain").float()
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
+    model.generation_config.eos_token_id, arguments = -1, {"continuous_batching_config": small_paged_cache()}
+    plain = model.generate_batch([[3, 4]], max_new_tokens=3, num_loops=None, exit_criterion=None, **arguments)
+    assert not said
+    model.generation_config.num_loops = 5
+    deep = model.generate_batch([[3, 4]], max_new_tokens=3, **arguments)
+    assert [result.generated_tokens for result in deep.values()] == [r.generated_tokens for r in plain.values()]
+    assert len(said) == 1 and "config.num_loops=3" in said[0] and "num_loops=5" in said[0]
 
 
 def test_paged_cache_of_generate_refuses_a_depth():

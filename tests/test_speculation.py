@@ -472,36 +472,48 @@ REFUSED = {
     "exits": (
         {"draft_loops": 1, "exit_criterion": "max_prob", "exit_threshold": 0.5},
         ValueError,
-        "draft_loops gives the output of full depth and exit_criterion that of early exits",
+        "draft_loops=1 gives .* exit_criterion='max_prob' that of early exits: pass one of the two as None",
     ),
-    "sharing": ({"draft_loops": 1, "cache_sharing": "last"}, ValueError, "cache_sharing='last' .* draft_loops contra"),
-    "beams": ({"draft_loops": 1, "num_beams": 2}, ValueError, "draft_loops goes with greedy .* not with beam search"),
+    "sharing": ({"draft_loops": 1, "cache_sharing": "last"}, ValueError, "cache_sharing='last' .* draft_loops=1 cuts"),
+    "beams": (
+        {"draft_loops": 1, "num_beams": 2},
+        ValueError,
+        "draft_loops=1 goes with greedy .* not with beam search",
+    ),
     "lookup": (
         {"draft_loops": 1, "prompt_lookup_num_tokens": 2},
         ValueError,
-        "draft_loops goes with greedy .* not with assisted decoding",
+        "draft_loops=1 goes with greedy .* not with assisted decoding",
     ),
     "no cache": (
         {"draft_loops": 1, "use_cache": False},
         ValueError,
-        "do not work with use_cache=False: leave one out",
+        "draft_loops=1 goes with .* and not with use_cache=False: leave one out",
     ),
     "states": (
         {"draft_loops": 1, "output_hidden_states": True, "return_dict_in_generate": True},
         ValueError,
-        "do not work with output_hidden_states",
+        "draft_loops=1 goes with .* not with output_hidden_states",
     ),
     "a processor": (
         {"draft_loops": 1, "logits_processor": LogitsProcessorList([Another()])},
         ValueError,
-        "do not work with Another: leave one out",
+        "draft_loops=1 goes with .* not with Another: leave one out, or pass draft_loops=None",
     ),
     "leaving out layers": ({"assistant_early_exit": 2}, ValueError, "assistant_early_exit=2 .* pass draft_loops=k"),
     "warm drafts": ({"draft_loops": 1, "warm_start": True}, ValueError, "warm_start cannot be drafted"),
     "warm depths": ({"warm_start": True, "num_loops": [3, 4]}, ValueError, "warm_start needs one num_loops"),
     "warm number": ({"warm_start": 1}, TypeError, "warm_start must be True or False, got 1"),
-    "warm beams": ({"warm_start": True, "num_beams": 2}, ValueError, "warm_start goes with greedy .* beam search"),
-    "warm, no cache": ({"warm_start": True, "use_cache": False}, ValueError, "do not work with use_cache=False"),
+    "warm beams": (
+        {"warm_start": True, "num_beams": 2},
+        ValueError,
+        "warm_start=True goes with greedy .* beam search",
+    ),
+    "warm, no cache": (
+        {"warm_start": True, "use_cache": False},
+        ValueError,
+        "warm_start=True goes .* use_cache=False",
+    ),
 }
 
 
@@ -514,8 +526,19 @@ def test_refused(name):
 
 
 def test_an_assistant_is_refused():
-    with pytest.raises(ValueError, match="draft_loops goes with greedy .* not with assisted decoding"):
+    with pytest.raises(ValueError, match="draft_loops=1 goes with greedy .* not with assisted decoding"):
         greedy(model_of("plain"), random_ids(1, 5), draft_loops=1, assistant_model=model_of("plain"))
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["given", "kept"])
+def test_a_cache_that_shares_slots_is_refused(kept):
+    model, ids = model_of("plain"), random_ids(1, 5)
+    cache = LoopedCache(model.config, "cyclic-2", 4)
+    if kept:
+        cache = greedy(model, ids, cache_sharing="cyclic-2", return_dict_in_generate=True).past_key_values
+        ids = random_ids(1, 5 + NEW)
+    with pytest.raises(ValueError, match="cache_sharing='cyclic-2' .* draft_loops=1 cuts it otherwise"):
+        greedy(model, ids, draft_loops=1, past_key_values=cache)
 
 
 def test_models_without_shallow_prefixes_are_refused():
@@ -530,13 +553,13 @@ def test_a_cache_that_cannot_be_cropped_is_refused():
         cache = QuantizedCache("fp8", model.config)
     except ValueError as error:
         pytest.skip(f"this transformers has no such backend: {error}")
-    with pytest.raises(ValueError, match="do not work with a quantized cache, which cannot be cropped: leave one out"):
+    with pytest.raises(ValueError, match="not with a quantized cache, which cannot be cropped: leave one out"):
         greedy(model, random_ids(1, 5), draft_loops=1, past_key_values=cache)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="offloaded caches move between the CPU and an accelerator")
 def test_an_offloaded_cache_is_refused():
-    with pytest.raises(ValueError, match="do not work with an offloaded cache: leave one out"):
+    with pytest.raises(ValueError, match="not with an offloaded cache: leave one out"):
         model = model_of("plain")
         greedy(
             model, random_ids(1, 5), draft_loops=1, past_key_values=DynamicCache(config=model.config, offloading=True)
@@ -638,18 +661,25 @@ def test_several_samples_of_a_prompt(mode):
     assert out.sequences.shape == (6, 6 + NEW) and len(out.sequences.unique(dim=0)) == 6
 
 
-@pytest.mark.parametrize("mode", ["exits", "drafts"])
-def test_adapters(mode):
+@over_modes
+@pytest.mark.parametrize("padded", [True, False])
+def test_adapters(mode, padded):
     """Low-rank ones go with every mode; virtual tokens only with plain decoding."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    model, arguments = model_of("huginn"), {**left_padded(2, 6), "max_new_tokens": NEW, "do_sample": False}
+    prompts = left_padded(2, 6) if padded else {"input_ids": random_ids(2, 6)}
+    model, arguments = model_of("huginn"), {**prompts, "max_new_tokens": NEW, "do_sample": False}
+    arguments["input_ids"] = arguments.pop("inputs", arguments.get("input_ids"))
     cold = model.generate(**arguments, **MODES[mode])
     adapted = peft.get_peft_model(model, lora).eval()
     tokens = adapted.generate(**arguments, **MODES[mode])
     assert not torch.equal(tokens, cold)
     assert torch.equal(tokens, adapted.merge_and_unload().generate(**arguments, **MODES[mode]))
+    if mode == "plain":
+        return
+    ways = [{}] if mode in ("drafts", "warm") else [{}, {"num_beams": 2}]
     for kind in (peft.PrefixTuningConfig, peft.PromptTuningConfig):
-        adapted = peft.get_peft_model(model_of("plain"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double()
-        with pytest.raises(ValueError, match="holds 9 tokens of a prompt of 6: virtual tokens"):
-            adapted.eval().generate(**arguments, **MODES[mode])
+        adapted = peft.get_peft_model(model_of("huginn"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double()
+        for way in ways:
+            with pytest.raises(ValueError, match="holds 9 tokens of a prompt of 6: virtual tokens"):
+                adapted.eval().generate(**arguments, **MODES[mode], **way)
