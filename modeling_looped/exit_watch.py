@@ -15,6 +15,7 @@ from .cache import RoomyLayer
 from .context import PassContext
 from .exit_criteria import ExitRule, Reading
 from .outputs import LoopedCausalLMOutputWithPast
+from .recording import unrecorded
 
 
 class ExitWatch:
@@ -61,7 +62,7 @@ class ExitWatch:
         needs = self.rule.criterion.needs
         if needs == "logits":
             peeking = replace(context, past_key_values=Peek(context.past_key_values))
-            readout = self.model.model.run_coda(state, peeking)
+            readout = unrecorded(self.model.model.run_coda, state, peeking)
             reading = Reading(logits=self.model.decode(readout, loop - 1))
             self.screen(reading.logits)
         else:

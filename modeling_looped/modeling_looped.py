@@ -54,6 +54,7 @@ from .loading import StrictLoadingMixin
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .optimization import parameter_groups
 from .outputs import LoopedCausalLMOutputWithPast, LoopedModelOutputWithPast
+from .recording import unrecorded
 from .slots import coda_slot, core_slot, prelude_slot, structural_layer_types
 
 
@@ -204,7 +205,8 @@ class LoopedModel(LoopedPreTrainedModel):
         loop_hidden_states = plan.spread(ticks) if output_loop_hidden_states else None
         loop_readout_states = None
         if output_loop_readout_states:
-            loop_readout_states = plan.spread([self.run_coda(state, context) for state in ticks])
+            shallower = [unrecorded(self.run_coda, state, context) for state in ticks[:-1]]
+            loop_readout_states = plan.spread([*shallower, self.run_coda(ticks[-1], context)])
             final = loop_readout_states[-1]
         else:
             final = plan.unsort(self.run_coda(final, context))

@@ -315,6 +315,30 @@ def test_more_positions_than_learned_are_refused():
             generate(model, random_ids(1, 5), NaiveRule("kl", 0.1), way)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_recorded_states_are_those_of_the_loops(implementation):
+    """Not those of the coda at every check: what is recorded of a token that ran k loops is that of a run of depth k.
+
+    Single tokens, so that no state hangs on what an earlier one left at its exit.
+    """
+    model, prompt = model_of("windows", attn_implementation=implementation), random_ids(1, 5)
+    kinds = ["hidden_states", "attentions"] if implementation == "eager" else ["hidden_states"]
+    wanted = {f"output_{kind}": True for kind in kinds}
+    rule = NaiveRule("max_prob", 0.0, 2)
+    out = generate(model, prompt, rule, new_tokens=2, **wanted)
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True).past_key_values
+        whole = model(prompt, **wanted)
+        step = model(out.sequences[:, 5:6], past_key_values=cache, num_loops=2, **wanted)
+        all_logits = model(prompt, output_loop_logits=True, **wanted)
+    for kind in kinds:
+        for found_states, expected in zip((*out[kind], all_logits[kind]), (whole[kind], step[kind], whole[kind])):
+            assert len(found_states) == len(expected)
+            for one, other in zip(found_states, expected):
+                torch.testing.assert_close(one, other)
+    assert [len(states) for states in out.hidden_states] == [1 + 1 + 2 * LOOPS + 1, 1 + 1 + 2 * 2 + 1]
+
+
 # Generation configs, precision
 
 
