@@ -149,10 +149,9 @@ def weighted_cross_entropy(
         return (losses * weights).sum(), losses.detach()
     if not torch.is_grad_enabled():  # an autograd function is not told
         states, parameters = detached(states), detached(parameters)
-    # with half of the tokens in bf16, a quarter in fp32, the chunks stay small beside the logits that a model returns;
-    # with fewer than MIN_CHUNK, adding up the head's gradients would cost more than the products
-    part = -(-len(labels) // states[0].element_size())
-    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, part)))
+    # with half of the tokens the chunks stay small beside the logits that a model returns; with fewer than
+    # MIN_CHUNK, adding up the head's gradients would cost more than the products
+    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, -(-len(labels) // 2))))
     return _WeightedCrossEntropy.apply(
         decode, len(states), chunk_size, positions, labels, weights, active, *states, *parameters
     )
