@@ -19,12 +19,22 @@ from .halting_run import measure
 def exits(args) -> dict:
     """Per batch size and criterion: achieved over predicted speed, and the cost of exits that never happen."""
     model = build(args, looped_config(args, loop_loss="per_loop", exit_gate="raw", initializer_range=0.05)).eval()
+    spread_gate(model, tokens(args, batch=8, length=args.prompt))
     report = {}
     for batch in args.batches:
         prompt = tokens(args, batch=batch, length=args.prompt)
         for criterion in args.criteria:
             report[f"batch_{batch}_{criterion}"] = measure_exits(model, prompt, criterion, args)
     return report
+
+
+@torch.no_grad()
+def spread_gate(model, ids: torch.Tensor):
+    """Gate logits around -1, one apart: those of a random gate are all far from 0, and none of its tokens waits."""
+    states = torch.stack(model(ids, output_loop_hidden_states=True, use_cache=False).loop_hidden_states)
+    logits = model.gate(states.flatten(0, 1)).float()
+    model.exit_gate.weight /= logits.std()
+    model.exit_gate.bias.copy_((model.exit_gate.bias - logits.mean()) / logits.std() - 1)
 
 
 def measure_exits(model, prompt, criterion: str, args) -> dict:
@@ -61,6 +71,8 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     )
     spent = {name: value - seconds["prefill"] for name, value in seconds.items()}
     loops = results["exits"].token_loops[:, 1:]
+    if (results["never"].token_loops < model.config.num_loops).any():
+        raise AssertionError(f"{criterion} exits at a threshold of {never(criterion)}, which it should never reach")
     candidates = args.exit_candidates if criterion in SCREENABLE else None
     rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval, candidates=candidates)
     full = torch.full_like(loops, model.config.num_loops)
@@ -69,6 +81,8 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     return {
         "threshold": threshold,
         "mean_loops": loops.float().mean().item(),
+        # rows end apart, and the last ticks run for few: with other prompts to take their places this would be 1
+        "rows_at_work": (loops.sum(1).float().mean() / loops.sum(1).max()).item(),
         "speedup": spent["plain"] / spent["exits"],
         "over_prediction": predicted / spent["exits"],
         "over_full_by_mean_loops": loops.float().mean().item()
