@@ -291,8 +291,19 @@ class LoopedConfig(PreTrainedConfig):
         }[self.residual_scaling]
         return self.residual_scale / divisor
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """A `num_loops` that is asked for at loading wins, also over one that a generation config was saved with."""
+        made = super().from_dict(config_dict, **kwargs)
+        if "num_loops" in kwargs:
+            config = made[0] if isinstance(made, tuple) else made
+            config._num_loops_asked_for = True
+        return made
+
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "num_hidden_layers": self.num_hidden_layers}
+        fields = {**super().to_dict(), "num_hidden_layers": self.num_hidden_layers}
+        fields.pop("_num_loops_asked_for", None)
+        return fields
 
     def save_pretrained(self, *args, **kwargs):
         """Writes the code beside config.json, so that the folder also opens where this package is not installed."""

@@ -92,12 +92,19 @@ class LoopedGenerationMixin(GenerationMixin):
         draft_loops, draft_tokens: self-speculation; so many tokens are drafted at so few loops, and verified.
         cache_sharing: "none", "last" or "cyclic-S".
 
-        All are also fields of `generation_config`. With return_dict_in_generate the output has `token_loops`; a
-        streamer with a method `put_loops` is told them before each `put` (but not by assisted decoding).
+        All are also fields of `generation_config`; None in a call undoes a saved one. With return_dict_in_generate the
+        output has `token_loops`; a streamer with a method `put_loops` is told them before each `put` (but not by
+        assisted decoding).
         """
         names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
         check_prompt(kwargs[names[0]] if names else args[0] if args else None)
         return super().generate(*args, **kwargs)
+
+    def adjust_generation_fn(self, generation_config, *args, **kwargs):
+        """At loading, which may ask for a depth: it wins over a saved one."""
+        super().adjust_generation_fn(generation_config, *args, **kwargs)
+        if generation_config is None and getattr(self.config, "_num_loops_asked_for", False):
+            self.generation_config.num_loops = None
 
     def _keep_depth_fields(self):
         """Before saving: a generation config that came with the model is else made anew at loading, without them."""

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessor, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessor, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedForCausalLM, generation
@@ -371,6 +371,25 @@ def test_fields_of_the_generation_config_are_saved_and_honoured(case, tmp_path):
             full = plain.generate(ids, **arguments, num_loops=depth)
             out = loaded.generate(ids, **arguments, exit_criterion=None, **without_exits)
             assert torch.equal(out.sequences, full.sequences) and (out.token_loops == depth).all()
+
+
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, LoopedForCausalLM])
+def test_a_depth_that_loading_asks_for_wins_over_a_saved_one(auto, tmp_path):
+    model, ids = model_of("plain"), random_ids(1, 4)
+    model.generation_config.num_loops = 2
+    model.save_pretrained(tmp_path / "saved")
+    config = AutoConfig.from_pretrained(tmp_path / "saved", num_loops=6)
+    for depth, asked in ((2, {}), (6, {"num_loops": 6}), (LOOPS, {"num_loops": LOOPS}), (6, {"config": config})):
+        loaded = auto.from_pretrained(tmp_path / "saved", **asked)
+        loaded.save_pretrained(tmp_path / "again")
+        for model in (loaded, auto.from_pretrained(tmp_path / "again")):
+            out = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True)
+            assert (out.token_loops == depth).all()
+        loaded.generation_config.num_loops = 3  # set after loading
+        assert (loaded.generate(ids, max_new_tokens=3, return_dict_in_generate=True).token_loops == 3).all()
+    config.save_pretrained(tmp_path / "saved")
+    loaded = auto.from_pretrained(tmp_path / "saved")
+    assert loaded.config.num_loops == 6 and loaded.generation_config.num_loops == 2  # nobody asked this time
 
 
 @pytest.mark.parametrize("config_is_passed", [False, True])
