@@ -88,6 +88,8 @@ class ContinuousDecoder:
 
     def prefill(self, input_ids, model_kwargs):
         """The prompt by an ordinary pass; and the state of its last token, where the next starts from it."""
+        if self.rule is not None and self.rule.prompt_loops is None:  # nothing of the prompt exits: a plain pass
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name != "exit_rule"}
         states = []
         if self.config.warm_start:
             hook = self.trunk.core[-1].register_forward_hook(lambda block, inputs, state: states.append(state[:, -1:]))

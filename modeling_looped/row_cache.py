@@ -13,6 +13,10 @@ from .cache import shared_slots
 from .slots import core_slot, slot_at, split_slot, structural_layer_types
 
 
+def with_room(length: int) -> int:
+    return length + max(length // 2, 64)
+
+
 class RowCache:
     def __init__(self, config, num_loops: int, rows: int, valid: torch.Tensor | None, sharing: str = "none"):
         """valid: [rows, prompt length], False at padding; None without padding."""
@@ -29,41 +33,43 @@ class RowCache:
 
     def load(self, cache):
         """Take over what an ordinary cache holds of the prompt."""
-        length = int(cache.get_seq_length())
-        first_core = core_slot(self.config, 0, 0)
+        length, first_core = int(cache.get_seq_length()), core_slot(self.config, 0, 0)
+        self.capacity = with_room(length)
         for layer in range(core_slot(self.config, 1, 0)):
             loops = self.loops_stored if layer >= first_core else 1
             slots = [cache.layers[slot_at(self.config, layer, loop)] for loop in range(loops)]
-            held = [(slot.keys, slot.values) for slot in slots]
             self.buffers[layer] = [
-                torch.stack([self._full_length(tensor[kind], length) for tensor in held], dim=1) for kind in (0, 1)
+                self.copied([slot.keys for slot in slots], length),
+                self.copied([slot.values for slot in slots], length),
             ]
-        self.capacity = length
+        self.extend_valid()
 
-    @staticmethod
-    def _full_length(tensor: torch.Tensor, length: int) -> torch.Tensor:
-        """A static layer holds more than the tokens so far, a sliding one less: its window."""
-        if tensor.shape[-2] >= length:
-            return tensor[..., :length, :]
-        return torch.cat(
-            [tensor.new_zeros(*tensor.shape[:-2], length - tensor.shape[-2], tensor.shape[-1]), tensor], -2
-        )
+    def copied(self, of_loops: list[torch.Tensor], length: int) -> torch.Tensor:
+        """[rows, loops, heads, capacity, head_dim] of one tensor per loop.
+
+        A static layer holds more than the tokens so far, a sliding one less, its window.
+        """
+        rows, heads, _, head_dim = of_loops[0].shape
+        buffer = of_loops[0].new_zeros(rows, len(of_loops), heads, self.capacity, head_dim)
+        for loop, held in enumerate(of_loops):
+            held = held[..., :length, :]
+            buffer[:, loop, :, length - held.shape[-2] : length] = held
+        return buffer
 
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
         if length <= self.capacity:
             return
-        extra = max(length, self.capacity + self.capacity // 2, 64) - self.capacity
+        before, self.capacity = self.capacity, with_room(length)
         for pair in self.buffers.values():
             for i, tensor in enumerate(pair):
-                grown = tensor.new_zeros(*tensor.shape[:3], self.capacity + extra, tensor.shape[-1])
-                grown[..., : self.capacity, :] = tensor
-                pair[i] = grown
+                pair[i] = tensor.new_zeros(*tensor.shape[:3], self.capacity, tensor.shape[-1])
+                pair[i][..., :before, :] = tensor
+        self.extend_valid()
+
+    def extend_valid(self):
         if self.valid is not None:
-            self.valid = torch.nn.functional.pad(
-                self.valid, (0, self.capacity + extra - self.valid.shape[1]), value=True
-            )
-        self.capacity += extra
+            self.valid = torch.nn.functional.pad(self.valid, (0, self.capacity - self.valid.shape[1]), value=True)
 
     def store_back(self, cache, start: int, end: int):
         """Append the tokens start..end of all rows to an ordinary cache."""
