@@ -78,11 +78,11 @@ def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor):
     return taken
 
 
-def check_count(name: str, value) -> int:
+def check_count(name: str, value, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
     return int(value)
 
 

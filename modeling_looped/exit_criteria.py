@@ -214,8 +214,7 @@ def exit_rule(
 def check_candidates(criterion: str, candidates):
     if candidates is None:
         return
-    if check_count("exit_candidates", candidates) < 2:
-        raise ValueError(f"exit_candidates={candidates} leaves nothing to compare the best token with: at least 2")
+    check_count("exit_candidates", candidates, least=2)  # the best token and one to compare it with
     if criterion not in SCREENABLE:
         raise ValueError(
             f"exit_candidates={candidates} is for the criteria {' and '.join(SCREENABLE)}: a few tokens tell nothing "

@@ -196,8 +196,8 @@ class LoopedGenerationMixin(GenerationMixin):
             return
         contradictions = {
             "past_key_values": cache is not None and of_cache != sharing,
-            "cache_implementation": config.cache_implementation is not None,
-            "use_cache": config.use_cache is False,
+            f"cache_implementation={config.cache_implementation!r}": config.cache_implementation is not None,
+            "use_cache=False": config.use_cache is False,
         }
         for name, contradicts in contradictions.items():
             if contradicts:

@@ -239,7 +239,7 @@ def test_published_thresholds():
         (ValueError, "exit_interval must be at least 1, got -2", {"exit_interval": -2}),
         (TypeError, "exit_interval must be an int, got '2'", {"exit_interval": "2"}),
         (TypeError, "exit_candidates must be an int, got 2.0", {"candidates": 2.0}),
-        (ValueError, "exit_candidates=1 leaves nothing to compare", {"candidates": 1}),
+        (ValueError, "exit_candidates must be at least 2, got 1", {"candidates": 1}),
         (ValueError, "prompt_loops=4 must be between 1 and num_loops=3", {"prompt_loops": 4}),
         (TypeError, "prompt_loops must be an int, got 2.0", {"prompt_loops": 2.0}),
         (ValueError, "exit_threshold, min_loops without exit_criterion", {"criterion": None, "min_loops": 2}),
