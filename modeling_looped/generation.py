@@ -124,11 +124,8 @@ class LoopedGenerationMixin(GenerationMixin):
         depth = deepest(self.config, config.num_loops)
         if config.exit_criterion is not None:
             model_kwargs["exit_rule"] = self._exit_rule(config, depth)
-        else:
-            alone = {"exit_threshold": None, "min_loops": 1, "exit_interval": 1, "exit_candidates": None}
-            if lost := [name for name, default in alone.items() if given.get(name, default) not in (default, None)]:
-                raise ValueError(f"{', '.join(lost)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
-        self._check_prompt_loops(config, depth)
+        elif alone := [name for name in OF_EXITS if given.get(name) not in (None, DEPTH_FIELDS[name])]:
+            raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
         check_draft(self.config, config, depth)
         if given.get("draft_tokens") is not None and config.draft_loops is None:
             raise ValueError(f"draft_tokens={config.draft_tokens} without draft_loops: say at how many loops to draft")
@@ -153,7 +150,7 @@ class LoopedGenerationMixin(GenerationMixin):
             logger.warning_once(
                 "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
             )
-        return exit_rule(
+        rule = exit_rule(
             self.config,
             config.exit_criterion,
             config.exit_threshold,
@@ -161,16 +158,11 @@ class LoopedGenerationMixin(GenerationMixin):
             config.exit_interval,
             depth,
             config.exit_candidates,
-        )._replace(prompt_loops=config.prompt_loops)
-
-    def _check_prompt_loops(self, config, depth: int):
+        )
         prompt_loops = config.prompt_loops
-        if prompt_loops is None:
-            return
-        if check_count("prompt_loops", prompt_loops) > depth:
+        if prompt_loops is not None and check_count("prompt_loops", prompt_loops) > depth:
             raise ValueError(f"prompt_loops={prompt_loops} must be between 1 and num_loops={depth}")
-        if config.exit_criterion is None:
-            raise ValueError("prompt_loops is for decoding with an exit_criterion; otherwise pass num_loops alone")
+        return rule._replace(prompt_loops=prompt_loops)
 
     def _check_warm_start(self, config):
         if not isinstance(config.warm_start, bool):
@@ -313,7 +305,7 @@ class LoopedGenerationMixin(GenerationMixin):
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
         if generation_config not in (None, self.generation_config):
             self._refuse_in_batches(beside_defaults(generation_config))
-        elif saved := beside_defaults(self.generation_config):
+        if saved := beside_defaults(self.generation_config):
             logger.warning_once(
                 f"Continuous batching runs every sequence at config.num_loops={self.config.num_loops}, whatever the "
                 f"model's generation_config says: {listed(saved)}."

@@ -245,7 +245,7 @@ def test_published_thresholds():
         (ValueError, "exit_threshold, min_loops without exit_criterion", {"criterion": None, "min_loops": 2}),
         (
             ValueError,
-            "prompt_loops is for decoding with an exit_crit",
+            "^prompt_loops without exit_criterion: name the criterion",
             {"criterion": None, "threshold": None} | {"prompt_loops": 2},
         ),
     ],

@@ -442,7 +442,9 @@ def test_continuous_batching_says_what_it_passes_over(monkeypatch):
     model.generation_config.num_loops = 5
     deep = model.generate_batch([[3, 4]], max_new_tokens=3, **arguments)
     assert [result.generated_tokens for result in deep.values()] == [r.generated_tokens for r in plain.values()]
-    assert len(said) == 1 and "config.num_loops=3" in said[0] and "num_loops=5" in said[0]
+    model.generate_batch([[3, 4]], generation_config=GenerationConfig(max_new_tokens=3, eos_token_id=-1), **arguments)
+    assert len(said) == 2 and said[0] == said[1]
+    assert "config.num_loops=3" in said[0] and "num_loops=5" in said[0]
 
 
 def test_paged_cache_of_generate_refuses_a_depth():
