@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
+from eval.halting_calibration import never
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.exit_criteria import CRITERIA
 
 from .helpers import random_ids
 from .strategies import MAX_LENGTH, VOCAB_SIZE, cuts, depths, looped_configs, random_model
@@ -203,3 +205,25 @@ def test_saving_and_loading_keeps_every_bit(config):
         assert torch.equal(weights[name], loaded_weights[name]), name
     with torch.no_grad():
         assert torch.equal(model(ids).logits, loaded(ids).logits)
+
+
+@settings(max_examples=40)
+@given(
+    looped_configs(residual_depth="trained", hidden_size=16, head_dim=8),  # keys are aligned, whatever the buffer
+    st.sampled_from(sorted(CRITERIA)),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.data(),
+)
+def test_continuous_depth_is_plain_decoding_bit_for_bit_where_shapes_are_equal(config, criterion, dtype, data):
+    """Rows that never exit stay in step, so every product has the shape it has in plain decoding: no bit differs."""
+    if criterion == "gate" and config.exit_gate == "none":
+        criterion = "logit_margin"
+    model, batch_size = random_model(config).to(dtype), data.draw(st.integers(1, 3), label="rows")
+    ids, num_loops = ids_of(batch_size, 5), data.draw(depths(config), label="num_loops")
+    how = {"max_new_tokens": 6, "do_sample": False, "num_loops": num_loops, "pad_token_id": 0, "eos_token_id": None}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(ids, **how)
+    apart = model.generate(ids, exit_criterion=criterion, exit_threshold=never(criterion), **how)
+    assert torch.equal(apart.sequences, plain.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(apart.logits, plain.logits, strict=True))
+    assert (apart.token_loops == num_loops).all()
