@@ -4,9 +4,10 @@ import transformers
 
 from .auto_classes import AUTO_CLASSES
 from .cache import LoopedCache
+from .causal_lm import LoopedForCausalLM
 from .configuration_looped import LoopedConfig, LoopedConfigError
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
-from .modeling_looped import LoopedForCausalLM, LoopedModel, LoopedPreTrainedModel
+from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 
 
 __version__ = "0.1.0"

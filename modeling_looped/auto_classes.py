@@ -1,7 +1,8 @@
 """Which class of ours an Auto class of transformers opens, from the installed package or a folder of remote code."""
 
+from .causal_lm import LoopedForCausalLM
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
-from .modeling_looped import LoopedForCausalLM, LoopedModel
+from .modeling_looped import LoopedModel
 
 
 AUTO_CLASSES = {

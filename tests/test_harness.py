@@ -453,7 +453,7 @@ def refused(message: str, monkeypatch, tasks, model_args: str, *arguments: str, 
     """The command fails with the message, and no weights are read."""
     loads = lambda *_, **__: pytest.fail("the model was loaded")  # noqa: E731
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", loads)
-    monkeypatch.setattr("modeling_looped.modeling_looped.LoopedForCausalLM.from_pretrained", loads)
+    monkeypatch.setattr("modeling_looped.LoopedForCausalLM.from_pretrained", loads)
     with pytest.raises((ValueError, TypeError), match=message):
         command(
             "--model", "looped", "--model_args", model_args, "--tasks", task, "--include_path", tasks,

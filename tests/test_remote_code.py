@@ -134,7 +134,7 @@ def test_folder_is_complete(saved):
         assert auto_map == {
             "AutoConfig": "configuration_looped.LoopedConfig",
             "AutoModel": "modeling_looped.LoopedModel",
-            "AutoModelForCausalLM": "modeling_looped.LoopedForCausalLM",
+            "AutoModelForCausalLM": "causal_lm.LoopedForCausalLM",
             "AutoModelForQuestionAnswering": "heads.LoopedForQuestionAnswering",
             "AutoModelForSequenceClassification": "heads.LoopedForSequenceClassification",
             "AutoModelForTokenClassification": "heads.LoopedForTokenClassification",
@@ -206,7 +206,7 @@ def test_wrapped_class_saves_under_its_own_name(tmp_path):
     model.save_pretrained(tmp_path)
     written = json.load(open(tmp_path / "config.json"))
     assert written["architectures"] == ["LoopedForCausalLM"]
-    assert written["auto_map"]["AutoModelForCausalLM"] == "modeling_looped.LoopedForCausalLM"
+    assert written["auto_map"]["AutoModelForCausalLM"] == "causal_lm.LoopedForCausalLM"
     assert not (tmp_path / "module.py").exists()
 
 

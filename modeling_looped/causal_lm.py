@@ -1,0 +1,268 @@
+# Copyright 2026 The Looped authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The language model: logits after every loop, the losses over them, the exit gate."""
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from .checks import check_inputs
+from .configuration_looped import LoopedConfig
+from .depth import check_depths
+from .exit_criteria import ExitRule
+from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_pieces
+from .generation import LoopedGenerationMixin
+from .layers import linear
+from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
+from .modeling_looped import LoopedModel, LoopedPreTrainedModel
+from .optimization import parameter_groups
+from .outputs import LoopedCausalLMOutputWithPast
+
+
+class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: LoopedConfig):
+        super().__init__(config)
+        self.model = LoopedModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
+        self.exit_gate = linear(config.hidden_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_loops: int | list[int] | torch.LongTensor | None = None,
+        backprop_loops: int | None = None,
+        initial_state: torch.FloatTensor | None = None,
+        exit_rule: ExitRule | None = None,
+        output_logits: bool = True,
+        output_loop_hidden_states: bool = False,
+        output_loop_logits: bool = False,
+        output_loop_losses: bool = False,
+        output_exit_probabilities: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> LoopedCausalLMOutputWithPast:
+        r"""
+        num_loops, backprop_loops, initial_state, output_loop_hidden_states: as in `LoopedModel`.
+        exit_rule: let each token stop at the loop where its criterion is met; `num_loops` is then the most it runs.
+        labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
+        output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
+        output_loop_logits: the logits after every loop, from this one pass.
+        output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.
+        output_exit_probabilities: the exit distribution of the gate.
+        """
+        check_inputs(input_ids, inputs_embeds)
+        inputs = {
+            "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "num_loops": num_loops,
+            "initial_state": initial_state,
+        }
+        if exit_rule is not None:
+            refuse_with_exits(
+                labels=labels,
+                shift_labels=kwargs.get("shift_labels"),
+                backprop_loops=backprop_loops,
+                output_loop_logits=output_loop_logits,
+                output_loop_hidden_states=output_loop_hidden_states,
+                output_loop_losses=output_loop_losses,
+                output_exit_probabilities=output_exit_probabilities,
+            )
+            return self._forward_with_exits(exit_rule, inputs, logits_to_keep, output_logits, kwargs)
+
+        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        batch_depths = check_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
+        # not a named argument: the Trainer would take it for a label that every batch must have
+        labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
+        has_loss = labels is not None
+        loop_losses = output_loop_losses or self.config.loop_loss != "terminal"
+        all_readouts = output_loop_logits or (has_loss and loop_losses)
+        all_gates = output_exit_probabilities or (has_loss and self.config.loop_loss in ("exit_weighted", "gate"))
+        all_states = output_loop_hidden_states or all_gates or (has_loss and self.config.norm_penalty > 0)
+        if output_exit_probabilities and self.exit_gate is None:
+            raise ValueError("output_exit_probabilities needs an exit gate, but this model has exit_gate='none'")
+        if output_loop_losses and not has_loss:
+            raise ValueError("output_loop_losses needs labels to compare with: pass labels or shift_labels")
+
+        outputs = self.model(
+            **inputs,
+            backprop_loops=backprop_loops,
+            output_loop_hidden_states=all_states,
+            output_loop_readout_states=all_readouts,
+            **kwargs,
+        )
+        states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
+        gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
+
+        loss, losses, token_losses = None, None, None
+        if has_loss and not loop_losses and self._has_plain_loss(logits, labels):
+            loss = self._plain_loss(logits, labels, num_items_in_batch)
+        elif has_loss:
+            loss, losses, token_losses = self._loop_loss(outputs, gates, batch_depths, labels, num_items_in_batch)
+        loop_logits = None
+        if output_loop_logits:
+            loop_logits = tuple(self.decode(state[:, keep], k, batch_depths) for k, state in enumerate(readouts))
+        exit_probabilities = None
+        if output_exit_probabilities:
+            last_loop = torch.tensor(batch_depths, device=gates.device)[:, None] - 1
+            exit_probabilities = exit_log_probabilities(gates, last_loop).exp().movedim(0, -1)
+        return LoopedCausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            loop_hidden_states=states if output_loop_hidden_states else None,
+            loop_logits=loop_logits,
+            exit_probabilities=exit_probabilities,
+            loop_losses=losses,
+            loop_token_losses=token_losses if output_loop_losses else None,
+        )
+
+    def _forward_with_exits(
+        self, exit_rule: ExitRule, inputs: dict, logits_to_keep, output_logits: bool, options: dict
+    ):
+        """Each token stops at a loop of its own. What it leaves at its exit lives in a cache, so there is one."""
+        given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
+        cache, num_loops = inputs["past_key_values"], inputs["num_loops"]
+        returns_cache = cache is not None or inputs["use_cache"] is not False
+        if cache is None:
+            cache = DynamicCache(config=self.config)
+        past, (batch_size, length) = int(cache.get_seq_length()), given.shape[:2]
+        depths = check_depths(self.config.num_loops if num_loops is None else num_loops, batch_size)
+        pieces = cut_into_tokens(exit_rule, past, length)
+        # behind a coda, the check of a token reads what the token before left at its exit
+        if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
+            batch = [inputs[name] for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")]
+            arguments = {"past_key_values": cache, "num_loops": num_loops, "exit_rule": exit_rule, **options}
+            outputs = run_pieces(self, pieces, past, batch, logits_to_keep, arguments)
+            outputs.past_key_values = cache if returns_cache else None
+            return outputs
+
+        watch = ExitWatch(self, exit_rule, depths, past, length, given.device)
+        inputs = {**inputs, "past_key_values": cache, "num_loops": max(depths)}
+        outputs = self.model(**inputs, exit_watch=watch, **options)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return LoopedCausalLMOutputWithPast(
+            logits=self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
+            past_key_values=cache if returns_cache else None,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            token_loops=watch.token_loops[:, watch.first_reported :],
+        )
+
+    def logits(self, hidden_states):
+        """From normed states to logits."""
+        return self.softcapped(self.lm_head(hidden_states))
+
+    def softcapped(self, logits):
+        if self.config.logit_softcap is None:
+            return logits
+        cap = self.config.logit_softcap
+        return (cap * torch.tanh(at_least_fp32(logits) / cap)).to(logits.dtype)
+
+    def decode(self, readout_states, loop: int, depths: list[int] | None = None):
+        """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""
+        depth = loop + 1 if depths is None else [min(loop + 1, depth) for depth in depths]
+        return self.logits(self.model.readout(readout_states, depth))
+
+    def gate(self, state):
+        """Gate logit of H: [batch, length]."""
+        if self.config.exit_gate == "normed":
+            state = self.model.norm(state)
+        if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
+            state = state.detach()
+        return self.exit_gate(state).squeeze(-1)
+
+    def save_pretrained(self, *args, **kwargs):
+        self._keep_depth_fields()
+        return super().save_pretrained(*args, **kwargs)
+
+    def parameter_groups(self, lr: float, weight_decay: float = 0.0, eps: float = 1e-8, keep_decay_product=False):
+        """Optimizer groups under which rates transfer over depth, see optimization.py."""
+        return parameter_groups(self, lr, weight_decay, eps, keep_decay_product)
+
+    def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
+        return self.model.sample_initial_state(batch_size, length, generator)
+
+    def _loop_loss(self, outputs, gates, depths: list[int], labels, num_items_in_batch):
+        """The loss without logits; per loop where the trunk returned what every loop reads out."""
+        readouts = outputs.loop_readout_states
+        return loop_loss(
+            self.config,
+            (lambda hidden, _: self.logits(hidden)) if readouts is None else self.decode,
+            self._decode_parameters(with_norm=readouts is not None),
+            [outputs.last_hidden_state] if readouts is None else readouts,
+            outputs.loop_hidden_states,
+            gates,
+            depths,
+            labels,
+            num_items_in_batch,
+        )
+
+    def _has_plain_loss(self, logits, labels) -> bool:
+        """Whether the loss is that of any causal LM, on logits that are there anyway."""
+        is_plain = self.config.loop_loss == "terminal" and not self.config.norm_penalty
+        return is_plain and logits is not None and logits.shape[:2] == labels.shape
+
+    def _plain_loss(self, logits, labels, num_items_in_batch):
+        return self.loss_function(
+            logits=logits,
+            labels=None,
+            shift_labels=labels,
+            vocab_size=self.config.vocab_size,
+            num_items_in_batch=denominator(labels, num_items_in_batch),
+        )
+
+    def _decode_parameters(self, with_norm: bool) -> list[torch.Tensor] | None:
+        """What `decode` reads. None where these modules carry hooks (a head that FSDP shards by itself, tensor
+        parallel), which bring the weights only to forward and backward passes that autograd sees."""
+        modules = [self.lm_head] if not with_norm or self.model.norm is None else [self.lm_head, self.model.norm]
+        if any(part._forward_pre_hooks or part._forward_hooks for module in modules for part in module.modules()):
+            return None
+        return [parameter for module in modules for parameter in module.parameters()]
+
+    def _shifted_labels(self, labels, shift_labels, shape):
+        if labels is None and shift_labels is None:
+            return None
+        given = labels if shift_labels is None else shift_labels
+        if given.shape != shape:
+            raise ValueError(
+                f"labels have shape {tuple(given.shape)}, but the input is {tuple(shape)}: pass one label per token, "
+                "unshifted, with -100 where there is nothing to learn"
+            )
+        return shift(labels) if shift_labels is None else shift_labels.contiguous()
+
+
+__all__ = ["LoopedForCausalLM"]
