@@ -97,7 +97,7 @@ def isoflop(table: Table, resamples: int = 0, seed: int = 0) -> dict:
     again = [power_laws(each) for each in again if len(each) == len(found)]
     for name, law in result["power_laws"].items():
         if len(again) >= 20:
-            law["interval"] = np.quantile([each[name]["exponent"] for each in again], [0.025, 0.975]).tolist()
+            law["interval"] = interval(torch.tensor([each[name]["exponent"] for each in again], dtype=torch.float64))
     return result | ({"resamples_used": len(again)} if resamples else {})
 
 
@@ -276,7 +276,7 @@ def over_curves(name: str, values: list[float], resamples: int, seed: int) -> di
     means = {name: float(np.mean(values))}
     if resamples and len(values) >= 3:
         drawn = np.random.default_rng(seed).choice(values, (resamples, len(values)))
-        means["interval"] = np.quantile(drawn.mean(1), [0.025, 0.975]).tolist()
+        means["interval"] = interval(torch.from_numpy(drawn.mean(1)))
     return means
 
 

@@ -28,7 +28,7 @@ from .layers import linear
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .optimization import parameter_groups
-from .outputs import LoopedCausalLMOutputWithPast
+from .outputs import LoopedCausalLMOutputWithPast, kept_positions
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
@@ -87,6 +87,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "num_loops": num_loops,
             "initial_state": initial_state,
         }
+        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
+        batch_depths = check_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         if exit_rule is not None:
             refuse_with_exits(
                 labels=labels,
@@ -97,10 +99,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 output_loop_losses=output_loop_losses,
                 output_exit_probabilities=output_exit_probabilities,
             )
-            return self._forward_with_exits(exit_rule, inputs, logits_to_keep, output_logits, kwargs)
+            return self._forward_with_exits(exit_rule, inputs, batch_depths, logits_to_keep, output_logits, kwargs)
 
-        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
-        batch_depths = check_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         # not a named argument: the Trainer would take it for a label that every batch must have
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
         has_loss = labels is not None
@@ -121,7 +121,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             **kwargs,
         )
         states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        keep = kept_positions(logits_to_keep)
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
         gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
 
@@ -151,21 +151,26 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         )
 
     def _forward_with_exits(
-        self, exit_rule: ExitRule, inputs: dict, logits_to_keep, output_logits: bool, options: dict
+        self,
+        exit_rule: ExitRule,
+        inputs: dict,
+        depths: list[int],
+        logits_to_keep,
+        output_logits: bool,
+        options: dict,
     ):
         """Each token stops at a loop of its own. What it leaves at its exit lives in a cache, so there is one."""
         given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
-        cache, num_loops = inputs["past_key_values"], inputs["num_loops"]
+        cache = inputs["past_key_values"]
         returns_cache = cache is not None or inputs["use_cache"] is not False
         if cache is None:
             cache = DynamicCache(config=self.config)
-        past, (batch_size, length) = int(cache.get_seq_length()), given.shape[:2]
-        depths = check_depths(self.config.num_loops if num_loops is None else num_loops, batch_size)
+        past, length = int(cache.get_seq_length()), given.shape[1]
         pieces = cut_into_tokens(exit_rule, past, length)
         # behind a coda, the check of a token reads what the token before left at its exit
         if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
             batch = [inputs[name] for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")]
-            arguments = {"past_key_values": cache, "num_loops": num_loops, "exit_rule": exit_rule, **options}
+            arguments = {"past_key_values": cache, "num_loops": depths, "exit_rule": exit_rule, **options}
             outputs = run_pieces(self, pieces, past, batch, logits_to_keep, arguments)
             outputs.past_key_values = cache if returns_cache else None
             return outputs
@@ -173,7 +178,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         watch = ExitWatch(self, exit_rule, depths, past, length, given.device)
         inputs = {**inputs, "past_key_values": cache, "num_loops": max(depths)}
         outputs = self.model(**inputs, exit_watch=watch, **options)
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        keep = kept_positions(logits_to_keep)
         return LoopedCausalLMOutputWithPast(
             logits=self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
             past_key_values=cache if returns_cache else None,

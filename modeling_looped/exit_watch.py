@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .cache import RoomyLayer
 from .context import PassContext
 from .exit_criteria import ExitRule, Reading
-from .outputs import LoopedCausalLMOutputWithPast
+from .outputs import LoopedCausalLMOutputWithPast, kept_positions
 from .recording import unrecorded
 
 
@@ -124,7 +124,7 @@ def run_pieces(model, pieces: list[slice], past: int, batch: tuple, logits_to_ke
         )
         for piece in pieces
     ]
-    keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    keep = kept_positions(logits_to_keep)
     return LoopedCausalLMOutputWithPast(
         logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),

@@ -7,6 +7,11 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 
+def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
+    """As an index: the last so many positions, 0 for all of them, or those that are named."""
+    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
 @dataclass
 class LoopedModelOutputWithPast(BaseModelOutputWithPast):
     """
