@@ -9,6 +9,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
+from .cpu import (
+    Linear,
+    RMSNorm,
+    attend_alone,
+    is_slow_alone,
+    is_slow_to_learn,
+    learn_causally,
+    trains_on_cpu,
+)
 from .row_cache import attend_by_row
 
 
@@ -20,18 +29,17 @@ class LoopedRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of `rotate`, [rows, length, head_dim], made once per pass."""
+    """The tables of `rotate`, [rows, length, 1, head_dim], made once per pass."""
     first, second = sin.chunk(2, dim=-1)
-    return cos, torch.cat([-first, second], dim=-1)
+    return cos.unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions on [rows, heads, length, head_dim]: the halves of a head are rotated against each other.
+    """Rotary positions on [rows, length, heads, head_dim]: the halves of a head are rotated against each other.
 
     Equal to transformers' own to the last bit; the sign is in the table, so that nothing is negated here.
     """
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos.unsqueeze(1) + torch.cat([second, first], dim=-1) * signed_sin.unsqueeze(1)
+    return heads * cos + heads.roll(heads.shape[-1] // 2, dims=-1) * signed_sin
 
 
 class LoopedRMSNorm(nn.Module):
@@ -44,6 +52,8 @@ class LoopedRMSNorm(nn.Module):
 
     def forward(self, x):
         weight = self.weight if self.weight is None else self.weight.to(x.dtype)
+        if trains_on_cpu(x):
+            return RMSNorm.apply(x, weight, self.eps)
         return nn.functional.rms_norm(x, self.size, weight, self.eps)
 
     def extra_repr(self):
@@ -64,7 +74,7 @@ def readout_norm(config) -> nn.Module | None:
 
 def linear(in_features: int, out_features: int, role: str, bias: bool = False) -> nn.Linear:
     """A linear layer that tells the init schemes what it is for, see initialization.py."""
-    module = nn.Linear(in_features, out_features, bias=bias)
+    module = Linear(in_features, out_features, bias=bias)
     module.init_role = role
     return module
 
@@ -125,7 +135,7 @@ class LoopedAttention(nn.Module):
             self.value_gate = linear(channels, config.num_key_value_heads, "value_gate")
 
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
     def forward(
         self,
@@ -146,7 +156,7 @@ class LoopedAttention(nn.Module):
         values = self.heads(self.v_proj(source))
         if value_embedding is not None:
             gate = 2 * torch.sigmoid(self.value_gate(hidden_states[..., : self.value_gate.in_features]))
-            values = values + gate.transpose(1, 2).unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
+            values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
 
         if self.qk_norm == "learned":
             queries, keys = self.q_norm(queries), self.k_norm(keys)
@@ -154,6 +164,7 @@ class LoopedAttention(nn.Module):
             queries, keys = rotate(queries, *position_embeddings), rotate(keys, *position_embeddings)
         if self.qk_norm == "free":
             queries, keys = self.free_norm(queries), self.free_norm(keys)
+        queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
         site = self
         if past_key_values is not None:
@@ -165,17 +176,23 @@ class LoopedAttention(nn.Module):
         if isinstance(keys, list):  # rows at loops and positions of their own
             output = attend_by_row(queries, keys, values, self.scaling)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
+        implementation = self.config._attn_implementation
+        dropout = self.attention_dropout if self.training else 0.0
+        if implementation == "sdpa" and past_key_values is not None and is_slow_alone(queries):
+            output = attend_alone(queries, keys, values, attention_mask, self.scaling)
+            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
+        if implementation == "sdpa" and attention_mask is None and dropout == 0 and is_slow_to_learn(queries, keys):
+            output = learn_causally(queries, keys, values, self.scaling)
+            return self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention_interface(
             site,
             queries,
             keys,
             values,
             attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=dropout,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **kwargs,

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .cache import shared_slots
+from .cpu import is_slow_alone
 from .slots import core_slot, slot_at, split_slot, structural_layer_types
 
 
@@ -102,13 +103,19 @@ def first_tokens(valid: torch.Tensor | None, rows: int) -> list[int] | None:
 
 
 def attend_by_row(queries, keys: list[torch.Tensor], values: list[torch.Tensor], scaling: float) -> torch.Tensor:
-    """Attention of one query per row, [rows, heads, 1, head_dim], to views of different lengths: nothing is copied."""
-    grouped = queries.shape[1] != keys[0].shape[1]
+    """Attention of one query per row, [rows, heads, 1, head_dim], to views of different lengths: no batch is made."""
+    exact = is_slow_alone(queries)  # then in fp32: what one row sees stays in the processor's cache
     outputs = [
-        scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
-        for query, key, value in zip(queries.split(1), keys, values)
+        scaled_dot_product_attention(
+            query,
+            key.float() if exact else key,
+            value.float() if exact else value,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        for query, key, value in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), keys, values)
     ]
-    return torch.cat(outputs).transpose(1, 2)
+    return torch.cat(outputs).to(queries.dtype)
 
 
 class Cursor:
@@ -129,7 +136,7 @@ class Cursor:
         self.row_numbers = list(range(cache.num_rows)) if rows is None else rows
         self.loops, self.positions = loops, positions
         self.by_row = self.position is None and length == 1 and cache.first_tokens is not None
-        self.index = None
+        self.index, self.places = None, {}
 
     def indices(self, device):
         """Rows, loops and positions as indices into a buffer: [rows] each, or [rows, length] with several tokens."""
@@ -150,21 +157,39 @@ class Cursor:
             of_loop = buffer[:, self.loop % buffer.shape[1]]
             of_loop[:, :, self.position : self.end] = new
             return of_loop[:, :, : self.end]
+        if self.length == 1:
+            buffer.flatten(0, 3).index_copy_(0, self.vectors(buffer), new.reshape(-1, new.shape[-1]))
+            if self.by_row:
+                return self.views(buffer, window)
         rows, loops, positions = self.indices(buffer.device)
         loops = loops % buffer.shape[1]
-        if self.length == 1:
-            buffer[rows, loops, :, positions] = new[:, :, 0]
-            if self.by_row:
-                return [
-                    buffer[row : row + 1, loop % buffer.shape[1], :, start : place + 1]
-                    for row, loop, start, place in zip(
-                        self.row_numbers, self.loops, self.starts(window), self.positions
-                    )
-                ]
-        else:
+        if self.length > 1:
             places = positions[:, None] + torch.arange(self.length, device=buffer.device)
             buffer[rows[:, None], loops[:, None], :, places] = new.transpose(1, 2)
         return buffer[:, :, :, : self.end][rows, loops]
+
+    def vectors(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Where the heads of each row's token lie among all vectors of a buffer, [rows * heads]."""
+        _, loops_stored, heads, capacity, _ = buffer.shape
+        if loops_stored not in self.places:
+            rows, loops, positions = self.indices(buffer.device)
+            first_head = (rows * loops_stored + loops % loops_stored) * heads
+            heads = torch.arange(heads, device=buffer.device)
+            self.places[loops_stored] = ((first_head[:, None] + heads) * capacity + positions[:, None]).flatten()
+        return self.places[loops_stored]
+
+    def views(self, buffer: torch.Tensor, window: int | None) -> list[torch.Tensor]:
+        """What each row's token sees, [1, heads, tokens, head_dim]."""
+        _, loops_stored, heads, _, head_dim = buffer.shape
+        strides = of_row, of_loop, _, of_place, _ = buffer.stride()
+        return [
+            buffer.as_strided(
+                (1, heads, place + 1 - start, head_dim),
+                (of_row, *strides[2:]),
+                row * of_row + loop % loops_stored * of_loop + start * of_place,
+            )
+            for row, loop, start, place in zip(self.row_numbers, self.loops, self.starts(window), self.positions)
+        ]
 
     def starts(self, window: int | None) -> list[int]:
         """Where what each row's token sees begins: after the padding, and inside the window."""

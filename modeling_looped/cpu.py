@@ -1,0 +1,169 @@
+"""What torch does slowly on a CPU, done faster, to rounding the same. Layers ask here first and else do the usual.
+
+Decoding: MKL multiplies few rows with fp32 weights at a third of the speed of memory, and the attention kernel is slow
+for single queries in bfloat16. Training: autograd takes a norm apart into a dozen passes over memory, and the
+attention kernel is slow backwards.
+"""
+
+import math
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+FEW_ROWS = 8
+_has_few_rows = ContextVar("has_few_rows", default=False)
+BLOCK = 64  # queries whose scores are made at once in the backward pass of attention
+SCORES = 2**19  # of so many heads that these stay in the processor's cache
+
+
+def trains_on_cpu(x: torch.Tensor) -> bool:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+
+
+@contextmanager
+def few_rows_at_a_time():
+    """Around `generate`: here `Linear` may round otherwise than nn.Linear."""
+    token = _has_few_rows.set(True)
+    try:
+        yield
+    finally:
+        _has_few_rows.reset(token)
+
+
+class Linear(nn.Linear):
+    """nn.Linear; where a generation multiplies few rows with fp32 weights, with the weights on the left."""
+
+    def forward(self, x):
+        if torch.compiler.is_compiling() or not _has_few_rows.get() or not self.is_faster_from_the_left(x):
+            return F.linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, self.in_features)
+        if len(rows) == 1:
+            rows = rows.repeat(2, 1)  # one row is the slow case, and two are the fastest
+        y = torch.mm(self.weight, rows.t()).t()[: x.shape[:-1].numel()].contiguous()
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], self.out_features)
+
+    def is_faster_from_the_left(self, x) -> bool:
+        is_plain = x.dtype == torch.float32 and x.device.type == "cpu" and type(self.weight) is nn.Parameter
+        return is_plain and x.numel() <= FEW_ROWS * self.in_features
+
+
+def is_slow_alone(queries: torch.Tensor) -> bool:
+    """Whether these are single queries of a kind for which the kernel takes three times as long as for two."""
+    if queries.shape[2] != 1 or queries.dtype != torch.bfloat16:
+        return False
+    return queries.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def attend_alone(queries, keys, values, mask, scaling: float) -> torch.Tensor:
+    """Attention of one query per row, [rows, heads, 1, head_dim]: asked twice, or those that share keys together."""
+    rows, heads, _, head_dim = queries.shape
+    groups = heads // keys.shape[1]
+    if groups == 1:
+        return F.scaled_dot_product_attention(
+            queries.expand(-1, -1, 2, -1), keys, values, attn_mask=mask, scale=scaling
+        )[:, :, :1]
+    queries = queries.reshape(rows, -1, groups, head_dim)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling).reshape(
+        rows, heads, 1, head_dim
+    )
+
+
+def is_slow_to_learn(queries, keys) -> bool:
+    """Whether this is causal attention over lengths for which the kernel's backward pass takes too small blocks."""
+    is_slow = queries.dtype == torch.bfloat16 and 192 <= queries.shape[2] == keys.shape[2] < 768
+    return is_slow and trains_on_cpu(queries)
+
+
+def learn_causally(queries, keys, values, scaling: float) -> torch.Tensor:
+    groups = queries.shape[1] // keys.shape[1]
+    if groups > 1:
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+    return CausalAttention.apply(queries, keys, values, scaling)
+
+
+class CausalAttention(torch.autograd.Function):
+    """softmax(scaling Q K^T) V under a causal mask, all [rows, heads, length, head_dim] in bfloat16.
+
+    Forward is torch's kernel. Backward makes the probabilities again from the log of their denominators, for a block
+    of queries at a time:
+
+        P = exp(scaling Q K^T - lse)      dV = P^T dO
+        dS = P * (dO V^T - sum(dO * O))   dQ = scaling dS K      dK = scaling dS^T Q
+    """
+
+    @staticmethod
+    def forward(ctx, queries, keys, values, scaling: float):
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, is_causal=True, scale=scaling
+        )
+        ctx.save_for_backward(queries, keys, values, output, lse)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        queries, keys, values, output, lse = ctx.saved_tensors
+        shape, length = queries.shape, queries.shape[2]
+        overlap = (grad * output).sum(-1, dtype=torch.float32)
+        lse, overlap = (x.reshape(-1, length, 1) for x in (lse, overlap))
+        queries, keys, values, grad = (x.flatten(0, 1) for x in (queries * ctx.scaling, keys, values, grad))
+        d_queries, d_keys, d_values = (torch.zeros(keys.shape, dtype=keys.dtype) for _ in range(3))
+        for heads, now, seen, p, d_scores, rounded in blocks(len(keys), length):
+            torch.sub(torch.bmm(queries[heads, now], keys[heads, seen].mT, out=rounded), lse[heads, now], out=p).exp_()
+            p[:, :, now].tril_()
+            d_values[heads, seen].baddbmm_(rounded.copy_(p).mT, grad[heads, now])
+            torch.bmm(grad[heads, now], values[heads, seen].mT, out=rounded)
+            rounded.copy_(torch.sub(rounded, overlap[heads, now], out=d_scores).mul_(p))
+            d_queries[heads, now] = torch.bmm(rounded, keys[heads, seen])
+            d_keys[heads, seen].baddbmm_(rounded.mT, queries[heads, now])
+        return d_queries.mul_(ctx.scaling).view(shape), d_keys.view(shape), d_values.view(shape), None
+
+
+def blocks(num_heads: int, length: int):
+    """Slices: some heads, a block of queries, the keys they see; and buffers for their scores, two of them in fp32."""
+    step = max(1, SCORES // (BLOCK * length))
+    buffers = [torch.empty(step * BLOCK * length, dtype=dtype) for dtype in (torch.float32,) * 2 + (torch.bfloat16,)]
+    for head in range(0, num_heads, step):
+        for start in range(0, length, BLOCK):
+            end = min(start + BLOCK, length)
+            shape = (min(step, num_heads - head), end - start, end)
+            views = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            yield slice(head, head + step), slice(start, end), slice(0, end), *views
+
+
+class RMSNorm(torch.autograd.Function):
+    """weight * x / rms(x), or without weight.
+
+    With r = 1 / rms(x) and g = weight * grad, backward is dx = r g - r^3 x mean(g * x): what torch's kernel for
+    LayerNorm gives for a mean of 0, but for a constant per token that it takes away.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps: float):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        size = x.shape[-1:]
+        exact, exact_grad = x.float(), grad.float().contiguous()
+        r = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
+        r = r.square_().div_(size[0]).add_(ctx.eps).rsqrt_()
+        g_of = None if weight is None else weight.float()
+        wanted = [True, ctx.needs_input_grad[1], False]
+        d_x, d_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            exact_grad, exact, size, torch.zeros_like(r), r, g_of, None, wanted
+        )
+        taken = exact_grad.sum(-1) if weight is None else exact_grad @ g_of
+        d_x.add_(r.mul_(taken.unsqueeze(-1)).div_(size[0]))
+        return d_x.to(x.dtype), None if d_weight is None else d_weight.to(weight.dtype), None

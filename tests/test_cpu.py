@@ -1,0 +1,125 @@
+"""What is done faster on CPUs is what torch does, to rounding: against float64, and beside torch's own kernels."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu
+from modeling_looped.cpu import CausalAttention, Linear, RMSNorm, attend_alone, few_rows_at_a_time
+
+
+def error(found, exact) -> float:
+    return (found.double() - exact).norm().item() / exact.norm().item()
+
+
+def exact_copies(*tensors):
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_the_norm(dtype, affine):
+    torch.manual_seed(0)
+    x = (torch.randn(3, 7, 48) * torch.rand(3, 7, 1) * 10 + 1).to(dtype).requires_grad_()  # rows of any mean and size
+    weight = torch.randn(48).to(dtype).requires_grad_()
+    grad = torch.randn(3, 7, 48).to(dtype)
+    inputs = [x, weight] if affine else [x]
+    found = RMSNorm.apply(x, weight if affine else None, 1e-6)
+    assert torch.equal(found, F.rms_norm(x, (48,), weight if affine else None, 1e-6))
+
+    exact = exact_copies(*inputs)
+    y = exact[0] / (exact[0].square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = torch.autograd.grad(y * exact[1] if affine else y, exact, grad.double())
+    usual = torch.autograd.grad(F.rms_norm(x, (48,), weight if affine else None, 1e-6), inputs, grad)
+    for mine, torchs, correct in zip(torch.autograd.grad(found, inputs, grad), usual, expected, strict=True):
+        assert mine.dtype == dtype
+        assert error(mine, correct) < (1e-6 if dtype == torch.float32 else 3e-3)
+        assert error(mine, correct) < 2 * error(torchs, correct)
+
+
+@pytest.mark.parametrize("length", [192, 300, 767])
+def test_gradients_of_causal_attention(length, monkeypatch):
+    monkeypatch.setattr(cpu, "SCORES", 2**17)  # several blocks of heads too
+    torch.manual_seed(0)
+    shape = (2, length, 3, 16)
+    queries, keys, values, grad = (torch.randn(shape).bfloat16().transpose(1, 2) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (queries, keys, values)]
+    found = CausalAttention.apply(*inputs, 0.3)
+    usual = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3)
+    assert torch.equal(found, usual)
+
+    exact = exact_copies(*inputs)
+    scores = 0.3 * exact[0] @ exact[1].mT
+    scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+    expected = torch.autograd.grad(scores.softmax(-1) @ exact[2], exact, grad.double())
+    for mine, torchs, correct in zip(
+        torch.autograd.grad(found, inputs, grad), torch.autograd.grad(usual, inputs, grad), expected, strict=True
+    ):
+        assert error(mine, correct) < 1e-2
+        assert error(mine, correct) < 3 * error(torchs, correct)
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+def test_a_model_learns_with_them_what_it_learns_without(key_value_heads, monkeypatch):
+    config = LoopedConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=key_value_heads,
+        num_core_layers=2,
+        num_loops=2,
+    )
+    torch.manual_seed(0)
+    model, ids = LoopedForCausalLM(config).train(), torch.randint(3, 64, (2, 200))
+    gradients, calls = {}, []
+    backward = CausalAttention.backward
+    monkeypatch.setattr(CausalAttention, "backward", lambda *args: calls.append(1) or backward(*args))
+    for kind in ("exact", "fast", "usual"):
+        model.to(torch.float64 if kind == "exact" else torch.bfloat16).zero_grad()
+        if kind == "usual":
+            monkeypatch.setattr("modeling_looped.layers.trains_on_cpu", lambda x: False)
+            monkeypatch.setattr("modeling_looped.layers.is_slow_to_learn", lambda queries, keys: False)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients[kind] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+    assert len(calls) == 4  # layers times loops, once
+    fast, usual = (error(gradients[kind], gradients["exact"]) for kind in ("fast", "usual"))
+    assert 0 < fast < 1.5 * usual < 0.1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("key_value_heads", [6, 2])
+def test_attention_of_single_queries(key_value_heads, masked):
+    torch.manual_seed(0)
+    queries = torch.randn(3, 6, 1, 16).bfloat16()
+    keys, values = (torch.randn(3, key_value_heads, 50, 16).bfloat16()[:, :, :41] for _ in range(2))
+    mask = torch.rand(3, 1, 1, 41) > 0.3 if masked else None
+    found = attend_alone(queries, keys, values, mask, 0.3)
+    assert found.shape == queries.shape
+    exact_keys, exact_values = (x.double().repeat_interleave(6 // key_value_heads, 1) for x in (keys, values))
+    scores = 0.3 * queries.double() @ exact_keys.mT
+    if masked:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    assert error(found, scores.softmax(-1) @ exact_values) < 4e-3
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (3, 1), (8,), (2, 4), (9, 1)])
+def test_few_rows_from_the_left(shape, bias):
+    torch.manual_seed(0)
+    layer, x = Linear(48, 20, bias=bias), torch.randn(*shape, 48)
+    usual = F.linear(x, layer.weight, layer.bias)
+    assert torch.equal(layer(x), usual)
+    with few_rows_at_a_time():
+        found = layer(x)
+    assert found.shape == usual.shape and found.is_contiguous()
+    torch.testing.assert_close(found, usual, rtol=1e-5, atol=1e-6)
+    assert torch.equal(layer(x), usual)
+    with few_rows_at_a_time():  # as usual in other precisions
+        assert torch.equal(layer.double()(x.double()), F.linear(x.double(), layer.weight, layer.bias))
+
+
+def test_few_rows_end_with_the_generation():
+    with pytest.raises(RuntimeError, match="stop"), few_rows_at_a_time():
+        raise RuntimeError("stop")
+    assert not cpu._has_few_rows.get()
