@@ -16,14 +16,16 @@ from torch.nn import functional as F
 
 FEW_ROWS = 8
 _has_few_rows = ContextVar("has_few_rows", default=False)
+SMALL = 2**17  # elements
 BLOCK = 64  # queries whose scores are made at once in the backward pass of attention
 SCORES = 2**19  # of so many heads that these stay in the processor's cache
 
 
-def trains_on_cpu(x: torch.Tensor) -> bool:
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+def learns_slowly(x: torch.Tensor) -> bool:
+    """Whether autograd of torch alone would be slow: for small tensors it is not."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and x.numel() >= SMALL
 
 
 @contextmanager
@@ -60,31 +62,33 @@ def is_slow_alone(queries: torch.Tensor) -> bool:
     return queries.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def attend_alone(queries, keys, values, mask, scaling: float) -> torch.Tensor:
-    """Attention of one query per row, [rows, heads, 1, head_dim]: asked twice, or those that share keys together."""
-    rows, heads, _, head_dim = queries.shape
-    groups = heads // keys.shape[1]
-    if groups == 1:
-        return F.scaled_dot_product_attention(
-            queries.expand(-1, -1, 2, -1), keys, values, attn_mask=mask, scale=scaling
-        )[:, :, :1]
-    queries = queries.reshape(rows, -1, groups, head_dim)
-    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling).reshape(
-        rows, heads, 1, head_dim
-    )
-
-
-def is_slow_to_learn(queries, keys) -> bool:
+def is_slow_to_learn(queries: torch.Tensor, keys: torch.Tensor) -> bool:
     """Whether this is causal attention over lengths for which the kernel's backward pass takes too small blocks."""
     is_slow = queries.dtype == torch.bfloat16 and 192 <= queries.shape[2] == keys.shape[2] < 768
-    return is_slow and trains_on_cpu(queries)
+    return is_slow and learns_slowly(queries)
 
 
-def learn_causally(queries, keys, values, scaling: float) -> torch.Tensor:
+def attend(queries, keys, values, mask, scaling: float) -> torch.Tensor | None:
+    """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch does as well."""
     groups = queries.shape[1] // keys.shape[1]
-    if groups > 1:
-        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
-    return CausalAttention.apply(queries, keys, values, scaling)
+    if is_slow_alone(queries):
+        return attend_alone(queries, keys, values, mask, scaling, groups)
+    if mask is None and is_slow_to_learn(queries, keys):
+        if groups > 1:
+            keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+        return CausalAttention.apply(queries, keys, values, scaling)
+    return None
+
+
+def attend_alone(queries, keys, values, mask, scaling: float, groups: int) -> torch.Tensor:
+    """One query per row, asked twice; or those that share keys asked together."""
+    if groups == 1:
+        asked = queries.expand(-1, -1, 2, -1)
+        return F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=scaling)[:, :, :1]
+    asked = queries.reshape(len(queries), -1, groups, queries.shape[-1])
+    if mask is not None and mask.shape[1] > 1:  # one per head
+        mask = mask.reshape(len(mask), -1, groups, mask.shape[-1])
+    return F.scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=scaling).reshape(queries.shape)
 
 
 class CausalAttention(torch.autograd.Function):
@@ -152,18 +156,21 @@ class RMSNorm(torch.autograd.Function):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: by torch's own, which has further derivatives
+            inputs = [x] if weight is None else [x, weight]
+            y = F.rms_norm(x, x.shape[-1:], weight, ctx.eps)
+            return *torch.autograd.grad(y, inputs, grad, create_graph=True), *[None] * (3 - len(inputs))
         size = x.shape[-1:]
         exact, exact_grad = x.float(), grad.float().contiguous()
+        exact_weight = None if weight is None else weight.float()
         r = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
         r = r.square_().div_(size[0]).add_(ctx.eps).rsqrt_()
-        g_of = None if weight is None else weight.float()
         wanted = [True, ctx.needs_input_grad[1], False]
         d_x, d_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            exact_grad, exact, size, torch.zeros_like(r), r, g_of, None, wanted
+            exact_grad, exact, size, torch.zeros_like(r), r, exact_weight, None, wanted
         )
-        taken = exact_grad.sum(-1) if weight is None else exact_grad @ g_of
+        taken = exact_grad.sum(-1) if weight is None else exact_grad @ exact_weight
         d_x.add_(r.mul_(taken.unsqueeze(-1)).div_(size[0]))
         return d_x.to(x.dtype), None if d_weight is None else d_weight.to(weight.dtype), None

@@ -9,15 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
-from .cpu import (
-    Linear,
-    RMSNorm,
-    attend_alone,
-    is_slow_alone,
-    is_slow_to_learn,
-    learn_causally,
-    trains_on_cpu,
-)
+from .cpu import Linear, RMSNorm, attend, learns_slowly
 from .row_cache import attend_by_row
 
 
@@ -52,7 +44,7 @@ class LoopedRMSNorm(nn.Module):
 
     def forward(self, x):
         weight = self.weight if self.weight is None else self.weight.to(x.dtype)
-        if trains_on_cpu(x):
+        if learns_slowly(x):
             return RMSNorm.apply(x, weight, self.eps)
         return nn.functional.rms_norm(x, self.size, weight, self.eps)
 
@@ -176,14 +168,11 @@ class LoopedAttention(nn.Module):
         if isinstance(keys, list):  # rows at loops and positions of their own
             output = attend_by_row(queries, keys, values, self.scaling)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
-        implementation = self.config._attn_implementation
-        dropout = self.attention_dropout if self.training else 0.0
-        if implementation == "sdpa" and past_key_values is not None and is_slow_alone(queries):
-            output = attend_alone(queries, keys, values, attention_mask, self.scaling)
-            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
-        if implementation == "sdpa" and attention_mask is None and dropout == 0 and is_slow_to_learn(queries, keys):
-            output = learn_causally(queries, keys, values, self.scaling)
-            return self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+        implementation, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
+        if implementation == "sdpa" and not dropout and not kwargs.keys() & {"cache", "is_causal"}:
+            output = attend(queries, keys, values, attention_mask, self.scaling)
+            if output is not None:
+                return self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention_interface(

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu
-from modeling_looped.cpu import CausalAttention, Linear, RMSNorm, attend_alone, few_rows_at_a_time
+from modeling_looped.cpu import CausalAttention, Linear, RMSNorm, attend, few_rows_at_a_time
 
 
 def error(found, exact) -> float:
@@ -72,14 +72,14 @@ def test_a_model_learns_with_them_what_it_learns_without(key_value_heads, monkey
     )
     torch.manual_seed(0)
     model, ids = LoopedForCausalLM(config).train(), torch.randint(3, 64, (2, 200))
+    monkeypatch.setattr(cpu, "SMALL", 0)
     gradients, calls = {}, []
     backward = CausalAttention.backward
     monkeypatch.setattr(CausalAttention, "backward", lambda *args: calls.append(1) or backward(*args))
     for kind in ("exact", "fast", "usual"):
         model.to(torch.float64 if kind == "exact" else torch.bfloat16).zero_grad()
         if kind == "usual":
-            monkeypatch.setattr("modeling_looped.layers.trains_on_cpu", lambda x: False)
-            monkeypatch.setattr("modeling_looped.layers.is_slow_to_learn", lambda queries, keys: False)
+            monkeypatch.setattr(cpu, "SMALL", 2**30)
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients[kind] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
     assert len(calls) == 4  # layers times loops, once
@@ -87,20 +87,56 @@ def test_a_model_learns_with_them_what_it_learns_without(key_value_heads, monkey
     assert 0 < fast < 1.5 * usual < 0.1
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mask_heads", [0, 1, 6])
 @pytest.mark.parametrize("key_value_heads", [6, 2])
-def test_attention_of_single_queries(key_value_heads, masked):
+def test_attention_of_single_queries(key_value_heads, mask_heads):
     torch.manual_seed(0)
     queries = torch.randn(3, 6, 1, 16).bfloat16()
     keys, values = (torch.randn(3, key_value_heads, 50, 16).bfloat16()[:, :, :41] for _ in range(2))
-    mask = torch.rand(3, 1, 1, 41) > 0.3 if masked else None
-    found = attend_alone(queries, keys, values, mask, 0.3)
+    mask = torch.rand(3, mask_heads, 1, 41) > 0.3 if mask_heads else None
+    found = attend(queries, keys, values, mask, 0.3)
     assert found.shape == queries.shape
     exact_keys, exact_values = (x.double().repeat_interleave(6 // key_value_heads, 1) for x in (keys, values))
     scores = 0.3 * queries.double() @ exact_keys.mT
-    if masked:
+    if mask_heads:
         scores = scores.masked_fill(~mask, float("-inf"))
     assert error(found, scores.softmax(-1) @ exact_values) < 4e-3
+
+
+def test_the_usual_where_torch_does_as_well(monkeypatch):
+    monkeypatch.setattr(cpu, "SMALL", 0)
+    queries, keys, values = (torch.randn(2, 4, 200, 16).bfloat16() for _ in range(3))
+    with torch.no_grad():
+        assert attend(queries, keys, values, None, 1.0) is None
+    learnt = queries.clone().requires_grad_()
+    with torch.enable_grad():
+        assert attend(learnt, keys, values, None, 1.0) is not None
+        assert attend(learnt, keys, values, torch.ones(1, 1, 200, 200, dtype=torch.bool), 1.0) is None
+        assert attend(learnt.float(), keys.float(), values.float(), None, 1.0) is None
+        assert attend(learnt[:, :, :100], keys, values, None, 1.0) is None
+        monkeypatch.setattr(cpu, "SMALL", learnt.numel() + 1)
+        assert attend(learnt, keys, values, None, 1.0) is None
+    assert attend(queries[:, :, :1].float(), keys.float(), values.float(), None, 1.0) is None
+
+
+def test_second_derivatives_and_transforms_of_the_norm(monkeypatch):
+    monkeypatch.setattr(cpu, "SMALL", 0)
+    config = LoopedConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_core_layers=1, num_loops=2
+    )
+    torch.manual_seed(0)
+    model, ids = LoopedForCausalLM._from_config(config, attn_implementation="eager").train(), torch.arange(12)[None]
+    embedded, direction = torch.randn(1, 12, 16, requires_grad=True), torch.randn(1, 12, 16)
+
+    def loss(embedded):
+        return model(inputs_embeds=embedded, labels=ids, use_cache=False).loss
+
+    (gradient,) = torch.autograd.grad(loss(embedded), embedded, create_graph=True)
+    (curvature,) = torch.autograd.grad((gradient * direction).sum(), embedded)
+    step = 1e-3
+    ahead, behind = (torch.autograd.grad(loss(embedded + side * direction), embedded)[0] for side in (step, -step))
+    torch.testing.assert_close(curvature, (ahead - behind) / (2 * step), rtol=2e-2, atol=2e-4)
+    torch.testing.assert_close(torch.func.grad(loss)(embedded.detach()), gradient.detach(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("bias", [False, True])
