@@ -29,8 +29,14 @@ class RowCache:
         prelude, core, coda = structural_layer_types(config)
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        self.capacity = 0
-        self.buffers: dict[int, list[torch.Tensor]] = {}  # by the layer's slot in the first loop
+        self.capacity, self.layers = 0, {}
+        self.buffers: dict[int, list[torch.Tensor]] = {}  # by layer, see `layer_of`
+
+    def layer_of(self, slot: int) -> int:
+        """A layer is named by its slot in the first loop. Asked for at every layer of every tick, so remembered."""
+        if slot not in self.layers:
+            self.layers[slot], _ = split_slot(self.config, slot)
+        return self.layers[slot]
 
     def load(self, cache):
         """Take over what an ordinary cache holds of the prompt."""
@@ -146,7 +152,7 @@ class Cursor:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         """What the tokens see: [rows, heads, tokens so far, head_dim], or a list with the view of each row."""
-        layer, _ = split_slot(self.cache.config, slot)
+        layer = self.cache.layer_of(slot)
         window = self.cache.windows[layer]
         return tuple(
             self._update(buffer, new, window) for buffer, new in zip(self.cache.buffers[layer], (keys, values))
@@ -186,7 +192,7 @@ class Cursor:
             buffer.as_strided(
                 (1, heads, place + 1 - start, head_dim),
                 (of_row, *strides[2:]),
-                row * of_row + loop % loops_stored * of_loop + start * of_place,
+                buffer.storage_offset() + row * of_row + loop % loops_stored * of_loop + start * of_place,
             )
             for row, loop, start, place in zip(self.row_numbers, self.loops, self.starts(window), self.positions)
         ]
