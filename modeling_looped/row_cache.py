@@ -145,7 +145,7 @@ class Cursor:
         self.index, self.places = None, {}
 
     def indices(self, device):
-        """Rows, loops and positions as indices into a buffer: [rows] each, or [rows, length] with several tokens."""
+        """Rows, loops and first positions as indices into a buffer, [rows] each."""
         if self.index is None:
             self.index = torch.tensor([self.row_numbers, self.loops, self.positions], device=device).unbind(0)
         return self.index
@@ -163,25 +163,21 @@ class Cursor:
             of_loop = buffer[:, self.loop % buffer.shape[1]]
             of_loop[:, :, self.position : self.end] = new
             return of_loop[:, :, : self.end]
-        if self.length == 1:
-            buffer.flatten(0, 3).index_copy_(0, self.vectors(buffer), new.reshape(-1, new.shape[-1]))
-            if self.by_row:
-                return self.views(buffer, window)
-        rows, loops, positions = self.indices(buffer.device)
-        loops = loops % buffer.shape[1]
-        if self.length > 1:
-            places = positions[:, None] + torch.arange(self.length, device=buffer.device)
-            buffer[rows[:, None], loops[:, None], :, places] = new.transpose(1, 2)
-        return buffer[:, :, :, : self.end][rows, loops]
+        buffer.flatten(0, 3).index_copy_(0, self.vectors(buffer), new.reshape(-1, new.shape[-1]))
+        if self.by_row:
+            return self.views(buffer, window)
+        rows, loops, _ = self.indices(buffer.device)
+        return buffer[:, :, :, : self.end][rows, loops % buffer.shape[1]]
 
     def vectors(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Where the heads of each row's token lie among all vectors of a buffer, [rows * heads]."""
+        """Where the new tokens lie among all vectors of a buffer, [rows * heads * length]."""
         _, loops_stored, heads, capacity, _ = buffer.shape
         if loops_stored not in self.places:
             rows, loops, positions = self.indices(buffer.device)
-            first_head = (rows * loops_stored + loops % loops_stored) * heads
-            heads = torch.arange(heads, device=buffer.device)
-            self.places[loops_stored] = ((first_head[:, None] + heads) * capacity + positions[:, None]).flatten()
+            first_heads = (rows * loops_stored + loops % loops_stored) * heads
+            of_heads = (first_heads[:, None] + torch.arange(heads, device=buffer.device)) * capacity
+            tokens = positions[:, None] + torch.arange(self.length, device=buffer.device)
+            self.places[loops_stored] = (of_heads[:, :, None] + tokens[:, None]).flatten()
         return self.places[loops_stored]
 
     def views(self, buffer: torch.Tensor, window: int | None) -> list[torch.Tensor]:
