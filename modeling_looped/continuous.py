@@ -125,7 +125,7 @@ class ContinuousDecoder:
         values = {int(name.removeprefix("values")): t for name, t in tensors.items() if name.startswith("values")}
         return PassContext(
             num_rows=len(rows),
-            masks=cursor.masks(self.emission.ids.device, self.model.dtype if eager else None),
+            masks=cursor.masks(self.model.dtype if eager else None),
             position_ids=tensors["positions"],
             position_embeddings=(tensors["cos"], tensors["sin"]) if "cos" in tensors else None,
             value_embeddings=values,
@@ -143,7 +143,8 @@ class ContinuousDecoder:
         tensors = {"positions": positions, **dict(zip(("cos", "sin"), rotary or ()))}
         for layer, table in self.trunk.value_embeddings(ids).items():
             tensors[f"values{layer}"] = table
-        tensors["embedded"] = self.trunk.run_prelude(x, self.context(rows, [0] * len(rows), tensors))
+        context = self.context(rows, [0] * len(rows), tensors) if len(self.trunk.prelude) else None
+        tensors["embedded"] = self.trunk.run_prelude(x, context)
         return tensors
 
     def begin(self, rows: list[int]):

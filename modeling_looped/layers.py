@@ -10,7 +10,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
 from .cpu import Linear, RMSNorm, attend, learns_slowly
-from .row_cache import attend_by_row
 
 
 VALUE_GATE_CHANNELS = 32
@@ -166,7 +165,7 @@ class LoopedAttention(nn.Module):
             site = AttentionSite(self, slot)
 
         if isinstance(keys, list):  # rows at loops and positions of their own
-            output = attend_by_row(queries, keys, values, self.scaling)
+            output = past_key_values.attend(queries, keys, self.scaling)
             return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
         implementation, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
         if implementation == "sdpa" and not dropout and not kwargs.keys() & {"cache", "is_causal"}:

@@ -225,8 +225,8 @@ class LoopedModel(LoopedPreTrainedModel):
             position_embeddings = rotary_tables(*self.rotary_emb(x, position_ids=position_ids))
         return (self.embedding_dropout(x) if self.training else x), position_embeddings
 
-    def run_prelude(self, x, context: PassContext):
-        """From embeddings to what every loop may read again."""
+    def run_prelude(self, x, context: PassContext | None):
+        """From embeddings to what every loop may read again. Without a prelude the context does not matter."""
         scale = self.config.residual_factor(1)
         for block in self.prelude:
             x = context.run(block, x, scale, block.first_slot)
