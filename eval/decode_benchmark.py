@@ -3,7 +3,11 @@
 Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
 """
 
+import math
+import statistics
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoTokenizer
@@ -11,7 +15,7 @@ from transformers import AutoTokenizer
 from modeling_looped import LoopedCache, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
 
-from .bench import build, least_seconds, looped_config, tokens
+from .bench import build, least_seconds, looped_config, synchronize, tokens
 from .halting_calibration import never
 from .halting_run import measure
 
@@ -38,59 +42,82 @@ def spread_gate(model, ids: torch.Tensor):
 
 
 def measure_exits(model, prompt, criterion: str, args) -> dict:
-    def generate(new_tokens=args.new_tokens, **how):
+    """What exits gain while all rows are at work; and until all have said as many tokens, the last by themselves."""
+    depth = model.config.num_loops
+
+    def decode(new_tokens=args.new_tokens, **how) -> Decoding:
         if "exit_criterion" in how:
             how["exit_interval"] = args.exit_interval
             if criterion in SCREENABLE:
                 how["exit_candidates"] = args.exit_candidates
-        return model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            **how,
-        )
+        settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        return timed(model, prompt, return_dict_in_generate=True, **settings, **how)
 
     above = CRITERIA[criterion].exits_above
     # a threshold that three checks in ten pass, so that rows exit at loops of their own
     rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
-    scores = measure(model, rows, model.config.num_loops, [criterion], len(rows)).scores[criterion][:-1]
+    scores = measure(model, rows, depth, [criterion], len(rows)).scores[criterion][:-1]
     threshold = scores[scores.isfinite()].float().quantile(0.7 if above else 0.3).item()
-    at = {"exit_criterion": criterion}
-    seconds, results = least_seconds(
-        {
-            "prefill": lambda: generate(new_tokens=1),
-            "plain": generate,
-            "exits": lambda: generate(**at, exit_threshold=threshold),
-            "never": lambda: generate(**at, exit_threshold=never(criterion)),
-        },
-        args.repeats,
-    )
-    spent = {name: value - seconds["prefill"] for name, value in seconds.items()}
-    loops = results["exits"].token_loops[:, 1:]
-    if (results["never"].token_loops < model.config.num_loops).any():
-        raise AssertionError(f"{criterion} exits at a threshold of {never(criterion)}, which it should never reach")
     candidates = args.exit_candidates if criterion in SCREENABLE else None
     rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval, candidates=candidates)
-    full = torch.full_like(loops, model.config.num_loops)
-    predicted = spent["plain"] * cost(model, rule, loops) / cost(model, None, full)
-    predicted_never = spent["plain"] * cost(model, rule, full) / cost(model, None, full)
+
+    decode(2), decode(2, exit_criterion=criterion, exit_threshold=threshold)  # warm-up
+    turns = []
+    for _ in range(args.repeats):
+        prefill = decode(1).seconds
+        plain = decode()
+        exits = decode(exit_criterion=criterion, exit_threshold=threshold)
+        never_exits = decode(exit_criterion=criterion, exit_threshold=never(criterion))
+        if (never_exits.loops < depth).any():
+            raise AssertionError(f"{criterion} exits at a threshold of {never(criterion)}, which it never reaches")
+        at_work = plain.seconds_per_tick / exits.seconds_per_tick  # loops in the time of one at full depth
+        to_the_end = (plain.seconds - prefill) / (exits.seconds - prefill)
+        never_costs = (never_exits.seconds - prefill) / (plain.seconds - prefill)
+        full_cost = cost(model, None, plain.loops)
+        turns.append(
+            {
+                "over_prediction": at_work
+                * cost_per_loop(model, rule, exits.loops)
+                / cost_per_loop(model, None, plain.loops),
+                "over_full_by_mean_loops": at_work,
+                "to_the_end_over_prediction": to_the_end * cost(model, rule, exits.loops) / full_cost,
+                "to_the_end_over_full_by_mean_loops": to_the_end * exits.loops.sum() / plain.loops.sum(),
+                "never_over_prediction": never_costs * full_cost / cost(model, rule, never_exits.loops),
+            }
+        )
+    loops = exits.loops.float()
     return {
         "threshold": threshold,
-        "mean_loops": loops.float().mean().item(),
-        # rows end apart, and the last ticks run for few: with other prompts to take their places this would be 1
-        "rows_at_work": (loops.sum(1).float().mean() / loops.sum(1).max()).item(),
-        "speedup": spent["plain"] / spent["exits"],
-        "over_prediction": predicted / spent["exits"],
-        "over_full_by_mean_loops": loops.float().mean().item()
-        / model.config.num_loops
-        * spent["plain"]
-        / spent["exits"],
-        "never_over_prediction": spent["never"] / predicted_never,
+        "mean_loops": loops.mean().item(),
+        # rows end apart, and the last ticks run for few of them
+        "rows_at_work": (loops.sum(1).mean() / loops.sum(1).max()).item(),
+        **{name: statistics.median(float(turn[name]) for turn in turns) for name in turns[0]},
     }
+
+
+class Decoding(NamedTuple):
+    seconds: float  # in all
+    seconds_per_tick: float  # of one loop of the whole batch, while no row has ended
+    loops: torch.Tensor  # of every token but the first, which is the prompt's
+
+
+def timed(model, prompt, **how) -> Decoding:
+    ticks = []
+
+    def tick(block, arguments):
+        if arguments[0].shape[:2] == (len(prompt), 1):
+            synchronize()
+            ticks.append(time.perf_counter())
+
+    hook = model.model.core[0].register_forward_pre_hook(tick)
+    synchronize()
+    start = time.perf_counter()
+    result = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    synchronize()
+    seconds = time.perf_counter() - start
+    hook.remove()
+    per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else math.nan
+    return Decoding(seconds, per_tick, result.token_loops[:, 1:])
 
 
 def cost(model, rule, loops: torch.Tensor) -> float:
@@ -104,6 +131,10 @@ def cost(model, rule, loops: torch.Tensor) -> float:
         if rule.candidates is not None:  # all logits at the first reading and at the exit
             heads = heads.clamp(max=2) + (heads - 1) * rule.candidates / model.config.vocab_size
     return float(loops.sum()) * core + float(heads.sum()) * head
+
+
+def cost_per_loop(model, rule, loops: torch.Tensor) -> float:
+    return cost(model, rule, loops) / float(loops.sum())
 
 
 def trained_model(args):
