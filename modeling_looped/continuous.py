@@ -10,7 +10,7 @@ from transformers.cache_utils import QuantizedCache
 
 from .checks import check_length
 from .context import PassContext
-from .cpu import Linear
+from .cpu import Linear, with_ordered_weights
 from .emission import Emission, batch_bound
 from .exit_criteria import Reading
 from .outputs import LoopedGenerateOutput
@@ -62,6 +62,7 @@ class ContinuousDecoder:
         )
 
         outputs, state = self.prefill(input_ids, model_kwargs)
+        self.head = with_ordered_weights(model.lm_head, batch)  # which somebody reads at nearly every tick
         self.ordinary_cache = outputs.past_key_values
         length = int(self.ordinary_cache.get_seq_length())
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
@@ -237,14 +238,14 @@ class ContinuousDecoder:
             weights = head.weight[candidates]  # [rows, candidates, hidden]
             logits = self.model.softcapped(torch.matmul(normed, weights.transpose(1, 2)))[:, 0]
         else:  # adapted, quantized or offloaded
-            logits = self.model.logits(normed)[:, 0].gather(-1, candidates)
+            logits = self.model.logits(normed, self.head)[:, 0].gather(-1, candidates)
         score, _ = self.rule.criterion.score(Reading(logits=logits), {}, None)
         passed = {row for row, passes in zip(screened, self.rule.exits(score).tolist()) if passes}
         return [row for row in rows if row in passed or not self.has_reading[row]]
 
     def read_out(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor | None:
         """Logits [rows, vocabulary] of H. What the coda writes stands if the row exits, else it is overwritten."""
-        return self.model.logits(self.normed(rows, state, at))[:, -1] if rows else None
+        return self.model.logits(self.normed(rows, state, at), self.head)[:, -1] if rows else None
 
     def normed(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor:
         """What the head reads, [rows, 1, hidden]."""

@@ -1,11 +1,12 @@
 """What torch does slowly on a CPU, done faster, to rounding the same. Layers ask here first and else do the usual.
 
-Decoding: MKL multiplies few rows with fp32 weights at a third of the speed of memory, and the attention kernel is slow
-for single queries in bfloat16. Training: autograd takes a norm apart into a dozen passes over memory, and the
-attention kernel is slow backwards.
+Decoding: MKL multiplies few rows with fp32 weights at a third of the speed of memory, oneDNN orders bfloat16 weights
+anew at every product, and the attention kernel is slow for single queries in bfloat16. Training: autograd takes a norm
+apart into a dozen passes over memory, and the attention kernel is slow backwards.
 """
 
 import math
+import platform
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -53,6 +54,29 @@ class Linear(nn.Linear):
     def is_faster_from_the_left(self, x) -> bool:
         is_plain = x.dtype == torch.float32 and x.device.type == "cpu" and type(self.weight) is nn.Parameter
         return is_plain and x.numel() <= FEW_ROWS * self.in_features
+
+
+def with_ordered_weights(layer: nn.Module, rows: int):
+    """A linear layer as a function of about so many rows, with bfloat16 weights in the order that oneDNN reads.
+
+    Two to four times as fast as the layer, and equal. It takes the memory of the weights once more and knows nothing
+    of what happens to them later, so it is for one generation, and for weights that are read at every step of it.
+    """
+    if not can_be_ordered(layer):
+        return layer
+    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, weight, layer.bias, "none", [], "")
+
+
+def can_be_ordered(layer: nn.Module) -> bool:
+    """Plain linear layers: none that is adapted, quantized, offloaded, distributed or watched by hooks."""
+    if type(layer) not in (Linear, nn.Linear) or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    weight = layer.weight
+    is_plain = type(weight) is nn.Parameter and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    if not is_plain or "forward" in vars(layer) or platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_slow_alone(queries: torch.Tensor) -> bool:

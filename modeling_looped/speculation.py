@@ -130,7 +130,7 @@ class Speculator(ContinuousDecoder):
 
     def logits(self, rows: list[int], state: torch.Tensor, token: dict, loops: int, length: int = 1):
         context = self.context(rows, [0] * len(rows), token, length) if len(self.trunk.coda) else None
-        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops))
+        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops), self.head)
 
     def verify(self, rows: list[int], starts: list[int], tensors: list[dict]) -> torch.Tensor:
         """Full-depth logits of the last token and its drafts, [rows, drafts + 1, vocabulary]."""

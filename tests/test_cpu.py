@@ -159,3 +159,55 @@ def test_few_rows_end_with_the_generation():
     with pytest.raises(RuntimeError, match="stop"), few_rows_at_a_time():
         raise RuntimeError("stop")
     assert not cpu._has_few_rows.get()
+
+
+def test_ordered_weights_are_skipped_where_more_than_a_product_happens():
+    layer = torch.nn.Linear(8, 8).bfloat16()
+    assert cpu.with_ordered_weights(layer.float(), 1) is layer
+    layer.bfloat16()
+    hook = layer.register_forward_hook(lambda *_: None)
+    assert cpu.with_ordered_weights(layer, 1) is layer
+    hook.remove()
+    parametrized = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 8).bfloat16())
+    assert cpu.with_ordered_weights(parametrized, 1) is parametrized
+
+
+HAS_ORDER = cpu.can_be_ordered(torch.nn.Linear(8, 8).bfloat16())
+
+
+@pytest.mark.skipif(not HAS_ORDER, reason="oneDNN with bfloat16 on x86")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 67), (8, 67), (16, 1000), (512, 8192)])
+def test_ordered_weights_multiply_as_the_layer_does(shape, bias):
+    torch.manual_seed(0)
+    layer = Linear(*shape, bias=bias).bfloat16().requires_grad_(False)
+    ordered = cpu.with_ordered_weights(layer, 3)
+    assert ordered is not layer
+    for size in [(1, 1), (3, 1), (2, 5), (40, 1)]:
+        x = torch.randn(*size, shape[0]).bfloat16()
+        exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        assert ordered(x).shape == layer(x).shape
+        assert error(ordered(x), exact) < max(1.1 * error(layer(x), exact), 3e-3)
+
+
+@pytest.mark.skipif(not HAS_ORDER, reason="oneDNN with bfloat16 on x86")
+@pytest.mark.parametrize("how", [{"exit_criterion": "logit_margin", "exit_threshold": 0.05}, {"draft_loops": 1}])
+def test_generation_with_ordered_weights_says_what_it_says_without(how, monkeypatch):
+    torch.manual_seed(0)
+    config = LoopedConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_core_layers=2,
+        num_loops=3,
+        loop_loss="per_loop",
+        initializer_range=0.1,
+        eos_token_id=None,
+    )
+    model = LoopedForCausalLM(config).bfloat16().eval()
+    prompt = torch.randint(3, 97, (3, 9))
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+    monkeypatch.setattr(cpu, "can_be_ordered", lambda layer: False)
+    assert torch.equal(found, model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings))
