@@ -9,7 +9,8 @@ memory   peak memory of a per-loop training step over a terminal one
 depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
 
 Each prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in turns, and the
-ratio is that of their least times, which what else the machine does disturbs least.
+ratio is that of their least times, which what else the machine does disturbs least. For `exits` it is the median over
+the turns, and is given twice: while all rows are at work, and to the end, where the last rows run by themselves.
 """
 
 import argparse
