@@ -30,7 +30,7 @@ class RowCache:
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         self.capacity, self.layers = 0, {}
-        self.outer = self.core = None  # of prelude and coda, and of the core: [layers, ...] of the buffers
+        self.buffers: list[torch.Tensor | None] = [None] * core_slot(config, 1, 0)
         self.of_one_row = None  # room for what one row sees, [1, heads, 2, length, head_dim] in fp32
 
     def layer_of(self, slot: int) -> int:
@@ -44,8 +44,8 @@ class RowCache:
 
         A static layer holds more than the tokens so far, a sliding one less, its window.
         """
-        length, like = int(cache.get_seq_length()), cache.layers[0].keys
-        self.make_room(length, with_room(length), like)
+        length = int(cache.get_seq_length())
+        self.make_room(length, with_room(length), like=cache.layers[0].keys)
         for layer, buffer in enumerate(self.buffers):
             for loop in range(buffer.shape[1]):
                 held = cache.layers[slot_at(self.config, layer, loop)]
@@ -58,17 +58,13 @@ class RowCache:
     def make_room(self, length: int, capacity: int, like: torch.Tensor):
         """Buffers of this capacity; they keep what was there, and what is behind `length` is zero."""
         heads, head_dim = like.shape[1], like.shape[-1]
-        outer_layers, core_layers = core_slot(self.config, 0, 0), self.config.num_core_layers
-
-        def grown(before, layers: int, loops: int):
-            new = like.new_empty(layers, self.num_rows, loops, heads, 2, capacity, head_dim)
+        for layer, before in enumerate(self.buffers):
+            loops = self.loops_stored if layer >= core_slot(self.config, 0, 0) else 1
+            new = like.new_empty(self.num_rows, loops, heads, 2, capacity, head_dim)
             if before is not None:
                 new[..., :length, :] = before[..., :length, :]
             new[..., length:, :] = 0
-            return new
-
-        self.outer, self.core = grown(self.outer, outer_layers, 1), grown(self.core, core_layers, self.loops_stored)
-        self.buffers = [*self.outer, *self.core]  # in the order of layers
+            self.buffers[layer] = new  # one by one, so that memory holds no more than one layer twice
         self.capacity = capacity
         if like.dtype == torch.bfloat16:
             self.of_one_row = like.new_empty(1, heads, 2, capacity, head_dim, dtype=torch.float32)
@@ -78,7 +74,7 @@ class RowCache:
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
         if length > self.capacity:
-            self.make_room(self.capacity, with_room(length), like=self.core[0, :, 0, :, 0])
+            self.make_room(self.capacity, with_room(length), like=self.buffers[0][:, 0, :, 0])
 
     def store_back(self, cache, start: int, end: int):
         """Append the tokens start..end of all rows to an ordinary cache."""
@@ -89,10 +85,11 @@ class RowCache:
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
         """A token that exits after so many loops leaves its last keys and values in slots that no loop of it used."""
+        core = self.buffers[core_slot(self.config, 0, 0) :]
         for row, ran, position in zip(rows, loops, positions):
-            if ran < self.loops_stored:
-                token = self.core[:, row, :, :, :, position]  # [layers, loops, heads, 2, head_dim]
-                token[:, ran:] = token[:, ran - 1 : ran]
+            for buffer in core if ran < self.loops_stored else ():
+                token = buffer[row, :, :, :, position]  # [loops, heads, 2, head_dim]
+                token[ran:] = token[ran - 1]
 
 
 def first_tokens(valid: torch.Tensor | None, rows: int) -> list[int] | None:
@@ -120,7 +117,7 @@ class Cursor:
         self.loops, self.positions = loops, positions
         together = rows is None and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
-        on_cpu = cache.core.device.type == "cpu"
+        on_cpu = cache.buffers[0].device.type == "cpu"
         self.by_row = on_cpu and not together and length == 1 and cache.first_tokens is not None
         self.index, self.vectors = None, {}
 
@@ -128,7 +125,7 @@ class Cursor:
         """Rows, loops and first positions as indices into a buffer, [rows] each."""
         if self.index is None:
             numbers = [self.rows, self.loops, self.positions]
-            self.index = torch.tensor(numbers, device=self.cache.core.device).unbind(0)
+            self.index = torch.tensor(numbers, device=self.cache.buffers[0].device).unbind(0)
         return self.index
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
