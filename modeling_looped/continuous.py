@@ -238,7 +238,7 @@ class ContinuousDecoder:
             weights = head.weight[candidates]  # [rows, candidates, hidden]
             logits = self.model.softcapped(torch.matmul(normed, weights.transpose(1, 2)))[:, 0]
         else:  # adapted, quantized or offloaded
-            logits = self.model.logits(normed, self.head)[:, 0].gather(-1, candidates)
+            logits = self.model.logits(normed)[:, 0].gather(-1, candidates)
         score, _ = self.rule.criterion.score(Reading(logits=logits), {}, None)
         passed = {row for row, passes in zip(screened, self.rule.exits(score).tolist()) if passes}
         return [row for row in rows if row in passed or not self.has_reading[row]]

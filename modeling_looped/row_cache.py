@@ -164,7 +164,7 @@ class Cursor:
             buffer.as_strided(
                 (1, heads, 2, place + 1 - start, head_dim),
                 (of_row, *strides[2:]),
-                buffer.storage_offset() + row * of_row + loop % loops_stored * of_loop + start * of_place,
+                row * of_row + loop % loops_stored * of_loop + start * of_place,
             )
             for row, loop, start, place in zip(self.rows, self.loops, self.starts(window), self.positions)
         ]
