@@ -187,9 +187,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             token_loops=watch.token_loops[:, watch.first_reported :],
         )
 
-    def logits(self, hidden_states, head=None):
-        """From normed states to logits. head: by default `lm_head`."""
-        return self.softcapped((self.lm_head if head is None else head)(hidden_states))
+    def logits(self, hidden_states):
+        """From normed states to logits."""
+        return self.softcapped(self.lm_head(hidden_states))
 
     def softcapped(self, logits):
         if self.config.logit_softcap is None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import QuantizedCache
 
 from .checks import check_length
 from .context import PassContext
-from .cpu import Linear, with_ordered_weights
+from .cpu import Linear
 from .emission import Emission, batch_bound
 from .exit_criteria import Reading
 from .outputs import LoopedGenerateOutput
@@ -62,7 +62,6 @@ class ContinuousDecoder:
         )
 
         outputs, state = self.prefill(input_ids, model_kwargs)
-        self.head = with_ordered_weights(model.lm_head, batch)  # which somebody reads at nearly every tick
         self.ordinary_cache = outputs.past_key_values
         length = int(self.ordinary_cache.get_seq_length())
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
@@ -72,13 +71,12 @@ class ContinuousDecoder:
         self.cache.load(self.ordinary_cache)
 
         # per row: of the token that is looped now
-        if positions is not None:
-            self.positions = positions[:, -1:].repeat(batch // len(positions), 1)
-        else:
-            self.positions = torch.full((batch, 1), length, device=input_ids.device) - 1
         self.places = [length - 1] * batch  # where its keys and values lie in the cache
+        self.shifts = [0] * batch  # from there to its position, which leaves out padding
+        if positions is not None:
+            self.shifts = (positions[:, -1] - (length - 1)).tolist() * (batch // len(positions))
         self.loops = [0] * batch
-        self.tensors = {}  # embedded, state, positions, cos, sin and value embeddings, [rows, 1, ...] each
+        self.tensors = {}  # embedded, state, cos, sin and value embeddings, [rows, 1, ...] each
         if state is not None:
             self.tensors["state"] = state
         self.memory, self.has_reading = {}, [False] * batch
@@ -102,32 +100,32 @@ class ContinuousDecoder:
                 hook.remove()
         return outputs, self.trunk.between(states[-1]) if states else None
 
-    def some(self, rows: list[int]) -> list[int] | None:
-        """Rows as an index; None, which costs nothing, for all."""
-        return None if len(rows) == self.emission.num_rows else rows
-
     def take(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        index = self.some(rows)
-        return self.tensors if index is None else {name: tensor[index] for name, tensor in self.tensors.items()}
+        if len(rows) == self.emission.num_rows:
+            return self.tensors
+        index = self.emission.index(rows)
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
 
     def put(self, rows: list[int], tensors: dict[str, torch.Tensor]):
+        if len(rows) == self.emission.num_rows:
+            self.tensors |= tensors
+            return
+        index = self.emission.index(rows)
         for name, values in tensors.items():
-            if self.some(rows) is None:
-                self.tensors[name] = values
-                continue
             if name not in self.tensors:  # some rows ended with their first token
                 self.tensors[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
-            self.tensors[name][rows] = values
+            self.tensors[name][index] = values
 
     def context(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> PassContext:
         """For `length` tokens of each row."""
-        cursor = Cursor(self.cache, self.some(rows), loops, [self.places[row] for row in rows], length)
+        is_whole = len(rows) == self.emission.num_rows
+        cursor = Cursor(self.cache, None if is_whole else rows, loops, [self.places[row] for row in rows], length)
         eager = self.model.config._attn_implementation == "eager"
         values = {int(name.removeprefix("values")): t for name, t in tensors.items() if name.startswith("values")}
         return PassContext(
             num_rows=len(rows),
             masks=cursor.masks(self.model.dtype if eager else None),
-            position_ids=tensors["positions"],
+            position_ids=None,
             position_embeddings=(tensors["cos"], tensors["sin"]) if "cos" in tensors else None,
             value_embeddings=values,
             past_key_values=cursor,
@@ -138,10 +136,9 @@ class ContinuousDecoder:
         for row in rows:
             self.places[row] += 1
         check_length(self.model.config, max(self.places[row] for row in rows) + 1)
-        index = self.emission.index(rows)
-        positions = self.positions[index] = self.positions[index] + 1
+        positions = torch.tensor([[self.places[row] + self.shifts[row]] for row in rows], device=ids.device)
         x, rotary = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
-        tensors = {"positions": positions, **dict(zip(("cos", "sin"), rotary or ()))}
+        tensors = dict(zip(("cos", "sin"), rotary or ()))
         for layer, table in self.trunk.value_embeddings(ids).items():
             tensors[f"values{layer}"] = table
         context = self.context(rows, [0] * len(rows), tensors) if len(self.trunk.prelude) else None
@@ -164,7 +161,7 @@ class ContinuousDecoder:
         loops = [self.loops[row] for row in rows]
         first = loops[0] == 0
         if any((loop == 0) != first for loop in loops):
-            first = torch.tensor([loop == 0 for loop in loops], device=self.positions.device)[:, None, None]
+            first = torch.tensor([loop == 0 for loop in loops], device=self.cache.device)[:, None, None]
         mine = self.take(rows)
         context = self.context(rows, loops, mine)
         state = self.trunk.core_pass(mine["state"], mine["embedded"], 0, first, self.scale, context)
@@ -211,7 +208,7 @@ class ContinuousDecoder:
         return exits
 
     def score(self, rows: list[int], reading: Reading) -> torch.Tensor:
-        first = torch.tensor([not self.has_reading[row] for row in rows], device=self.positions.device)
+        first = torch.tensor([not self.has_reading[row] for row in rows], device=self.cache.device)
         index = self.emission.index(rows)
         memory = {name: values[index] for name, values in self.memory.items()}
         score, memory = self.rule.criterion.score(reading, memory, first)
@@ -245,7 +242,7 @@ class ContinuousDecoder:
 
     def read_out(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor | None:
         """Logits [rows, vocabulary] of H. What the coda writes stands if the row exits, else it is overwritten."""
-        return self.model.logits(self.normed(rows, state, at), self.head)[:, -1] if rows else None
+        return self.model.logits(self.normed(rows, state, at))[:, -1] if rows else None
 
     def normed(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor:
         """What the head reads, [rows, 1, hidden]."""

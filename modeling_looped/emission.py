@@ -57,7 +57,7 @@ class Emission:
         pad = config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.ids = torch.nn.functional.pad(input_ids.long(), (0, 64), value=self.pad)
-        self.loops = torch.zeros_like(self.ids)
+        self.loops = [[] for _ in range(self.num_rows)]  # of each row's new tokens
         self.lengths = [self.prompt_length] * self.num_rows
         self.unfinished = [True] * self.num_rows
         self.streamed = self.prompt_length
@@ -90,7 +90,9 @@ class Emission:
                 part, scores, tokens = part[group], scores[group], tokens[group]
             self.keep(self.scores, group, scores, length)
             self.keep(self.logits, group, part, length)
-            self.append(group, tokens, [loops[i] for i in members], length)
+            self.append(group, tokens, length)
+        for row, count in zip(rows, loops):
+            self.loops[row].append(count)
         self.stream()
 
     def propose(self, rows: list[int], logits: torch.Tensor, ahead: int, noise: torch.Tensor | None):
@@ -104,6 +106,8 @@ class Emission:
 
     def process(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
         """Scores of `rows`, so many tokens long. A processor that keeps a number for each row is shown them all."""
+        if not self.processors:
+            return logits
         if len(rows) == self.num_rows or not self.knows_rows:
             return self.processors(self.ids[self.index(rows), :length], logits)
         whole = logits.new_zeros(self.num_rows, logits.shape[-1])
@@ -117,8 +121,9 @@ class Emission:
             groups.setdefault(self.lengths[row], []).append(i)
         return groups.items()
 
-    def index(self, rows: list[int]):
-        return slice(None) if len(rows) == self.num_rows else rows
+    def index(self, rows: list[int]) -> slice | torch.Tensor:
+        """A list would be made a tensor by every tensor that it indexes."""
+        return slice(None) if len(rows) == self.num_rows else torch.tensor(rows, device=self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """noise: exponential, [rows, vocabulary]. The first arrival of a race with rates p is a sample of p; two
@@ -130,12 +135,11 @@ class Emission:
             return (p / noise).argmax(-1)
         return torch.multinomial(p, num_samples=1).squeeze(1)
 
-    def append(self, rows: list[int], tokens: torch.Tensor, loops: list[int], length: int):
+    def append(self, rows: list[int], tokens: torch.Tensor, length: int):
         """Rows of one length grow by a token each."""
         self.make_room(length + 1)
         index = self.index(rows)
         self.ids[index, length] = tokens
-        self.loops[index, length] = torch.tensor(loops, device=self.loops.device)
         stops = self.criteria(self.ids[index, : length + 1], None).tolist()
         for row, stop in zip(rows, stops):
             self.lengths[row], self.unfinished[row] = length + 1, not stop
@@ -146,7 +150,6 @@ class Emission:
         if length > self.ids.shape[1]:
             extra = max(64, length // 2)
             self.ids = torch.nn.functional.pad(self.ids, (0, extra), value=self.pad)
-            self.loops = torch.nn.functional.pad(self.loops, (0, extra))
 
     def keep(self, kept: list | None, rows: list[int], values: torch.Tensor, length: int):
         """For the output: [rows, vocabulary] of every new token, zero for rows that have finished."""
@@ -163,7 +166,7 @@ class Emission:
         ready = min((self.lengths[row] for row in self.running()), default=max(self.lengths))
         for position in range(self.streamed, ready):
             if hasattr(self.streamer, "put_loops"):
-                self.streamer.put_loops(self.loops[:, position].cpu())
+                self.streamer.put_loops(self.token_loops(position, position + 1)[:, 0])
             self.streamer.put(self.ids[:, position].cpu())
         self.streamed = max(self.streamed, ready)
 
@@ -172,4 +175,9 @@ class Emission:
         if self.streamer is not None:
             self.streamer.end()
         length = max(self.lengths)
-        return self.ids[:, :length], self.loops[:, self.prompt_length : length]
+        return self.ids[:, :length], self.token_loops(self.prompt_length, length).to(self.ids.device)
+
+    def token_loops(self, start: int, end: int) -> torch.Tensor:
+        """Of the new tokens at these positions, [rows, end - start]; 0 behind the end of a row."""
+        start, end = start - self.prompt_length, end - self.prompt_length
+        return torch.tensor([(loops[start:end] + [0] * (end - start))[: end - start] for loops in self.loops])

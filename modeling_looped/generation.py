@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from .cache import LoopedCache, shared_slots
 from .continuous import can_decode_apart, decode_apart
-from .cpu import few_rows_at_a_time
+from .cpu import decoding
 from .depth import check_count, check_depths, from_numpy
 from .exit_criteria import exit_rule
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
@@ -99,7 +99,7 @@ class LoopedGenerationMixin(GenerationMixin):
         """
         names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
         check_prompt(kwargs[names[0]] if names else args[0] if args else None)
-        with few_rows_at_a_time():
+        with decoding():
             return super().generate(*args, **kwargs)
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):

@@ -31,7 +31,12 @@ class RowCache:
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         self.capacity, self.layers = 0, {}
         self.buffers: list[torch.Tensor | None] = [None] * core_slot(config, 1, 0)
+        self.of_heads = None
         self.of_one_row = None  # room for what one row sees, [1, heads, 2, length, head_dim] in fp32
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffers[0].device
 
     def layer_of(self, slot: int) -> int:
         """A layer is named by its slot in the first loop. Asked for at every layer of every tick, so remembered."""
@@ -66,6 +71,7 @@ class RowCache:
             new[..., length:, :] = 0
             self.buffers[layer] = new  # one by one, so that memory holds no more than one layer twice
         self.capacity = capacity
+        self.of_heads = torch.arange(heads * 2, device=like.device) * capacity  # where they begin in one row and loop
         if like.dtype == torch.bfloat16:
             self.of_one_row = like.new_empty(1, heads, 2, capacity, head_dim, dtype=torch.float32)
         if self.valid is not None:
@@ -88,8 +94,12 @@ class RowCache:
         core = self.buffers[core_slot(self.config, 0, 0) :]
         for row, ran, position in zip(rows, loops, positions):
             for buffer in core if ran < self.loops_stored else ():
-                token = buffer[row, :, :, :, position]  # [loops, heads, 2, head_dim]
-                token[ran:] = token[ran - 1]
+                _, stored, heads, _, _, head_dim = buffer.shape
+                of_row, of_loop, of_head, of_part, of_place, _ = buffer.stride()
+                shape, strides = (heads, 2, head_dim), (of_head, of_part, 1)
+                last = row * of_row + (ran - 1) * of_loop + position * of_place
+                deeper = buffer.as_strided((stored - ran, *shape), (of_loop, *strides), last + of_loop)
+                deeper.copy_(buffer.as_strided(shape, strides, last))
 
 
 def first_tokens(valid: torch.Tensor | None, rows: int) -> list[int] | None:
@@ -117,16 +127,9 @@ class Cursor:
         self.loops, self.positions = loops, positions
         together = rows is None and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
-        on_cpu = cache.buffers[0].device.type == "cpu"
+        on_cpu = cache.device.type == "cpu"
         self.by_row = on_cpu and not together and length == 1 and cache.first_tokens is not None
-        self.index, self.vectors = None, {}
-
-    def indices(self):
-        """Rows, loops and first positions as indices into a buffer, [rows] each."""
-        if self.index is None:
-            numbers = [self.rows, self.loops, self.positions]
-            self.index = torch.tensor(numbers, device=self.cache.buffers[0].device).unbind(0)
-        return self.index
+        self.vectors, self.rooms = {}, {}
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         """What the tokens see: [rows, heads, tokens so far, head_dim] each; or if `by_row`, what `attend` wants."""
@@ -149,11 +152,14 @@ class Cursor:
         """Where the new tokens lie among all vectors of a buffer, [rows * heads * 2 * length]."""
         _, loops_stored, heads, _, capacity, _ = buffer.shape
         if loops_stored not in self.vectors:
-            rows, loops, positions = self.indices()
-            first = (rows * loops_stored + loops % loops_stored) * heads * 2
-            of_heads = (first[:, None] + torch.arange(heads * 2, device=buffer.device)) * capacity
-            tokens = positions[:, None] + torch.arange(self.length, device=buffer.device)
-            self.vectors[loops_stored] = (of_heads[:, :, None] + tokens[:, None]).flatten()
+            firsts = [
+                (row * loops_stored + loop % loops_stored) * heads * 2 * capacity + position
+                for row, loop, position in zip(self.rows, self.loops, self.positions)
+            ]
+            vectors = torch.tensor(firsts, device=buffer.device)[:, None] + self.cache.of_heads
+            if self.length > 1:
+                vectors = vectors[:, :, None] + torch.arange(self.length, device=buffer.device)
+            self.vectors[loops_stored] = vectors.flatten()
         return self.vectors[loops_stored]
 
     def views(self, buffer: torch.Tensor, window: int | None) -> list[torch.Tensor]:
@@ -182,14 +188,22 @@ class Cursor:
         In bfloat16 a row is copied to fp32 first, all rows into the same memory, which stays in the processor's cache.
         """
         exact = is_slow_alone(queries)
+        grouped = queries.shape[1] != views[0].shape[1]
         outputs = []
         for query, view in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), views):
-            if exact:
-                view = self.cache.of_one_row[..., : view.shape[3], :].copy_(view)
-            keys, values = view.unbind(2)
-            grouped = query.shape[1] != keys.shape[1]
+            keys, values = self.in_fp32(view) if exact else view.unbind(2)
             outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
         return torch.cat(outputs).to(queries.dtype)
+
+    def in_fp32(self, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one row, until the next one's take their place."""
+        length = view.shape[3]
+        if length not in self.rooms:  # the same in all layers, and as slow to cut out as to fill
+            room = self.cache.of_one_row[..., :length, :]
+            self.rooms[length] = room, *room.unbind(2)
+        room, keys, values = self.rooms[length]
+        room.copy_(view)
+        return keys, values
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
         """What each token may see, [rows, 1, length, tokens so far], per kind of attention.
@@ -213,7 +227,7 @@ class Cursor:
         sees_all = self.position is not None and self.length == 1 and (window is None or self.end <= window)
         if sees_all and valid is None:
             return None
-        rows, _, positions = self.indices()
+        rows, positions = torch.tensor([self.rows, self.positions], device=self.cache.device).unbind(0)
         places = (positions[:, None] + torch.arange(self.length, device=rows.device))[:, :, None]  # [rows, length, 1]
         seen = torch.arange(self.end, device=rows.device)
         mask = seen <= places

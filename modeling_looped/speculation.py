@@ -114,11 +114,7 @@ class Speculator(ContinuousDecoder):
         self.emit(rows, self.verify(rows, starts, tensors), guesses, noises)
         for row, start in zip(rows, starts):
             # all but the last token emitted are now in the cache
-            self.set_place(row, start + len(self.emitted[row]))
-
-    def set_place(self, row: int, place: int):
-        self.positions[row] += place - self.places[row]
-        self.places[row] = place
+            self.places[row] = start + len(self.emitted[row])
 
     def noise(self, rows: list[int]) -> torch.Tensor:
         shape = (len(rows), self.model.config.vocab_size)
@@ -130,7 +126,7 @@ class Speculator(ContinuousDecoder):
 
     def logits(self, rows: list[int], state: torch.Tensor, token: dict, loops: int, length: int = 1):
         context = self.context(rows, [0] * len(rows), token, length) if len(self.trunk.coda) else None
-        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops), self.head)
+        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops))
 
     def verify(self, rows: list[int], starts: list[int], tensors: list[dict]) -> torch.Tensor:
         """Full-depth logits of the last token and its drafts, [rows, drafts + 1, vocabulary]."""

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu
-from modeling_looped.cpu import CausalAttention, Linear, RMSNorm, attend, few_rows_at_a_time
+from modeling_looped.cpu import CausalAttention, Linear, RMSNorm, attend, decoding
 
 
 def error(found, exact) -> float:
@@ -146,52 +146,93 @@ def test_few_rows_from_the_left(shape, bias):
     layer, x = Linear(48, 20, bias=bias), torch.randn(*shape, 48)
     usual = F.linear(x, layer.weight, layer.bias)
     assert torch.equal(layer(x), usual)
-    with few_rows_at_a_time():
+    with decoding():
         found = layer(x)
     assert found.shape == usual.shape and found.is_contiguous()
     torch.testing.assert_close(found, usual, rtol=1e-5, atol=1e-6)
     assert torch.equal(layer(x), usual)
-    with few_rows_at_a_time():  # as usual in other precisions
+    with decoding():  # as usual in other precisions
         assert torch.equal(layer.double()(x.double()), F.linear(x.double(), layer.weight, layer.bias))
 
 
 def test_few_rows_end_with_the_generation():
-    with pytest.raises(RuntimeError, match="stop"), few_rows_at_a_time():
+    with pytest.raises(RuntimeError, match="stop"), decoding():
         raise RuntimeError("stop")
-    assert not cpu._has_few_rows.get()
+    assert cpu._reads.get() is None
 
 
-def test_ordered_weights_are_skipped_where_more_than_a_product_happens():
-    layer = torch.nn.Linear(8, 8).bfloat16()
-    assert cpu.with_ordered_weights(layer.float(), 1) is layer
-    layer.bfloat16()
-    hook = layer.register_forward_hook(lambda *_: None)
-    assert cpu.with_ordered_weights(layer, 1) is layer
-    hook.remove()
-    parametrized = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 8).bfloat16())
-    assert cpu.with_ordered_weights(parametrized, 1) is parametrized
+def read_often(layer, x):
+    """What the layer says once it has been read often, and how its weights are kept then."""
+    with decoding(), torch.no_grad():
+        for _ in range(cpu.READS_BEFORE_ORDER):
+            assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+            assert isinstance(cpu._reads.get()[layer], int)
+        return layer(x), cpu._reads.get().get(layer)
 
 
-HAS_ORDER = cpu.can_be_ordered(torch.nn.Linear(8, 8).bfloat16())
+HAS_ORDER = read_often(Linear(256, 256).bfloat16(), torch.zeros(1, 256).bfloat16())[1] is not None
+needs_order = pytest.mark.skipif(not HAS_ORDER, reason="oneDNN with bfloat16 on x86")
 
 
-@pytest.mark.skipif(not HAS_ORDER, reason="oneDNN with bfloat16 on x86")
+@needs_order
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 67), (8, 67), (16, 1000), (512, 8192)])
-def test_ordered_weights_multiply_as_the_layer_does(shape, bias):
+def test_ordered_weights_multiply_as_the_layer_does(shape, bias, monkeypatch):
+    monkeypatch.setattr(cpu, "WORTH_ORDERING", 0)
     torch.manual_seed(0)
-    layer = Linear(*shape, bias=bias).bfloat16().requires_grad_(False)
-    ordered = cpu.with_ordered_weights(layer, 3)
-    assert ordered is not layer
-    for size in [(1, 1), (3, 1), (2, 5), (40, 1)]:
+    layer = Linear(*shape, bias=bias).bfloat16()
+    for size in [(1,), (1, 1), (3, 1), (2, 5), (40, 1)]:
         x = torch.randn(*size, shape[0]).bfloat16()
+        usual = F.linear(x, layer.weight, layer.bias)
         exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-        assert ordered(x).shape == layer(x).shape
-        assert error(ordered(x), exact) < max(1.1 * error(layer(x), exact), 3e-3)
+        found, kept = read_often(layer, x)
+        assert torch.is_tensor(kept) and found.shape == usual.shape
+        assert error(found, exact) < max(1.1 * error(usual, exact), 3e-3)
 
 
-@pytest.mark.skipif(not HAS_ORDER, reason="oneDNN with bfloat16 on x86")
-@pytest.mark.parametrize("how", [{"exit_criterion": "logit_margin", "exit_threshold": 0.05}, {"draft_loops": 1}])
+@needs_order
+def test_weights_are_ordered_only_where_they_stay_what_they_are(monkeypatch):
+    x = torch.randn(2, 256).bfloat16()
+    hooked, offloaded, parametrized = (Linear(256, 256).bfloat16() for _ in range(3))
+    hooked.register_forward_pre_hook(lambda *_: None)
+    offloaded.forward = offloaded.forward  # as accelerate's hooks do
+    torch.nn.utils.parametrizations.orthogonal(parametrized.float())
+    for layer in (hooked, offloaded, parametrized.bfloat16()):
+        assert read_often(layer, x)[1] is None
+    assert read_often(Linear(8, 256).bfloat16(), x[:, :8])[1] is None  # too small to gain
+
+
+@needs_order
+def test_ordered_weights_have_gradients_as_usual():
+    layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
+    with decoding():
+        with torch.no_grad():
+            for _ in range(cpu.READS_BEFORE_ORDER + 1):
+                layer(x)
+        assert torch.is_tensor(cpu._reads.get()[layer])
+        layer(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad[0], x.sum(0))
+
+
+def test_an_assistant_keeps_its_order_between_its_drafts():
+    with decoding():
+        outer = cpu._reads.get()
+        with decoding():
+            assert cpu._reads.get() is outer
+        assert cpu._reads.get() is outer
+
+
+@needs_order
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_beams": 3},
+        {"exit_criterion": "logit_margin", "exit_threshold": 0.05},
+        {"exit_criterion": "latent_diff", "exit_threshold": 0.3},
+        {"draft_loops": 1},
+    ],
+)
 def test_generation_with_ordered_weights_says_what_it_says_without(how, monkeypatch):
     torch.manual_seed(0)
     config = LoopedConfig(
@@ -207,7 +248,20 @@ def test_generation_with_ordered_weights_says_what_it_says_without(how, monkeypa
     )
     model = LoopedForCausalLM(config).bfloat16().eval()
     prompt = torch.randint(3, 97, (3, 9))
-    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}
-    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-    monkeypatch.setattr(cpu, "can_be_ordered", lambda layer: False)
-    assert torch.equal(found, model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings))
+    ordered, can_be_ordered = [], Linear.can_be_ordered
+    monkeypatch.setattr(Linear, "can_be_ordered", lambda layer: ordered.append(can_be_ordered(layer)) or ordered[-1])
+
+    def generate():
+        settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+
+    for _ in range(2):
+        monkeypatch.setattr(cpu, "WORTH_ORDERING", 0)
+        found = generate()
+        assert ordered and all(ordered)
+        monkeypatch.setattr(cpu, "WORTH_ORDERING", float("inf"))
+        assert torch.equal(found, generate())
+        ordered.clear()
+        with torch.no_grad():  # the next generation knows nothing of this one's copies
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
