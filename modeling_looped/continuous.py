@@ -100,21 +100,22 @@ class ContinuousDecoder:
                 hook.remove()
         return outputs, self.trunk.between(states[-1]) if states else None
 
-    def take(self, rows: list[int]) -> dict[str, torch.Tensor]:
+    def take(self, held: dict[str, torch.Tensor], rows: list[int]) -> dict[str, torch.Tensor]:
+        """What `rows` have of tensors that are held for all rows."""
         if len(rows) == self.emission.num_rows:
-            return self.tensors
+            return dict(held)
         index = self.emission.index(rows)
-        return {name: tensor[index] for name, tensor in self.tensors.items()}
+        return {name: tensor[index] for name, tensor in held.items()}
 
-    def put(self, rows: list[int], tensors: dict[str, torch.Tensor]):
+    def put(self, held: dict[str, torch.Tensor], rows: list[int], tensors: dict[str, torch.Tensor]):
         if len(rows) == self.emission.num_rows:
-            self.tensors |= tensors
+            held.update(tensors)
             return
         index = self.emission.index(rows)
         for name, values in tensors.items():
-            if name not in self.tensors:  # some rows ended with their first token
-                self.tensors[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
-            self.tensors[name][index] = values
+            if name not in held:  # of the other rows nothing is known yet
+                held[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
+            held[name] = held[name].index_copy(0, index, values)  # not in place, so that two may be one tensor
 
     def context(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> PassContext:
         """For `length` tokens of each row."""
@@ -153,7 +154,7 @@ class ContinuousDecoder:
         tensors = self.enter(rows, self.emission.last_tokens(rows))
         if not self.config.warm_start:
             tensors["state"] = self.trunk.initial_state(tensors["embedded"], None)
-        self.put(rows, tensors)
+        self.put(self.tensors, rows, tensors)
 
     def tick(self) -> list[int]:
         """One loop of every running row; those that emitted a token and go on."""
@@ -162,13 +163,13 @@ class ContinuousDecoder:
         first = loops[0] == 0
         if any((loop == 0) != first for loop in loops):
             first = torch.tensor([loop == 0 for loop in loops], device=self.cache.device)[:, None, None]
-        mine = self.take(rows)
+        mine = self.take(self.tensors, rows)
         context = self.context(rows, loops, mine)
         state = self.trunk.core_pass(mine["state"], mine["embedded"], 0, first, self.scale, context)
         for row in rows:
             self.loops[row] += 1
         exits = self.exits(rows, state)
-        self.put(rows, {"state": self.trunk.between(state)})
+        self.put(self.tensors, rows, {"state": self.trunk.between(state)})
         return [row for row in exits if self.emission.unfinished[row]]
 
     def exits(self, rows: list[int], state: torch.Tensor) -> list[int]:
@@ -209,17 +210,12 @@ class ContinuousDecoder:
 
     def score(self, rows: list[int], reading: Reading) -> torch.Tensor:
         first = torch.tensor([not self.has_reading[row] for row in rows], device=self.cache.device)
-        index = self.emission.index(rows)
-        memory = {name: values[index] for name, values in self.memory.items()}
-        score, memory = self.rule.criterion.score(reading, memory, first)
+        before = self.take(self.memory, rows)
+        score, memory = self.rule.criterion.score(reading, before, first)
         if self.rule.candidates is not None:
             best = reading.logits.topk(min(self.rule.candidates, reading.logits.shape[-1])).indices
-            before = self.memory["candidates"][index] if "candidates" in self.memory else best
-            memory["candidates"] = torch.where(first[:, None], best, before)
-        for name, values in memory.items():
-            if name not in self.memory:
-                self.memory[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
-            self.memory[name][index] = values
+            memory["candidates"] = torch.where(first[:, None], best, before.get("candidates", best))
+        self.put(self.memory, rows, memory)
         for row in rows:
             self.has_reading[row] = True
         return score
@@ -247,7 +243,7 @@ class ContinuousDecoder:
     def normed(self, rows: list[int], state: torch.Tensor, at: dict[int, int]) -> torch.Tensor:
         """What the head reads, [rows, 1, hidden]."""
         some = state if len(rows) == len(state) else state[[at[row] for row in rows]]
-        context = self.context(rows, [0] * len(rows), self.take(rows)) if len(self.trunk.coda) else None
+        context = self.context(rows, [0] * len(rows), self.take(self.tensors, rows)) if len(self.trunk.coda) else None
         return self.trunk.readout(self.trunk.run_coda(some, context), [self.loops[row] for row in rows])
 
     def result(self):

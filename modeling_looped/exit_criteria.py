@@ -87,7 +87,8 @@ def argmax_stability(reading: Reading, memory: Memory, first: torch.Tensor) -> S
 def gate(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
     """1 - prod_j (1 - lambda_j), summed in logs: in half precision sigmoid(6.25) is 1."""
     stay = F.logsigmoid(-reading.gate.double())
-    stay = stay + memory.get("stay", torch.zeros_like(stay)).masked_fill(first, 0)
+    if "stay" in memory:
+        stay = stay + memory["stay"].masked_fill(first, 0)
     return -torch.expm1(stay), {"stay": stay}
 
 
