@@ -96,7 +96,8 @@ class Linear(nn.Linear):
             return False
         if self.weight.numel() < WORTH_ORDERING:
             return False
-        if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        mkldnn = torch.backends.mkldnn
+        if platform.machine() not in ("x86_64", "AMD64") or not (mkldnn.is_available() and mkldnn.enabled):
             return False
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

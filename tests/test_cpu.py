@@ -200,6 +200,8 @@ def test_weights_are_ordered_only_where_they_stay_what_they_are(monkeypatch):
     for layer in (hooked, offloaded, parametrized.bfloat16()):
         assert read_often(layer, x)[1] is None
     assert read_often(Linear(8, 256).bfloat16(), x[:, :8])[1] is None  # too small to gain
+    with torch.backends.mkldnn.flags(enabled=False):  # and nowhere for those who switch oneDNN off
+        assert read_often(Linear(256, 256).bfloat16(), x)[1] is None
 
 
 @needs_order
