@@ -67,7 +67,7 @@ class ContinuousDecoder:
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
         valid = None if mask is None else mask.bool()
         sharing = getattr(self.ordinary_cache, "sharing", "none")
-        self.cache = RowCache(model.config, max(self.limits), batch, valid, sharing)
+        self.cache = RowCache(model.config, max(self.limits), batch, valid, config.max_length, sharing)
         self.cache.load(self.ordinary_cache)
 
         # per row: of the token that is looped now

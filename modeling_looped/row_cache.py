@@ -14,14 +14,12 @@ from .cpu import is_slow_alone
 from .slots import core_slot, slot_at, split_slot, structural_layer_types
 
 
-def with_room(length: int) -> int:
-    return length + max(length // 2, 64)
-
-
 class RowCache:
-    def __init__(self, config, num_loops: int, rows: int, valid: torch.Tensor | None, sharing: str = "none"):
-        """valid: [rows, prompt length], False at padding; None without padding."""
-        self.config, self.num_loops, self.num_rows = config, num_loops, rows
+    def __init__(
+        self, config, num_loops: int, rows: int, valid: torch.Tensor | None, max_length: int, sharing: str = "none"
+    ):
+        """valid: [rows, prompt length], False at padding; None without padding. max_length: of a generation."""
+        self.config, self.num_loops, self.num_rows, self.max_length = config, num_loops, rows, max_length
         shared = shared_slots(sharing)
         self.loops_stored = num_loops if shared is None else min(num_loops, shared)
         self.valid = valid
@@ -50,7 +48,7 @@ class RowCache:
         A static layer holds more than the tokens so far, a sliding one less, its window.
         """
         length = int(cache.get_seq_length())
-        self.make_room(length, with_room(length), like=cache.layers[0].keys)
+        self.make_room(length, self.with_room(length), like=cache.layers[0].keys)
         for layer, buffer in enumerate(self.buffers):
             for loop in range(buffer.shape[1]):
                 held = cache.layers[slot_at(self.config, layer, loop)]
@@ -80,7 +78,10 @@ class RowCache:
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
         if length > self.capacity:
-            self.make_room(self.capacity, with_room(length), like=self.buffers[0][:, 0, :, 0])
+            self.make_room(self.capacity, self.with_room(length), like=self.buffers[0][:, 0, :, 0])
+
+    def with_room(self, length: int) -> int:
+        return max(length, min(length + max(length // 2, 64), self.max_length))
 
     def store_back(self, cache, start: int, end: int):
         """Append the tokens start..end of all rows to an ordinary cache."""
