@@ -51,8 +51,8 @@ class Linear(nn.Linear):
     """nn.Linear; in a generation by a faster way to the same product.
 
     Few rows of fp32 are multiplied with the weights on the left. bfloat16 weights that are read often are kept a
-    second time, in the order that oneDNN reads, which takes about two thirds of the time and gives equal results; until
-    the generation ends they take their memory twice.
+    second time, in the order that oneDNN reads, which takes about two thirds of the time and gives equal results;
+    until the generation ends they take their memory twice.
     """
 
     def forward(self, x):
