@@ -11,7 +11,7 @@ from .depth import take_rows
 class PassContext:
     num_rows: int
     masks: dict  # per kind of attention
-    position_ids: torch.Tensor
+    position_ids: torch.Tensor | None  # read by nothing but some attention kernels
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     value_embeddings: dict[int, torch.Tensor]  # by layer
     past_key_values: object

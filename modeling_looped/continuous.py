@@ -119,8 +119,7 @@ class ContinuousDecoder:
 
     def context(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> PassContext:
         """For `length` tokens of each row."""
-        is_whole = len(rows) == self.emission.num_rows
-        cursor = Cursor(self.cache, None if is_whole else rows, loops, [self.places[row] for row in rows], length)
+        cursor = Cursor(self.cache, rows, loops, [self.places[row] for row in rows], length)
         eager = self.model.config._attn_implementation == "eager"
         values = {int(name.removeprefix("values")): t for name, t in tensors.items() if name.startswith("values")}
         return PassContext(

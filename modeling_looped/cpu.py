@@ -56,14 +56,17 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x):
-        if not torch.compiler.is_compiling() and _reads.get() is not None and x.device.type == "cpu":
-            if self.is_faster_from_the_left(x):
-                return self.from_the_left(x)
-            if x.dtype == torch.bfloat16 and not torch.is_grad_enabled():
-                ordered = self.ordered_weight(_reads.get())
-                if ordered is not None:
-                    return torch.ops.mkldnn._linear_pointwise(x, ordered, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        reads = None if torch.compiler.is_compiling() else _reads.get()
+        if reads is None or x.device.type != "cpu":
+            return F.linear(x, self.weight, self.bias)
+        if self.is_faster_from_the_left(x):
+            return self.from_the_left(x)
+        ordered = None
+        if x.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+            ordered = self.ordered_weight(reads)
+        if ordered is None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, ordered, self.bias, "none", [], "")
 
     def is_faster_from_the_left(self, x) -> bool:
         is_plain = x.dtype == torch.float32 and type(self.weight) is nn.Parameter

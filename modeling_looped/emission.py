@@ -180,4 +180,4 @@ class Emission:
     def token_loops(self, start: int, end: int) -> torch.Tensor:
         """Of the new tokens at these positions, [rows, end - start]; 0 behind the end of a row."""
         start, end = start - self.prompt_length, end - self.prompt_length
-        return torch.tensor([(loops[start:end] + [0] * (end - start))[: end - start] for loops in self.loops])
+        return torch.tensor([[loops[i] if i < len(loops) else 0 for i in range(start, end)] for loops in self.loops])

@@ -95,12 +95,8 @@ class RowCache:
         core = self.buffers[core_slot(self.config, 0, 0) :]
         for row, ran, position in zip(rows, loops, positions):
             for buffer in core if ran < self.loops_stored else ():
-                _, stored, heads, _, _, head_dim = buffer.shape
-                of_row, of_loop, of_head, of_part, of_place, _ = buffer.stride()
-                shape, strides = (heads, 2, head_dim), (of_head, of_part, 1)
-                last = row * of_row + (ran - 1) * of_loop + position * of_place
-                deeper = buffer.as_strided((stored - ran, *shape), (of_loop, *strides), last + of_loop)
-                deeper.copy_(buffer.as_strided(shape, strides, last))
+                token = buffer[row, :, :, :, position]  # [loops, heads, 2, head_dim]
+                token[ran:] = token[ran - 1]
 
 
 def first_tokens(valid: torch.Tensor | None, rows: int) -> list[int] | None:
@@ -113,20 +109,17 @@ def first_tokens(valid: torch.Tensor | None, rows: int) -> list[int] | None:
 
 
 class Cursor:
-    """A pass over `rows` (None: all), each at its own loop and position; `update` is that of a cache.
+    """A pass over `rows`, each at its own loop and position; `update` is that of a cache.
 
     loops: one number per row, counted from 0. positions: of the first token of the pass, `length` tokens each.
     """
 
-    def __init__(
-        self, cache: RowCache, rows: list[int] | None, loops: list[int], positions: list[int], length: int = 1
-    ):
+    def __init__(self, cache: RowCache, rows: list[int], loops: list[int], positions: list[int], length: int = 1):
         self.cache, self.length = cache, length
         self.end = max(positions) + length
         cache.reserve(self.end)
-        self.rows = list(range(cache.num_rows)) if rows is None else rows
-        self.loops, self.positions = loops, positions
-        together = rows is None and len(set(loops)) == len(set(positions)) == 1
+        self.rows, self.loops, self.positions = rows, loops, positions
+        together = len(rows) == cache.num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         on_cpu = cache.device.type == "cpu"
         self.by_row = on_cpu and not together and length == 1 and cache.first_tokens is not None
@@ -151,12 +144,9 @@ class Cursor:
 
     def vectors_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """Where the new tokens lie among all vectors of a buffer, [rows * heads * 2 * length]."""
-        _, loops_stored, heads, _, capacity, _ = buffer.shape
+        loops_stored = buffer.shape[1]
         if loops_stored not in self.vectors:
-            firsts = [
-                (row * loops_stored + loop % loops_stored) * heads * 2 * capacity + position
-                for row, loop, position in zip(self.rows, self.loops, self.positions)
-            ]
+            firsts = [offset // buffer.shape[-1] for offset in self.offsets(buffer, self.positions)]
             vectors = torch.tensor(firsts, device=buffer.device)[:, None] + self.cache.of_heads
             if self.length > 1:
                 vectors = vectors[:, :, None] + torch.arange(self.length, device=buffer.device)
@@ -165,15 +155,20 @@ class Cursor:
 
     def views(self, buffer: torch.Tensor, window: int | None) -> list[torch.Tensor]:
         """What each row's token sees, [1, heads, 2, tokens, head_dim]."""
-        _, loops_stored, heads, _, _, head_dim = buffer.shape
-        strides = of_row, of_loop, _, _, of_place, _ = buffer.stride()
+        heads, head_dim = buffer.shape[2], buffer.shape[-1]
+        of_row, _, *strides = buffer.stride()
+        starts = self.starts(window)
         return [
-            buffer.as_strided(
-                (1, heads, 2, place + 1 - start, head_dim),
-                (of_row, *strides[2:]),
-                row * of_row + loop % loops_stored * of_loop + start * of_place,
-            )
-            for row, loop, start, place in zip(self.rows, self.loops, self.starts(window), self.positions)
+            buffer.as_strided((1, heads, 2, place + 1 - start, head_dim), (of_row, *strides), offset)
+            for start, place, offset in zip(starts, self.positions, self.offsets(buffer, starts))
+        ]
+
+    def offsets(self, buffer: torch.Tensor, places: list[int]) -> list[int]:
+        """Where each row's token at its place begins in the memory of a buffer."""
+        of_row, of_loop, _, _, of_place, _ = buffer.stride()
+        return [
+            row * of_row + loop % buffer.shape[1] * of_loop + place * of_place
+            for row, loop, place in zip(self.rows, self.loops, places)
         ]
 
     def starts(self, window: int | None) -> list[int]:
@@ -199,7 +194,7 @@ class Cursor:
     def in_fp32(self, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one row, until the next one's take their place."""
         length = view.shape[3]
-        if length not in self.rooms:  # the same in all layers, and as slow to cut out as to fill
+        if length not in self.rooms:  # the same in all layers
             room = self.cache.of_one_row[..., :length, :]
             self.rooms[length] = room, *room.unbind(2)
         room, keys, values = self.rooms[length]

@@ -191,7 +191,7 @@ def test_ordered_weights_multiply_as_the_layer_does(shape, bias, monkeypatch):
 
 
 @needs_order
-def test_weights_are_ordered_only_where_they_stay_what_they_are(monkeypatch):
+def test_weights_are_ordered_only_where_they_stay_what_they_are():
     x = torch.randn(2, 256).bfloat16()
     hooked, offloaded, parametrized = (Linear(256, 256).bfloat16() for _ in range(3))
     hooked.register_forward_pre_hook(lambda *_: None)
