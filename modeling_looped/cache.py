@@ -43,7 +43,7 @@ class RoomyLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if not self.has_room(end):
+        if not self.has_room(end, key_states):
             self.buffers = tuple(
                 new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (key_states, value_states)
             )
@@ -55,16 +55,20 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = keys.narrow(-2, 0, end), values.narrow(-2, 0, end)
         return self.keys, self.values
 
-    def has_room(self, length: int) -> bool:
+    def has_room(self, length: int, like: torch.Tensor) -> bool:
         """Also that the buffers hold what the layer holds: others may have put tensors of their own."""
         keys, values = self.buffers
-        return (
-            keys is not None
-            and keys.shape[-2] >= length
-            and keys.shape[:-2] == self.keys.shape[:-2]
-            and keys.data_ptr() == self.keys.data_ptr()
-            and values.data_ptr() == self.values.data_ptr()
-        )
+        if keys is None or keys.shape[-2] < length or keys.shape[:-2] != like.shape[:-2] or keys.dtype != like.dtype:
+            return False
+        if self.get_seq_length() == 0:
+            return keys.device == like.device
+        return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+
+    def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
+        """To buffers of somebody else, of which it holds the first tokens; it goes on writing there."""
+        self.buffers = (keys, values)
+        if length:
+            self.keys, self.values = keys[..., :length, :], values[..., :length, :]
 
     def reset(self):
         super().reset()

@@ -8,6 +8,7 @@ decoding costs, are read once a tick for the whole batch.
 import torch
 from transformers.cache_utils import QuantizedCache
 
+from .cache import LoopedCache
 from .checks import check_length
 from .context import PassContext
 from .cpu import Linear
@@ -61,14 +62,19 @@ class ContinuousDecoder:
             model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
         )
 
-        outputs, state = self.prefill(input_ids, model_kwargs)
-        self.ordinary_cache = outputs.past_key_values
-        length = int(self.ordinary_cache.get_seq_length())
-        mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
+        names = ("attention_mask", "position_ids", "past_key_values")
+        mask, positions, ordinary_cache = (model_kwargs.get(name) for name in names)
         valid = None if mask is None else mask.bool()
-        sharing = getattr(self.ordinary_cache, "sharing", "none")
+        sharing = getattr(ordinary_cache, "sharing", "none")
         self.cache = RowCache(model.config, max(self.limits), batch, valid, config.max_length, sharing)
-        self.cache.load(self.ordinary_cache)
+        self.cache_is_given = getattr(config, "_cache_is_given", False)
+        if isinstance(ordinary_cache, LoopedCache) and not self.cache_is_given:
+            heads, head_dim = model.config.num_key_value_heads, model.config.head_dim
+            like = torch.empty(batch, heads, 0, head_dim, dtype=model.dtype, device=input_ids.device)
+            self.cache.await_prompt(ordinary_cache, input_ids.shape[1], like)
+        outputs, state = self.prefill(input_ids, model_kwargs)
+        self.cache.load(outputs.past_key_values)
+        length = int(outputs.past_key_values.get_seq_length())
 
         # per row: of the token that is looped now
         self.places = [length - 1] * batch  # where its keys and values lie in the cache
@@ -248,15 +254,15 @@ class ContinuousDecoder:
     def result(self):
         sequences, loops = self.emission.finish()
         keeps = self.config.return_dict_in_generate
-        if keeps or getattr(self.config, "_cache_is_given", False):
+        if keeps or self.cache_is_given:
             new_tokens = sequences.shape[1] - self.emission.prompt_length - 1  # nothing was computed from the last
-            self.cache.store_back(self.ordinary_cache, self.prompt_length, self.prompt_length + new_tokens)
+            self.cache.store_back(self.prompt_length + new_tokens)
         if not keeps:
             return sequences
         return LoopedGenerateOutput(
             sequences=sequences,
             scores=None if self.emission.scores is None else tuple(self.emission.scores),
             logits=None if self.emission.logits is None else tuple(self.emission.logits),
-            past_key_values=self.ordinary_cache,
+            past_key_values=self.cache.ordinary,
             token_loops=loops,
         )

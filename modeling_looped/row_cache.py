@@ -4,12 +4,14 @@ One buffer per unique layer, [rows, loops, heads, 2, length, head_dim], written 
 pass over some rows at their own loops and positions goes through a `Cursor`, which the blocks take for a cache. What
 lies beyond a row's position is of no consequence: no query sees it, and it is overwritten when the row gets there. So
 a check that does not exit, or a draft that is rejected, needs no undoing.
+
+The prompt comes from an ordinary cache, whose layers look into the same buffers where they can: nothing is held twice.
 """
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .cache import shared_slots
+from .cache import RoomyLayer, shared_slots
 from .cpu import is_slow_alone
 from .slots import core_slot, slot_at, split_slot, structural_layer_types
 
@@ -27,7 +29,7 @@ class RowCache:
         prelude, core, coda = structural_layer_types(config)
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        self.capacity, self.layers = 0, {}
+        self.capacity, self.layers, self.ordinary = 0, {}, None
         self.buffers: list[torch.Tensor | None] = [None] * core_slot(config, 1, 0)
         self.of_heads = None
         self.of_one_row = None  # room for what one row sees, [1, heads, 2, length, head_dim] in fp32
@@ -42,21 +44,51 @@ class RowCache:
             self.layers[slot], _ = split_slot(self.config, slot)
         return self.layers[slot]
 
+    def await_prompt(self, cache, length: int, like: torch.Tensor):
+        """Before the pass over a prompt: an empty cache is to write it where it will be read.
+
+        like: keys, [rows, heads, any length, head_dim]; if they turn out to be different, no harm is done.
+        """
+        self.make_room(length, self.with_room(length), like)
+        self.ordinary = cache
+        for layer in range(len(self.buffers)):
+            self.share(layer, 0)
+
     def load(self, cache):
-        """Take over what an ordinary cache holds of the prompt.
+        """Take over what an ordinary cache holds of the prompt, where it is not here already.
 
         A static layer holds more than the tokens so far, a sliding one less, its window.
         """
-        length = int(cache.get_seq_length())
-        self.make_room(length, self.with_room(length), like=cache.layers[0].keys)
+        length, like = int(cache.get_seq_length()), cache.layers[0].keys
+        if not self.has_room(length, like):
+            self.buffers = [None] * len(self.buffers)
+            self.make_room(length, self.with_room(length), like)
+        self.ordinary = cache
         for layer, buffer in enumerate(self.buffers):
             for loop in range(buffer.shape[1]):
                 held = cache.layers[slot_at(self.config, layer, loop)]
-                for part, tensor in enumerate((held.keys, held.values)):
+                for tensor, room in zip((held.keys, held.values), buffer[:, loop].unbind(2)):
+                    if tensor.data_ptr() == room.data_ptr():
+                        continue
                     tensor = tensor[..., :length, :]
                     start = length - tensor.shape[-2]
-                    buffer[:, loop, :, part, :start] = 0
-                    buffer[:, loop, :, part, start:length] = tensor
+                    room[..., :start, :] = 0
+                    room[..., start:length, :] = tensor
+            self.share(layer, length)
+
+    def has_room(self, length: int, like: torch.Tensor) -> bool:
+        buffer = self.buffers[0]
+        if buffer is None or length > self.capacity or (buffer.dtype, buffer.device) != (like.dtype, like.device):
+            return False
+        return buffer.shape[2] == like.shape[1] and buffer.shape[-1] == like.shape[-1]
+
+    def share(self, layer: int, length: int):
+        """The ordinary cache sees its first tokens here."""
+        buffer = self.buffers[layer]
+        for loop in range(buffer.shape[1]):
+            held = self.ordinary.layers[slot_at(self.config, layer, loop)]
+            if type(held) is RoomyLayer:
+                held.move(*buffer[:, loop].unbind(2), length)
 
     def make_room(self, length: int, capacity: int, like: torch.Tensor):
         """Buffers of this capacity; they keep what was there, and what is behind `length` is zero."""
@@ -68,6 +100,8 @@ class RowCache:
                 new[..., :length, :] = before[..., :length, :]
             new[..., length:, :] = 0
             self.buffers[layer] = new  # one by one, so that memory holds no more than one layer twice
+            if before is not None:
+                self.share(layer, int(self.ordinary.get_seq_length()))
         self.capacity = capacity
         self.of_heads = torch.arange(heads * 2, device=like.device) * capacity  # where they begin in one row and loop
         if like.dtype == torch.bfloat16:
@@ -83,12 +117,16 @@ class RowCache:
     def with_room(self, length: int) -> int:
         return max(length, min(length + max(length // 2, 64), self.max_length))
 
-    def store_back(self, cache, start: int, end: int):
-        """Append the tokens start..end of all rows to an ordinary cache."""
-        for slot in range(len(cache.layers)):
+    def store_back(self, length: int):
+        """The ordinary cache holds the tokens up to `length` of all rows."""
+        cache, start = self.ordinary, int(self.ordinary.get_seq_length())
+        for slot, held in enumerate(cache.layers):
             layer, loop = split_slot(self.config, slot)
             buffer = self.buffers[layer]  # of a cache that is deeper than this run, the deeper slots too
-            cache.update(*buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:end].unbind(2), slot)
+            if type(held) is not RoomyLayer or loop >= buffer.shape[1]:
+                cache.update(*buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length].unbind(2), slot)
+        for layer in range(len(self.buffers)):
+            self.share(layer, length)
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
         """A token that exits after so many loops leaves its last keys and values in slots that no loop of it used."""
