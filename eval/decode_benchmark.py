@@ -3,7 +3,6 @@
 Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
 """
 
-import math
 import statistics
 import time
 from pathlib import Path
@@ -64,15 +63,13 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     decode(2), decode(2, exit_criterion=criterion, exit_threshold=threshold)  # warm-up
     turns = []
     for _ in range(args.repeats):
-        prefill = decode(1).seconds
         plain = decode()
         exits = decode(exit_criterion=criterion, exit_threshold=threshold)
         never_exits = decode(exit_criterion=criterion, exit_threshold=never(criterion))
         if (never_exits.loops < depth).any():
             raise AssertionError(f"{criterion} exits at a threshold of {never(criterion)}, which it never reaches")
         at_work = plain.seconds_per_tick / exits.seconds_per_tick  # loops in the time of one at full depth
-        to_the_end = (plain.seconds - prefill) / (exits.seconds - prefill)
-        never_costs = (never_exits.seconds - prefill) / (plain.seconds - prefill)
+        to_the_end, never_costs = plain.seconds / exits.seconds, never_exits.seconds / plain.seconds
         full_cost = cost(model, None, plain.loops)
         turns.append(
             {
@@ -83,6 +80,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
                 "to_the_end_over_prediction": to_the_end * cost(model, rule, exits.loops) / full_cost,
                 "to_the_end_over_full_by_mean_loops": to_the_end * exits.loops.sum() / plain.loops.sum(),
                 "never_over_prediction": never_costs * full_cost / cost(model, rule, never_exits.loops),
+                "prompt_over_plain": exits.prompt_seconds / plain.prompt_seconds,
             }
         )
     loops = exits.loops.float()
@@ -96,28 +94,35 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
 
 
 class Decoding(NamedTuple):
-    seconds: float  # in all
+    prompt_seconds: float
+    seconds: float  # from the end of the pass over the prompt
     seconds_per_tick: float  # of one loop of the whole batch, while no row has ended
     loops: torch.Tensor  # of every token but the first, which is the prompt's
 
 
 def timed(model, prompt, **how) -> Decoding:
-    ticks = []
+    passes, ticks = [], []
+
+    def end_of_pass(model, arguments, outputs):
+        passes.append(now())
 
     def tick(block, arguments):
         if arguments[0].shape[:2] == (len(prompt), 1):
-            synchronize()
-            ticks.append(time.perf_counter())
+            ticks.append(now())
 
-    hook = model.model.core[0].register_forward_pre_hook(tick)
-    synchronize()
-    start = time.perf_counter()
+    hooks = [model.register_forward_hook(end_of_pass), model.model.core[0].register_forward_pre_hook(tick)]
+    start = now()
     result = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    end = now()
+    for hook in hooks:
+        hook.remove()
+    per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1)
+    return Decoding(passes[0] - start, end - passes[0], per_tick, result.token_loops[:, 1:])
+
+
+def now() -> float:
     synchronize()
-    seconds = time.perf_counter() - start
-    hook.remove()
-    per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else math.nan
-    return Decoding(seconds, per_tick, result.token_loops[:, 1:])
+    return time.perf_counter()
 
 
 def cost(model, rule, loops: torch.Tensor) -> float:
