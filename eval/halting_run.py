@@ -41,16 +41,15 @@ def measure(model, rows: torch.Tensor, num_loops: int, names: list[str], batch_s
             output_loop_hidden_states=True,
             output_loop_readout_states=True,
         )
-        first, memories, of_batch = torch.ones_like(ids, dtype=torch.bool), {name: {} for name in names}, []
+        memories, of_batch = {name: {} for name in names}, []
         for loop, (state, readout) in enumerate(zip(states.loop_hidden_states, states.loop_readout_states)):
             logits = model.decode(readout, loop)
             gate = model.gate(state) if "gate" in names else None
             known = {"loss": token_losses(logits, targets)}
             for name in names:
                 reading = Reading(logits, state, gate)
-                known[name], memories[name] = CRITERIA[name].score(reading, memories[name], first)
+                known[name], memories[name] = CRITERIA[name].score(reading, memories[name])
             of_batch.append({name: values.double().cpu() for name, values in known.items()})
-            first = torch.zeros_like(first)
         parts.append(of_batch)
     stacked = {
         name: torch.cat([torch.stack([known[name] for known in part]) for part in parts], 1)
@@ -162,8 +161,7 @@ class DynamicBatch:
             reading = Reading(logits=logits)
         else:
             reading = Reading(**{needs: state if needs == "state" else self.model.gate(state)})
-        first = torch.full(state.shape[:2], loop == 1, device=state.device)
-        score, memory = self.rule.criterion.score(reading, self.rows.memory, first)
+        score, memory = self.rule.criterion.score(reading, self.rows.memory)
         self.rows = self.rows._replace(memory=memory)
         halts = self.rule.exits(score.double().mean(-1))
         return halts if loop >= self.rule.min_loops else is_last, logits

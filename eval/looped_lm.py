@@ -381,13 +381,12 @@ class ExitCount:
     """After how many loops each token exits; without a rule, after the last."""
 
     def __init__(self, rule: ExitRule | None, tokens: int, deepest: int, device):
-        self.rule, self.memory = rule, None
+        self.rule, self.memory = rule, {}
         self.loops = torch.full((tokens,), deepest, device=device)
         self.running = torch.ones_like(self.loops, dtype=torch.bool)
 
     def read(self, loop: int, reading: Reading):
-        first = torch.full_like(self.running, self.memory is None)
-        score, self.memory = self.rule.criterion.score(reading, self.memory or {}, first)
+        score, self.memory = self.rule.criterion.score(reading, self.memory)
         if self.rule.checks(loop):
             exits = self.running & self.rule.exits(score)
             self.loops[exits] = loop

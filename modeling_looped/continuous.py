@@ -13,7 +13,7 @@ from .checks import check_length
 from .context import PassContext
 from .cpu import Linear
 from .emission import Emission, batch_bound
-from .exit_criteria import Reading
+from .exit_criteria import BLANK, Reading
 from .outputs import LoopedGenerateOutput
 from .row_cache import Cursor, RowCache
 
@@ -120,7 +120,7 @@ class ContinuousDecoder:
         index = self.emission.index(rows)
         for name, values in tensors.items():
             if name not in held:  # of the other rows nothing is known yet
-                held[name] = values.new_zeros(self.emission.num_rows, *values.shape[1:])
+                held[name] = values.new_full((self.emission.num_rows, *values.shape[1:]), BLANK.get(name, 0))
             held[name] = held[name].index_copy(0, index, values)  # not in place, so that two may be one tensor
 
     def context(self, rows: list[int], loops: list[int], tensors: dict, length: int = 1) -> PassContext:
@@ -160,6 +160,9 @@ class ContinuousDecoder:
         if not self.config.warm_start:
             tensors["state"] = self.trunk.initial_state(tensors["embedded"], None)
         self.put(self.tensors, rows, tensors)
+        index = torch.tensor(rows, device=self.cache.device)
+        for name in self.memory.keys() & BLANK.keys():
+            self.memory[name] = self.memory[name].index_fill(0, index, BLANK[name])
 
     def tick(self) -> list[int]:
         """One loop of every running row; those that emitted a token and go on."""
@@ -214,10 +217,10 @@ class ContinuousDecoder:
         return exits
 
     def score(self, rows: list[int], reading: Reading) -> torch.Tensor:
-        first = torch.tensor([not self.has_reading[row] for row in rows], device=self.cache.device)
         before = self.take(self.memory, rows)
-        score, memory = self.rule.criterion.score(reading, before, first)
+        score, memory = self.rule.criterion.score(reading, before)
         if self.rule.candidates is not None:
+            first = torch.tensor([not self.has_reading[row] for row in rows], device=self.cache.device)
             best = reading.logits.topk(min(self.rule.candidates, reading.logits.shape[-1])).indices
             memory["candidates"] = torch.where(first[:, None], best, before.get("candidates", best))
         self.put(self.memory, rows, memory)
@@ -237,7 +240,7 @@ class ContinuousDecoder:
             logits = self.model.softcapped(torch.matmul(normed, weights.transpose(1, 2)))[:, 0]
         else:  # adapted, quantized or offloaded
             logits = self.model.logits(normed)[:, 0].gather(-1, candidates)
-        score, _ = self.rule.criterion.score(Reading(logits=logits), {}, None)
+        score, _ = self.rule.criterion.score(Reading(logits=logits), {})
         passed = {row for row, passes in zip(screened, self.rule.exits(score).tolist()) if passes}
         return [row for row in rows if row in passed or not self.has_reading[row]]
 

@@ -2,7 +2,7 @@
 
 A criterion looks at what there is after a loop (a `Reading`) and gives every token a score; the token exits where the
 score passes the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its
-logits) they return, and are given back.
+logits) they return, and are given back; at a token's first reading they are given nothing, or `BLANK`s.
 
     criterion          score of loop k                               exits if   published threshold
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
@@ -21,7 +21,6 @@ from numbers import Real
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from .depth import check_count
 from .losses import at_least_fp32
@@ -38,13 +37,20 @@ class Reading(NamedTuple):
 Memory = dict[str, torch.Tensor]
 Score = tuple[torch.Tensor, Memory]
 
+# by what is remembered: its value before the first reading, from which any reading is infinitely far
+BLANK = {"entropy": math.inf, "log_p": math.inf, "state": math.inf, "best": -1, "count": 0, "stay": 1.0}
 
-def logit_margin(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+
+def before(memory: Memory, name: str) -> torch.Tensor | float:
+    return memory.get(name, BLANK[name])
+
+
+def logit_margin(reading: Reading, memory: Memory) -> Score:
     best, second = at_least_fp32(reading.logits).topk(2, dim=-1).values.unbind(-1)
     return best - second, {}
 
 
-def max_prob(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+def max_prob(reading: Reading, memory: Memory) -> Score:
     logits = at_least_fp32(reading.logits)
     return (logits.amax(-1) - logits.logsumexp(-1)).exp(), {}
 
@@ -54,46 +60,40 @@ def entropy_of(logits: torch.Tensor) -> torch.Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
-def entropy(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+def entropy(reading: Reading, memory: Memory) -> Score:
     return entropy_of(reading.logits), {}
 
 
-def entropy_diff(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+def entropy_diff(reading: Reading, memory: Memory) -> Score:
     now = entropy_of(reading.logits)
-    change = (now - memory.get("entropy", now)).abs()
-    return change.masked_fill(first, math.inf), {"entropy": now}
+    return (now - before(memory, "entropy")).abs(), {"entropy": now}
 
 
-def kl(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+def kl(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.logits).log_softmax(-1)
-    before = memory.get("log_p", now)
-    divergence = (before.exp() * (before - now)).sum(-1)
-    return divergence.masked_fill(first, math.inf), {"log_p": now}
+    past = torch.as_tensor(before(memory, "log_p"))
+    return (past.exp() * (past - now)).sum(-1), {"log_p": now}
 
 
-def latent_diff(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+def latent_diff(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.state)
-    change = (now - memory.get("state", now)).norm(dim=-1) / now.norm(dim=-1)
-    return change.masked_fill(first, math.inf), {"state": now}
+    return (now - before(memory, "state")).norm(dim=-1) / now.norm(dim=-1), {"state": now}
 
 
-def argmax_stability(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
+def argmax_stability(reading: Reading, memory: Memory) -> Score:
     best = reading.logits.argmax(-1)
-    count = memory.get("count", torch.zeros_like(best)) + 1
-    count = count.masked_fill(first | (best != memory.get("best", best)), 0)
+    count = torch.where(best == before(memory, "best"), before(memory, "count") + 1, 0)
     return count, {"best": best, "count": count}
 
 
-def gate(reading: Reading, memory: Memory, first: torch.Tensor) -> Score:
-    """1 - prod_j (1 - lambda_j), summed in logs: in half precision sigmoid(6.25) is 1."""
-    stay = F.logsigmoid(-reading.gate.double())
-    if "stay" in memory:
-        stay = stay + memory["stay"].masked_fill(first, 0)
-    return -torch.expm1(stay), {"stay": stay}
+def gate(reading: Reading, memory: Memory) -> Score:
+    """1 - prod_j (1 - lambda_j), in float64: in half precision sigmoid(6.25) is 1."""
+    stay = before(memory, "stay") * torch.sigmoid(-reading.gate.double())
+    return 1 - stay, {"stay": stay}
 
 
 class Criterion(NamedTuple):
-    score: Callable[[Reading, Memory, torch.Tensor], Score]  # first: where there is no reading to compare with
+    score: Callable[[Reading, Memory], Score]
     needs: str  # the field of Reading
     exits_above: bool
     default: float | None = None

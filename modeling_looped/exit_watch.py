@@ -33,7 +33,7 @@ class ExitWatch:
             rule.prompt_length - 1 - past, 0
         )  # of the prompt, only its last token makes a new one
         self.final = None  # H of the last loop, frozen where tokens have exited
-        self.memory = None
+        self.memory = {}
         self.candidates, self.passes_screen = None, True
 
     @property
@@ -67,14 +67,13 @@ class ExitWatch:
             self.screen(reading.logits)
         else:
             reading = Reading(**{needs: state if needs == "state" else self.model.gate(state)})
-        first = torch.full(state.shape[:2], self.memory is None, device=state.device)
-        score, self.memory = self.rule.criterion.score(reading, self.memory or {}, first)
+        score, self.memory = self.rule.criterion.score(reading, self.memory)
         return score
 
     def screen(self, logits: torch.Tensor):
         """The same exits as in `continuous.py`; here it saves nothing."""
         if self.rule.screens(first=self.candidates is None):
-            score, _ = self.rule.criterion.score(Reading(logits=logits.gather(-1, self.candidates)), {}, None)
+            score, _ = self.rule.criterion.score(Reading(logits=logits.gather(-1, self.candidates)), {})
             self.passes_screen = self.rule.exits(score)
         elif self.rule.candidates is not None:
             self.candidates = logits.topk(min(self.rule.candidates, logits.shape[-1])).indices

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modeling_looped import generation
-from modeling_looped.exit_criteria import CRITERIA, ExitRule, Reading, exit_rule
+from modeling_looped.exit_criteria import BLANK, CRITERIA, ExitRule, Reading, exit_rule
 
 from .helpers import random_ids, tiny_config, tiny_model
 from .naive_exits import EXITS_ABOVE, SCORES, NaiveRule, Readings
@@ -39,10 +39,9 @@ def naive_readings(readings: list[Reading], token: int) -> Readings:
 def scores(name: str, readings: list[Reading]) -> torch.Tensor:
     """[loops, tokens]"""
     results, memory = [], {}
-    for loop, reading in enumerate(readings):
-        first = torch.full(reading.gate.shape, loop == 0)
+    for reading in readings:
         needed = Reading(**{CRITERIA[name].needs: getattr(reading, CRITERIA[name].needs)})  # and nothing else
-        score, memory = CRITERIA[name].score(needed, memory, first)
+        score, memory = CRITERIA[name].score(needed, memory)
         results.append(score)
     return torch.stack(results)
 
@@ -50,11 +49,10 @@ def scores(name: str, readings: list[Reading]) -> torch.Tensor:
 def exit_loops(rule, readings: list[Reading]) -> list[int]:
     """As decoders ask an `ExitRule`: the first loop at which each token exits, or the last."""
     tokens = len(readings[0].gate)
-    loops, memory, is_first = torch.zeros(tokens, dtype=torch.long), {}, True
+    loops, memory = torch.zeros(tokens, dtype=torch.long), {}
     for loop, reading in enumerate(readings, start=1):
         if rule.reads(loop):
-            score, memory = rule.criterion.score(reading, memory, torch.full((tokens,), is_first))
-            is_first = False
+            score, memory = rule.criterion.score(reading, memory)
             if rule.checks(loop):
                 loops = torch.where((loops == 0) & rule.exits(score), loop, loops)
     return torch.where(loops == 0, len(readings), loops).tolist()
@@ -87,15 +85,15 @@ def test_closed_forms():
         "argmax_stability": 0,
     }
     for name, value in expected.items():
-        _, memory = CRITERIA[name].score(before, {}, torch.tensor(True))
-        score, _ = CRITERIA[name].score(now, memory, torch.tensor(False))
+        _, memory = CRITERIA[name].score(before, {})
+        score, _ = CRITERIA[name].score(now, memory)
         assert score.item() == pytest.approx(value, abs=1e-7), name
 
     states = [Reading(state=torch.tensor(state)) for state in ([3.0, 0.0], [3.0, 4.0])]
-    _, memory = CRITERIA["latent_diff"].score(states[0], {}, torch.tensor(True))
-    assert CRITERIA["latent_diff"].score(states[1], memory, torch.tensor(False))[0].item() == pytest.approx(4 / 5)
-    _, memory = CRITERIA["gate"].score(Reading(gate=torch.tensor(0.0)), {}, torch.tensor(True))
-    score, _ = CRITERIA["gate"].score(Reading(gate=torch.tensor(math.log(3))), memory, torch.tensor(False))
+    _, memory = CRITERIA["latent_diff"].score(states[0], {})
+    assert CRITERIA["latent_diff"].score(states[1], memory)[0].item() == pytest.approx(4 / 5)
+    _, memory = CRITERIA["gate"].score(Reading(gate=torch.tensor(0.0)), {})
+    score, _ = CRITERIA["gate"].score(Reading(gate=torch.tensor(math.log(3))), memory)
     assert score.item() == pytest.approx(1 - 0.5 * 0.25)
 
 
@@ -123,8 +121,11 @@ def test_tokens_begin_apart(name):
     readings, start = random_readings(tokens=2), 3
     memory = {}
     for loop, reading in enumerate(readings):
-        first = torch.tensor([loop == 0, loop in (0, start)])
-        score, memory = CRITERIA[name].score(reading, memory, first)
+        if loop == start:
+            memory = {
+                part: torch.stack([kept[0], torch.full_like(kept[1], BLANK[part])]) for part, kept in memory.items()
+            }
+        score, memory = CRITERIA[name].score(reading, memory)
         alone = [Reading(*(kind[i : i + 1] for kind in reading)) for i in (0, 1) for reading in readings]
         assert score[0] == scores(name, alone[:LOOPS][: loop + 1])[-1, 0]
         later = alone[LOOPS:][start if loop >= start else 0 : loop + 1]
@@ -144,7 +145,7 @@ def test_a_gate_that_half_precision_takes_for_certain():
     """sigmoid(6.25) is 1 in bfloat16; the threshold 1 means never, also where exits are certain to any precision."""
     reading = Reading(gate=torch.tensor([6.25, 500.0], dtype=torch.bfloat16))
     assert torch.sigmoid(reading.gate)[0] == 1
-    score, _ = CRITERIA["gate"].score(reading, {}, torch.tensor([True, True]))
+    score, _ = CRITERIA["gate"].score(reading, {})
     assert score[0].item() == pytest.approx(1 / (1 + math.exp(-6.25)), rel=1e-12) and score[0] < 1
     assert not ExitRule("gate", 1.0).exits(score).any()
     assert ExitRule("gate", 0.999).exits(score).tolist() == [False, True]
