@@ -116,14 +116,14 @@ class DynamicBatch:
         ids, self.targets = inputs_and_targets(rows)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         inputs = self.trunk.embed_tokens(ids)
-        x, rotary = self.trunk.embed(inputs, positions)
+        x = self.trunk.embed(inputs, positions)
         values = self.trunk.value_embeddings(ids)
         self.context = PassContext(
             num_rows=len(ids),
             # there is no padding
             masks=self.trunk.attention_masks(None, inputs[:1], None, positions, plan_depths(num_loops, 1)),
             position_ids=positions,
-            position_embeddings=rotary,
+            position_embeddings=self.trunk.rotary(x, positions),
             value_embeddings=values,
             past_key_values=None,
         )

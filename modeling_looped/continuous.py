@@ -50,6 +50,14 @@ def decode_apart(model, input_ids, processors, criteria, config, streamer, model
     return decoder.result()
 
 
+def has_fixed_rotary(trunk) -> bool:
+    """Whether there are rotary positions that are the same at every length of the sequence."""
+    if trunk.config.position_embedding != "rope":
+        return False
+    kind = trunk.rotary_emb.rope_type
+    return "dynamic" not in kind and kind != "longrope"
+
+
 class ContinuousDecoder:
     def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs):
         self.model, self.trunk, self.config = model, model.model, config
@@ -83,6 +91,7 @@ class ContinuousDecoder:
             self.shifts = (positions[:, -1] - (length - 1)).tolist() * (batch // len(positions))
         self.loops = [0] * batch
         self.tensors = {}  # embedded, state, cos, sin and value embeddings, [rows, 1, ...] each
+        self.rotary_tables = ((), ())  # by position
         if state is not None:
             self.tensors["state"] = state
         self.memory, self.has_reading = {}, [False] * batch
@@ -142,14 +151,24 @@ class ContinuousDecoder:
         for row in rows:
             self.places[row] += 1
         check_length(self.model.config, max(self.places[row] for row in rows) + 1)
-        positions = torch.tensor([[self.places[row] + self.shifts[row]] for row in rows], device=ids.device)
-        x, rotary = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
-        tensors = dict(zip(("cos", "sin"), rotary or ()))
+        places = [self.places[row] + self.shifts[row] for row in rows]
+        positions = torch.tensor(places, device=ids.device)
+        x = self.trunk.embed(self.trunk.embed_tokens(ids), positions[:, None])
+        tensors = dict(zip(("cos", "sin"), self.rotary(x, positions, max(places)) or ()))
         for layer, table in self.trunk.value_embeddings(ids).items():
             tensors[f"values{layer}"] = table
         context = self.context(rows, [0] * len(rows), tensors) if len(self.trunk.prelude) else None
         tensors["embedded"] = self.trunk.run_prelude(x, context)
         return tensors
+
+    def rotary(self, x, positions: torch.Tensor, furthest: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of one position per row; looked up in tables, unless these depend on how far the sequence has come."""
+        if furthest >= self.cache.capacity or not has_fixed_rotary(self.trunk):
+            return self.trunk.rotary(x, positions[:, None])
+        if furthest >= len(self.rotary_tables[0]):
+            all_positions = torch.arange(self.cache.capacity, device=positions.device)
+            self.rotary_tables = self.trunk.rotary(x, all_positions[:, None])
+        return tuple(table[positions] for table in self.rotary_tables)
 
     def begin(self, rows: list[int]):
         if not rows:

@@ -37,6 +37,17 @@ CRITERIA = tuple(
 )
 
 
+OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
+
+
+def says_nothing_yet(criterion, length: int) -> bool:
+    """Whether it stops no sequence of this length, and has no warning to give."""
+    if not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+        return False
+    known = criterion.max_position_embeddings
+    return length < criterion.max_length and (known is None or length <= known)
+
+
 def batch_bound(processors, criteria) -> str | None:
     """The first of them that may look at more than one row, or nothing."""
     for part, known in ((processors, PROCESSORS), (criteria, CRITERIA)):
@@ -50,7 +61,10 @@ class Emission:
     """The sequences so far, and how they grow."""
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
-        self.processors, self.criteria, self.config, self.streamer = processors, criteria, config, streamer
+        self.processors, self.config, self.streamer = processors, config, streamer
+        # those that look at a row's last token alone are asked for rows of any lengths at once
+        self.of_tokens = [each for each in criteria if isinstance(each, OF_LAST_TOKEN)]
+        self.of_sequences = [each for each in criteria if not isinstance(each, OF_LAST_TOKEN)]
         self.num_rows, self.prompt_length = input_ids.shape
         # transformers 5.23: the penalty leaves out the padding of each row
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
@@ -59,6 +73,7 @@ class Emission:
         self.ids = torch.nn.functional.pad(input_ids.long(), (0, 64), value=self.pad)
         self.loops = [[] for _ in range(self.num_rows)]  # of each row's new tokens
         self.lengths = [self.prompt_length] * self.num_rows
+        self.last = input_ids[:, -1].tolist()  # token of each row
         self.unfinished = [True] * self.num_rows
         self.streamed = self.prompt_length
         self.scores = [] if config.return_dict_in_generate and config.output_scores else None
@@ -69,14 +84,29 @@ class Emission:
 
     def last_tokens(self, rows: list[int], ahead: int = 0) -> torch.Tensor:
         """[rows, 1]; or the guesses so many tokens after them."""
+        if not ahead:
+            return torch.tensor([[self.last[row]] for row in rows], device=self.ids.device)
         return self.ids[rows, [self.lengths[row] - 1 + ahead for row in rows]][:, None]
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
         """The next token of `rows`, from logits [rows, vocabulary] after so many loops; noise: see `choose`."""
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
+        if not self.processors and not self.config.do_sample:
+            scores, tokens = logits, logits.argmax(-1)
+        else:
+            scores, tokens = self.choose_by_length(rows, logits, noise)
+        self.keep(self.scores, rows, scores)
+        self.keep(self.logits, rows, logits)
+        self.append(rows, tokens)
+        for row, count in zip(rows, loops):
+            self.loops[row].append(count)
+        self.stream()
+
+    def choose_by_length(self, rows: list[int], logits: torch.Tensor, noise: torch.Tensor | None):
+        """Processed scores and tokens of `rows`."""
+        all_scores, all_tokens = torch.empty_like(logits), self.ids.new_empty(len(rows))
         for length, members in self.by_length(rows):
-            group = [rows[i] for i in members]
-            part = logits if len(members) == len(rows) else logits[members]
+            group, part = [rows[i] for i in members], logits[members]
             seen = group
             if group == self.running() and noise is None:  # as transformers would: with the rows that have finished
                 seen = list(range(self.num_rows))
@@ -87,13 +117,9 @@ class Emission:
             scores = self.process(seen, length, part)
             tokens = self.choose(scores, None if noise is None else noise[members])
             if len(seen) > len(group):
-                part, scores, tokens = part[group], scores[group], tokens[group]
-            self.keep(self.scores, group, scores, length)
-            self.keep(self.logits, group, part, length)
-            self.append(group, tokens, length)
-        for row, count in zip(rows, loops):
-            self.loops[row].append(count)
-        self.stream()
+                scores, tokens = scores[group], tokens[group]
+            all_scores[members], all_tokens[members] = scores, tokens
+        return all_scores, all_tokens
 
     def propose(self, rows: list[int], logits: torch.Tensor, ahead: int, noise: torch.Tensor | None):
         """Write what `rows` would say next, `ahead` tokens beyond what has been said; a guess, not an emission."""
@@ -135,29 +161,44 @@ class Emission:
             return (p / noise).argmax(-1)
         return torch.multinomial(p, num_samples=1).squeeze(1)
 
-    def append(self, rows: list[int], tokens: torch.Tensor, length: int):
-        """Rows of one length grow by a token each."""
-        self.make_room(length + 1)
-        index = self.index(rows)
-        self.ids[index, length] = tokens
-        stops = self.criteria(self.ids[index, : length + 1], None).tolist()
-        for row, stop in zip(rows, stops):
-            self.lengths[row], self.unfinished[row] = length + 1, not stop
+    def append(self, rows: list[int], tokens: torch.Tensor):
+        """`rows` grow by a token each."""
+        ends = [self.lengths[row] for row in rows]
+        self.make_room(max(ends) + 1)
+        self.ids[torch.tensor([rows, ends], device=self.ids.device).unbind()] = tokens
+        for row, token, end in zip(rows, tokens.tolist(), ends):
+            self.last[row], self.lengths[row] = token, end + 1
+        for row, stop in zip(rows, self.stops(rows, tokens)):
+            self.unfinished[row] = not stop
             if stop:
-                self.ids[row, length + 1 :] = self.pad  # where there were guesses
+                self.ids[row, self.lengths[row] :] = self.pad  # where there were guesses
+
+    def stops(self, rows: list[int], tokens: torch.Tensor) -> list[bool]:
+        """Which of `rows` end with the tokens that they have just said."""
+        stops = [False] * len(rows)
+        for criterion in self.of_tokens:
+            stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]
+        for length, members in self.by_length(rows):
+            for criterion in self.of_sequences:
+                if says_nothing_yet(criterion, length):
+                    continue
+                sequences = self.ids[self.index([rows[i] for i in members]), :length]
+                for i, stop in zip(members, criterion(sequences, None).tolist()):
+                    stops[i] |= stop
+        return stops
 
     def make_room(self, length: int):
         if length > self.ids.shape[1]:
             extra = max(64, length // 2)
             self.ids = torch.nn.functional.pad(self.ids, (0, extra), value=self.pad)
 
-    def keep(self, kept: list | None, rows: list[int], values: torch.Tensor, length: int):
+    def keep(self, kept: list | None, rows: list[int], values: torch.Tensor):
         """For the output: [rows, vocabulary] of every new token, zero for rows that have finished."""
-        if kept is None:
-            return
-        while len(kept) <= length - self.prompt_length:
-            kept.append(values.new_zeros(self.num_rows, values.shape[-1]))
-        kept[length - self.prompt_length][rows] = values
+        for row, of_row in zip(rows, values) if kept is not None else ():
+            place = self.lengths[row] - self.prompt_length
+            while len(kept) <= place:
+                kept.append(values.new_zeros(self.num_rows, values.shape[-1]))
+            kept[place][row] = of_row
 
     def stream(self):
         """Positions that every running row has passed; a streamer wants them one by one."""

@@ -38,7 +38,7 @@ Memory = dict[str, torch.Tensor]
 Score = tuple[torch.Tensor, Memory]
 
 # by what is remembered: its value before the first reading, from which any reading is infinitely far
-BLANK = {"entropy": math.inf, "log_p": math.inf, "state": math.inf, "best": -1, "count": 0, "stay": 1.0}
+BLANK = {"entropy": math.inf, "log_p": math.inf, "last_state": math.inf, "best": -1, "count": 0, "stay": 1.0}
 
 
 def before(memory: Memory, name: str) -> torch.Tensor | float:
@@ -77,7 +77,7 @@ def kl(reading: Reading, memory: Memory) -> Score:
 
 def latent_diff(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.state)
-    return (now - before(memory, "state")).norm(dim=-1) / now.norm(dim=-1), {"state": now}
+    return (now - before(memory, "last_state")).norm(dim=-1) / now.norm(dim=-1), {"last_state": now}
 
 
 def argmax_stability(reading: Reading, memory: Memory) -> Score:

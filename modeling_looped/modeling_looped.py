@@ -184,12 +184,12 @@ class LoopedModel(LoopedPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         view = view_for_pass(past_key_values, self.config, plan, may_exit=exit_watch is not None)
 
-        x, position_embeddings = self.embed(inputs_embeds, position_ids)
+        x = self.embed(inputs_embeds, position_ids)
         context = PassContext(
             num_rows=batch_size,
             masks=masks,
             position_ids=position_ids,
-            position_embeddings=position_embeddings,
+            position_embeddings=self.rotary(x, position_ids),
             value_embeddings=self.value_embeddings(input_ids),
             past_key_values=view,
             options={"use_cache": use_cache, **kwargs},
@@ -216,14 +216,17 @@ class LoopedModel(LoopedPreTrainedModel):
         )
 
     def embed(self, inputs_embeds, position_ids):
-        """The input of the first layer, and the rotary tables of its positions."""
+        """The input of the first layer."""
         x = inputs_embeds if self.config.embedding_scale == 1 else inputs_embeds * self.config.embedding_scale
-        position_embeddings = None
         if self.config.position_embedding == "learned":
             x = x + self.embed_positions(position_ids)
-        else:
-            position_embeddings = rotary_tables(*self.rotary_emb(x, position_ids=position_ids))
-        return (self.embedding_dropout(x) if self.training else x), position_embeddings
+        return self.embedding_dropout(x) if self.training else x
+
+    def rotary(self, x, position_ids) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Tables of rotary positions, as x is: [rows, length, 1, head_dim]."""
+        if self.config.position_embedding == "learned":
+            return None
+        return rotary_tables(*self.rotary_emb(x, position_ids=position_ids))
 
     def run_prelude(self, x, context: PassContext | None):
         """From embeddings to what every loop may read again. Without a prelude the context does not matter."""
