@@ -188,7 +188,7 @@ class ContinuousDecoder:
         rows = self.emission.running()
         loops = [self.loops[row] for row in rows]
         first = loops[0] == 0
-        if any((loop == 0) != first for loop in loops):
+        if self.trunk.injection.looks_at_first and any((loop == 0) != first for loop in loops):
             first = torch.tensor([loop == 0 for loop in loops], device=self.cache.device)[:, None, None]
         mine = self.take(self.tensors, rows)
         context = self.context(rows, loops, mine)

@@ -2,7 +2,7 @@
 
 Every injection answers two questions. `forward`: what is the stream that enters the first core layer? `before_layer`:
 what does core layer l see, and where do its queries come from? `first` says whether this is loop 0: a bool, or a bool
-tensor [rows, 1, 1] where rows are at different loops.
+tensor [rows, 1, 1] where rows are at different loops; `looks_at_first` tells whom that matters to.
 """
 
 import math
@@ -22,6 +22,8 @@ def where_first(first, if_first, otherwise):
 
 class NoInjection(nn.Module):
     """x = h"""
+
+    looks_at_first = False
 
     def __init__(self, config):
         super().__init__()
@@ -78,6 +80,8 @@ class DiagonalInjection(NoInjection):
 class ResidualAllInjection(NoInjection):
     """The stream restarts at e; h is added to it before every layer, from the second loop on (FLT_res)."""
 
+    looks_at_first = True
+
     def forward(self, state, embedded):
         return embedded
 
@@ -94,6 +98,8 @@ class AttentionAllInjection(ResidualAllInjection):
 
 class AttentionFirstInjection(ResidualAllInjection):
     """The stream restarts at e; the first layer takes its queries from h, which at loop 0 is e itself (LT_ai)."""
+
+    looks_at_first = False
 
     def before_layer(self, layer, x, state, first):
         return x, state if layer == 0 else None

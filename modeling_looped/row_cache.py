@@ -161,7 +161,7 @@ class Cursor:
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         on_cpu = cache.device.type == "cpu"
         self.by_row = on_cpu and not together and length == 1 and cache.first_tokens is not None
-        self.vectors, self.rooms = {}, {}
+        self.vectors, self.spans, self.rooms = {}, {}, {}
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         """What the tokens see: [rows, heads, tokens so far, head_dim] each; or if `by_row`, what `attend` wants."""
@@ -174,7 +174,7 @@ class Cursor:
             return of_loop[..., : self.end, :].unbind(2)
         buffer.flatten(0, -2).index_copy_(0, self.vectors_of(buffer), new.flatten(0, -2))
         if self.by_row:
-            return self.views(buffer, self.cache.windows[layer]), None
+            return [buffer.as_strided(*seen) for seen in self.seen(buffer, self.cache.windows[layer])], None
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
         of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
         torch._foreach_copy_(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
@@ -191,15 +191,18 @@ class Cursor:
             self.vectors[loops_stored] = vectors.flatten()
         return self.vectors[loops_stored]
 
-    def views(self, buffer: torch.Tensor, window: int | None) -> list[torch.Tensor]:
-        """What each row's token sees, [1, heads, 2, tokens, head_dim]."""
-        heads, head_dim = buffer.shape[2], buffer.shape[-1]
-        of_row, _, *strides = buffer.stride()
-        starts = self.starts(window)
-        return [
-            buffer.as_strided((1, heads, 2, place + 1 - start, head_dim), (of_row, *strides), offset)
-            for start, place, offset in zip(starts, self.positions, self.offsets(buffer, starts))
-        ]
+    def seen(self, buffer: torch.Tensor, window: int | None) -> list[tuple]:
+        """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
+        kind = buffer.shape[1], window
+        if kind not in self.spans:  # the same in all layers of a kind
+            heads, head_dim = buffer.shape[2], buffer.shape[-1]
+            of_row, _, *strides = buffer.stride()
+            starts = self.starts(window)
+            self.spans[kind] = [
+                ((1, heads, 2, place + 1 - start, head_dim), (of_row, *strides), offset)
+                for start, place, offset in zip(starts, self.positions, self.offsets(buffer, starts))
+            ]
+        return self.spans[kind]
 
     def offsets(self, buffer: torch.Tensor, places: list[int]) -> list[int]:
         """Where each row's token at its place begins in the memory of a buffer."""
