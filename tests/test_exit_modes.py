@@ -9,10 +9,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, LogitsProcessor, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_looped import LoopedForCausalLM, generation
+from modeling_looped import LoopedCache, LoopedForCausalLM, generation
 from modeling_looped.generation import DEPTH_FIELDS
+from modeling_looped.row_cache import RowCache
 
-from .helpers import random_ids
+from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate
 from .naive_exits import NaiveRule
 from .test_early_exit import (
@@ -281,6 +282,60 @@ def test_a_second_turn_with_shared_slots(case, way, sharing):
         assert token == int(logits[-1].argmax())
         logits, count = decoder.run_until(rule, token, 6)
         assert loops in (count, None)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("new_tokens", [NEW, 100])
+def test_keys_and_values_are_held_once(given, new_tokens, monkeypatch):
+    """The cache that the prompt filled looks into the memory of continuous depth, also where that must grow."""
+    model, (_, _, rows) = model_of("plain"), prompts()
+    rule = rule_for(model, "logit_margin", rows[0])
+    caches, store_back = [], RowCache.store_back
+    monkeypatch.setattr(
+        RowCache, "store_back", lambda cache, length: (caches.append(cache), store_back(cache, length))
+    )
+    prompt = random_ids(2, 40)
+    arguments = {"past_key_values": LoopedCache(model.config)} if given else {}
+    out = generate(model, prompt, rule, new_tokens=new_tokens, **arguments)
+    ((found,), length) = caches, 40 + new_tokens - 1
+    storages = {buffer.untyped_storage().data_ptr() for buffer in found.buffers}
+    for layer in out.past_key_values.layers:
+        for tensor in (layer.keys, layer.values):
+            assert tensor.shape[-2] == length and tensor.untyped_storage().data_ptr() in storages
+    assert found.capacity == length + 1  # what the generation could fill, be that at once or, of 100, after growing
+
+    naive = NaiveDecoder(model)
+    naive.run(prompt[1].tolist(), LOOPS)
+    for token in out.sequences[1, 40:-1].tolist():
+        naive.run_until(rule, token, LOOPS)
+    out.past_key_values.batch_select_indices(torch.tensor([1]))
+    expected = model(out.sequences[1:, -1:], past_key_values=out.past_key_values).logits
+    torch.testing.assert_close(naive.run(out.sequences[1, -1:].tolist(), LOOPS), expected[0])
+
+
+ROPE = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 8},
+    "longrope": {
+        "factor": 2.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [3.0, 4.0, 5.0, 6.0],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_kinds_of_rotary_positions(kind):
+    """Also those that change as the sequence grows beyond the positions of training, here 8."""
+    rope = {"rope_type": kind, "rope_theta": 100.0, **ROPE[kind]}
+    model = tiny_model(loop_loss="per_loop", max_position_embeddings=8, rope_parameters=rope).double()
+    prompt = random_ids(1, 5)
+    plain = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    never = generate(model, prompt, NaiveRule("logit_margin", math.inf), new_tokens=12)
+    assert len(set(plain[0].tolist())) > 5
+    assert torch.equal(never.sequences, plain)
 
 
 @pytest.mark.parametrize("padded", [True, False])
