@@ -179,9 +179,9 @@ class ContinuousDecoder:
         if not self.config.warm_start:
             tensors["state"] = self.trunk.initial_state(tensors["embedded"], None)
         self.put(self.tensors, rows, tensors)
-        index = torch.tensor(rows, device=self.cache.device)
-        for name in self.memory.keys() & BLANK.keys():
-            self.memory[name] = self.memory[name].index_fill(0, index, BLANK[name])
+        if blank := self.memory.keys() & BLANK.keys():
+            index = torch.tensor(rows, device=self.cache.device)
+            self.memory |= {name: self.memory[name].index_fill(0, index, BLANK[name]) for name in blank}
 
     def tick(self) -> list[int]:
         """One loop of every running row; those that emitted a token and go on."""
