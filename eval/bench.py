@@ -106,4 +106,4 @@ def print_line(name: str, result: dict, program: str, dtype: str, digits: int = 
         "hardware": processor(),
         "dtype": dtype,
     }
-    print(json.dumps(line))
+    print(json.dumps(line), flush=True)

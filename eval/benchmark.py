@@ -1,16 +1,18 @@
 """Speed and memory as ratios, measured in one run: `python -m eval.benchmark NAME [options]`.
 
 train    tokens/s of a training step (forward, backward, AdamW) over transformers' Llama of the same unrolled depth
-decode   tokens/s of cached greedy decoding over the same Llama
+memory   peak memory of a per-loop training step over a terminal one
+depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
+decode   all of the following, the last two if there is a --model
+llama    tokens/s of cached greedy decoding over transformers' Llama of the same unrolled depth
 exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
-memory   peak memory of a per-loop training step over a terminal one
-depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
 
-Each prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in turns, and the
-ratio is that of their least times, which what else the machine does disturbs least. For `exits` it is the median over
-the turns, and is given twice: while all rows are at work, and to the end, where the last rows run by themselves.
+Each but `decode` prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in
+turns, and the ratio is that of their least times, which what else the machine does disturbs least. For `exits` it is
+the median over the turns, and is given twice: while all rows are at work, and to the end, where the last rows run by
+themselves.
 """
 
 import argparse
@@ -78,7 +80,7 @@ def train(args) -> dict:
     }
 
 
-def decode(args) -> dict:
+def llama(args) -> dict:
     prompt = tokens(args, length=args.prompt)
     looped, llama = build(args, looped_config(args)).eval(), unrolled_llama(args).eval()
     settings = {
@@ -159,19 +161,21 @@ def depths(args) -> dict:
 
 BENCHMARKS = {
     "train": train,
-    "decode": decode,
+    "memory": memory,
+    "depths": depths,
+    "llama": llama,
     "exits": exits,
     "speculation": speculation,
     "sharing": sharing,
-    "memory": memory,
-    "depths": depths,
     "_memory": measure_memory,
 }
+OF_DECODING = ("llama", "exits")
+OF_TRAINED_MODELS = ("speculation", "sharing")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=BENCHMARKS)
+    parser.add_argument("which", choices=[*BENCHMARKS, "decode"])
     add_arguments(parser, layers=4, loops=4, batch=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=64)
@@ -188,8 +192,12 @@ def main():
     parser.add_argument("--loss", default="terminal", help=argparse.SUPPRESS)
     parser.add_argument("--with-logits", action="store_true", help="memory: return the last logits as well")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    print_line(args.which, BENCHMARKS[args.which](args), "python -m eval.benchmark", args.dtype)
+    names = [args.which]
+    if args.which == "decode":
+        names = [*OF_DECODING, *(OF_TRAINED_MODELS if args.model else ())]
+    for name in names:
+        torch.manual_seed(0)
+        print_line(name, BENCHMARKS[name](args), "python -m eval.benchmark", args.dtype)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""Benchmarks run and print what they promise; how fast anything is, is no matter of tests."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from eval import benchmark
+
+from .helpers import tiny_model, tiny_tokenizer
+
+
+SHAPE = {"width": 64, "ff": 96, "layers": 1, "loops": 3, "vocab": 99, "batch": 2, "length": 12, "repeats": 1}
+OF_DECODING = {"prompt": 8, "new-tokens": 6, "batches": 2}
+
+
+def lines_of(which: str, monkeypatch, capsys, **options) -> dict[str, dict]:
+    arguments = [part for name, value in {**SHAPE, **options}.items() for part in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["benchmark", which, *arguments])
+    benchmark.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for line in lines:
+        assert line.keys() >= {"command", "commit", "hardware", "dtype"} and which in line["command"]
+    return {line["benchmark"]: line for line in lines}
+
+
+def ratios(line) -> list[float]:
+    """All numbers in a line, however deep."""
+    if isinstance(line, dict):
+        return [number for value in line.values() for number in ratios(value)]
+    return [line] if isinstance(line, float) else []
+
+
+@pytest.mark.parametrize("which", ["train", "depths"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_passes(which, dtype, monkeypatch, capsys):
+    lines = lines_of(which, monkeypatch, capsys, dtype=dtype, continuation=4)
+    assert list(lines) == [which]
+    assert ratios(lines[which]) and all(math.isfinite(ratio) for ratio in ratios(lines[which]))
+
+
+@pytest.mark.parametrize("options", [{}, {"exit-interval": 2}, {"exit-candidates": 4}], ids=str)
+def test_of_decoding(options, monkeypatch, capsys):
+    lines = lines_of("decode", monkeypatch, capsys, **OF_DECODING, **options)
+    assert list(lines) == ["llama", "exits"]
+    assert {name for name in lines["exits"] if name.startswith("batch")} == {
+        "batch_2_logit_margin",
+        "batch_2_latent_diff",
+        "batch_2_gate",
+    }
+    assert all(1 <= lines["exits"][name]["mean_loops"] <= 3 for name in lines["exits"] if name.startswith("batch"))
+    assert all(ratio > 0 and math.isfinite(ratio) for line in lines.values() for ratio in ratios(line))
+
+
+def test_of_decoding_by_a_trained_model(tmp_path, monkeypatch, capsys):
+    tiny_model(loop_loss="per_loop", max_position_embeddings=64).save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "text.txt").write_text("a b c d e f g h " * 20)
+    lines = lines_of(
+        "decode",
+        monkeypatch,
+        capsys,
+        **OF_DECODING,
+        model=tmp_path,
+        text="a b c",
+        **{"text-file": tmp_path / "text.txt"},
+    )
+    assert list(lines) == ["llama", "exits", "speculation", "sharing"]
+    assert all(lines["speculation"][f"draft_loops_{loops}"]["same_tokens"] for loops in (1, 2))
+    assert lines["sharing"]["last"]["cache_bytes"] * 3 == lines["sharing"]["none"]["cache_bytes"]
+
+
+def test_without_a_trained_model(monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="a folder with a trained model is needed"):
+        lines_of("speculation", monkeypatch, capsys, model="nowhere")
