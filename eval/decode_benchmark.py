@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoTokenizer
 
 from modeling_looped import LoopedCache, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
@@ -17,6 +16,7 @@ from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
 from .bench import build, least_seconds, looped_config, synchronize, tokens
 from .halting_calibration import never
 from .halting_run import measure
+from .saved import open_config, open_tokenizer
 
 
 def exits(args) -> dict:
@@ -143,14 +143,15 @@ def cost_per_loop(model, rule, loops: torch.Tensor) -> float:
 
 
 def trained_model(args):
-    if args.model is None or not Path(args.model).is_dir():
-        raise SystemExit(
-            f"--model {args.model}: a folder with a trained model is needed, e.g. runs/demo/final of `make demo`; "
-            "what an untrained one says tells nothing"
-        )
-    dtype = getattr(torch, args.dtype)
-    model = LoopedForCausalLM.from_pretrained(args.model, dtype=dtype).to(args.device).eval()
-    return model, AutoTokenizer.from_pretrained(args.model)
+    if args.model is None:
+        raise SystemExit("--model DIR: a trained model is needed, e.g. runs/demo of `make demo`; others tell nothing")
+    try:
+        folder, config = open_config(args.model)
+        tokenizer = open_tokenizer(folder, None, config)
+    except ValueError as error:
+        raise SystemExit(f"--model: {error}") from None
+    model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    return model.to(args.device).eval(), tokenizer
 
 
 def speculation(args) -> dict:

@@ -187,6 +187,16 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             token_loops=watch.token_loops[:, watch.first_reported :],
         )
 
+    def _get_resized_lm_head(self, old_lm_head, *args, **kwargs):
+        """transformers makes a plain layer for a vocabulary of another size; ours is as it was made at first."""
+        plain = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        if plain is old_lm_head:
+            return plain
+        with torch.device("meta"):
+            head = linear(plain.in_features, plain.out_features, "head")
+        head.weight = plain.weight
+        return head
+
     def logits(self, hidden_states):
         """From normed states to logits."""
         return self.softcapped(self.lm_head(hidden_states))

@@ -72,6 +72,11 @@ def test_of_decoding_by_a_trained_model(tmp_path, monkeypatch, capsys):
     assert lines["sharing"]["last"]["cache_bytes"] * 3 == lines["sharing"]["none"]["cache_bytes"]
 
 
-def test_without_a_trained_model(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="a folder with a trained model is needed"):
+def test_without_a_trained_model(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="--model DIR: a trained model is needed"):
+        lines_of("speculation", monkeypatch, capsys)
+    with pytest.raises(SystemExit, match="--model: there is no folder 'nowhere'"):
         lines_of("speculation", monkeypatch, capsys, model="nowhere")
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="holds no tokenizer"):
+        lines_of("sharing", monkeypatch, capsys, model=tmp_path)

@@ -7,6 +7,8 @@ from torch.nn import functional as F
 from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu
 from modeling_looped.cpu import CausalAttention, Linear, RMSNorm, attend, decoding
 
+from .helpers import random_ids, tiny_model
+
 
 def error(found, exact) -> float:
     return (found.double() - exact).norm().item() / exact.norm().item()
@@ -205,6 +207,19 @@ def test_weights_are_ordered_only_where_they_stay_what_they_are():
 
 
 @needs_order
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_for_another_vocabulary_is_made_like_the_one_before(tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    before = model.lm_head
+    model.resize_token_embeddings(model.config.vocab_size)
+    assert model.lm_head is before
+    model.resize_token_embeddings(120)
+    assert type(model.lm_head) is Linear and model.lm_head.init_role == before.init_role
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert torch.equal(model.lm_head.weight[:99], before.weight[:99])
+    assert model(random_ids(2, 5)).logits.shape == (2, 5, 120)
+
+
 def test_ordered_weights_have_gradients_as_usual():
     layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
     with decoding():
