@@ -194,7 +194,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             return plain
         with torch.device("meta"):
             head = linear(plain.in_features, plain.out_features, "head")
-        head.weight = plain.weight
+        head.weight, head._is_hf_initialized = plain.weight, True
         return head
 
     def logits(self, hidden_states):
