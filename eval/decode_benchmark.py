@@ -3,6 +3,8 @@
 Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
 """
 
+import copy
+import math
 import statistics
 import time
 from pathlib import Path
@@ -43,14 +45,15 @@ def spread_gate(model, ids: torch.Tensor):
 def measure_exits(model, prompt, criterion: str, args) -> dict:
     """What exits gain while all rows are at work; and until all have said as many tokens, the last by themselves."""
     depth = model.config.num_loops
+    settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
 
-    def decode(new_tokens=args.new_tokens, **how) -> Decoding:
+    def decode(**how) -> Decoding:
         if "exit_criterion" in how:
             how["exit_interval"] = args.exit_interval
             if criterion in SCREENABLE:
                 how["exit_candidates"] = args.exit_candidates
-        settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-        return timed(model, prompt, return_dict_in_generate=True, **settings, **how)
+        how = {"max_new_tokens": args.new_tokens, **settings, **how}
+        return timed(model, prompt, return_dict_in_generate=True, past_key_values=copy.deepcopy(prefilled), **how)
 
     above = CRITERIA[criterion].exits_above
     # a threshold that three checks in ten pass, so that rows exit at loops of their own
@@ -60,11 +63,13 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     candidates = args.exit_candidates if criterion in SCREENABLE else None
     rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval, candidates=candidates)
 
-    decode(2), decode(2, exit_criterion=criterion, exit_threshold=threshold)  # warm-up
+    prefilled = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, **settings).past_key_values
+    prefilled.crop(-1)
+    exiting = {"exit_criterion": criterion, "exit_threshold": threshold}
+    decode(max_new_tokens=4), decode(max_new_tokens=4, **exiting)  # warm-up
     turns = []
     for _ in range(args.repeats):
-        plain = decode()
-        exits = decode(exit_criterion=criterion, exit_threshold=threshold)
+        plain, exits = decode(), decode(**exiting)
         never_exits = decode(exit_criterion=criterion, exit_threshold=never(criterion))
         if (never_exits.loops < depth).any():
             raise AssertionError(f"{criterion} exits at a threshold of {never(criterion)}, which it never reaches")
@@ -80,7 +85,6 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
                 "to_the_end_over_prediction": to_the_end * cost(model, rule, exits.loops) / full_cost,
                 "to_the_end_over_full_by_mean_loops": to_the_end * exits.loops.sum() / plain.loops.sum(),
                 "never_over_prediction": never_costs * full_cost / cost(model, rule, never_exits.loops),
-                "prompt_over_plain": exits.prompt_seconds / plain.prompt_seconds,
             }
         )
     loops = exits.loops.float()
@@ -94,30 +98,29 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
 
 
 class Decoding(NamedTuple):
-    prompt_seconds: float
-    seconds: float  # from the end of the pass over the prompt
+    seconds: float  # from the first loop of the first token on
     seconds_per_tick: float  # of one loop of the whole batch, while no row has ended
     loops: torch.Tensor  # of every token but the first, which is the prompt's
 
 
 def timed(model, prompt, **how) -> Decoding:
+    """The prompt's last pass is not timed: its cache is taken over there, which an own prompt has no need of."""
     passes, ticks = [], []
 
     def end_of_pass(model, arguments, outputs):
         passes.append(now())
 
     def tick(block, arguments):
-        if arguments[0].shape[:2] == (len(prompt), 1):
+        if passes and arguments[0].shape[:2] == (len(prompt), 1):
             ticks.append(now())
 
     hooks = [model.register_forward_hook(end_of_pass), model.model.core[0].register_forward_pre_hook(tick)]
-    start = now()
-    result = model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+    result = model.generate(prompt, **how)
     end = now()
     for hook in hooks:
         hook.remove()
-    per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1)
-    return Decoding(passes[0] - start, end - passes[0], per_tick, result.token_loops[:, 1:])
+    per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else math.nan
+    return Decoding(end - ticks[0], per_tick, result.token_loops[:, 1:])
 
 
 def now() -> float:
