@@ -7,12 +7,14 @@ import copy
 import math
 import statistics
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from modeling_looped import LoopedCache, LoopedForCausalLM
+from modeling_looped.continuous import ContinuousDecoder
 from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
 
 from .bench import build, least_seconds, looped_config, synchronize, tokens
@@ -43,7 +45,10 @@ def spread_gate(model, ids: torch.Tensor):
 
 
 def measure_exits(model, prompt, criterion: str, args) -> dict:
-    """What exits gain while all rows are at work; and until all have said as many tokens, the last by themselves."""
+    """What exits gain while all rows are at work; and until all have said as many tokens, the last by themselves.
+
+    What it costs if none happens is told twice: beyond the FLOPs of the checks, and beyond the time that they took.
+    """
     depth = model.config.num_loops
     settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
 
@@ -85,6 +90,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
                 "to_the_end_over_prediction": to_the_end * cost(model, rule, exits.loops) / full_cost,
                 "to_the_end_over_full_by_mean_loops": to_the_end * exits.loops.sum() / plain.loops.sum(),
                 "never_over_prediction": never_costs * full_cost / cost(model, rule, never_exits.loops),
+                "never_but_for_checks": (never_exits.seconds - never_exits.check_seconds) / plain.seconds,
             }
         )
     loops = exits.loops.float()
@@ -99,6 +105,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
 
 class Decoding(NamedTuple):
     seconds: float  # from the first loop of the first token on
+    check_seconds: float  # of these, in checks after which no token exited
     seconds_per_tick: float  # of one loop of the whole batch, while no row has ended
     loops: torch.Tensor  # of every token but the first, which is the prompt's
 
@@ -115,12 +122,32 @@ def timed(model, prompt, **how) -> Decoding:
             ticks.append(now())
 
     hooks = [model.register_forward_hook(end_of_pass), model.model.core[0].register_forward_pre_hook(tick)]
-    result = model.generate(prompt, **how)
-    end = now()
+    with watched_checks() as checks:
+        result = model.generate(prompt, **how)
+        end = now()
     for hook in hooks:
         hook.remove()
     per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else math.nan
-    return Decoding(end - ticks[0], per_tick, result.token_loops[:, 1:])
+    return Decoding(end - ticks[0], sum(checks), per_tick, result.token_loops[:, 1:])
+
+
+@contextmanager
+def watched_checks():
+    """Seconds of each check after which no token exits."""
+    seconds, exits = [], ContinuousDecoder.exits
+
+    def watched(decoder, rows, state):
+        start = now()
+        found = exits(decoder, rows, state)
+        if not found:
+            seconds.append(now() - start)
+        return found
+
+    ContinuousDecoder.exits = watched
+    try:
+        yield seconds
+    finally:
+        ContinuousDecoder.exits = exits
 
 
 def now() -> float:
