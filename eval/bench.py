@@ -49,9 +49,10 @@ def tokens(args, batch=None, length=None):
     return torch.randint(3, args.vocab, (batch or args.batch, length or args.length), device=args.device)
 
 
-def synchronize():
+def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def least_seconds(functions: dict, repeats: int, warm_ups=None) -> tuple[dict, dict]:
@@ -62,11 +63,9 @@ def least_seconds(functions: dict, repeats: int, warm_ups=None) -> tuple[dict, d
     seconds, results = dict.fromkeys(functions, math.inf), {}
     for _ in range(repeats):
         for name, function in functions.items():
-            synchronize()
-            start = time.perf_counter()
+            start = now()
             results[name] = function()
-            synchronize()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
+            seconds[name] = min(seconds[name], now() - start)
     return seconds, results
 
 

@@ -6,7 +6,6 @@ Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with
 import copy
 import math
 import statistics
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from modeling_looped import LoopedCache, LoopedForCausalLM
 from modeling_looped.continuous import ContinuousDecoder
 from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
 
-from .bench import build, least_seconds, looped_config, synchronize, tokens
+from .bench import build, least_seconds, looped_config, now, tokens
 from .halting_calibration import never
 from .halting_run import measure
 from .saved import open_config, open_tokenizer
@@ -148,11 +147,6 @@ def watched_checks():
         yield seconds
     finally:
         ContinuousDecoder.exits = exits
-
-
-def now() -> float:
-    synchronize()
-    return time.perf_counter()
 
 
 def cost(model, rule, loops: torch.Tensor) -> float:

@@ -58,10 +58,12 @@ class RoomyLayer(DynamicLayer):
     def has_room(self, length: int, like: torch.Tensor) -> bool:
         """Also that the buffers hold what the layer holds: others may have put tensors of their own."""
         keys, values = self.buffers
-        if keys is None or keys.shape[-2] < length or keys.shape[:-2] != like.shape[:-2] or keys.dtype != like.dtype:
+        is_empty = self.keys.numel() == 0
+        held = like if is_empty else self.keys
+        if keys is None or keys.shape[-2] < length or keys.shape[:-2] != held.shape[:-2]:
             return False
-        if self.get_seq_length() == 0:
-            return keys.device == like.device
+        if is_empty:
+            return (keys.dtype, keys.device) == (like.dtype, like.device)
         return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):

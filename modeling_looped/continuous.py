@@ -77,9 +77,7 @@ class ContinuousDecoder:
         self.cache = RowCache(model.config, max(self.limits), batch, valid, config.max_length, sharing)
         self.cache_is_given = getattr(config, "_cache_is_given", False)
         if isinstance(ordinary_cache, LoopedCache) and not self.cache_is_given:
-            heads, head_dim = model.config.num_key_value_heads, model.config.head_dim
-            like = torch.empty(batch, heads, 0, head_dim, dtype=model.dtype, device=input_ids.device)
-            self.cache.await_prompt(ordinary_cache, input_ids.shape[1], like)
+            self.cache.await_prompt(ordinary_cache, input_ids.shape[1], model.dtype, input_ids.device)
         outputs, state = self.prefill(input_ids, model_kwargs)
         self.cache.load(outputs.past_key_values)
         length = int(outputs.past_key_values.get_seq_length())

@@ -44,12 +44,13 @@ class RowCache:
             self.layers[slot], _ = split_slot(self.config, slot)
         return self.layers[slot]
 
-    def await_prompt(self, cache, length: int, like: torch.Tensor):
+    def await_prompt(self, cache, length: int, dtype: torch.dtype, device: torch.device):
         """Before the pass over a prompt: an empty cache is to write it where it will be read.
 
-        like: keys, [rows, heads, any length, head_dim]; if they turn out to be different, no harm is done.
+        Should keys turn out to be of another kind than expected, no harm is done.
         """
-        self.make_room(length, self.with_room(length), like)
+        shape = (self.num_rows, self.config.num_key_value_heads, 0, self.config.head_dim)
+        self.make_room(length, self.with_room(length), like=torch.empty(shape, dtype=dtype, device=device))
         self.ordinary = cache
         for layer in range(len(self.buffers)):
             self.share(layer, 0)

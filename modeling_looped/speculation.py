@@ -151,9 +151,9 @@ class Speculator(ContinuousDecoder):
             members = [rows.index(row) for row in going]
             noise = None if noises[i] is None else noises[i][members]
             self.emission.emit(going, logits[members, i], [self.num_loops] * len(going), noise)
-            said = self.emission.last_tokens(going)[:, 0].tolist()
             right = []
-            for row, token in zip(going, said):
+            for row in going:
+                token = self.emission.last[row]
                 self.emitted[row].append(token)
                 if i < drafts:
                     matches = guesses[row][i] == token
