@@ -94,8 +94,8 @@ class LoopedConfig(PreTrainedConfig):
         injection: "none"; "add" h + e; "concat" W[h; e]; "diagonal" (a stable linear recurrence, Parcae);
             "residual_all" (h is added before every layer of a stream that restarts at e); "attention_first" and
             "attention_all" (the first, or every, core layer of such a stream takes its queries from h).
-        injection_norm: a norm on the stream wherever state and input have been added or mixed: norm(h + e) at the start
-            of a loop (LT_i), norm(x + h) before every layer with "residual_all" (FLT_res).
+        injection_norm: a norm on the stream wherever state and input have been added or mixed: norm(h + e) at the
+            start of a loop (LT_i), norm(x + h) before every layer with "residual_all" (FLT_res).
         state_init: h_0 is the "embedding" e, "zeros", or "normal": noise of `state_init_std` that the training loop
             passes as `initial_state`; without one it is zeros, so nothing in the model is random in eval.
         inter_loop_norm: "none", "own", or "shared" with the readout (Ouro). loop_damping: a learned factor below 1.

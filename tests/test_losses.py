@@ -49,7 +49,7 @@ RUNS = {
     "truncated": {"backprop_loops": 2},
     "truncated_depth_of_each_row": {"num_loops": [1, 4, 2], "backprop_loops": 2},
 }
-PENALISED = [loss for loss in LOSSES if loss not in ("terminal", "per_loop", "last_third")]  # in which those are contained
+PENALISED = [loss for loss in LOSSES if loss not in ("terminal", "per_loop", "last_third")]  # they contain those
 IGNORE = -100
 
 
