@@ -221,9 +221,7 @@ class LoopedBlock(GradientCheckpointingLayer):
             self.attention_output_norm = block_norm(config)
             self.mlp_output_norm = block_norm(config)
         self.dropout = nn.Dropout(config.residual_dropout)
-        self.dropout_on = (
-            ("attention", "mlp") if config.residual_dropout_on == "both" else (config.residual_dropout_on,)
-        )
+        self.dropout_on = config.residual_dropout_on
 
     def forward(
         self,
@@ -243,7 +241,7 @@ class LoopedBlock(GradientCheckpointingLayer):
     def join(self, stream, branch, scale, part):
         if self.arrangement == "branch_sandwich":
             branch = getattr(self, f"{part}_output_norm")(branch)
-        if self.training and part in self.dropout_on:
+        if self.training and self.dropout_on in ("both", part):
             branch = self.dropout(branch)
         stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
         return getattr(self, f"{part}_output_norm")(stream) if self.arrangement == "residual_sandwich" else stream

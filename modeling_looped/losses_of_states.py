@@ -9,8 +9,8 @@ latent_loss     mean over loops and channels of (H_k - H_{k-1} - (E - H_{k-1}) /
 latent_anchor   mean over channels of (H_K - E)^2
 
 No gradient flows into what a state is compared with: E, and the way that is left. The last two carry the readout
-paper's latent losses for denoising, whose states move from noise to the embedding of a known token, over to states that
-start at the embedding of one token and predict the next.
+paper's latent losses for denoising, whose states move from noise to the embedding of a known token, over to states
+that start at the embedding of one token and predict the next.
 """
 
 from collections.abc import Iterable
