@@ -26,9 +26,13 @@ from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_piece
 from .generation import LoopedGenerationMixin
 from .layers import linear
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
+from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .optimization import parameter_groups
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions
+
+
+LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
@@ -61,20 +65,24 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         exit_rule: ExitRule | None = None,
         output_logits: bool = True,
         output_loop_hidden_states: bool = False,
+        output_loop_readout_states: bool = False,
         output_loop_logits: bool = False,
         output_loop_losses: bool = False,
         output_exit_probabilities: bool = False,
+        output_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LoopedCausalLMOutputWithPast:
         r"""
-        num_loops, backprop_loops, initial_state, output_loop_hidden_states: as in `LoopedModel`.
+        num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in
+            `LoopedModel`.
         exit_rule: let each token stop at the loop where its criterion is met; `num_loops` is then the most it runs.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
         output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.
         output_exit_probabilities: the exit distribution of the gate.
+        output_exit_logits: the logits of all loops, weighted with it.
         """
         check_inputs(input_ids, inputs_embeds)
         inputs = {
@@ -96,8 +104,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 backprop_loops=backprop_loops,
                 output_loop_logits=output_loop_logits,
                 output_loop_hidden_states=output_loop_hidden_states,
+                output_loop_readout_states=output_loop_readout_states,
                 output_loop_losses=output_loop_losses,
                 output_exit_probabilities=output_exit_probabilities,
+                output_exit_logits=output_exit_logits,
             )
             return self._forward_with_exits(exit_rule, inputs, batch_depths, logits_to_keep, output_logits, kwargs)
 
@@ -105,11 +115,15 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
         has_loss = labels is not None
         loop_losses = output_loop_losses or self.config.loop_loss != "terminal"
-        all_readouts = output_loop_logits or (has_loss and loop_losses)
-        all_gates = output_exit_probabilities or (has_loss and self.config.loop_loss in ("exit_weighted", "gate"))
-        all_states = output_loop_hidden_states or all_gates or (has_loss and self.config.norm_penalty > 0)
-        if output_exit_probabilities and self.exit_gate is None:
-            raise ValueError("output_exit_probabilities needs an exit gate, but this model has exit_gate='none'")
+        reads_exits = output_exit_probabilities or output_exit_logits
+        all_readouts = (
+            output_loop_logits or output_loop_readout_states or output_exit_logits or (has_loss and loop_losses)
+        )
+        all_gates = reads_exits or (has_loss and self.config.loop_loss in LOSSES_OF_GATES)
+        all_states = output_loop_hidden_states or all_gates or (has_loss and bool(self.config.state_losses))
+        if reads_exits and self.exit_gate is None:
+            name = "output_exit_probabilities" if output_exit_probabilities else "output_exit_logits"
+            raise ValueError(f"{name} needs an exit gate, but this model has exit_gate='none'")
         if output_loop_losses and not has_loss:
             raise ValueError("output_loop_losses needs labels to compare with: pass labels or shift_labels")
 
@@ -125,20 +139,30 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
         gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
 
+        exit_probabilities = None
+        if reads_exits or (has_loss and self.config.loop_loss == "exit_weighted_logits"):
+            last_loop = torch.tensor(batch_depths, device=gates.device)[:, None] - 1
+            exit_probabilities = exit_log_probabilities(gates, last_loop).exp()  # [loops, batch, length]
+
         loss, losses, token_losses = None, None, None
         if has_loss and not loop_losses and self._has_plain_loss(logits, labels):
             loss = self._plain_loss(logits, labels, num_items_in_batch)
         elif has_loss:
-            loss, losses, token_losses = self._loop_loss(
-                outputs, gates, batch_depths, labels, num_items_in_batch, output_loop_losses
-            )
-        loop_logits = None
+            terms = outputs, gates, batch_depths, labels, num_items_in_batch
+            if self.config.loop_loss == "exit_weighted_logits":
+                mixed = self._exit_weighted(readouts, exit_probabilities, batch_depths)
+                loss = self._loop_loss(*terms, mixed)[0]
+                if output_loop_losses:
+                    with torch.no_grad():
+                        _, losses, token_losses = self._loop_loss(*terms, objective="per_loop")
+            else:
+                loss, losses, token_losses = self._loop_loss(*terms, every_loop=output_loop_losses)
+        loop_logits, exit_logits = None, None
         if output_loop_logits:
             loop_logits = tuple(self.decode(state[:, keep], k, batch_depths) for k, state in enumerate(readouts))
-        exit_probabilities = None
-        if output_exit_probabilities:
-            last_loop = torch.tensor(batch_depths, device=gates.device)[:, None] - 1
-            exit_probabilities = exit_log_probabilities(gates, last_loop).exp().movedim(0, -1)
+        if output_exit_logits:
+            kept = [state[:, keep] for state in readouts]
+            exit_logits = self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], batch_depths))
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -146,8 +170,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             loop_hidden_states=states if output_loop_hidden_states else None,
+            loop_readout_states=readouts if output_loop_readout_states else None,
             loop_logits=loop_logits,
-            exit_probabilities=exit_probabilities,
+            exit_probabilities=exit_probabilities.movedim(0, -1) if output_exit_probabilities else None,
+            exit_logits=exit_logits,
             loop_losses=losses,
             loop_token_losses=token_losses if output_loop_losses else None,
         )
@@ -211,8 +237,20 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def decode(self, readout_states, loop: int, depths: list[int] | None = None):
         """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""
+        return self.logits(self._read_out(readout_states, loop, depths))
+
+    def _read_out(self, readout_states, loop: int, depths: list[int] | None):
+        """What the head reads there."""
         depth = loop + 1 if depths is None else [min(loop + 1, depth) for depth in depths]
-        return self.logits(self.model.readout(readout_states, depth))
+        return self.model.readout(readout_states, depth)
+
+    def _exit_weighted(self, readouts, exit_probabilities, depths: list[int]):
+        """sum_k p_k of what the head reads after loop k, [batch, length, hidden]. The head is linear: from here come
+        the exit-weighted logits."""
+        total = 0.0
+        for loop, (state, probability) in enumerate(zip(readouts, exit_probabilities)):
+            total = total + probability.unsqueeze(-1) * self._read_out(state, loop, depths)
+        return total.to(readouts[0].dtype)
 
     def gate(self, state):
         """Gate logit of H: [batch, length]."""
@@ -233,25 +271,47 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         return self.model.sample_initial_state(batch_size, length, generator)
 
-    def _loop_loss(self, outputs, gates, depths: list[int], labels, num_items_in_batch, every_loop: bool):
-        """The loss without logits; per loop where the trunk returned what every loop reads out."""
-        readouts = outputs.loop_readout_states
+    def _loop_loss(
+        self,
+        outputs,
+        gates,
+        depths: list[int],
+        labels,
+        num_items_in_batch,
+        mixed=None,
+        objective=None,
+        every_loop=True,
+    ):
+        """The loss without logits: of `mixed` readouts, or per loop where the trunk returned what every loop reads
+        out."""
+        one = outputs.last_hidden_state if mixed is None and outputs.loop_readout_states is None else mixed
+        states = None
+        if self.config.state_losses:
+            states = LoopStates(outputs.loop_hidden_states, outputs.first_state, self._latent_targets(labels))
         return loop_loss(
             self.config,
-            (lambda hidden, _: self.logits(hidden)) if readouts is None else self.decode,
-            self._decode_parameters(with_norm=readouts is not None),
-            [outputs.last_hidden_state] if readouts is None else readouts,
-            outputs.loop_hidden_states,
+            self.decode if one is None else (lambda hidden, _: self.logits(hidden)),
+            self._decode_parameters(with_readout=one is None),
+            outputs.loop_readout_states if one is None else [one],
+            states,
             gates,
             depths,
             labels,
             num_items_in_batch,
+            objective,
             every_loop,
         )
 
+    def _latent_targets(self, labels):
+        """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""
+        if not self.config.latent_loss and not self.config.latent_anchor:
+            return None
+        with torch.no_grad():
+            return self.model.embed_tokens(labels.clamp(min=0)) * self.config.embedding_scale
+
     def _has_plain_loss(self, logits, labels) -> bool:
         """Whether the loss is that of any causal LM, on logits that are there anyway."""
-        is_plain = self.config.loop_loss == "terminal" and not self.config.norm_penalty
+        is_plain = self.config.loop_loss == "terminal" and not self.config.state_losses
         return is_plain and logits is not None and logits.shape[:2] == labels.shape
 
     def _plain_loss(self, logits, labels, num_items_in_batch):
@@ -263,10 +323,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             num_items_in_batch=denominator(labels, num_items_in_batch),
         )
 
-    def _decode_parameters(self, with_norm: bool) -> list[torch.Tensor] | None:
+    def _decode_parameters(self, with_readout: bool) -> list[torch.Tensor] | None:
         """What `decode` reads. None where these modules carry hooks (a head that FSDP shards by itself, tensor
         parallel), which bring the weights only to forward and backward passes that autograd sees."""
-        modules = [self.lm_head] if not with_norm or self.model.norm is None else [self.lm_head, self.model.norm]
+        readouts = [self.model.norm, self.model.alpha_readout] if with_readout else []
+        modules = [self.lm_head, *(module for module in readouts if module is not None)]
         if any(part._forward_pre_hooks or part._forward_hooks for module in modules for part in module.modules()):
             return None
         return [parameter for module in modules for parameter in module.parameters()]

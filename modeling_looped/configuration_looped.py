@@ -30,6 +30,18 @@ from .slots import num_slots, structural_layer_types
 
 FORMAT_VERSION = 1
 
+# readout_norm: what the head reads below the trained depth, and from there on
+READOUTS = {
+    "rmsnorm": ("norm", "norm"),
+    "layernorm": ("norm", "norm"),
+    "taper": ("norm", "norm"),
+    "alpha": ("alpha", "alpha"),
+    "none": ("raw", "raw"),
+    "final_only": ("raw", "norm"),
+    "final_raw": ("norm", "raw"),
+    "final_alpha": ("norm", "alpha"),
+}
+
 
 class LoopedConfigError(StrictDataclassError, ValueError):
     """A field, or a combination of fields, that has no meaning; also a plain `ValueError`."""
@@ -111,13 +123,21 @@ class LoopedConfig(PreTrainedConfig):
         core_hidden_size, core_intermediate_size, core_num_attention_heads: sizes of the state and the core's blocks,
             where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
     Readouts
-        readout_norm: "rmsnorm", "layernorm", "none", or "final_only": raw below `num_loops`, normed from there on.
+        readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `num_loops` and normed from
+            there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha), and
+            "final_alpha" an RMSNorm below `num_loops`. "taper" is an RMSNorm that training takes away, see
+            `training.taper_start` of recipes. Norms between loops, gates and codas that read the readout's norm read
+            it at every depth; "alpha" and "none" have no norm to share.
+        readout_alpha, readout_alpha_learned (`float`, `bool`): alpha, as it starts or fixed. num_readout_alphas: alpha
+            and s_ref, which is always learned, are the k-th at loop k, and the last at all deeper ones.
         coda_input: what enters the coda: H ("none"), its readout norm ("norm", Huginn), or C·H ("linear", Parcae).
         exit_gate: "none", "raw" (reads H) or "normed" (reads its readout norm); gives a distribution over exits.
         loop_loss: "terminal"; "per_loop" (mean over loops); "last_third" (mean over the loops from floor(2K/3) on);
-            "exit_weighted" (expected loss under the gate, minus
-            `exit_entropy_weight` times its entropy); "gate" (trains the gate alone). norm_penalty: weight of the mean
-            of H_k^2.
+            "exit_weighted" (expected loss under the gate, minus `exit_entropy_weight` times its entropy);
+            "exit_weighted_logits" (loss of the expected logits); "gate" (trains the gate alone).
+        norm_penalty, scale_anchor, latent_loss, latent_anchor (`float`): weights of losses that see the scale of
+            states, see losses_of_states.py: mean of H_k^2; distance of each row's RMS to `scale_anchor_target`; each
+            loop's step against the way that is left to the embedding of the next token; distance of H_K to it.
     Blocks
         block_norm: "pre" x += f(norm x); "branch_sandwich" x += norm(f(norm x)); "residual_sandwich"
             x = norm(x + f(norm x)). norm_affine: whether norms carry weights.
@@ -125,10 +145,13 @@ class LoopedConfig(PreTrainedConfig):
             `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L.
         qk_norm: "none", "learned" (before RoPE) or "free" (no parameters, after RoPE). attention_bias: "none", "qk",
             "qkv". position_embedding: "rope" or "learned".
+        residual_dropout_on: the branches that `residual_dropout` drops before they join the stream: "both",
+            "attention" or "mlp".
         hidden_act, mlp_gated, mlp_activation_scale: the MLP is down(scale * act(gate x) * up x) or
             down(scale * act(up x)).
         value_embeddings: gated token embeddings added to the values of every other layer (Parcae).
-        init_scheme: "normal", "scaled_zero" (Parcae), "takase" (Huginn), "zero_output" (FLT).
+        init_scheme: "normal", "scaled_zero" (Parcae), "takase" (Huginn), "zero_output" (FLT), "torch" (the defaults
+            of nn.Linear and nn.Embedding, the readout paper's).
 
     `num_hidden_layers` is derived: the number of key/value slots, `P + Q + C * num_loops`, which is what caches and
     serving engines take it for.
@@ -180,12 +203,23 @@ class LoopedConfig(PreTrainedConfig):
     core_num_attention_heads: int | None = None
 
     # readouts and losses
-    readout_norm: Literal["rmsnorm", "layernorm", "none", "final_only"] = "rmsnorm"
+    readout_norm: Literal[
+        "rmsnorm", "layernorm", "none", "final_only", "final_raw", "alpha", "final_alpha", "taper"
+    ] = "rmsnorm"
+    readout_alpha: int | float = 0.5
+    readout_alpha_learned: bool = True
+    num_readout_alphas: int = 1
     coda_input: Literal["none", "norm", "linear"] = "none"
     exit_gate: Literal["none", "raw", "normed"] = "none"
-    loop_loss: Literal["terminal", "per_loop", "last_third", "exit_weighted", "gate"] = "terminal"
+    loop_loss: Literal["terminal", "per_loop", "last_third", "exit_weighted", "exit_weighted_logits", "gate"] = (
+        "terminal"
+    )
     exit_entropy_weight: int | float = 0.1
     norm_penalty: int | float = 0.0
+    scale_anchor: int | float = 0.0
+    scale_anchor_target: int | float = 1.0
+    latent_loss: int | float = 0.0
+    latent_anchor: int | float = 0.0
     logit_softcap: int | float | None = None
 
     # blocks
@@ -209,9 +243,10 @@ class LoopedConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     attention_dropout: int | float = 0.0
     residual_dropout: int | float = 0.0
+    residual_dropout_on: Literal["both", "attention", "mlp"] = "both"
     embedding_dropout: int | float = 0.0
     classifier_dropout: int | float | None = None
-    init_scheme: Literal["normal", "scaled_zero", "takase", "zero_output"] = "normal"
+    init_scheme: Literal["normal", "scaled_zero", "takase", "zero_output", "torch"] = "normal"
     initializer_range: int | float = 0.02
 
     use_cache: bool = True
@@ -311,6 +346,20 @@ class LoopedConfig(PreTrainedConfig):
         prelude, core, coda = structural_layer_types(self)
         return prelude + coda + core * self.num_loops
 
+    @property
+    def has_readout_norm(self) -> bool:
+        return "norm" in READOUTS[self.readout_norm]
+
+    @property
+    def learns_alpha(self) -> bool:
+        return self.readout_alpha_learned and "alpha" in READOUTS[self.readout_norm]
+
+    @property
+    def state_losses(self) -> dict[str, float]:
+        """Weights of the losses that read states, of those that are on."""
+        names = ("norm_penalty", "scale_anchor", "latent_loss", "latent_anchor")
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
     def residual_factor(self, num_loops: int) -> float:
         """eps of the residual scaling rule for layers that are applied `num_loops` times."""
         if self.residual_scaling == "none":
@@ -363,7 +412,8 @@ class LoopedConfig(PreTrainedConfig):
 
     def _validate_sizes(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "max_position_embeddings", "num_core_layers", "num_loops"):  # fmt: skip
+                     "head_dim", "max_position_embeddings", "num_core_layers", "num_loops",
+                     "num_readout_alphas"):  # fmt: skip
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -371,7 +421,8 @@ class LoopedConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("num_prelude_layers", "num_coda_layers", "norm_penalty", "exit_entropy_weight"):
+        for name in ("num_prelude_layers", "num_coda_layers", "norm_penalty", "scale_anchor", "scale_anchor_target",
+                      "latent_loss", "latent_anchor", "exit_entropy_weight"):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         for name in ("residual_scale", "residual_reference_layers", "rms_norm_eps", "logit_softcap", "state_init_std",
@@ -469,12 +520,12 @@ class LoopedConfig(PreTrainedConfig):
                 f"state_init_std={self.state_init_std} is used by state_init='normal' only, got {self.state_init!r}"
             )
         if self.residual_depth == "run" and (
-            self.loop_loss != "terminal" or self.exit_gate != "none" or self.norm_penalty
+            self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses
         ):
             raise ValueError(
                 "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is "
                 f"nothing to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
-                f"norm_penalty={self.norm_penalty} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
+                f"{self._shown_state_losses()} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
             )
 
     def _validate_state_size(self):
@@ -487,6 +538,8 @@ class LoopedConfig(PreTrainedConfig):
             "coda_input": ("linear",),
             "inter_loop_norm": ("none", "own"),
             "exit_gate": ("none", "raw"),
+            "latent_loss": (0,),
+            "latent_anchor": (0,),
         }
         for name, values in wanted.items():
             if getattr(self, name) not in values:
@@ -496,11 +549,11 @@ class LoopedConfig(PreTrainedConfig):
                 )
 
     def _validate_readout(self):
-        no_norm = self.readout_norm == "none"
-        if self.inter_loop_norm == "shared" and self.readout_norm not in ("rmsnorm", "layernorm"):
+        no_norm = not self.has_readout_norm
+        if self.inter_loop_norm == "shared" and no_norm:
             raise ValueError(
-                f"inter_loop_norm='shared' is the readout norm at every loop, but readout_norm={self.readout_norm!r}; "
-                "use 'rmsnorm' or 'layernorm', or inter_loop_norm='own'"
+                f"inter_loop_norm='shared' is the readout norm at every loop, but readout_norm={self.readout_norm!r} "
+                "has none; use 'rmsnorm', 'layernorm', 'final_only' or 'final_raw', or inter_loop_norm='own'"
             )
         if self.coda_input == "norm" and (no_norm or self.num_coda_layers == 0):
             raise ValueError(
@@ -508,14 +561,27 @@ class LoopedConfig(PreTrainedConfig):
                 f"got readout_norm={self.readout_norm!r} and num_coda_layers={self.num_coda_layers}"
             )
         if self.exit_gate == "normed" and no_norm:
-            raise ValueError("exit_gate='normed' reads the readout norm, but readout_norm='none'; use exit_gate='raw'")
-        if self.loop_loss in ("exit_weighted", "gate") and self.exit_gate == "none":
-            raise ValueError(f"loop_loss={self.loop_loss!r} needs an exit gate: set exit_gate to 'raw' or 'normed'")
-        if self.loop_loss == "gate" and self.norm_penalty:
             raise ValueError(
-                f"loop_loss='gate' trains the gate alone, so norm_penalty={self.norm_penalty} has nothing to act on; "
-                "set it to 0"
+                f"exit_gate='normed' reads the readout norm, but readout_norm={self.readout_norm!r} has none; use "
+                "exit_gate='raw'"
             )
+        if self.loop_loss in ("exit_weighted", "exit_weighted_logits", "gate") and self.exit_gate == "none":
+            raise ValueError(f"loop_loss={self.loop_loss!r} needs an exit gate: set exit_gate to 'raw' or 'normed'")
+        if self.loop_loss == "gate" and self.state_losses:
+            raise ValueError(
+                f"loop_loss='gate' trains the gate alone, so {self._shown_state_losses()} has nothing to act on; set "
+                "it to 0"
+            )
+        if not 0 <= self.readout_alpha <= 1:
+            raise ValueError(f"readout_alpha must lie in [0, 1], got {self.readout_alpha}")
+        if self.learns_alpha and self.readout_alpha in (0, 1):
+            raise ValueError(
+                f"a learned alpha is sigmoid(a) and cannot start at readout_alpha={self.readout_alpha}: start between "
+                "0 and 1, or fix it with readout_alpha_learned=False"
+            )
+
+    def _shown_state_losses(self) -> str:
+        return ", ".join(f"{name}={weight}" for name, weight in self.state_losses.items()) or "norm_penalty=0"
 
 
 __all__ = ["LoopedConfig", "LoopedConfigError"]

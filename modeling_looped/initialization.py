@@ -13,6 +13,7 @@ from transformers import initialization as init
 
 from .injection import DiagonalInjection
 from .layers import LoopDamping
+from .readouts import AlphaReadout, TaperNorm
 
 
 def truncated_normal(weight, std: float):
@@ -70,7 +71,21 @@ def zero_output(weight, role, config, width):
         normal(weight, role, config, width)
 
 
-INIT_SCHEMES = {"normal": normal, "scaled_zero": scaled_zero, "takase": takase, "zero_output": zero_output}
+def torch_default(weight, role, config, width):
+    """What nn.Embedding and nn.Linear draw by themselves: N(0, 1), and uniform within 1 / sqrt(fan_in)."""
+    if role in ("embedding", "position", "value_table"):
+        init.normal_(weight)
+    else:
+        init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+INIT_SCHEMES = {
+    "normal": normal,
+    "scaled_zero": scaled_zero,
+    "takase": takase,
+    "zero_output": zero_output,
+    "torch": torch_default,
+}
 
 
 def init_module(module: nn.Module, config) -> bool:
@@ -80,18 +95,31 @@ def init_module(module: nn.Module, config) -> bool:
         init.constant_(module.dt_bias, module.initial_dt_bias())
     elif isinstance(module, LoopDamping):
         init.constant_(module.logit, module.initial_logit)
+    elif isinstance(module, AlphaReadout):
+        init.zeros_(module.log_scale)
+        if module.logit is not None:
+            init.constant_(module.logit, module.initial_logit)
+    elif isinstance(module, TaperNorm):
+        for tensor in (module.weight, module.linear_weight, module.gate, module.scale):
+            if tensor is not None:
+                init.ones_(tensor)
     elif isinstance(module, (nn.Linear, nn.Embedding)):
-        role, width = getattr(module, "init_role", None), getattr(module, "init_width", None) or config.hidden_size
+        role, scheme = getattr(module, "init_role", None), config.init_scheme
+        width = getattr(module, "init_width", None) or config.hidden_size
         if role == "identity" and module.weight.shape[0] == module.weight.shape[1]:
             init.eye_(module.weight)
         elif role == "identity":  # into a state of another width: what comes nearest (Parcae)
             init.orthogonal_(module.weight)
-        elif role in (None, "position", "gate"):  # heads for classification, positions: the same in every scheme
+        elif role is None or (role in ("position", "gate") and scheme != "torch"):  # of all schemes but torch's own
             normal(module.weight, role, config, width)
         else:
-            INIT_SCHEMES[config.init_scheme](module.weight, role, config, width)
+            INIT_SCHEMES[scheme](module.weight, role, config, width)
         if getattr(module, "bias", None) is not None:
-            init.zeros_(module.bias)
+            if scheme == "torch" and role is not None:
+                bound = module.in_features**-0.5
+                init.uniform_(module.bias, -bound, bound)
+            else:
+                init.zeros_(module.bias)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             if not getattr(module.weight, "_is_hf_initialized", False):  # slicing loses the flag that init checks
                 with torch.no_grad():

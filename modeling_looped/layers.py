@@ -55,14 +55,6 @@ def block_norm(config, size: int | None = None) -> LoopedRMSNorm:
     return LoopedRMSNorm(config.hidden_size if size is None else size, config.rms_norm_eps, config.norm_affine)
 
 
-def readout_norm(config) -> nn.Module | None:
-    if config.readout_norm == "none":
-        return None
-    if config.readout_norm == "layernorm":
-        return nn.LayerNorm(config.hidden_size, config.rms_norm_eps, elementwise_affine=config.norm_affine)
-    return block_norm(config)
-
-
 def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
     """A linear layer that tells the init schemes what it is for, see initialization.py. width: of the stream that it
     belongs to, where that is not hidden_size."""
@@ -232,6 +224,7 @@ class LoopedBlock(GradientCheckpointingLayer):
             self.attention_output_norm = block_norm(config, sizes.hidden_size)
             self.mlp_output_norm = block_norm(config, sizes.hidden_size)
         self.dropout = nn.Dropout(config.residual_dropout)
+        self.dropout_on = config.residual_dropout_on
 
     def forward(
         self,
@@ -244,17 +237,17 @@ class LoopedBlock(GradientCheckpointingLayer):
         keys_from = self.input_layernorm(hidden_states)
         queries_from = keys_from if query_states is None else self.input_layernorm(query_states)
         branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, **kwargs)
-        hidden_states = self.join(hidden_states, branch, residual_scale, "attention_output_norm")
+        hidden_states = self.join(hidden_states, branch, residual_scale, "attention")
         branch = self.mlp(self.post_attention_layernorm(hidden_states))
-        return self.join(hidden_states, branch, residual_scale, "mlp_output_norm")
+        return self.join(hidden_states, branch, residual_scale, "mlp")
 
-    def join(self, stream, branch, scale, norm_name):
+    def join(self, stream, branch, scale, part):
         if self.arrangement == "branch_sandwich":
-            branch = getattr(self, norm_name)(branch)
-        if self.training:
+            branch = getattr(self, f"{part}_output_norm")(branch)
+        if self.training and self.dropout_on in ("both", part):
             branch = self.dropout(branch)
         stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
-        return getattr(self, norm_name)(stream) if self.arrangement == "residual_sandwich" else stream
+        return getattr(self, f"{part}_output_norm")(stream) if self.arrangement == "residual_sandwich" else stream
 
 
 class LoopDamping(nn.Module):

@@ -9,8 +9,9 @@ last_third      w = 1 / (K - floor(2K / 3)) from loop index floor(2K / 3) on
 exit_weighted   w = p_ki, the exit distribution; minus beta times its entropy (Ouro, stage I)
 gate            no CE gradient: the gate learns to continue where the last loop still helped (Ouro, stage II)
 
-and norm_penalty adds the mean of H_k^2 over loops, tokens and channels. Tokens without a label are in no sum and in no
-denominator.
+or, for exit_weighted_logits, the CE of one mixture of readouts, sum_k p_ki of what the head reads after loop k: the
+head is linear, so this is the CE of the exit-weighted logits (Ouro's released code). Losses that read states,
+losses_of_states.py, are added. Tokens without a label are in no sum and in no denominator.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from .losses_of_states import LoopStates, loss_of_states
 
 
 IGNORE_INDEX = -100
@@ -162,16 +165,19 @@ def loop_loss(
     config,
     decode: Callable,
     parameters: list[torch.Tensor] | None,  # what decode reads, see `weighted_cross_entropy`
-    readouts: list[torch.Tensor],  # what decode reads, per loop, or of the last loop alone for the terminal loss
-    states: list[torch.Tensor] | None,  # H_k, for the norm penalty
+    # what decode reads, per loop; or of the last loop alone for the terminal loss, or the mixture of all
+    readouts: list[torch.Tensor],
+    states: LoopStates | None,  # for losses that read them
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
     depths: list[int],  # per row
     labels: torch.Tensor,  # [batch, length], already shifted
     num_items_in_batch: torch.Tensor | int | None = None,
+    objective: str | None = None,  # another than the configured
     every_loop: bool = True,  # also compare the readouts that the loss does not read
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
     nan where nothing was compared, and that of every token, [loops, batch, length], 0 where there is no label."""
+    objective = config.loop_loss if objective is None else objective
     flat = labels.reshape(-1).to(readouts[0].device)
     wide = torch.promote_types(readouts[0].dtype, torch.float32)
     if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
@@ -189,19 +195,19 @@ def loop_loss(
     extra = torch.zeros((), device=flat.device, dtype=wide)
     if gates is not None:
         gates = gates.flatten(1)[:, positions]
-    if config.loop_loss == "terminal" and len(readouts) == 1:
+    if len(readouts) == 1 and objective in ("terminal", "exit_weighted_logits"):
         weights = active = labelled[None]
         mixed = False
-    elif config.loop_loss == "terminal":  # the other loops are there to be looked at
+    elif objective == "terminal":  # the other loops are there to be looked at
         weights = (loops == depth - 1) * labelled
-    elif config.loop_loss == "per_loop":
+    elif objective == "per_loop":
         weights = active / depth
-    elif config.loop_loss == "last_third":
+    elif objective == "last_third":
         first = 2 * depth // 3
         read = active * (loops >= first)
         weights = read / (depth - first)
         active, mixed = (active, mixed) if every_loop else (read, True)
-    elif config.loop_loss == "exit_weighted":
+    elif objective == "exit_weighted":
         log_p = exit_log_probabilities(gates, depth - 1)
         probability = log_p.exp() * labelled
         weights = probability.to(wide)
@@ -210,15 +216,15 @@ def loop_loss(
     else:  # gate
         weights = torch.zeros_like(active)
 
-    cross_entropy_trains = torch.is_grad_enabled() and config.loop_loss != "gate"
+    cross_entropy_trains = torch.is_grad_enabled() and objective != "gate"
     with torch.set_grad_enabled(cross_entropy_trains):
         total, losses = weighted_cross_entropy(
             decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size
         )
-    if config.loop_loss == "gate":
+    if objective == "gate":
         extra = extra + gate_loss(gates, losses, active, depth)
-    if config.norm_penalty:
-        extra = extra + config.norm_penalty * squared_norm(states, positions, depth, labelled)
+    if states is not None and config.state_losses:
+        extra = extra + loss_of_states(config, states, positions, depth, labelled)
     with torch.no_grad():
         losses = losses * (active > 0)
         means = losses.sum(1) / (active > 0).sum(1)
@@ -237,12 +243,3 @@ def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, d
     gates = at_least_fp32(gates)[1:]
     entropy = -(proceed * F.logsigmoid(-gates) + (1 - proceed) * F.logsigmoid(gates))
     return (entropy * active[1:] / (depth - 1).clamp(min=1)).sum()
-
-
-def squared_norm(states: list[torch.Tensor], positions, depth, labelled) -> torch.Tensor:
-    """K^-1 sum_k mean_channels(H_k^2), summed over labelled tokens."""
-    total = torch.zeros((), device=positions.device, dtype=torch.promote_types(states[0].dtype, torch.float32))
-    for loop, state in enumerate(states):
-        square = at_least_fp32(state).square().mean(-1).flatten()[positions]
-        total = total + (square * (loop < depth) * labelled / depth).sum()
-    return total

@@ -32,7 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache import CacheView, view_for_pass
 from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
-from .configuration_looped import LoopedConfig
+from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .depth import DepthPlan, plan_depths
 from .exit_watch import ExitWatch
@@ -45,11 +45,11 @@ from .layers import (
     LoopedRotaryEmbedding,
     block_norm,
     linear,
-    readout_norm,
     rotary_tables,
 )
 from .loading import StrictLoadingMixin
 from .outputs import LoopedModelOutputWithPast
+from .readouts import AlphaReadout, has_reached, readout_norm
 from .recording import unrecorded
 from .slots import coda_slot, core_slot, prelude_slot, structural_layer_types
 
@@ -121,6 +121,7 @@ class LoopedModel(LoopedPreTrainedModel):
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
         self.norm = readout_norm(config)
+        self.alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -215,6 +216,7 @@ class LoopedModel(LoopedPreTrainedModel):
             past_key_values=past_key_values,
             loop_hidden_states=loop_hidden_states,
             loop_readout_states=loop_readout_states,
+            first_state=plan.unsort(state) if output_loop_hidden_states else None,
         )
 
     def embed(self, inputs_embeds, position_ids):
@@ -293,20 +295,17 @@ class LoopedModel(LoopedPreTrainedModel):
         return state
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
-        """The readout norm at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length].
-        "final_only" is raw below the trained depth."""
-        if self.norm is None:
-            return x
-        if self.config.readout_norm == "final_only":
-            if torch.is_tensor(depth):
-                return torch.where((depth >= self.config.num_loops).unsqueeze(-1), self.norm(x), x)
-            depths = [depth] if isinstance(depth, int) else depth
-            normed = [d >= self.config.num_loops for d in depths]
-            if not any(normed):
-                return x
-            if not all(normed):
-                return torch.where(torch.tensor(normed, device=x.device)[:, None, None], self.norm(x), x)
-        return self.norm(x)
+        """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""
+        below, from_there_on = READOUTS[self.config.readout_norm]
+        reached = below == from_there_on or has_reached(self.config.num_loops, depth, x.device)
+        if isinstance(reached, bool):
+            return self._read(from_there_on if reached else below, x, depth)
+        return torch.where(reached, self._read(from_there_on, x, depth), self._read(below, x, depth))
+
+    def _read(self, kind: str, x, depth):
+        if kind == "alpha":
+            return self.alpha_readout(x, depth)
+        return x if kind == "raw" else self.norm(x)
 
     def initial_state(self, embedded, given: torch.Tensor | None):
         if given is not None:

@@ -17,18 +17,21 @@ class LoopedModelOutputWithPast(BaseModelOutputWithPast):
     """
     loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops keeps its last.
     loop_readout_states: what the readout norm reads at every loop: H_k, or what the coda makes of it.
+    first_state: h_0, with loop_hidden_states.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
     loop_readout_states: tuple[torch.Tensor, ...] | None = None
+    first_state: torch.Tensor | None = None
 
 
 @dataclass
 class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     """
-    loop_hidden_states: as in LoopedModelOutputWithPast.
+    loop_hidden_states, loop_readout_states: as in LoopedModelOutputWithPast.
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
     exit_probabilities: p(exit at loop k), [batch, length, loops].
+    exit_logits: sum_k p_k logits_k, [batch, length, vocabulary]; a softcap acts on the sum.
     loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients; nan after others.
     loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
         label.
@@ -36,8 +39,10 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
+    loop_readout_states: tuple[torch.Tensor, ...] | None = None
     loop_logits: tuple[torch.Tensor, ...] | None = None
     exit_probabilities: torch.Tensor | None = None
+    exit_logits: torch.Tensor | None = None
     loop_losses: torch.Tensor | None = None
     loop_token_losses: torch.Tensor | None = None
     token_loops: torch.LongTensor | None = None

@@ -55,7 +55,23 @@ _READOUT = {
     "tie_word_embeddings": True,
     "attention_dropout": 0.1,
     "residual_dropout": 0.1,
+    "residual_dropout_on": "mlp",
     "embedding_dropout": 0.1,
+}
+
+_OURO = {
+    "vocab_size": 49152,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_core_layers": 24,
+    "num_loops": 4,
+    "max_position_embeddings": 4096,
+    "block_norm": "branch_sandwich",
+    "inter_loop_norm": "shared",
+    "exit_gate": "normed",
+    "loop_loss": "exit_weighted",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
 PRESETS = {
@@ -114,20 +130,7 @@ PRESETS = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
         "init_scheme": "scaled_zero",
     },
-    "ouro": {
-        "vocab_size": 49152,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_attention_heads": 16,
-        "num_core_layers": 24,
-        "num_loops": 4,
-        "max_position_embeddings": 4096,
-        "block_norm": "branch_sandwich",
-        "inter_loop_norm": "shared",
-        "exit_gate": "normed",
-        "loop_loss": "exit_weighted",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
+    "ouro": _OURO,
     # residual scaling: Llama blocks, d 768, the whole stack looped
     "residual_scaling": {
         "vocab_size": 128256,
@@ -150,6 +153,9 @@ PRESETS = {
     "readout_exit_weighted": {**_READOUT, "loop_loss": "exit_weighted", "exit_gate": "raw"},
     "readout_damping": {**_READOUT, "loop_damping": True},
     "readout_inter_loop_norm": {**_READOUT, "inter_loop_norm": "own"},
+    # appendix B: Ouro's shape, and its loss as its released code computes it; with and without the last readout's norm
+    "readout_1b4": {**_OURO, "loop_loss": "exit_weighted_logits"},
+    "readout_1b4_raw": {**_OURO, "loop_loss": "exit_weighted_logits", "readout_norm": "final_raw"},
 }
 
 

@@ -105,6 +105,7 @@ def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: 
         or model_config.loop_loss == "gate"
         or (between_loops and shallow)
         or (model_config.readout_norm == "final_only" and sampled_depth)
+        or model_config.readout_norm in ("final_raw", "final_alpha")  # the norm where no loop before the last reads it
     )
 
 

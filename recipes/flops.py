@@ -41,7 +41,7 @@ def sizes(config) -> Sizes:
         outer=count(trunk.prelude) + count(trunk.prelude_norm),
         core=count(trunk.core) + count(trunk.injection),
         coda=count(trunk.coda) + count(trunk.coda_proj),
-        head=count(trunk.norm) + model.lm_head.weight.numel() + count(model.exit_gate),
+        head=count(trunk.norm) + count(trunk.alpha_readout) + model.lm_head.weight.numel() + count(model.exit_gate),
         without_embedding=total if config.tie_word_embeddings else total - embedding,
     )
 
@@ -62,10 +62,11 @@ def training_flops_per_token(
     depth = config.num_loops if depth is None else depth
     with_gradient = depth if backprop_loops is None else min(backprop_loops, depth)
     readouts = 1 if config.loop_loss == "terminal" else depth
+    heads = 1 if config.loop_loss == "exit_weighted_logits" else readouts
     once = 6 * n.outer + 3 * attention_flops(config, "prelude", length)
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
-    reading = 6 * (n.coda + n.head) + 3 * attention_flops(config, "coda", length)
-    return once + loops + readouts * reading
+    coda = 6 * n.coda + 3 * attention_flops(config, "coda", length)
+    return once + loops + readouts * coda + heads * 6 * n.head
 
 
 def effective_parameters(config, depth: float | None = None) -> float:

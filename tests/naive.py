@@ -176,7 +176,36 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
 def readout_norm(config, weights: dict, x):
     if config.readout_norm == "layernorm":
         return layer_norm(config, weights, "model.norm", x)
-    return norm(config, weights, "model.norm", x)
+    normed = norm(config, weights, "model.norm", x)
+    if config.readout_norm == "taper":
+        gate, linear = weights["model.norm.gate"], weights["model.norm.scale"] * x
+        if config.norm_affine:
+            linear = linear * weights["model.norm.linear_weight"]
+        return gate * normed + (1 - gate) * linear
+    return normed
+
+
+def alpha_readout(config, weights: dict, x, depth: int):
+    """The direction of x at the scale s_ref^(1 - alpha) s^alpha."""
+    loop = min(depth, config.num_readout_alphas) - 1
+    alpha = config.readout_alpha
+    if config.readout_alpha_learned:
+        alpha = 1 / (1 + torch.exp(-weights["model.alpha_readout.logit"][loop]))
+    scale, reference = (
+        x.pow(2).mean(-1, keepdim=True).sqrt(),
+        torch.exp(weights["model.alpha_readout.log_scale"][loop]),
+    )
+    return reference ** (1 - alpha) * scale**alpha * x / scale
+
+
+def read(config, weights: dict, x, depth: int):
+    """What the head reads at loop `depth`."""
+    kind, trained = config.readout_norm, depth >= config.num_loops
+    if kind == "none" or (kind == "final_only" and not trained) or (kind == "final_raw" and trained):
+        return x
+    if kind == "alpha" or (kind == "final_alpha" and trained):
+        return alpha_readout(config, weights, x, depth)
+    return readout_norm(config, weights, x)
 
 
 def between_loops(config, weights: dict, state):
@@ -199,10 +228,7 @@ def logits_of(config, weights: dict, state, depth: int, ids):
     for layer in range(config.num_coda_layers):
         unique = config.num_prelude_layers + config.num_core_layers + layer
         x = block(config, weights, f"model.coda.{layer}", unique, x, residual_factor(config, 1), ids)
-    raw = config.readout_norm == "none" or (config.readout_norm == "final_only" and depth < config.num_loops)
-    if not raw:
-        x = readout_norm(config, weights, x)
-    logits = linear(weights, "lm_head", x)
+    logits = linear(weights, "lm_head", read(config, weights, x, depth))
     cap = config.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -94,7 +94,8 @@ class NaiveDecoder:
             for token in self.fresh:
                 token.pop(f"coda {i}", None)
             x = self.block(block, f"coda {i}", config.num_prelude_layers + config.num_core_layers + i, x, loop=0)
-        is_raw = config.readout_norm == "final_only" and depth < config.num_loops
+        is_deep = depth >= config.num_loops
+        is_raw = {"final_only": not is_deep, "final_raw": is_deep}.get(config.readout_norm, False)
         return self.model.lm_head(x if is_raw else trunk.norm(x))
 
     def block(self, block, name: str, layer: int, x, loop: int):

@@ -52,18 +52,23 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     choose("loop_damping", False, True)
 
     # readouts and losses
-    readout = choose("readout_norm", "rmsnorm", "layernorm", "none", "final_only")
-    choose("inter_loop_norm", "none", "own", *(("shared",) if readout in ("rmsnorm", "layernorm") else ()))
-    takes_norm = readout != "none" and fields["num_coda_layers"] > 0
+    normed = ("rmsnorm", "layernorm", "final_only", "final_raw", "final_alpha", "taper")
+    readout = choose("readout_norm", *normed, "none", "alpha")
+    choose("num_readout_alphas", 1, 2)
+    choose("readout_alpha_learned", True, False)
+    choose("inter_loop_norm", "none", "own", *(("shared",) if readout in normed else ()))
+    takes_norm = readout in normed and fields["num_coda_layers"] > 0
     choose("coda_input", "none", "linear", *(("norm",) if takes_norm else ()))
     if fields["residual_depth"] == "trained":
-        gate = choose("exit_gate", "none", "raw", *(("normed",) if readout != "none" else ()))
-        losses = ("terminal", "per_loop", "last_third", *(("exit_weighted", "gate") if gate != "none" else ()))
-        loss = choose("loop_loss", *losses)
-        choose("norm_penalty", 0.0, *((0.01,) if loss != "gate" else ()))
+        gate = choose("exit_gate", "none", "raw", *(("normed",) if readout in normed else ()))
+        of_gates = ("exit_weighted", "exit_weighted_logits", "gate")
+        loss = choose("loop_loss", "terminal", "per_loop", "last_third", *(of_gates if gate != "none" else ()))
+        for penalty in ("norm_penalty", "scale_anchor", "latent_loss", "latent_anchor"):
+            choose(penalty, 0.0, *((0.01,) if loss != "gate" else ()))
     choose("logit_softcap", None, 15.0)
     own_width = injection in ("concat", "diagonal") and state_init != "embedding" and fields["coda_input"] == "linear"
-    if own_width and fields["inter_loop_norm"] != "shared" and fields.get("exit_gate") != "normed":
+    reads_width = fields["inter_loop_norm"] == "shared" or fields.get("exit_gate") == "normed"
+    if own_width and not (reads_width or fields.get("latent_loss") or fields.get("latent_anchor")):
         choose("core_hidden_size", None, 20)
         choose("core_intermediate_size", None, 30)
         choose("core_num_attention_heads", None, heads // 2 * (heads // fields["num_key_value_heads"]))
@@ -84,7 +89,7 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     # embeddings and initial weights
     choose("embedding_scale", 1.0, 4.0)
     choose("tie_word_embeddings", False, True)
-    choose("init_scheme", "normal", "scaled_zero", "takase", "zero_output")
+    choose("init_scheme", "normal", "scaled_zero", "takase", "zero_output", "torch")
     return LoopedConfig(**fields)
 
 

@@ -100,12 +100,20 @@ AXES = {
         {"readout_norm": "none"},
         {"readout_norm": "final_only"},
         {"readout_norm": "final_only", **NO_CODA},
+        {"readout_norm": "final_raw", **NO_CODA},
+        {"readout_norm": "alpha", "num_readout_alphas": 2, **NO_CODA},
+        {"readout_norm": "alpha", "readout_alpha": 0.3, "readout_alpha_learned": False, "num_readout_alphas": 3},
+        {"readout_norm": "final_alpha", "readout_alpha": 0.3},
+        {"readout_norm": "taper"},
+        {"readout_norm": "taper", "norm_affine": False, **NO_CODA},
     ],
     "inter_loop_norm": [
         {"inter_loop_norm": "none"},
         {"inter_loop_norm": "own"},
         {"inter_loop_norm": "shared"},
         {"inter_loop_norm": "shared", "readout_norm": "layernorm"},
+        {"inter_loop_norm": "shared", "readout_norm": "final_only"},
+        {"inter_loop_norm": "shared", "readout_norm": "final_raw", **NO_CODA},
         {"inter_loop_norm": "own", "injection": "attention_all"},
     ],
     "loop_damping": [
@@ -119,6 +127,7 @@ AXES = {
         {"coda_input": "norm"},
         {"coda_input": "norm", "readout_norm": "final_only"},
         {"coda_input": "norm", "readout_norm": "layernorm"},
+        {"coda_input": "norm", "readout_norm": "final_raw"},
         {"coda_input": "linear"},
         {"coda_input": "linear", **NO_CODA},
     ],
@@ -128,6 +137,8 @@ AXES = {
         {"exit_gate": "normed"},
         {"exit_gate": "normed", "inter_loop_norm": "shared", **NO_CODA},
         {"exit_gate": "normed", "readout_norm": "final_only"},
+        {"exit_gate": "normed", "readout_norm": "final_raw", "inter_loop_norm": "shared", **NO_CODA},
+        {"exit_gate": "normed", "readout_norm": "taper", "inter_loop_norm": "shared"},
     ],
     "residual_scaling": [
         {"residual_scaling": rule, "residual_depth": depth, "residual_scale": 1.3, "residual_reference_layers": 3}
@@ -277,6 +288,9 @@ def case(name: str) -> Case:
     model = shake(LoopedForCausalLM(config).double(), std=0.3).eval()
     if config.position_embedding == "rope":
         model.model.rotary_emb = DoubleRotary(config)
+    if config.readout_norm == "taper":
+        model.model.norm.gate.fill_(0.6)
+        model.model.norm.scale.fill_(1.7)
     weights = {key: value.clone().requires_grad_() for key, value in model.state_dict().items()}
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

@@ -25,6 +25,19 @@ LOSSES = {
     "last_third_penalty": {"loop_loss": "last_third", "norm_penalty": 0.03},
     "exit_weighted_raw": {"loop_loss": "exit_weighted", "exit_gate": "raw", "exit_entropy_weight": 0.2},
     "exit_weighted_normed": {"loop_loss": "exit_weighted", "exit_gate": "normed", "norm_penalty": 0.03},
+    "exit_weighted_logits_raw": {"loop_loss": "exit_weighted_logits", "exit_gate": "raw"},
+    "exit_weighted_logits_normed": {"loop_loss": "exit_weighted_logits", "exit_gate": "normed", "norm_penalty": 0.03},
+    "terminal_anchor": {"scale_anchor": 0.3, "scale_anchor_target": 1.7},
+    "per_loop_latent": {"loop_loss": "per_loop", "latent_loss": 0.4},
+    "terminal_latent_anchor": {"latent_anchor": 0.4, "embedding_scale": 1.5},
+    "exit_weighted_all": {
+        "loop_loss": "exit_weighted",
+        "exit_gate": "raw",
+        "norm_penalty": 0.03,
+        "scale_anchor": 0.3,
+        "latent_loss": 0.2,
+        "latent_anchor": 0.1,
+    },
     "gate_raw": {"loop_loss": "gate", "exit_gate": "raw"},
     "gate_normed": {"loop_loss": "gate", "exit_gate": "normed"},
 }
@@ -33,6 +46,10 @@ READOUTS = {
     "layernorm": {"readout_norm": "layernorm"},
     "raw": {"readout_norm": "none"},
     "final_only": {"readout_norm": "final_only"},
+    "final_raw": {"readout_norm": "final_raw", "inter_loop_norm": "shared"},
+    "alpha": {"readout_norm": "alpha", "num_readout_alphas": 2},
+    "final_alpha": {"readout_norm": "final_alpha", "readout_alpha": 0.3, "readout_alpha_learned": False},
+    "taper": {"readout_norm": "taper"},
     "softcap": {"logit_softcap": 2.0},
     "tied": {"tie_word_embeddings": True},
     "shared_norm": {"inter_loop_norm": "shared"},
@@ -49,6 +66,8 @@ RUNS = {
     "truncated": {"backprop_loops": 2},
     "truncated_depth_of_each_row": {"num_loops": [1, 4, 2], "backprop_loops": 2},
 }
+OTHER_READOUTS = ("final_raw", "alpha", "final_alpha", "taper")  # one function, which all losses call
+OF_STATES = ("terminal_anchor", "per_loop_latent", "terminal_latent_anchor")  # nothing of a readout is in these
 PENALISED = [loss for loss in LOSSES if loss not in ("terminal", "per_loop", "last_third")]  # they contain those
 IGNORE = -100
 
@@ -62,6 +81,8 @@ def rms_norm(norm, x):
 
 def readout_norm(model, x):
     norm = model.model.norm
+    if model.config.readout_norm == "taper":
+        return norm.gate * rms_norm(norm, x) + (1 - norm.gate) * norm.scale * norm.linear_weight * x
     if model.config.readout_norm != "layernorm":
         return rms_norm(norm, x)
     centred = x - x.mean(-1, keepdim=True)
@@ -71,7 +92,7 @@ def readout_norm(model, x):
 def states_of_row(model, ids, depth, backprop_loops):
     """H_1..H_depth of one row, [1, length, hidden] each, and what runs a section of blocks."""
     trunk = model.model
-    x = trunk.embed_tokens(ids[None])
+    x = trunk.embed_tokens(ids[None]) * model.config.embedding_scale
     positions = rotary_tables(*trunk.rotary_emb(x, position_ids=torch.arange(len(ids))[None]))
 
     def run(blocks, x):
@@ -79,7 +100,8 @@ def states_of_row(model, ids, depth, backprop_loops):
             x = block(x, slot=0, position_embeddings=positions)
         return x
 
-    x, states = run(trunk.prelude, x), []
+    first, states = run(trunk.prelude, x), []
+    x = first
     for loop in range(depth):
         if backprop_loops is not None and loop < depth - backprop_loops:
             with torch.no_grad():
@@ -89,20 +111,55 @@ def states_of_row(model, ids, depth, backprop_loops):
         x = readout_norm(model, states[-1]) if model.config.inter_loop_norm == "shared" else states[-1]
         if backprop_loops is not None and loop + 1 <= depth - backprop_loops:
             x = x.detach()
-    return states, run
+    return states, run, first
 
 
-def logits_of_state(model, state, depth, run):
+def read(model, x, depth):
+    """What the head reads at loop `depth`."""
+    kind, trained = model.config.readout_norm, depth >= model.config.num_loops
+    if kind == "none" or (kind == "final_only" and not trained) or (kind == "final_raw" and trained):
+        return x
+    if kind == "alpha" or (kind == "final_alpha" and trained):
+        part, scale = model.model.alpha_readout, x.square().mean(-1, keepdim=True).sqrt()
+        loop = min(depth, model.config.num_readout_alphas) - 1
+        alpha = model.config.readout_alpha if part.logit is None else torch.sigmoid(part.logit[loop])
+        return part.log_scale[loop].exp() ** (1 - alpha) * scale**alpha * x / scale
+    return readout_norm(model, x)
+
+
+def logits_of_state(model, state, depth, run, softcapped=True):
     config, x = model.config, state
     if config.coda_input == "norm":
         x = readout_norm(model, x)
     elif config.coda_input == "linear":
         x = x @ model.model.coda_proj.weight.T
-    x = run(model.model.coda, x)
-    if not (config.readout_norm == "none" or (config.readout_norm == "final_only" and depth < config.num_loops)):
-        x = readout_norm(model, x)
+    x = read(model, run(model.model.coda, x), depth)
     logits = (x @ model.lm_head.weight.T)[0]
+    return softcap(config, logits) if softcapped else logits
+
+
+def softcap(config, logits):
     return logits if config.logit_softcap is None else config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+
+
+def cross_entropies(logits, targets):
+    return logits.exp().sum(-1).log() - logits[torch.arange(len(targets)), targets]
+
+
+def losses_of_states(model, first, states, targets, keep):
+    """Sum over the labelled positions of one row."""
+    config, depth, total = model.config, len(states), 0.0
+    states = [state[0][keep] for state in states]
+    mean_square = sum(state.square().mean(-1) for state in states) / depth
+    total = config.norm_penalty * mean_square.sum()
+    rms = mean_square.mean().sqrt()
+    total = total + config.scale_anchor * len(mean_square) * (rms - config.scale_anchor_target) ** 2
+    goal = (config.embedding_scale * model.model.embed_tokens.weight[targets[keep]]).detach()
+    steps = zip([first[0][keep], *states], states)
+    for k, (before, after) in enumerate(steps):
+        step = (goal - before.detach()) / (depth - k)
+        total = total + config.latent_loss * (after - before - step).square().mean(-1).sum() / depth
+    return total + config.latent_anchor * (states[-1] - goal).square().mean(-1).sum()
 
 
 def stop_and_stay(model, state):
@@ -125,13 +182,18 @@ def exit_distribution(model, states):
     return [*probabilities, left * torch.ones(states[0].shape[1], dtype=states[0].dtype)]
 
 
+def exit_weighted_logits(model, states, run):
+    """sum_k p_k logits_k, [length, vocabulary]; a softcap acts on the sum."""
+    logits = [logits_of_state(model, state, k, run, softcapped=False) for k, state in enumerate(states, start=1)]
+    return softcap(model.config, sum(p[:, None] * z for p, z in zip(exit_distribution(model, states), logits)))
+
+
 def reference_row(model, ids, targets, depth, backprop_loops=None):
     """Sum of the loss over the labelled positions of one row; and the cross-entropies, [loops, labelled positions]."""
     config, keep = model.config, targets != IGNORE
-    states, run = states_of_row(model, ids, depth, backprop_loops)
+    states, run, first = states_of_row(model, ids, depth, backprop_loops)
     logits = [logits_of_state(model, state, k, run)[keep] for k, state in enumerate(states, start=1)]
-    picked = torch.arange(int(keep.sum())), targets[keep]
-    ce = [z.exp().sum(-1).log() - z[picked] for z in logits]
+    ce = [cross_entropies(z, targets[keep]) for z in logits]
 
     if config.loop_loss == "terminal":
         total = ce[-1].sum()
@@ -145,6 +207,8 @@ def reference_row(model, ids, targets, depth, backprop_loops=None):
         total = sum(
             (p[k] * ce[k]).sum() + config.exit_entropy_weight * (p[k] * p[k].log()).sum() for k in range(depth)
         )
+    elif config.loop_loss == "exit_weighted_logits":
+        total = cross_entropies(exit_weighted_logits(model, states, run)[keep], targets[keep]).sum()
     else:
         total = 0.0 * ce[-1].detach().sum()
         for k in range(1, depth):
@@ -152,9 +216,7 @@ def reference_row(model, ids, targets, depth, backprop_loops=None):
             go_on = 1 / (1 + torch.exp(-50 * (helped - 0.005)))
             stop, stay = (p[keep] for p in stop_and_stay(model, states[k]))
             total = total - (go_on * stay.log() + (1 - go_on) * stop.log()).sum() / (depth - 1)
-    if config.norm_penalty:
-        total = total + config.norm_penalty * sum(s[0][keep].square().mean(-1).sum() for s in states) / depth
-    return total, torch.stack(ce).detach()
+    return total + losses_of_states(model, first, states, targets, keep), torch.stack(ce).detach()
 
 
 def reference_loss(model, ids, labels, num_loops=None, backprop_loops=None, items=None):
@@ -199,13 +261,24 @@ def assert_same(model, found, wanted, rtol=1e-9, atol=1e-11):
 # The formulas
 
 
-@pytest.mark.parametrize("readout", READOUTS)
-@pytest.mark.parametrize("loss", PENALISED)
+@pytest.mark.parametrize(
+    ("loss", "readout"),
+    [
+        (loss, readout)
+        for loss in PENALISED
+        for readout in READOUTS
+        if readout not in OTHER_READOUTS or loss in ("per_loop_penalty", "exit_weighted_logits_normed", "gate_raw")
+        if loss not in OF_STATES or readout in ("rmsnorm", "coda")
+    ],
+)
 def test_value_and_gradients_follow_the_formula(loss, readout):
     fields = {**LOSSES[loss], **READOUTS[readout]}
-    if fields.get("exit_gate") == "normed" and readout == "raw":
+    if fields.get("exit_gate") == "normed" and readout in ("raw", "alpha"):
         fields["exit_gate"] = "raw"  # there is no norm to read
     model = float64_model(**fields)
+    if readout == "taper":
+        model.model.norm.gate.fill_(0.6)
+        model.model.norm.scale.fill_(1.7)
     ids, labels = batch()
     assert_same(model, model(ids, labels=labels, output_logits=False).loss, reference_loss(model, ids, labels))
 
@@ -379,7 +452,7 @@ def test_exit_probabilities_of_a_model_follow_the_formula():
     ids = random_ids(2, 5)
     found = model(ids, num_loops=[4, 2], output_exit_probabilities=True).exit_probabilities
     for row, depth in enumerate([4, 2]):
-        states, _ = states_of_row(model, ids[row], depth, None)
+        states, _, _ = states_of_row(model, ids[row], depth, None)
         wanted = exit_distribution(model, states) + [torch.zeros(5, dtype=torch.float64)] * (4 - depth)
         torch.testing.assert_close(found[row], torch.stack(wanted, dim=-1))
 
@@ -555,3 +628,86 @@ def test_the_measure_of_memory_sees_all_loops():
         ce = [torch.nn.functional.cross_entropy(z[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for z in logits]
         (sum(ce) / 4).backward()
     assert live.peak > 2 * terminal.peak
+
+
+# The loss of exit-weighted logits
+
+
+@pytest.mark.parametrize("num_loops", [3, 1, [1, 4, 2]])
+def test_exit_weighted_logits_are_the_mean_of_the_logits_under_the_exit_distribution(num_loops):
+    fields = {"loop_loss": "exit_weighted_logits", "exit_gate": "normed", "readout_norm": "final_raw"}
+    model = float64_model(**fields, num_coda_layers=1)
+    ids, labels = batch()
+    outputs = model(
+        ids,
+        labels=labels,
+        num_loops=num_loops,
+        output_exit_logits=True,
+        output_exit_probabilities=True,
+        output_loop_logits=True,
+        output_loop_losses=True,
+    )
+    wanted = sum(p[..., None] * z for p, z in zip(outputs.exit_probabilities.unbind(-1), outputs.loop_logits))
+    torch.testing.assert_close(outputs.exit_logits, wanted)
+    targets = labels[:, 1:].flatten()
+    loss = torch.nn.functional.cross_entropy(wanted[:, :-1].flatten(0, 1), targets, ignore_index=IGNORE)
+    torch.testing.assert_close(outputs.loss, loss)
+    deepest = torch.nn.functional.cross_entropy(
+        outputs.loop_logits[0][:, :-1].flatten(0, 1), targets, ignore_index=IGNORE
+    )
+    torch.testing.assert_close(outputs.loop_losses[0], deepest)
+    kept = model(ids, num_loops=num_loops, output_exit_logits=True, logits_to_keep=2)
+    assert kept.loop_logits is None and kept.exit_probabilities is None
+    torch.testing.assert_close(kept.exit_logits, wanted[:, -2:])
+
+
+def test_exit_weighted_logits_take_the_head_once_and_in_chunks(monkeypatch):
+    """Never the logits of all loops, nor of all tokens."""
+    model = float64_model(loop_loss="exit_weighted_logits", exit_gate="raw", num_loops=5)
+    ids, labels = batch()
+    whole = gradients(model, model(ids, labels=labels, output_logits=False).loss)
+    rows = []
+    model.lm_head.forward = lambda x, forward=model.lm_head.forward: rows.append(len(x)) or forward(x)
+    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 4 * model.config.vocab_size)
+    chunked = gradients(model, model(ids, labels=labels, output_logits=False).loss)
+    assert max(rows) == 4 and sum(rows) == int((labels[:, 1:] != IGNORE).sum())
+    for name in whole:
+        torch.testing.assert_close(chunked[name], whole[name], rtol=1e-10, atol=1e-12)
+
+
+def test_exit_weighted_logits_need_a_gate():
+    with pytest.raises(ValueError, match="output_exit_logits needs an exit gate"):
+        tiny_model()(random_ids(1, 4), output_exit_logits=True)
+
+
+# Losses of states
+
+
+def test_a_scale_anchor_holds_each_row_at_its_target():
+    """At the target there is no loss, and rows do not make up for each other."""
+    model = float64_model(scale_anchor=1.0, num_loops=1)
+    ids = random_ids(2, 6)
+    states = model(ids, output_loop_hidden_states=True).loop_hidden_states[0][:, :-1]
+    squares = states.square().mean((1, 2))
+    plain = float64_model(num_loops=1)(ids, labels=ids, output_logits=False).loss
+    for target in (squares.mean().sqrt().item(), squares[0].sqrt().item()):
+        model.config.scale_anchor_target = target
+        found = model(ids, labels=ids, output_logits=False).loss - plain
+        torch.testing.assert_close(found, (squares.sqrt() - target).square().mean())
+        assert found > 1e-6
+
+
+def test_a_latent_loss_is_zero_for_states_that_walk_straight_to_the_next_embedding():
+    """Blocks whose output is the whole way to the target in equal shares."""
+    model = float64_model(latent_loss=1.0, latent_anchor=1.0, num_loops=4, num_core_layers=1)
+    ids = random_ids(2, 6)
+    embeddings = model.model.embed_tokens.weight
+    goal = embeddings[torch.cat([ids[:, 1:], ids[:, :1]], dim=1)]
+    step = (goal - embeddings[ids]) / 4
+    model.model.core[0].forward = lambda x, *args, **kwargs: x + step
+    walking = model(ids, labels=ids, output_logits=False).loss
+    model.config.latent_loss = model.config.latent_anchor = 0.0
+    torch.testing.assert_close(walking, model(ids, labels=ids, output_logits=False).loss)
+    model.config.latent_loss = 1.0
+    step = step * 1.1
+    assert model(ids, labels=ids, output_logits=False).loss > walking + 1e-4

@@ -124,9 +124,9 @@ REFUSED = {
         {"inter_loop_norm": "shared", "readout_norm": "none"},
         ["inter_loop_norm='shared'", "readout_norm='none'", "own"],
     ),
-    "shared final norm": (
-        {"inter_loop_norm": "shared", "readout_norm": "final_only"},
-        ["inter_loop_norm='shared'", "readout_norm='final_only'", "own"],
+    "shared alpha": (
+        {"inter_loop_norm": "shared", "readout_norm": "alpha"},
+        ["inter_loop_norm='shared'", "readout_norm='alpha'", "final_only", "own"],
     ),
     "coda of raw norm": (
         {"coda_input": "norm", "readout_norm": "none", "num_coda_layers": 1},
@@ -137,11 +137,34 @@ REFUSED = {
         {"exit_gate": "normed", "readout_norm": "none"},
         ["exit_gate='normed'", "readout_norm='none'", "raw"],
     ),
+    "gate of alpha": (
+        {"exit_gate": "normed", "readout_norm": "alpha"},
+        ["exit_gate='normed'", "readout_norm='alpha'", "raw"],
+    ),
+    "alpha beyond raw": ({"readout_alpha": 1.5}, ["readout_alpha", "[0, 1]", "1.5"]),
+    "learned alpha at its end": (
+        {"readout_norm": "final_alpha", "readout_alpha": 1},
+        ["readout_alpha=1", "sigmoid", "readout_alpha_learned=False"],
+    ),
+    "no alphas": ({"num_readout_alphas": 0}, ["num_readout_alphas", "at least 1", "0"]),
+    "negative anchor": ({"scale_anchor": -1.0}, ["scale_anchor", "not negative", "-1.0"]),
+    "mixed logits, no gate": (
+        {"loop_loss": "exit_weighted_logits"},
+        ["loop_loss='exit_weighted_logits'", "exit_gate", "normed"],
+    ),
     "exit loss, no gate": ({"loop_loss": "exit_weighted"}, ["loop_loss='exit_weighted'", "exit_gate", "normed"]),
     "gate loss, no gate": ({"loop_loss": "gate"}, ["loop_loss='gate'", "exit_gate", "normed"]),
     "gate loss, penalty": (
         {"loop_loss": "gate", "exit_gate": "raw", "norm_penalty": 0.1},
         ["loop_loss='gate'", "norm_penalty=0.1", "0"],
+    ),
+    "gate loss, latent": (
+        {"loop_loss": "gate", "exit_gate": "raw", "latent_loss": 0.1, "scale_anchor": 2.0},
+        ["loop_loss='gate'", "latent_loss=0.1", "scale_anchor=2.0"],
+    ),
+    "run depth, anchor": (
+        {"residual_depth": "run", "scale_anchor": 0.5},
+        ["residual_depth='run'", "scale_anchor=0.5", "trained"],
     ),
 }
 
@@ -160,6 +183,18 @@ ACCEPTED = {
     "exit loss on a raw readout": {"exit_gate": "raw", "loop_loss": "exit_weighted", "readout_norm": "none"},
     "penalty on a raw readout": {"norm_penalty": 0.01, "readout_norm": "none"},
     "final-only norm before the coda": {"coda_input": "norm", "readout_norm": "final_only", "num_coda_layers": 1},
+    "final-only norm between loops": {"inter_loop_norm": "shared", "readout_norm": "final_only"},
+    "norm between loops, raw at the last": {
+        "inter_loop_norm": "shared",
+        "readout_norm": "final_raw",
+        "exit_gate": "normed",
+        "loop_loss": "exit_weighted_logits",
+    },
+    "raw at the last, nothing else normed": {"readout_norm": "final_raw"},
+    "fixed alpha at its end": {"readout_norm": "alpha", "readout_alpha": 1, "readout_alpha_learned": False},
+    "alpha that does not apply": {"readout_alpha": 1, "num_readout_alphas": 5},
+    "tapered norm between loops": {"inter_loop_norm": "shared", "readout_norm": "taper", "norm_affine": False},
+    "losses of states together": {"scale_anchor": 1, "latent_loss": 0.1, "latent_anchor": 0.1, "norm_penalty": 0.1},
     "linear readout without a coda": {"coda_input": "linear"},
     "run depth with an injection": {"residual_depth": "run", "residual_scaling": "linear", "injection": "add"},
     "noise and windows": {"injection": "concat", "state_init": "normal", "window_pattern": "SSL", "sliding_window": 3},

@@ -1,0 +1,74 @@
+"""Losses that read states instead of logits, so that they see the scale which a normed readout hides.
+
+Each is a sum over labelled tokens, of a row of depth K, and is added to the loss over logits with its weight:
+
+norm_penalty    mean over loops and channels of H_k^2
+scale_anchor    (s - target)^2, s the RMS of all states of the token's row: loops, labelled tokens and channels
+latent_loss     mean over loops and channels of (H_k - H_{k-1} - (E - H_{k-1}) / (K - k + 1))^2: each loop takes its
+                share of the way that is left from the state to E, the embedding of the next token
+latent_anchor   mean over channels of (H_K - E)^2
+
+No gradient flows into what a state is compared with: E, and the way that is left. The last two carry the readout
+paper's latent losses for denoising, whose states move from noise to the embedding of a known token, over to states
+that start at the embedding of one token and predict the next.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+
+class LoopStates(NamedTuple):
+    every_loop: tuple[torch.Tensor, ...]  # H_k, [batch, length, hidden]; a row that ran fewer loops keeps its last
+    first: torch.Tensor  # h_0
+    targets: torch.Tensor | None  # E, where a latent loss is on
+
+
+def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> torch.Tensor:
+    """positions: [tokens] labelled positions in batch * length; depth: [tokens] of each one's row; labelled: [tokens]
+    weights 0 or 1."""
+    wide = torch.promote_types(states.first.dtype, torch.float32)
+
+    def tokens(tensor):  # [tokens, hidden]
+        return tensor.flatten(0, 1)[positions].to(wide)
+
+    total = torch.zeros((), device=positions.device, dtype=wide)
+    if config.norm_penalty or config.scale_anchor:
+        squares = mean_squares(map(tokens, states.every_loop), depth)
+        total = total + config.norm_penalty * (squares * labelled).sum()
+    if config.scale_anchor:
+        rows = positions // states.first.shape[1]
+        total = total + config.scale_anchor * anchor(squares, rows, len(states.first), labelled, config)
+    if config.latent_loss or config.latent_anchor:
+        targets = tokens(states.targets).detach()
+    if config.latent_loss:
+        total = total + config.latent_loss * (path_errors(states, targets, tokens, depth) * labelled).sum()
+    if config.latent_anchor:
+        errors = (tokens(states.every_loop[-1]) - targets).square().mean(-1)
+        total = total + config.latent_anchor * (errors * labelled).sum()
+    return total
+
+
+def mean_squares(states: Iterable[torch.Tensor], depth: torch.Tensor) -> torch.Tensor:
+    """K^-1 sum_k mean_channels(H_k^2) of every token."""
+    return sum(state.square().mean(-1) * (loop < depth) / depth for loop, state in enumerate(states))
+
+
+def anchor(squares: torch.Tensor, rows: torch.Tensor, num_rows: int, labelled: torch.Tensor, config) -> torch.Tensor:
+    """Each row's (s - target)^2, times its labelled tokens. By rows, so that it does not matter which of them are
+    together in a batch."""
+    counts = squares.new_zeros(num_rows).index_add(0, rows, labelled.to(squares.dtype))
+    sums = squares.new_zeros(num_rows).index_add(0, rows, squares * labelled)
+    rms = (sums / counts.clamp(min=1)).clamp(min=torch.finfo(sums.dtype).tiny).sqrt()
+    return (counts * (rms - config.scale_anchor_target).square()).sum()
+
+
+def path_errors(states: LoopStates, targets: torch.Tensor, tokens, depth: torch.Tensor) -> torch.Tensor:
+    total, before = 0.0, tokens(states.first)
+    for loop, state in enumerate(states.every_loop):
+        after, loops_left = tokens(state), (depth - loop).clamp(min=1)
+        share = (targets - before.detach()) / loops_left.unsqueeze(-1)
+        total = total + (after - before - share).square().mean(-1) * (loop < depth) / depth
+        before = after
+    return total
