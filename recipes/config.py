@@ -131,7 +131,7 @@ class EvaluationConfig:
 @dataclass
 class LoggingConfig:
     every: int = 10
-    monitor_every: int = 50  # residual norms, state change, first MLP gradient, spectral radius
+    monitor_every: int = 50  # norms of states and of blocks' gradients, state change, spectral radius
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     project: str = "looped"
 
