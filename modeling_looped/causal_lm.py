@@ -129,7 +129,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         if has_loss and not loop_losses and self._has_plain_loss(logits, labels):
             loss = self._plain_loss(logits, labels, num_items_in_batch)
         elif has_loss:
-            loss, losses, token_losses = self._loop_loss(outputs, gates, batch_depths, labels, num_items_in_batch)
+            loss, losses, token_losses = self._loop_loss(
+                outputs, gates, batch_depths, labels, num_items_in_batch, output_loop_losses
+            )
         loop_logits = None
         if output_loop_logits:
             loop_logits = tuple(self.decode(state[:, keep], k, batch_depths) for k, state in enumerate(readouts))
@@ -231,7 +233,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         return self.model.sample_initial_state(batch_size, length, generator)
 
-    def _loop_loss(self, outputs, gates, depths: list[int], labels, num_items_in_batch):
+    def _loop_loss(self, outputs, gates, depths: list[int], labels, num_items_in_batch, every_loop: bool):
         """The loss without logits; per loop where the trunk returned what every loop reads out."""
         readouts = outputs.loop_readout_states
         return loop_loss(
@@ -244,6 +246,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             depths,
             labels,
             num_items_in_batch,
+            every_loop,
         )
 
     def _has_plain_loss(self, logits, labels) -> bool:

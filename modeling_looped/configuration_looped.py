@@ -94,6 +94,8 @@ class LoopedConfig(PreTrainedConfig):
         injection: "none"; "add" h + e; "concat" W[h; e]; "diagonal" (a stable linear recurrence, Parcae);
             "residual_all" (h is added before every layer of a stream that restarts at e); "attention_first" and
             "attention_all" (the first, or every, core layer of such a stream takes its queries from h).
+        injection_norm: a norm on the stream wherever state and input have been added or mixed: norm(h + e) at the
+            start of a loop (LT_i), norm(x + h) before every layer with "residual_all" (FLT_res).
         state_init: h_0 is the "embedding" e, "zeros", or "normal": noise of `state_init_std` that the training loop
             passes as `initial_state`; without one it is zeros, so nothing in the model is random in eval.
         inter_loop_norm: "none", "own", or "shared" with the readout (Ouro). loop_damping: a learned factor below 1.
@@ -101,7 +103,8 @@ class LoopedConfig(PreTrainedConfig):
         readout_norm: "rmsnorm", "layernorm", "none", or "final_only": raw below `num_loops`, normed from there on.
         coda_input: what enters the coda: H ("none"), its readout norm ("norm", Huginn), or C·H ("linear", Parcae).
         exit_gate: "none", "raw" (reads H) or "normed" (reads its readout norm); gives a distribution over exits.
-        loop_loss: "terminal"; "per_loop" (mean over loops); "exit_weighted" (expected loss under the gate, minus
+        loop_loss: "terminal"; "per_loop" (mean over loops); "last_third" (mean over the loops from floor(2K/3) on);
+            "exit_weighted" (expected loss under the gate, minus
             `exit_entropy_weight` times its entropy); "gate" (trains the gate alone). norm_penalty: weight of the mean
             of H_k^2.
     Blocks
@@ -155,6 +158,7 @@ class LoopedConfig(PreTrainedConfig):
     injection: Literal["none", "add", "concat", "diagonal", "residual_all", "attention_first", "attention_all"] = (
         "none"
     )
+    injection_norm: bool = False
     state_init: Literal["embedding", "zeros", "normal"] = "embedding"
     state_init_std: int | float | None = None
     prelude_norm: bool = False
@@ -165,7 +169,7 @@ class LoopedConfig(PreTrainedConfig):
     readout_norm: Literal["rmsnorm", "layernorm", "none", "final_only"] = "rmsnorm"
     coda_input: Literal["none", "norm", "linear"] = "none"
     exit_gate: Literal["none", "raw", "normed"] = "none"
-    loop_loss: Literal["terminal", "per_loop", "exit_weighted", "gate"] = "terminal"
+    loop_loss: Literal["terminal", "per_loop", "last_third", "exit_weighted", "gate"] = "terminal"
     exit_entropy_weight: int | float = 0.1
     norm_penalty: int | float = 0.0
     logit_softcap: int | float | None = None
@@ -414,6 +418,12 @@ class LoopedConfig(PreTrainedConfig):
             raise ValueError(
                 f"with injection='none' and state_init={self.state_init!r} the input never reaches the loop: set "
                 "state_init to 'embedding', or choose an injection"
+            )
+        if self.injection_norm and self.injection in ("none", "attention_first", "attention_all"):
+            raise ValueError(
+                "injection_norm is a norm on the sum of state and input, but with "
+                f"injection={self.injection!r} they are never added: set injection to 'add', 'concat', 'diagonal' or "
+                "'residual_all', or injection_norm to False"
             )
         if self.state_init_std is not None and self.state_init != "normal":
             raise ValueError(

@@ -2,7 +2,8 @@
 
 Every injection answers two questions. `forward`: what is the stream that enters the first core layer? `before_layer`:
 what does core layer l see, and where do its queries come from? `first` says whether this is loop 0: a bool, or a bool
-tensor [rows, 1, 1] where rows are at different loops; `looks_at_first` tells whom that matters to.
+tensor [rows, 1, 1] where rows are at different loops; `looks_at_first` tells whom that matters to. `normed` is where
+`injection_norm` acts: on the stream in which state and input have met.
 """
 
 import math
@@ -10,7 +11,7 @@ import math
 import torch
 from torch import nn
 
-from .layers import linear
+from .layers import block_norm, linear
 
 
 def where_first(first, if_first, otherwise):
@@ -27,6 +28,10 @@ class NoInjection(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        self.norm = block_norm(config) if config.injection_norm else None
+
+    def normed(self, x):
+        return x if self.norm is None else self.norm(x)
 
     def forward(self, state, embedded):
         return state
@@ -39,7 +44,7 @@ class AddInjection(NoInjection):
     """x = h + e"""
 
     def forward(self, state, embedded):
-        return state + embedded
+        return self.normed(state + embedded)
 
 
 class ConcatInjection(NoInjection):
@@ -50,7 +55,7 @@ class ConcatInjection(NoInjection):
         self.proj = linear(2 * config.hidden_size, config.hidden_size, "adapter")
 
     def forward(self, state, embedded):
-        return self.proj(torch.cat([state, embedded], dim=-1))
+        return self.normed(self.proj(torch.cat([state, embedded], dim=-1)))
 
 
 class DiagonalInjection(NoInjection):
@@ -74,11 +79,11 @@ class DiagonalInjection(NoInjection):
 
     def forward(self, state, embedded):
         decay, step = (factor.to(state.dtype) for factor in self.decay_and_step())
-        return decay * state + step * self.input_proj(embedded)
+        return self.normed(decay * state + step * self.input_proj(embedded))
 
 
 class ResidualAllInjection(NoInjection):
-    """The stream restarts at e; h is added to it before every layer, from the second loop on (FLT_res)."""
+    """The stream restarts at e; h is added before every layer, from the second loop on (FLT_res, which then norms)."""
 
     looks_at_first = True
 
@@ -86,7 +91,9 @@ class ResidualAllInjection(NoInjection):
         return embedded
 
     def before_layer(self, layer, x, state, first):
-        return where_first(first, x, x + state), None
+        if first is True:
+            return x, None
+        return where_first(first, x, self.normed(x + state)), None
 
 
 class AttentionAllInjection(ResidualAllInjection):

@@ -5,6 +5,7 @@ tokens (or by the Trainer's `num_items_in_batch`):
 
 terminal        w = 1 at a row's last loop
 per_loop        w = 1 / K
+last_third      w = 1 / (K - floor(2K / 3)) from loop index floor(2K / 3) on
 exit_weighted   w = p_ki, the exit distribution; minus beta times its entropy (Ouro, stage I)
 gate            no CE gradient: the gate learns to continue where the last loop still helped (Ouro, stage II)
 
@@ -167,9 +168,10 @@ def loop_loss(
     depths: list[int],  # per row
     labels: torch.Tensor,  # [batch, length], already shifted
     num_items_in_batch: torch.Tensor | int | None = None,
+    every_loop: bool = True,  # also compare the readouts that the loss does not read
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
-    and that of every token, [loops, batch, length], 0 where there is no label."""
+    nan where nothing was compared, and that of every token, [loops, batch, length], 0 where there is no label."""
     flat = labels.reshape(-1).to(readouts[0].device)
     wide = torch.promote_types(readouts[0].dtype, torch.float32)
     if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
@@ -194,6 +196,11 @@ def loop_loss(
         weights = (loops == depth - 1) * labelled
     elif config.loop_loss == "per_loop":
         weights = active / depth
+    elif config.loop_loss == "last_third":
+        first = 2 * depth // 3
+        read = active * (loops >= first)
+        weights = read / (depth - first)
+        active, mixed = (active, mixed) if every_loop else (read, True)
     elif config.loop_loss == "exit_weighted":
         log_p = exit_log_probabilities(gates, depth - 1)
         probability = log_p.exp() * labelled
@@ -214,7 +221,7 @@ def loop_loss(
         extra = extra + config.norm_penalty * squared_norm(states, positions, depth, labelled)
     with torch.no_grad():
         losses = losses * (active > 0)
-        means = losses.sum(1) / (active > 0).sum(1).clamp(min=1)
+        means = losses.sum(1) / (active > 0).sum(1)
         of_tokens = losses.new_zeros(len(losses), len(flat)).index_copy_(1, positions, losses)
     return (total + extra) / denominator(flat, num_items_in_batch), means, of_tokens.view(-1, *labels.shape)
 

@@ -29,7 +29,7 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     loop_hidden_states: as in LoopedModelOutputWithPast.
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
     exit_probabilities: p(exit at loop k), [batch, length, loops].
-    loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients.
+    loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients; nan after others.
     loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
         label.
     token_loops: the loops that each token ran under an exit rule, [batch, length]; of a prompt, its last token alone.

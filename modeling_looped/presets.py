@@ -9,6 +9,10 @@ from math import sqrt
 
 
 _FLT_BLOCK = {
+    # as the public code has it: parameter-free norms, on the embedding before the first layer (but for LT_i, which
+    # norms its sum with the state) and on the state after every loop, which is also what the head reads
+    "inter_loop_norm": "shared",
+    "rms_norm_eps": 2.0**-23,
     # d = 64 * layers, heads of 128 or, for small widths, ceil(d / 128) heads
     "vocab_size": 151680,
     "hidden_size": lambda f: 64 * f["num_core_layers"],
@@ -56,11 +60,12 @@ _READOUT = {
 
 PRESETS = {
     # Fully Looped Transformer and its baselines
-    "lt": _FLT_BLOCK,
-    "lt_input": {**_FLT_BLOCK, "injection": "add", "state_init": "zeros"},  # zeros: the input counts once at t = 0
-    "lt_attention": {**_FLT_BLOCK, "injection": "attention_first"},
-    "flt": {**_FLT_BLOCK, "injection": "attention_all"},
-    "flt_residual": {**_FLT_BLOCK, "injection": "residual_all"},
+    "lt": {**_FLT_BLOCK, "prelude_norm": True},
+    # zeros: the input counts once at t = 0
+    "lt_input": {**_FLT_BLOCK, "injection": "add", "injection_norm": True, "state_init": "zeros"},
+    "lt_attention": {**_FLT_BLOCK, "prelude_norm": True, "injection": "attention_first"},
+    "flt": {**_FLT_BLOCK, "prelude_norm": True, "injection": "attention_all"},
+    "flt_residual": {**_FLT_BLOCK, "prelude_norm": True, "injection": "residual_all", "injection_norm": True},
     # recurrent-depth models
     "huginn": {
         **_HUGINN_BLOCK,

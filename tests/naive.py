@@ -158,10 +158,14 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
         x = torch.exp(step * rate) * state + step * linear(weights, "model.injection.input_proj", embedded)
     elif restarts:
         x = embedded
+    if config.injection_norm and not restarts:
+        x = norm(config, weights, "model.injection.norm", x)
     for layer in range(config.num_core_layers):
         queries_from = None
         if t > 0 and config.injection == "residual_all":
             x = x + state
+            if config.injection_norm:
+                x = norm(config, weights, "model.injection.norm", x)
         if t > 0 and (config.injection == "attention_all" or (config.injection == "attention_first" and layer == 0)):
             queries_from = state
         unique = config.num_prelude_layers + layer

@@ -46,6 +46,7 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     injection = choose("injection", "none", "add", "concat", "diagonal", *RESTARTING)
     free_start = injection in ("add", "concat", "diagonal")
     state_init = choose("state_init", "embedding", *(("zeros", "normal") if free_start else ()))
+    choose("injection_norm", False, *((True,) if free_start or injection == "residual_all" else ()))
     choose("state_init_std", None, *((0.5,) if state_init == "normal" else ()))
     choose("prelude_norm", False, True)
     choose("loop_damping", False, True)
@@ -57,7 +58,7 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     choose("coda_input", "none", "linear", *(("norm",) if takes_norm else ()))
     if fields["residual_depth"] == "trained":
         gate = choose("exit_gate", "none", "raw", *(("normed",) if readout != "none" else ()))
-        losses = ("terminal", "per_loop", *(("exit_weighted", "gate") if gate != "none" else ()))
+        losses = ("terminal", "per_loop", "last_third", *(("exit_weighted", "gate") if gate != "none" else ()))
         loss = choose("loop_loss", *losses)
         choose("norm_penalty", 0.0, *((0.01,) if loss != "gate" else ()))
     choose("logit_softcap", None, 15.0)

@@ -45,6 +45,13 @@ AXES = {
         {"injection": "attention_all", "prelude_norm": True},
         {"injection": "attention_all", "kv_latent_size": 10, "qk_norm": "free"},
     ],
+    "injection_norm": [
+        {"injection_norm": True, "injection": "add", "state_init": "zeros"},
+        {"injection_norm": True, "injection": "add", "inter_loop_norm": "shared", "norm_affine": False},
+        {"injection_norm": True, "injection": "concat"},
+        {"injection_norm": True, "injection": "diagonal", "prelude_norm": True},
+        {"injection_norm": True, "injection": "residual_all", "prelude_norm": True, "inter_loop_norm": "own"},
+    ],
     "state_init": [
         {"state_init": "embedding", "injection": "concat"},
         {"state_init": "zeros", "injection": "add"},
@@ -163,8 +170,8 @@ def random_config(seed: int) -> LoopedConfig:
                      "block_norm", "qk_norm", "attention_bias", "position_embedding", "residual_scaling",
                      "residual_depth"):  # fmt: skip
             fields[name] = draw.choice(choices(name))
-        for name in ("norm_affine", "loop_damping", "prelude_norm", "mlp_gated", "value_embeddings",
-                     "tie_word_embeddings"):  # fmt: skip
+        for name in ("norm_affine", "loop_damping", "prelude_norm", "injection_norm", "mlp_gated",
+                     "value_embeddings", "tie_word_embeddings"):  # fmt: skip
             fields[name] = draw.random() < 0.5
         fields["num_prelude_layers"], fields["num_coda_layers"] = draw.randrange(3), draw.randrange(3)
         fields["num_core_layers"] = draw.randint(1, 3)
@@ -284,7 +291,7 @@ def test_every_value_of_every_axis_has_a_case():
                   "block_norm", "qk_norm", "attention_bias", "position_embedding", "residual_scaling",
                   "residual_depth"):  # fmt: skip
         assert {getattr(config, field) for config in used} == set(choices(field)), field
-    for field in ("norm_affine", "loop_damping", "prelude_norm", "mlp_gated", "value_embeddings"):
+    for field in ("norm_affine", "loop_damping", "prelude_norm", "injection_norm", "mlp_gated", "value_embeddings"):
         assert {getattr(config, field) for config in used} == {True, False}, field
 
 

@@ -21,6 +21,8 @@ LOSSES = {
     "terminal_penalty": {"norm_penalty": 0.03},
     "per_loop": {"loop_loss": "per_loop"},
     "per_loop_penalty": {"loop_loss": "per_loop", "norm_penalty": 0.03},
+    "last_third": {"loop_loss": "last_third"},
+    "last_third_penalty": {"loop_loss": "last_third", "norm_penalty": 0.03},
     "exit_weighted_raw": {"loop_loss": "exit_weighted", "exit_gate": "raw", "exit_entropy_weight": 0.2},
     "exit_weighted_normed": {"loop_loss": "exit_weighted", "exit_gate": "normed", "norm_penalty": 0.03},
     "gate_raw": {"loop_loss": "gate", "exit_gate": "raw"},
@@ -47,7 +49,7 @@ RUNS = {
     "truncated": {"backprop_loops": 2},
     "truncated_depth_of_each_row": {"num_loops": [1, 4, 2], "backprop_loops": 2},
 }
-PENALISED = [loss for loss in LOSSES if loss not in ("terminal", "per_loop")]  # in which those two are contained
+PENALISED = [loss for loss in LOSSES if loss not in ("terminal", "per_loop", "last_third")]  # they contain those
 IGNORE = -100
 
 
@@ -135,6 +137,9 @@ def reference_row(model, ids, targets, depth, backprop_loops=None):
         total = ce[-1].sum()
     elif config.loop_loss == "per_loop":
         total = sum(ce).sum() / depth
+    elif config.loop_loss == "last_third":
+        read = ce[2 * depth // 3 :]
+        total = sum(read).sum() / len(read)
     elif config.loop_loss == "exit_weighted":
         p = [p[keep] for p in exit_distribution(model, states)]
         total = sum(
