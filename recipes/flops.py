@@ -61,7 +61,7 @@ def training_flops_per_token(
     n = sizes(config)
     depth = config.num_loops if depth is None else depth
     with_gradient = depth if backprop_loops is None else min(backprop_loops, depth)
-    readouts = 1 if config.loop_loss == "terminal" else depth
+    readouts = {"terminal": 1, "last_third": depth - 2 * depth // 3}.get(config.loop_loss, depth)
     once = 6 * n.outer + 3 * attention_flops(config, "prelude", length)
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
     reading = 6 * (n.coda + n.head) + 3 * attention_flops(config, "coda", length)
