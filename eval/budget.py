@@ -2,26 +2,35 @@
 
 python -m eval.budget flt=runs/flt-0/final,runs/flt-1/final lt=runs/lt/final --loops 1,3,6,9,12 --text validation.jsonl
 
-Folders of one name are seeds of one model: their mean, and their standard deviation. Measures: bits per byte and
-perplexity per token of the texts, every metric of lm-eval's --tasks, CORE on a bundle. One pass scores all depths.
+Folders of one name are seeds of one model: their mean, and their standard deviation. One pass scores all depths.
+Measures: bits per byte and perplexity per token of texts, each read by itself (--text) or all as one stream in windows
+(--stream, eval/streams.py); every metric of lm-eval's --tasks; CORE on a bundle, with --six the six accuracies of the
+Fully Looped Transformer's table 1. Bits per byte come with their standard error over documents or windows, and with
+differences between models on the same rows, whose error is smaller.
 """
 
 import argparse
 import json
-import math
 import shlex
 import statistics
 import sys
 from pathlib import Path
 
+import torch
 from lm_eval.tasks import TaskManager
 
 from .bench import commit, processor
 from .core import core_scores
 from .core_bundle import read_tasks
 from .curves import Curves, draw, table
+from .fully_looped import lambada_perplexity, six_curves
 from .harness import TASKS, curves_of, results_by_depth
 from .looped_lm import LoopedLM, check_question, parse_depths
+from .row_scores import RowScores, mean_of
+from .streams import parse_stream, score_windows, texts_of, windows
+
+
+RESOLUTION = 0.0005  # half of the last digit that papers give of bits per byte
 
 
 def parse_models(arguments: list[str]) -> dict[str, list[str]]:
@@ -39,40 +48,86 @@ def parse_models(arguments: list[str]) -> dict[str, list[str]]:
 
 
 def read_texts(path: str) -> list[str]:
-    """The field `text` of each line."""
-    texts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            texts.append(json.loads(line)["text"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: expected a JSON object with a field 'text'") from error
+    texts = list(texts_of(path))
     if not any(texts):
         raise ValueError(f"{path} holds no text")
     return texts
 
 
-def text_curves(lm: LoopedLM, texts: list[str]) -> Curves:
-    """Over the tokens and bytes of the texts: special tokens are context, and in neither sum."""
+def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
+    """Each text by itself: special tokens are context, and in neither sum."""
     documents = [lm.tok_encode(text, add_special_tokens=False) for text in texts]
-    log_p = sum(lm.score_documents(documents))[:, 0]
-    tokens, num_bytes = sum(map(len, documents)), sum(len(text.encode()) for text in texts)
-    curves: Curves = {"bits per byte": {"": {}}, "perplexity": {"": {}}}
-    for depth, nats in zip(lm.depths, (-log_p).tolist()):
-        curves["bits per byte"][""][depth] = (nats / math.log(2) / num_bytes, None)
-        curves["perplexity"][""][depth] = (math.exp(min(nats / tokens, 700)), None)
+    nats = -torch.stack(lm.score_documents(documents), dim=-1)[:, 0]
+    tokens, num_bytes = (torch.tensor(sizes, dtype=torch.float64) for sizes in (
+        [len(document) for document in documents], [len(text.encode()) for text in texts]
+    ))  # fmt: skip
+    return RowScores(nats, nats, tokens, num_bytes)
+
+
+def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScores]:
+    """By what names of measures begin with: nothing for --text, the name of each --stream."""
+    rows = {"": score_texts(lm, texts)} if texts else {}
+    for name, path in map(parse_stream, args.stream):
+        cut = windows(lm.tokenizer, texts_of(path), lm.max_length, args.stream_tokens, args.stream_group)
+        rows[f"{name} "] = score_windows(lm, cut)
+    return rows
+
+
+def row_curves(name: str, scores: RowScores, depths: list[int]) -> Curves:
+    values = {"bits per byte": scores.bits_per_byte(), "perplexity": scores.perplexity()}
+    return {
+        name + measure: {"": {depth: (value, None) for depth, value in zip(depths, of_depths.tolist())}}
+        for measure, of_depths in values.items()
+    }
+
+
+def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[int]) -> Curves:
+    """Standard errors of bits per byte over rows, and differences to the first model where the rows are the same."""
+    curves: Curves = {}
+    means = {
+        model: {name: mean_of([seed[name] for seed in seeds]) for name in seeds[0]} for model, seeds in found.items()
+    }
+    first = next(iter(means))
+    for model, of_names in means.items():
+        for name, scores in of_names.items():
+            errors = scores.bits_per_byte_error().tolist()
+            points = {depth: (error, None) for depth, error in zip(depths, errors)}
+            curves.setdefault(f"{name}bits per byte, standard error", {})[model] = points
+            other = means[first][name]
+            if model != first and torch.equal(scores.bytes, other.bytes):  # else another tokenizer cut the windows
+                differences = zip(depths, *(part.tolist() for part in scores.less(other)))
+                points = {depth: (value, error) for depth, value, error in differences}
+                curves.setdefault(f"{name}bits per byte, less that of {first}", {})[model] = points
     return curves
 
 
-def measure(lm: LoopedLM, args, texts: list[str] | None, manager: TaskManager | None) -> dict[str, dict[int, float]]:
+def sizes_of(rows: dict[str, RowScores]) -> list[str]:
+    """What was scored, and what would make the error small."""
+    return [
+        f"{name}bits per byte: {scores.tokens.sum():,.0f} tokens and {scores.bytes.sum():,.0f} bytes in "
+        f"{len(scores.tokens):,} rows; a standard error of {RESOLUTION} would take about "
+        f"{scores.tokens_for(RESOLUTION):,} tokens"
+        for name, scores in rows.items()
+    ]
+
+
+def measure(
+    lm: LoopedLM, args, rows: dict[str, RowScores], manager: TaskManager | None
+) -> dict[str, dict[int, float]]:
     """{measure: {depth: value}} of one folder."""
-    curves = text_curves(lm, texts) if texts else {}
+    curves: Curves = {}
+    for name, scores in rows.items():
+        curves |= row_curves(name, scores, lm.depths)
     if args.tasks:
         options = {"tasks": args.tasks, "task_manager": manager, "num_fewshot": args.num_fewshot, "limit": args.limit}
         options |= {"batch_size": args.batch_size, "bootstrap_iters": 0, "log_samples": False}
         curves |= curves_of(results_by_depth(lm, {"pretrained": lm.pretrained}, {}, **options))
     if args.core:
-        scores = core_scores(lm.model, lm.tokenizer, args.core, lm.depths, args.core_examples, None, args.batch_size)
+        setup = {"batch_size": args.batch_size, "max_length": args.core_max_length}
+        scores = core_scores(lm.model, lm.tokenizer, args.core, lm.depths, args.core_examples, **setup)
         curves["CORE"] = {"": {depth: (found["core"], None) for depth, found in scores.items()}}
+        if args.six:
+            curves |= six_curves(scores) | lambada_perplexity(lm, args.core, args.core_examples)
     return {name: {depth: value for depth, (value, _) in points[""].items()} for name, points in curves.items()}
 
 
@@ -94,14 +149,20 @@ def parse(arguments: list[str] | None):
     parser.add_argument("models", nargs="+", metavar="MODEL", help="DIR, or NAME=DIR,DIR,... for several seeds")
     parser.add_argument("--loops", default="1,3,6,9,12", help="depths: 1,3,6 or 1..8")
     parser.add_argument("--text", metavar="JSONL", help="texts to score, one JSON object with a field `text` a line")
+    parser.add_argument("--stream", action="append", default=[], metavar="NAME=FILE", help="texts as one stream, the "
+                        "same or parquet; wikitext_2 alone is the public file")  # fmt: skip
+    parser.add_argument("--stream_tokens", type=int, help="of each stream; by default all")
+    parser.add_argument("--stream_group", type=int, default=1, help="windows are scored in whole groups of so many")
     parser.add_argument("--tasks", type=lambda names: names.split(","), default=[], help="lm-eval's, with commas")
     parser.add_argument("--include_path", help="folder with more tasks than lm-eval's and those of eval/tasks")
     parser.add_argument("--num_fewshot", type=int)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--core", metavar="BUNDLE", help="unpacked eval_bundle, see eval/core.py")
     parser.add_argument("--core_examples", type=int, help="of each task of CORE, e.g. 500; by default all")
+    parser.add_argument("--core_max_length", type=int, help="longer prompts of CORE are cut; by default the model's")
+    parser.add_argument("--six", action="store_true", help="with --core: the six accuracies of FLT's table 1 too")
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--max_length", type=int, help="window, by default the model's")
+    parser.add_argument("--max_length", type=int, help="window of texts and streams, by default the model's")
     parser.add_argument("--device", help="by default a GPU if there is one")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, default=Path("runs/budget"), help="folder for the table and the plot")
@@ -112,8 +173,13 @@ def main(arguments: list[str] | None = None):
     args = parse(arguments)
     models = parse_models(args.models)
     depths = parse_depths(args.loops)
-    if not (args.text or args.tasks or args.core):
-        raise ValueError("nothing to measure: pass --text, --tasks or --core")
+    if not (args.text or args.stream or args.tasks or args.core):
+        raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")
+    if args.six and not args.core:
+        raise ValueError("--six reads its tasks from the bundle of CORE: pass --core BUNDLE too")
+    streams = [name for name, _ in map(parse_stream, args.stream)]
+    if len(set(streams)) < len(streams):
+        raise ValueError(f"two streams have the same name: {', '.join(streams)}")
     texts = read_texts(args.text) if args.text else None
     if args.core:
         read_tasks(args.core, examples=args.core_examples)  # its mistakes too are found before a model is loaded
@@ -125,18 +191,22 @@ def main(arguments: list[str] | None = None):
         check_question(folder, depths)
 
     found: dict[str, list] = {name: [] for name in models}
+    rows: dict[str, list] = {name: [] for name in models}
     for name, folders in models.items():
         for folder in folders:
             setup = {"batch_size": args.batch_size, "device": args.device, "dtype": args.dtype}
             lm = LoopedLM(folder, num_loops=depths, max_length=args.max_length, **setup)
-            found[name].append(measure(lm, args, texts, manager))
+            rows[name].append(score_rows(lm, args, texts))
+            found[name].append(measure(lm, args, rows[name][-1], manager))
     curves = over_seeds(found)
-    print(table(curves))
+    precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
+    shown = "\n".join([table(curves), *([table(precision)] if precision else []), *sizes])
+    print(shown)
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "budget.md").write_text(table(curves), encoding="utf-8")
+    (args.output / "budget.md").write_text(shown + "\n", encoding="utf-8")
     command = f"python -m eval.budget {shlex.join(sys.argv[1:] if arguments is None else arguments)}"
     where = {"command": command, "commit": commit(), "hardware": processor()}
-    record = {**where, "models": models, "values": found, "curves": curves}
+    record = {**where, "models": models, "values": found, "curves": curves, "precision": precision, "sizes": sizes}
     (args.output / "budget.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     draw(curves, args.output / "budget.png")
 

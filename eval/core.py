@@ -123,14 +123,17 @@ def core_scores(
     extended: str | None = None,
     batch_size: int = 8,
     device: str | None = None,
+    max_length: int | None = None,
 ) -> dict[int, dict]:
     """{depth: {"core", "core_extended" if asked for, "tasks": {label: {"accuracy", "centered"}}}}.
 
     loops: depths; None is the model's own. examples: of each task; None is all. extended: name of the longer list.
+    max_length: longer prompts lose their beginning; None is the model's.
     """
     core = read_tasks(bundle, examples=examples)
     more = read_extended(bundle, extended, examples) if extended else []
-    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, batch_size=batch_size, device=device)
+    setup = {"batch_size": batch_size, "device": device, "max_length": max_length}
+    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, **setup)
     tasks = {task.label: task for task in [*more, *core]}
     found = {label: accuracies(lm, task) for label, task in tasks.items()}
     results = {}
@@ -176,6 +179,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     parser.add_argument("--examples", type=int, help="of each task, e.g. 500; by default all")
     parser.add_argument("--extended", metavar="YAML", help="list in the bundle that holds all tasks of CORE-extended")
     parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-length", type=int, help="longer prompts lose their beginning; by default the model's")
     parser.add_argument("--device", help="by default a GPU if there is one")
     parser.add_argument("--output", type=Path, help="JSON to write")
     options = parser.parse_args(arguments)
@@ -189,6 +193,7 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
         options.extended,
         options.batch_size,
         options.device,
+        options.max_length,
     )
     print(table(curves_of(results)))
     if options.output:

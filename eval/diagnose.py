@@ -69,9 +69,7 @@ MEASURES = {
     "depth_curve": Measure(dynamics.depth_curve, figures.draw_depth_curve),
     "spectral": Measure(dynamics.spectral, figures.draw_spectral, monitored="spectral_radius"),
     "state_dynamics": Measure(dynamics.state_dynamics, figures.draw_state_dynamics, monitored="state_change"),
-    "gradient_norms": Measure(
-        dynamics.gradient_norms, figures.draw_gradient_norms, monitored="first_mlp_gradient_norm"
-    ),
+    "gradient_norms": Measure(dynamics.gradient_norms, figures.draw_gradient_norms, monitored="gradient_norm/"),
 }
 
 

@@ -172,7 +172,7 @@ def gradient_norms(
     """Gradient norms of named blocks before clipping, and how much they oscillate (Fully Looped, figures 2 and 7).
 
     A copy of the model takes AdamW steps on the rows of the batch in turn. Oscillation: the standard deviation of
-    log(g_{t+1} / g_t). A run's own series of the first MLP is in its metrics.jsonl.
+    log(g_{t+1} / g_t). A run's own series, of every layer of the core, are in its metrics.jsonl.
     """
     if steps < 3 or not 1 <= rows_per_step <= len(batch["input_ids"]):
         raise ValueError(

@@ -105,6 +105,14 @@ def gradient_norm(module: torch.nn.Module) -> float | None:
     return whole(torch.nn.utils.get_total_norm(gradients)).item()
 
 
+def watched_blocks(model) -> dict[str, torch.nn.Module]:
+    """What is watched by its gradient in training: head, embedding, attention and MLP of every layer of the core."""
+    blocks = {"lm_head": model.lm_head, "embed_tokens": model.model.embed_tokens}
+    for i, layer in enumerate(model.model.core):
+        blocks |= {f"core.{i}.self_attn": layer.self_attn, f"core.{i}.mlp": layer.mlp}
+    return blocks
+
+
 def radial_fraction(gradient: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """|<g, h>| / (||g|| ||h||) of every token whose gradient is not zero."""
     gradient, state = gradient.double(), state.double()

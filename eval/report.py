@@ -1,9 +1,10 @@
 """One page about one or more runs: `python -m eval.report RUN... [--output report.html] [--markdown [card.md]]`.
 
-RUN is an output folder of recipes.pretrain. The page holds training curves, loss over depth, norms of the state, what
-differs between the runs, and, where the folder has them: lm-eval results (results*.json anywhere in it), halting
-(halting.json) and diagnostics (diagnose/). What is missing is left out, with the command that makes it. The page is
-one file that needs no network and no JavaScript; --markdown gives the same tables as a section for a model card.
+RUN is an output folder of recipes.pretrain. The page holds training curves, loss over depth, norms of the state and of
+gradients (Fully Looped, figures 2, 3, 6 and 7), what differs between the runs, and, where the folder has them: lm-eval
+results (results*.json anywhere in it), halting (halting.json) and diagnostics (diagnose/). What is missing is left
+out, with the command that makes it. The page is one file that needs no network and no JavaScript; --markdown gives the
+same tables as a section for a model card.
 """
 
 import argparse
@@ -189,6 +190,50 @@ def norms(runs: list[RunFolder]) -> Section:
     return Section("Norms of the state", [Table(head, rows), *blocks])
 
 
+def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = False) -> Section | None:
+    """State after the first and the last loop, and gradients of head, first MLP and one layer's MLP and attention.
+
+    layer: counted from 1; None is the middle one. clipped: what clipping left of the gradients.
+    """
+    blocks = []
+    with picture(blocks, "norm of the state over steps", 2) as (first, last):
+        for i, run in enumerate(runs):
+            depth = max(run.last_by_number("state_norm/loop_"), default=1)
+            draw_series(first, run, "state_norm/loop_1", color=f"C{i}", label=run.name)
+            draw_series(last, run, f"state_norm/loop_{depth}", color=f"C{i}", label=f"{run.name}, loop {depth}")
+        first.set(xlabel="step", ylabel="||h|| after the first loop", yscale="log")
+        last.set(xlabel="step", ylabel="||h|| after the last loop", yscale="log")
+    with picture(blocks, "gradient norms of blocks over steps", 4) as axes:
+        for i, run in enumerate(runs):
+            for axis, block in zip(axes, gradient_blocks(run, layer)):
+                steps, norms = run.series(f"gradient_norm/{block}")
+                if clipped:
+                    norms = [norm * share for norm, share in zip(norms, clip_shares(run, steps))]
+                if norms:
+                    axis.plot(steps, norms, color=f"C{i}", label=run.name, linewidth=1)
+                axis.set(xlabel="step", ylabel=f"gradient of {block}", yscale="log")
+    when = "after" if clipped else "before"
+    return Section("Norms over training", [Text(f"Gradients {when} clipping."), *blocks]) if blocks else None
+
+
+def gradient_blocks(run: RunFolder, layer: int | None) -> list[str]:
+    """Head, first MLP, MLP and attention of `layer`."""
+    pattern = re.compile(r"gradient_norm/core\.(\d+)\.mlp$")
+    count = 1 + max(
+        (int(match[1]) for record in run.records for key in record if (match := pattern.match(key))), default=0
+    )
+    if layer is not None and not 1 <= layer <= count:
+        raise RunError(f"--layer {layer}: {run.name} has layers 1 to {count} in its metrics")
+    at = count // 2 if layer is None else layer - 1
+    return ["lm_head", "core.0.mlp", f"core.{at}.mlp", f"core.{at}.self_attn"]
+
+
+def clip_shares(run: RunFolder, steps: list[int]) -> list[float]:
+    """What clipping by the norm of all gradients left of them."""
+    limit, totals = run.setting("optimizer.clip"), dict(zip(*run.series("gradient_norm")))
+    return [1.0 if limit is None else min(1.0, limit / (totals[step] + 1e-6)) for step in steps]
+
+
 # What other commands leave in the folder
 
 
@@ -309,9 +354,9 @@ def recipes(runs: list[RunFolder]) -> Section:
     )
 
 
-def sections_of(runs: list[RunFolder]) -> list[Section]:
-    parts = [about(runs), differences(runs), training(runs), over_depth(runs), norms(runs), accuracy(runs)]
-    parts += [halting(runs), diagnostics(runs), recipes(runs)]
+def sections_of(runs: list[RunFolder], layer: int | None = None, clipped: bool = False) -> list[Section]:
+    parts = [about(runs), differences(runs), training(runs), over_depth(runs), norms(runs)]
+    parts += [gradients(runs, layer, clipped), accuracy(runs), halting(runs), diagnostics(runs), recipes(runs)]
     return [part for part in parts if part is not None and part.blocks]
 
 
@@ -337,9 +382,11 @@ def main(arguments: list[str]):
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output folder of recipes.pretrain")
     parser.add_argument("--output", help="the page; default: report.html in the first run's folder")
     parser.add_argument("--markdown", nargs="?", const="-", help="also as Markdown, into a file or to the terminal")
+    parser.add_argument("--layer", type=int, help="whose gradients are drawn, counted from 1; by default the middle")
+    parser.add_argument("--clipped", action="store_true", help="draw gradients after clipping")
     args = parser.parse_args(arguments)
     runs = open_runs(args.runs)
-    sections = sections_of(runs)
+    sections = sections_of(runs, args.layer, args.clipped)
     output = Path(args.output or runs[0].folder / "report.html")
     write(output, to_html(title_of(runs), sections))
     if args.markdown == "-":

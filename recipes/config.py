@@ -37,6 +37,9 @@ class DataConfig:
     tokenizer: str = "bpe"  # bpe | word: trained on the training documents; otherwise a name or folder
     tokenizer_vocab_size: int = 32768
     tokenizer_max_characters: int | None = None  # how much text a tokenizer is trained on; None is 2 billion
+    # special tokens that a document has; one where the tokenizer has no bos of its own. start: it ends the one before
+    document_tokens: Literal["both", "start", "end", "none"] = "both"
+    start_token: str | None = None  # of a tokenizer that is brought along: what begins documents instead of its bos
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     cropped: Literal["keep", "drop"] = (
         "keep"  # best_fit: what is cut off comes back as a document, or is lost (Parcae)
@@ -128,7 +131,7 @@ class EvaluationConfig:
 @dataclass
 class LoggingConfig:
     every: int = 10
-    monitor_every: int = 50  # residual norms, state change, first MLP gradient, spectral radius
+    monitor_every: int = 50  # norms of states and of blocks' gradients, state change, spectral radius
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     project: str = "looped"
 
@@ -363,6 +366,15 @@ def _check_relations(recipe: Recipe, where: str):
     if not 0 < data.validation_fraction < 1:
         raise RecipeError(
             f"{where}: data.validation_fraction must lie between 0 and 1, got {data.validation_fraction}"
+        )
+    if data.document_masking and data.document_tokens == "none":
+        raise RecipeError(
+            f"{where}: data.document_masking needs a token between documents, but data.document_tokens is 'none'"
+        )
+    if data.start_token is not None and data.document_tokens in ("end", "none"):
+        raise RecipeError(
+            f"{where}: data.start_token={data.start_token!r} would begin documents, but data.document_tokens is "
+            f"{data.document_tokens!r}: leave it out, or write 'start'"
         )
     if data.packing == "best_fit" and data.stride is not None:
         raise RecipeError(f"{where}: data.stride={data.stride} is for packing 'concatenate'; best_fit has no stride")

@@ -61,12 +61,12 @@ def training_flops_per_token(
     n = sizes(config)
     depth = config.num_loops if depth is None else depth
     with_gradient = depth if backprop_loops is None else min(backprop_loops, depth)
-    readouts = 1 if config.loop_loss == "terminal" else depth
-    heads = 1 if config.loop_loss == "exit_weighted_logits" else readouts
+    codas = 1 if config.loop_loss == "terminal" else depth
+    heads = {"exit_weighted_logits": 1, "last_third": depth - 2 * depth // 3}.get(config.loop_loss, codas)
     once = 6 * n.outer + 3 * attention_flops(config, "prelude", length)
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
     coda = 6 * n.coda + 3 * attention_flops(config, "coda", length)
-    return once + loops + readouts * coda + heads * 6 * n.head
+    return once + loops + codas * coda + heads * 6 * n.head
 
 
 def effective_parameters(config, depth: float | None = None) -> float:

@@ -2,7 +2,7 @@
 
 import statistics
 
-from eval.measures import gradient_norm, residual_norms, spectral_radius, state_change
+from eval.measures import gradient_norm, mean_norm, residual_norms, spectral_radius, state_change, watched_blocks
 
 
 LIMITS = {  # metric: (absolute limit, factor over its own early median)
@@ -32,8 +32,11 @@ class Monitor:
         norms = residual_norms(loop_hidden_states)
         metrics = {f"residual_norm/loop_{k}": norm for k, norm in enumerate(norms, start=1)}
         metrics["residual_norm"] = norms[-1] if norms else None
+        # the same without the division by sqrt d: ||H_k||, as the Fully Looped Transformer's figures show it
+        metrics |= {f"state_norm/loop_{k}": mean_norm(state) for k, state in enumerate(loop_hidden_states, start=1)}
         metrics["state_change"] = state_change(loop_hidden_states)
         metrics["first_mlp_gradient_norm"] = gradient_norm((list(model.model.prelude) + list(model.model.core))[0].mlp)
+        metrics |= {f"gradient_norm/{name}": gradient_norm(block) for name, block in watched_blocks(model).items()}
         metrics["spectral_radius"] = spectral_radius(model.model.injection)
         return {key: value for key, value in metrics.items() if value is not None}
 

@@ -16,11 +16,14 @@ import torch.nn.functional as F
 IGNORE_INDEX = -100
 
 
-def best_fit(documents: Sequence[np.ndarray], length: int, keep: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def best_fit(
+    documents: Sequence[np.ndarray], length: int, keep: bool, num_starts: int = 1
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Rows that begin with a document, and the documents that are left when no row can be filled.
 
     A row takes the largest document that fits, again and again; when none does, the shortest is cropped to fill it.
-    What is cropped off is lost (Parcae), or with `keep` comes back as a document of its own, with the start token.
+    What is cropped off is lost (Parcae), or with `keep` comes back as a document of its own, with the start token, if
+    documents have one.
     """
     pool = sorted((len(document), number) for number, document in enumerate(documents))
     documents = list(documents)
@@ -35,7 +38,7 @@ def best_fit(documents: Sequence[np.ndarray], length: int, keep: bool) -> tuple[
             row.append(document[:space])
             remaining -= size
             if size - space > 1 and keep:  # more than an end token
-                documents.append(np.concatenate([document[:1], document[space:]]))
+                documents.append(np.concatenate([document[:num_starts], document[space:]]))
                 insort(pool, (len(documents[-1]), len(documents) - 1))
                 remaining += len(documents[-1])
             space -= min(size, space)
@@ -43,15 +46,13 @@ def best_fit(documents: Sequence[np.ndarray], length: int, keep: bool) -> tuple[
     return rows, [documents[number] for number in sorted(number for _, number in pool)]
 
 
-def split_at(tokens: np.ndarray, start: int) -> list[np.ndarray]:
-    """Documents of a stream, each of which begins with the token `start`."""
-    return np.split(tokens, np.flatnonzero(tokens == start)[1:]) if len(tokens) else []
-
-
-def document_positions(tokens: np.ndarray, start: int) -> np.ndarray:
-    """Positions in each row [rows, length] that begin at 0 again at every start token."""
+def document_positions(tokens: np.ndarray, mark: int, after: bool = False) -> np.ndarray:
+    """Positions in each row [rows, length] that begin at 0 again at every mark, or after it."""
     places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
-    return places - np.maximum.accumulate(np.where(tokens == start, places, 0), axis=-1)
+    begins = tokens == mark
+    if after:
+        begins = np.pad(begins[:, :-1], ((0, 0), (1, 0)))
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
 
 
 class PackedRows:
@@ -66,12 +67,14 @@ class PackedRows:
         token_bytes: torch.Tensor,  # [vocabulary]
         learn_start: bool = False,  # the start token also ends the document before it
         document_masking: bool = False,
+        start_ends: bool = False,  # the start token stands at the end of documents, not at their beginning
     ):
         self.shards = list(shards)
         # where each shard begins in the stream, and last where the stream ends
         self.begins = np.cumsum([0] + [len(shard) for shard in shards])
         self.sequence_length, self.stride, self.start = sequence_length, stride, start
         self.token_bytes, self.learn_start, self.document_masking = token_bytes, learn_start, document_masking
+        self.start_ends = start_ends
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +106,7 @@ class PackedRows:
             labels[input_ids == self.start] = IGNORE_INDEX
         batch = {"input_ids": input_ids, "labels": labels}
         if self.document_masking:
-            batch["position_ids"] = torch.from_numpy(document_positions(tokens, self.start))
+            batch["position_ids"] = torch.from_numpy(document_positions(tokens, self.start, self.start_ends))
         return batch
 
     def num_bytes(self, indices: Sequence[int]) -> torch.Tensor:

@@ -61,7 +61,7 @@ class PartMaker:
         if not (self.folder / f"{part}.json").exists():
             return False
         shards = json.loads((self.folder / f"{part}.json").read_text())["shards"].values()
-        return all((self.folder / shard["file"]).exists() for shard in shards)
+        return all((self.folder / shard["file"]).exists() and "left" in shard for shard in shards)
 
     def __call__(self, part: str, texts: Iterable[str | None], **facts):
         split_texts: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
@@ -83,7 +83,9 @@ class PartMaker:
 
     def pack(self, documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """What is packed, and what is left for the rows that are made of the remainders of all parts."""
-        return (documents, []) if self.row_length is None else best_fit(documents, self.row_length, self.keep)
+        if self.row_length is None:
+            return documents, []
+        return best_fit(documents, self.row_length, self.keep, num_starts=len(self.encode.starts))
 
 
 def make_parts(maker: PartMaker, kind: str, documents: Documents, name: str, num_proc: int | None) -> list[str]:
@@ -146,7 +148,7 @@ def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) ->
     num_tokens = sum(map(len, packed))
     stream = np.concatenate([*packed, *left])
     _write(path, lambda file: save_array(file, stream))
-    return {"file": path.name, "tokens": num_tokens, "size": path.stat().st_size}
+    return {"file": path.name, "tokens": num_tokens, "size": path.stat().st_size, "left": [len(one) for one in left]}
 
 
 def save_array(file, array: np.ndarray):

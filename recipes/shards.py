@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .config import DataConfig, RecipeError
 from .order import rows_of_step
-from .packing import PackedRows, split_at
+from .packing import PackedRows
 from .parts import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_json, write_shard
 from .sources import Documents, Source, readable, training_source, validation_source
 from .tokenizers import Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_identity
@@ -106,6 +106,8 @@ def _settings(data: DataConfig, training: Source, validation: Source | None) -> 
     }
     if data.packing == "best_fit":
         settings |= {"sequence_length": data.sequence_length, "cropped": data.cropped}
+    if data.document_tokens != "both":
+        settings["document_tokens"] = data.document_tokens
     return settings
 
 
@@ -131,7 +133,7 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
     tokenizer = _tokenizer(folder, data, training_texts)
     maker = PartMaker(
         folder=folder,
-        encode=Encoder(tokenizer),
+        encode=Encoder(tokenizer, data.document_tokens),
         held_out=held_out,
         outside="validation" if validation is None else None,
         row_length=data.sequence_length if data.packing == "best_fit" else None,
@@ -183,7 +185,8 @@ def _write_manifest(
         for shard in (fact["shards"][split] for fact in facts if split in fact["shards"]):
             shards[split].append(shard)
             stream = np.load(folder / shard["file"], mmap_mode="r")
-            left += split_at(np.array(stream[shard["tokens"] :]), maker.encode.start)
+            begins = np.cumsum([shard["tokens"], *shard["left"]])
+            left += [np.array(stream[begin:end]) for begin, end in zip(begins, begins[1:])]
         if left:
             shards[split].append(write_shard(folder / f"remainders.{split}.npy", *maker.pack(left)))
         counts[split]["packed_tokens"] = sum(shard["tokens"] for shard in shards[split])
@@ -236,8 +239,9 @@ def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths
         stride=data.stride or data.sequence_length,
         start=tokenizer.bos_token_id,
         token_bytes=lengths,
-        learn_start=tokenizer.bos_token_id == tokenizer.eos_token_id,
+        learn_start=tokenizer.bos_token_id == tokenizer.eos_token_id or data.document_tokens != "both",
         document_masking=data.document_masking,
+        start_ends=data.document_tokens == "end",
     )
 
 

@@ -1,7 +1,8 @@
 """Tokenizers: two that are trained here on the training documents, and any fast one of the hub or a folder.
 
 Whichever it is, it comes back with bos, eos and pad set: a document is `bos text eos`, or `eos text` where the
-tokenizer has no bos of its own (one token then both ends a document and begins the next).
+tokenizer has no bos of its own (one token then both ends a document and begins the next). `data.document_tokens`
+leaves one or both out; the tokenizer that is saved then begins texts as the documents begin.
 """
 
 import hashlib
@@ -77,7 +78,12 @@ TRAINERS = {"bpe": train_bpe, "word": train_word}
 def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a recipe; `documents` are those of the training split."""
     if data.tokenizer not in TRAINERS:
-        return load_tokenizer(data.tokenizer)
+        return mark_documents(load_tokenizer(data.tokenizer), data)
+    if data.start_token is not None:
+        raise RecipeError(
+            f"data.start_token={data.start_token!r} is for a tokenizer that is brought along; one that is trained "
+            f"here begins documents with {SPECIAL_TOKENS['bos_token']}: leave it out"
+        )
     limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
     tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit), data.tokenizer_vocab_size)
     if len(tokenizer) > data.tokenizer_vocab_size:
@@ -85,6 +91,28 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
             f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single bytes "
             f"alone are {len(tokenizer)}"
         )
+    return mark_documents(tokenizer, data)
+
+
+def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
+    """One token for both ends where documents have one, and prompts that begin as documents do.
+
+    So whoever reads the tokenizer later, to score or to generate, joins and ends texts as in training.
+    """
+    if data.start_token is None and data.document_tokens == "both":
+        return tokenizer
+    if data.start_token is not None:
+        if data.start_token not in tokenizer.get_vocab():
+            raise RecipeError(
+                f"data.start_token={data.start_token!r} is no token of {data.tokenizer!r}; its special tokens are "
+                f"{', '.join(sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}))}"
+            )
+        tokenizer.bos_token = data.start_token
+    if data.document_tokens == "start":
+        tokenizer.eos_token = tokenizer.bos_token
+    if data.document_tokens == "end":
+        tokenizer.bos_token = tokenizer.eos_token
+    _begin_prompts(tokenizer, with_bos=data.document_tokens != "none")
     return tokenizer
 
 
@@ -117,6 +145,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def tokenizer_identity(data: DataConfig) -> dict:
     """What decides the tokenizer beside the documents, found without loading or training it."""
+    start = {} if data.start_token is None else {"start_token": data.start_token}
     if data.tokenizer in TRAINERS:
         return {
             "name": data.tokenizer,
@@ -124,8 +153,8 @@ def tokenizer_identity(data: DataConfig) -> dict:
             "max_characters": data.tokenizer_max_characters,
         }
     if Path(data.tokenizer).expanduser().exists() or looks_like_path(data.tokenizer):
-        return {"name": data.tokenizer, "sha256": tokenizer_hash(load_tokenizer(data.tokenizer))}
-    return {"name": data.tokenizer}
+        return {"name": data.tokenizer, **start, "sha256": tokenizer_hash(load_tokenizer(data.tokenizer))}
+    return {"name": data.tokenizer, **start}
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -140,19 +169,22 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 class Encoder:
     """Documents to tokens. A text that happens to contain `<|bos|>` is text: no document can forge a special token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, document_tokens: str = "both"):
         self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True
-        self.start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.ends = [] if end == self.start else [end]
+        start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if document_tokens == "both" and start == end:
+            document_tokens = "start"
+        self.starts = [start] if document_tokens in ("both", "start") else []
+        self.ends = [end] if document_tokens in ("both", "end") else []
 
     def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
         texts = iter(texts)
         while chunk := list(islice(texts, 128)):  # what the library keeps for a token is many times the token
             for encoding in self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
-                yield [self.start, *encoding.ids, *self.ends]
+                yield [*self.starts, *encoding.ids, *self.ends]
 
     def __getstate__(self):  # the setting below is not part of the library's own state
         return {**vars(self), "tokenizer": self.tokenizer.to_str()}
@@ -189,13 +221,18 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 
 
 def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
-    """Prompts begin as documents do, with bos, unless add_special_tokens=False."""
-    bos = SPECIAL_TOKENS["bos_token"]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-    )
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS, **special
+    )
+    _begin_prompts(tokenizer)
+    return tokenizer
+
+
+def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
+    """Prompts begin as documents do, with bos, unless add_special_tokens=False."""
+    bos = [tokenizer.bos_token] if with_bos else []
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*bos, "$A"], pair=[*bos, "$A", *bos, "$B"], special_tokens=[(b, tokenizer.bos_token_id) for b in bos]
     )
 
 

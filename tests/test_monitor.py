@@ -24,6 +24,7 @@ def test_measurements_are_their_definitions(preset):
     for k, state in enumerate(states, start=1):
         norms = np.linalg.norm(state, axis=-1) / width**0.5
         assert measured[f"residual_norm/loop_{k}"] == pytest.approx(norms.mean())
+        assert measured[f"state_norm/loop_{k}"] == pytest.approx(np.linalg.norm(state, axis=-1).mean())
     assert measured["residual_norm"] == measured["residual_norm/loop_3"]
     change = np.linalg.norm(states[2] - states[1], axis=-1) / width**0.5
     assert measured["state_change"] == pytest.approx(change.mean())
@@ -32,6 +33,15 @@ def test_measurements_are_their_definitions(preset):
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     squares = sum(g.square().sum().item() for name, g in gradients.items() if f"{section}.0.mlp." in name)
     assert measured["first_mlp_gradient_norm"] == pytest.approx(squares**0.5)
+
+    prefixes = {"lm_head": "lm_head.", "embed_tokens": "model.embed_tokens."}
+    for i in range(model.config.num_core_layers):
+        prefixes |= {f"core.{i}.{part}": f"model.core.{i}.{part}." for part in ("mlp", "self_attn")}
+    assert {key for key in measured if key.startswith("gradient_norm/")} == {f"gradient_norm/{b}" for b in prefixes}
+    for block, prefix in prefixes.items():
+        prefix = "model.embed_tokens." if block == "lm_head" and model.config.tie_word_embeddings else prefix
+        squares = sum(g.square().sum().item() for name, g in gradients.items() if name.startswith(prefix))
+        assert measured[f"gradient_norm/{block}"] == pytest.approx(squares**0.5)
 
     if preset == "ouro":
         assert "spectral_radius" not in measured

@@ -176,6 +176,8 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["training.steps=many"], "training.steps must be int, got 'many'"),
         (["data.packing=tetris"], "one of concatenate, best_fit, got 'tetris'"),
         (["data.packing=best_fit", "data.stride=3"], "stride=3"),
+        (["data.document_masking=true", "data.document_tokens=none"], "document_tokens is 'none'"),
+        (["data.start_token=<s>", "data.document_tokens=end"], "start_token='<s>' would begin documents"),
         (["depth.split=prefix"], "backprop_loops"),
         (["depth.mean=4"], "needs a sampler"),
         (["schedule.name=wsd"], "decay_steps and schedule.decay_fraction"),

@@ -193,6 +193,27 @@ def test_what_other_commands_left_is_shown(tmp_path):
     )
 
 
+def test_norms_over_training(tmp_path):
+    """Of the layer that is asked for, before clipping or after."""
+    run = make_run(tmp_path / "run")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for record in records[:20]:
+        for block in ("lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn", "core.2.mlp", "core.2.self_attn"):
+            record[f"gradient_norm/{block}"] = 0.5 + record["step"]
+        record |= {f"state_norm/loop_{k}": 8.0 * k for k in (1, 2, 3)}
+    records[1]["gradient_norm"] = 0.25
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert len(page_of(run).images) == 5
+    folder = RunFolder(run, "run")
+    assert report.gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
+    assert report.gradient_blocks(folder, 3)[2:] == ["core.2.mlp", "core.2.self_attn"]
+    assert report.clip_shares(folder, [0, 1]) == pytest.approx([1 / 1.5, 1], rel=1e-5)  # recipes clip at 1
+    report.main([str(run), "--layer", "3", "--clipped", "--output", str(tmp_path / "page.html")])
+    assert "Gradients after clipping." in Page((tmp_path / "page.html").read_text()).text
+    with pytest.raises(RunError, match="--layer 4: run has layers 1 to 3"):
+        report.main([str(run), "--layer", "4"])
+
+
 def test_a_log_that_was_cut_off(tmp_path):
     run = make_run(tmp_path / "first")
     whole = (run / "metrics.jsonl").read_text()
