@@ -167,6 +167,10 @@ def add_options(parser: argparse.ArgumentParser, measure: Measure):
         is_list = "list" in str(hints[name])
         while kinds and typing.get_args(kinds[0]):
             kinds = list(typing.get_args(kinds[0]))
+        if hints[name] is bool:
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
+            continue
         parser.add_argument(
             "--" + name.replace("_", "-"),
             type=kinds[0] if kinds else hints[name],

@@ -97,7 +97,10 @@ def draw_lr_transfer(result: dict, path):
                 points = [(rate, loss) for rate, loss in zip(result["rates"], curve["loss"]) if loss is not None]
                 if points:
                     axis.plot(*zip(*points), marker=".", color=colours, label=f"N = {n}")
-                    axis.plot(*min(points, key=lambda p: p[1]), marker="*", markersize=12, color=colours)
+                    best = min(points, key=lambda p: p[1])
+                    axis.plot(*best, marker="*", markersize=12, color=colours)
+                    if curve["optimum"].get("interval"):
+                        axis.plot(curve["optimum"]["interval"], [best[1]] * 2, color=colours, alpha=0.4, linewidth=4)
             title = f"{panel['rule']}, {panel['layers']} layers"
             axis.set(xscale="log", xlabel="learning rate", ylabel="held-out loss", title=title)
             legend(axis)
