@@ -3,12 +3,13 @@
     python -m eval.diagnose all runs/demo/final
     python -m eval.diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
     python -m eval.diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
+    python -m eval.diagnose theorem_1 --width 512
 
 MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
-which is then initialised at random. Each measure writes a JSON and a PNG; `all` runs every measure with little
-training and writes a page, index.html, that holds its figures; what this model does not have is left out, with the
-reason. They go to diagnose/ of the training run, where eval.report finds them, or, without one, to
-runs/diagnose/<model>. `python -m eval.diagnose MEASURE --help` lists the options of one.
+which is then initialised at random. The theorems have models of their own. Each measure writes a JSON and a PNG; `all`
+runs every measure of a model with little training and writes a page, index.html, that holds its figures; what this
+model does not have is left out, with the reason. They go to diagnose/ of the training run, where eval.report finds
+them, or, without one, to runs/diagnose/<model>. `python -m eval.diagnose MEASURE --help` lists the options of one.
 
 From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from . import dynamics, figures, readout_probes, theory, transfer
+from . import dynamics, figures, premises, readout_probes, theorems, theory, transfer
 from .bench import commit, processor
 from .page import page, section, skipped
 from .subject import Subject, SubjectError, subject, training_run
@@ -40,8 +41,12 @@ class Measure(NamedTuple):
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
-    def __call__(self, of: Subject, **options) -> dict:
-        given = {"model": of.model, "batch": of.batch, "config": of.config}
+    @property
+    def reads_a_model(self) -> bool:
+        return not {"model", "config"}.isdisjoint(inspect.signature(self.function).parameters)
+
+    def __call__(self, of: Subject | None, **options) -> dict:
+        given = {"model": of.model, "batch": of.batch, "config": of.config} if of else {}
         wanted = [name for name in inspect.signature(self.function).parameters if name in given]
         return self.function(*(given[name] for name in wanted), **options)
 
@@ -55,6 +60,10 @@ MEASURES = {
     "residual_norm": Measure(theory.residual_norm, figures.draw_residual_norm, LITTLE),
     "loop_cosine": Measure(theory.loop_cosine, figures.draw_loop_cosine, {"copies": 8, "steps": 3, "num_tokens": 64}),
     "update_size": Measure(theory.update_size, figures.draw_update_size, LITTLE),
+    "premises": Measure(premises.premises, figures.draw_premises),
+    "theorem_1": Measure(theorems.theorem_1, figures.draw_theorem_1),
+    "theorem_2": Measure(theorems.theorem_2, figures.draw_theorem_2),
+    "theorem_3": Measure(theorems.theorem_3, figures.draw_theorem_3),
     "norm_trajectory": Measure(dynamics.norm_trajectory, figures.draw_norm_trajectory, monitored="residual_norm/"),
     "lr_transfer": Measure(
         transfer.lr_transfer,
@@ -103,7 +112,9 @@ def training_series(records: list[dict], prefix: str) -> dict[str, dict]:
     return series
 
 
-def run_measure(name: str, of: Subject, folder: Path, beside: dict[str, dict], **options) -> tuple[dict, list[Path]]:
+def run_measure(
+    name: str, of: Subject | None, folder: Path, beside: dict[str, dict], **options
+) -> tuple[dict, list[Path]]:
     """Measure, write, draw; returns the result and its figures."""
     measure, image = MEASURES[name], folder / f"{name}.png"
     result = finite(measure(of, **options))
@@ -113,7 +124,7 @@ def run_measure(name: str, of: Subject, folder: Path, beside: dict[str, dict], *
         result["training"] = series
     provenance = {
         "measure": name,
-        **of.where,
+        **(of.where if of else {}),
         "options": finite(used),
         "command": "python -m eval.diagnose " + shlex.join(sys.argv[1:]),
         "commit": commit(),
@@ -143,6 +154,8 @@ def compact(result: dict) -> str:
 def run_all(of: Subject, folder: Path) -> Path:
     sections = []
     for name, measure in MEASURES.items():
+        if not measure.reads_a_model:
+            continue
         try:
             result, images = run_measure(name, of, folder, {}, **measure.quick)
             sections.append(section(name, measure.about, result, images))
@@ -165,6 +178,10 @@ def add_options(parser: argparse.ArgumentParser, measure: Measure):
         is_list = "list" in str(hints[name])
         while kinds and typing.get_args(kinds[0]):
             kinds = list(typing.get_args(kinds[0]))
+        if hints[name] is bool:
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
+            continue
         parser.add_argument(
             "--" + name.replace("_", "-"),
             type=kinds[0] if kinds else hints[name],
@@ -199,6 +216,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name, measure in {"all": None, **MEASURES}.items():
         about = "every measure, with little training" if measure is None else measure.about
         command = commands.add_parser(name, help=about.replace("%", "%%"), description=about.replace("%", "%%"))
+        command.set_defaults(model=[])
+        command.add_argument(
+            "--output",
+            help="folder for JSON and PNG; default: diagnose/ of the training run, or runs/diagnose/<model>",
+        )
+        if measure is not None:
+            add_options(command, measure)
+        if measure is not None and not measure.reads_a_model:
+            continue
         command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
         command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: the embedded corpus")
         command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
@@ -207,12 +233,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
         command.add_argument("--state-seed", type=int, help="draw the initial state, where the model has a random one")
         command.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
-        command.add_argument(
-            "--output",
-            help="folder for JSON and PNG; default: diagnose/ of the training run, or runs/diagnose/<model>",
-        )
-        if measure is not None:
-            add_options(command, measure)
         if name == "depth_curve":
             command.add_argument(
                 "--beside", nargs="+", default=[], help="depth_curve.json of others, for the quadrant"
@@ -222,6 +242,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]):
     args = parse(arguments)
+    if args.measure != "all" and not MEASURES[args.measure].reads_a_model:
+        measure_and_say(args, None, Path(args.output or "runs/diagnose/theorems"), {})
+        return
     target, *overrides = args.model
     beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
@@ -230,6 +253,10 @@ def main(arguments: list[str]):
     if args.measure == "all":
         print(run_all(of, folder))
         return
+    measure_and_say(args, of, folder, beside)
+
+
+def measure_and_say(args: argparse.Namespace, of: Subject | None, folder: Path, beside: dict[str, dict]):
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
     result, images = run_measure(args.measure, of, folder, beside, **options)
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))

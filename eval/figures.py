@@ -82,6 +82,59 @@ def draw_loop_cosine(result: dict, path):
         axes[-1].figure.colorbar(image, ax=list(axes), label="cosine of increments")
 
 
+def draw_premises(result: dict, path):
+    names = list(result["branches"])
+    with canvas(path, 2) as (left, right):
+        for key in ("activation_overlap", "residual_overlap"):
+            left.plot(range(len(names)), [result["branches"][name][key] for name in names], marker=".", label=key)
+        left.axhline(result["loops_orthogonal"], linestyle=":", color="gray", label="orthogonal loops")
+        left.set(xlabel="branch", ylabel="overlap of loops", ylim=(0, 1.05))
+        for key in ("gain", "spectral_norm", "Y_squared"):
+            right.plot(range(len(names)), [result["branches"][name][key] for name in names], marker=".", label=key)
+        right.set(xlabel="branch")
+        legend(left)
+        legend(right)
+
+
+def draw_exponents(axis, x, curves: dict[str, tuple[list, float | None]], label: str, xlabel: str):
+    """Curves over N or L in logarithms, each with the theory's exponent from its last point back."""
+    for i, (name, (values, theory)) in enumerate(curves.items()):
+        axis.plot(x, values, marker=".", color=colour(i, len(curves)), label=name)
+        if theory is not None:
+            line = [values[-1] * (at / x[-1]) ** theory for at in x]
+            axis.plot(x, line, "--", color=colour(i, len(curves)), alpha=0.5)
+    axis.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=label)
+    at_least_a_decade(axis)
+    legend(axis)
+
+
+def draw_theorem_1(result: dict, path):
+    with canvas(path, len(result["arrangements"])) as axes:
+        for axis, (name, of_alphas) in zip(axes, result["arrangements"].items()):
+            curves = {
+                alpha: (found["sum_squared"], found["slope_of_sum_squared"]["theory"])
+                for alpha, found in of_alphas.items()
+            }
+            draw_exponents(axis, result["loops"], curves, "||sum r||^2 / d", "N")
+            axis.set_title(name)
+
+
+def draw_theorem_2(result: dict, path):
+    with canvas(path) as (axis,):
+        curves = {alpha: (found["change"], found["slope"]["theory"]) for alpha, found in result["alphas"].items()}
+        draw_exponents(axis, result["loops"], curves, "rms change of h_N", "N")
+
+
+def draw_theorem_3(result: dict, path):
+    total = {(cell["layers"], cell["loops"]): cell["total_squared"] for cell in result["cells"]}
+    layers, loops = result["layers"], result["loops"]
+    with canvas(path, 2) as (left, right):
+        over_loops = {f"L = {at}": ([total[at, n] for n in loops], 2.0) for at in layers}
+        over_layers = {f"N = {n}": ([total[at, n] for at in layers], 1.0) for n in loops}
+        draw_exponents(left, loops, over_loops, "||sum G||^2 / d", "N")
+        draw_exponents(right, layers, over_layers, "||sum G||^2 / d", "L")
+
+
 def draw_norm_trajectory(result: dict, path):
     with canvas(path) as (axis,):
         axis.plot(result["loop"], result["norm"], marker=".")
@@ -97,7 +150,10 @@ def draw_lr_transfer(result: dict, path):
                 points = [(rate, loss) for rate, loss in zip(result["rates"], curve["loss"]) if loss is not None]
                 if points:
                     axis.plot(*zip(*points), marker=".", color=colours, label=f"N = {n}")
-                    axis.plot(*min(points, key=lambda p: p[1]), marker="*", markersize=12, color=colours)
+                    best = min(points, key=lambda p: p[1])
+                    axis.plot(*best, marker="*", markersize=12, color=colours)
+                    if curve["optimum"].get("interval"):
+                        axis.plot(curve["optimum"]["interval"], [best[1]] * 2, color=colours, alpha=0.4, linewidth=4)
             title = f"{panel['rule']}, {panel['layers']} layers"
             axis.set(xscale="log", xlabel="learning rate", ylabel="held-out loss", title=title)
             legend(axis)

@@ -85,8 +85,9 @@ def built(config: LoopedConfig, seed: int) -> LoopedForCausalLM:
         return LoopedForCausalLM(config)
 
 
-def optimizer_of(model, lr: float):
-    return torch.optim.AdamW(model.parameter_groups(lr=lr, weight_decay=0.1), lr=lr, betas=(0.9, 0.95))
+def optimizer_of(model, lr: float, correct_for_depth: bool = True):
+    groups = model.parameter_groups(lr=lr, weight_decay=0.1, correct_for_depth=correct_for_depth)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
 def train_steps(model, ids: torch.Tensor, steps: int, lr: float):

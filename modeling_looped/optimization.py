@@ -3,18 +3,27 @@
 from torch import nn
 
 
+def depth_correction(config) -> float:
+    """What lr and eps of the blocks are multiplied by: m^(-1/2), m = L / residual_reference_layers, if "factored"."""
+    if config.residual_scaling != "factored":
+        return 1.0
+    return (config.num_layers / config.residual_reference_layers) ** -0.5
+
+
 def parameter_groups(
-    model: nn.Module, lr: float, weight_decay: float = 0.0, eps: float = 1e-8, keep_decay_product: bool = False
+    model: nn.Module,
+    lr: float,
+    weight_decay: float = 0.0,
+    eps: float = 1e-8,
+    keep_decay_product: bool = False,
+    correct_for_depth: bool = True,
 ) -> list[dict]:
     """Groups for AdamW. With residual_scaling "factored", every parameter inside a block gets lr and eps times
     m^(-1/2), m = L / residual_reference_layers; embeddings, head, final norm, gate and injection keep the base rate.
     Nothing depends on the number of loops. Weight decay keeps its value, or with `keep_decay_product` the product
-    lr * weight_decay keeps its own (the workshop version).
+    lr * weight_decay keeps its own (the workshop version). Without `correct_for_depth` all keep the base rate.
     """
-    config = model.config
-    factor = 1.0
-    if config.residual_scaling == "factored":
-        factor = (config.num_layers / config.residual_reference_layers) ** -0.5
+    factor = depth_correction(model.config) if correct_for_depth else 1.0
     trunk = getattr(model, model.base_model_prefix, model)
     block_ids = {id(p) for section in (trunk.prelude, trunk.core, trunk.coda) for p in section.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]

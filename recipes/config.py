@@ -74,6 +74,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     keep_decay_product: bool = False  # lr * weight_decay stays what it is at the base rate
     decay_product: float | None = None  # sets weight_decay to this over lr
+    correct_for_depth: bool = True  # residual_scaling "factored": rate and eps of the blocks times (L / L_ref)^(-1/2)
     embedding_lr: float | None = None
     head_lr: float | None = None
     reference_width: int | None = None  # embedding and head rates times sqrt(reference_width / hidden_size)
@@ -117,7 +118,7 @@ class TrainingConfig:
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
-    max_loss: float | None = None  # stop as diverged above this validation loss
+    max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end
 
 
@@ -334,7 +335,7 @@ AT_LEAST = {
 POSITIVE = {
     "depth": ("mean",),
     "optimizer": ("lr", "muon_lr", "embedding_lr", "head_lr", "clip"),
-    "training": ("tokens", "epochs", "flops", "tokens_per_parameter"),
+    "training": ("tokens", "epochs", "flops", "tokens_per_parameter", "max_loss"),
 }
 
 

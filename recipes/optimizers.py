@@ -41,7 +41,9 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int
 
 def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
     """`model.parameter_groups`, with embeddings and head in groups of their own where they have their own rates."""
-    groups = model.parameter_groups(config.lr, config.weight_decay, config.eps, config.keep_decay_product)
+    groups = model.parameter_groups(
+        config.lr, config.weight_decay, config.eps, config.keep_decay_product, config.correct_for_depth
+    )
     if config.embedding_lr is None and config.head_lr is None and config.reference_width is None:
         return groups
     width_factor = 1.0
@@ -78,7 +80,12 @@ def block_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 def muon_group(model: nn.Module, config: OptimizerConfig, matrices: list[nn.Parameter]) -> dict:
     """Rate and decay follow depth as AdamW's do; `decay_factor` is that of the decay, which changes with the step."""
-    blocks = model.parameter_groups(config.muon_lr, 1.0, keep_decay_product=config.keep_decay_product)
+    blocks = model.parameter_groups(
+        config.muon_lr,
+        1.0,
+        keep_decay_product=config.keep_decay_product,
+        correct_for_depth=config.correct_for_depth,
+    )
     blocks = {group["name"]: group for group in blocks}.get("blocks", {"lr": config.muon_lr, "weight_decay": 1.0})
     return {"name": "muon", "params": matrices, "lr": blocks["lr"], "decay_factor": blocks["weight_decay"]}
 

@@ -55,13 +55,16 @@ def main(arguments: list[str]):
         for name, value in plan(load_recipe(path, overrides)).items():
             print(f"{name:30} {show(value)}")
         return
-    total = 0.0
-    for run in load_sweep(path, overrides):
+    total, runs = 0.0, load_sweep(path, overrides)
+    for run in runs:
+        if run.same_as is not None:
+            print(f"{run.name:60} the same as {run.same_as}")
+            continue
         costs = plan(run.recipe)
         total += costs.get("training FLOPs", 0.0)
         chosen = {key: costs[key] for key in ("parameters", "steps", "tokens", "training FLOPs") if key in costs}
         print(f"{run.name:60} " + "  ".join(f"{key} {show(value)}" for key, value in chosen.items()))
-    print(f"all runs: training FLOPs {show(total)}")
+    print(f"all {sum(run.same_as is None for run in runs)} runs: training FLOPs {show(total)}")
 
 
 if __name__ == "__main__":

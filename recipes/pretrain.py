@@ -48,7 +48,7 @@ from .sources import looks_like_path
 
 
 class Divergence(RuntimeError):
-    """The loss is no longer a number, or above training.max_loss."""
+    """The training loss is no longer a number."""
 
 
 class Pretraining:
@@ -376,8 +376,8 @@ class Pretraining:
         self.metrics.write(self.step - 1, metrics)
         self.best = min(self.best, self.last_validation)
         limit = recipe.training.max_loss
-        if limit is not None and not self.last_validation <= limit:
-            raise Divergence(f"the validation loss {self.last_validation:.4f} is above training.max_loss={limit}")
+        if self.step == self.total_steps and limit is not None and not self.last_validation <= limit:
+            accelerator.print(f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged")
         return metrics
 
     @property

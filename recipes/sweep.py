@@ -2,24 +2,31 @@
 
     recipe: 12_layers.yaml            # what every run starts from
     set: {training.max_loss: 4.0}     # what every run changes
-    grid: {model.num_loops: [1, 2]}   # one run per combination,
+    grid: {model.num_loops: [1, 2]}   # one run per combination (a list of grids: of each of them),
     runs: [{name: a, depth.per: batch}]  # or one per entry
     plot: {x: optimizer.lr, curve: model.num_loops, panel: [...]}
 
-Runs that are done are not run again; a run that diverges is recorded and left out of the plot. Launch with
-`accelerate launch -m recipes.sweep ...` for several GPUs. Results: runs/<sweep>/results.jsonl, one line per run with
-its last metrics, and, with `plot`, a PNG of the final validation loss against x, with a star at each curve's optimum
-(residual scaling, figure 5).
+Runs that are done are not run again, and what two runs have in common is trained once: eps = 1/sqrt(N) and 1/N are the
+same model at N = 1. A run diverges when its loss is no longer a number, which stops it, or when it ends above
+training.max_loss; it is recorded and left out of the plot. Launch with `accelerate launch -m recipes.sweep ...` for
+several GPUs. Results: runs/<sweep>/results.jsonl, one line per run with its last metrics, and, with `plot`, a PNG of
+the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the least loss of a curve
+and its interval (eval/optimum.py). Settings that are neither x, curve nor panel, such as seeds, count as replicas.
 """
 
 import itertools
 import json
+import math
 import sys
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import yaml
+
+from eval.optimum import optimum, shifts, written
+from modeling_looped.optimization import depth_correction
 
 from .config import Recipe, RecipeError, as_number, load_recipe
 from .metrics import read_metrics
@@ -27,6 +34,7 @@ from .pretrain import Divergence, Pretraining
 
 
 DIVERGED = "diverged.txt"
+OUTCOME = ("loss", "diverged", "metrics")
 
 
 class Run(NamedTuple):
@@ -35,6 +43,7 @@ class Run(NamedTuple):
     path: Path  # of the recipe
     overrides: list[str]
     recipe: Recipe
+    same_as: str | None = None  # an earlier run that computes the same
 
 
 def is_sweep(path) -> bool:
@@ -51,12 +60,8 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
         raise RecipeError(
             f"{path} must hold recipe, one of grid and runs, and may hold set and plot; got {sorted(raw)}"
         )
-    if "grid" in raw:
-        names = list(raw["grid"])
-        entries = [dict(zip(names, values)) for values in itertools.product(*raw["grid"].values())]
-    else:
-        entries = raw["runs"]
-    runs = []
+    entries = combinations(raw["grid"]) if "grid" in raw else raw["runs"]
+    runs, named = [], {}
     for entry in entries:
         entry = {key: as_number(value) for key, value in entry.items()}
         base = path.parent / entry.pop("recipe", raw["recipe"])
@@ -68,21 +73,55 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
         if any(argument.startswith("training.output_dir=") for argument in overrides):
             recipe.training.output_dir = str(Path(recipe.training.output_dir) / name)
             arguments.append(f"training.output_dir={recipe.training.output_dir}")
-        runs.append(Run(name, entry, base, arguments, recipe))
-    if len({run.name for run in runs}) != len(runs):
-        raise RecipeError(f"{path}: two runs have the same name; give them names of their own")
+        if name in [run.name for run in runs]:
+            raise RecipeError(
+                f"{path}: two runs have the name {name!r}: take one of them out, or give them names of their own"
+            )
+        first = named.setdefault(computation(recipe), name)
+        runs.append(Run(name, entry, base, arguments, recipe, None if first == name else first))
     return runs
 
 
+def combinations(grids: dict | list[dict]) -> list[dict]:
+    entries = []
+    for grid in grids if isinstance(grids, list) else [grids]:
+        entries += [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+    return entries
+
+
+def computation(recipe: Recipe) -> str:
+    """What a run computes: equal for recipes that differ only in where they write, or in how they name the factors of
+    the residual scaling."""
+    content, config = recipe.to_dict(), recipe.model_config()
+    content["training"]["output_dir"] = None
+    model = config.to_dict()
+    if config.residual_depth == "trained":
+        for name in ("residual_scaling", "residual_scale", "residual_reference_layers"):
+            model.pop(name)
+        correct = content["optimizer"].pop("correct_for_depth")
+        outside = config.residual_factor(1) if config.num_prelude_layers or config.num_coda_layers else None
+        core = config.residual_factor(config.num_loops)
+        model["factors"] = [core, outside, depth_correction(config) if correct else 1.0]
+    return json.dumps({**content, "model": model}, sort_keys=True, default=str)
+
+
 def outcome(run: Run) -> dict | None:
-    """The run's settings, final validation loss and last metrics; None if it is not done."""
+    """The run's settings, final validation loss and last metrics; None if it is not done. A run that diverged has no
+    loss, and says why."""
     folder = Path(run.recipe.training.output_dir)
     records = read_metrics(folder / "metrics.jsonl")
     result = {"name": run.name, **run.settings, "loss": None}
     if (folder / DIVERGED).exists():
         result["diverged"] = (folder / DIVERGED).read_text()
     elif (folder / "final" / "config.json").exists():
-        result["loss"] = next((r["validation/loss"] for r in reversed(records) if "validation/loss" in r), None)
+        loss = next((r["validation/loss"] for r in reversed(records) if "validation/loss" in r), math.nan)
+        limit = run.recipe.training.max_loss
+        if not math.isfinite(loss):
+            result["diverged"] = f"the run ended at a validation loss of {loss}"
+        elif limit is not None and loss > limit:
+            result["diverged"] = f"the run ended at {loss:.4f}, above training.max_loss={limit}"
+        else:
+            result["loss"] = loss
     else:
         return None
     last = {}
@@ -92,25 +131,34 @@ def outcome(run: Run) -> dict | None:
 
 
 def run_all(runs: list[Run]) -> list[dict]:
-    results = []
+    results = {}
     for run in runs:
-        if outcome(run) is None:
-            try:
-                Pretraining(run.recipe).train()
-            except Divergence as divergence:
-                (Path(run.recipe.training.output_dir) / DIVERGED).write_text(str(divergence))
-        results.append(outcome(run))
-        print(json.dumps({key: value for key, value in results[-1].items() if key != "metrics"}))
-    return results
+        if run.same_as is not None:
+            shared = {key: results[run.same_as][key] for key in OUTCOME if key in results[run.same_as]}
+            results[run.name] = {"name": run.name, **run.settings, "same_as": run.same_as, **shared}
+        else:
+            if outcome(run) is None:
+                try:
+                    Pretraining(run.recipe).train()
+                except Divergence as divergence:
+                    (Path(run.recipe.training.output_dir) / DIVERGED).write_text(str(divergence))
+            results[run.name] = outcome(run)
+        print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
+    return list(results.values())
+
+
+def curves_of(results: list[dict], x: str, curve: str) -> dict:
+    """{value of `curve`: {value of `x`: losses of its replicas}}, sorted; None for a run that diverged."""
+    curves = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        curves[result[curve]][result[x]].append(result["loss"])
+    return {value: dict(sorted(points.items())) for value, points in sorted(curves.items())}
 
 
 def optima(results: list[dict], x: str, curve: str) -> dict:
-    """Per curve, the x with the least loss."""
-    best = {}
-    for result in results:
-        if result["loss"] is not None and (result[curve] not in best or result["loss"] < best[result[curve]]["loss"]):
-            best[result[curve]] = result
-    return {key: result[x] for key, result in sorted(best.items())}
+    """Per curve, the x with the least loss and its interval, or why there is none."""
+    curves = curves_of(results, x, curve)
+    return {value: optimum(list(points), list(points.values())) for value, points in curves.items()}
 
 
 def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
@@ -135,14 +183,11 @@ def draw(results: list[dict], plot: dict, path: Path):
         rows, columns, figsize=(4.5 * columns, 3.6 * rows), squeeze=False, sharex=True, sharey=True
     )
     for axis, (panel, members) in zip(axes.flat, panels.items()):
-        for value in sorted({result[plot["curve"]] for result in members}):
-            points = sorted(
-                (r[plot["x"]], r["loss"]) for r in members if r[plot["curve"]] == value and r["loss"] is not None
-            )
+        for value, losses in curves_of(members, plot["x"], plot["curve"]).items():
+            points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
             if points:
                 (line,) = axis.plot(*zip(*points), marker="o", label=f"{plot['curve'].split('.')[-1]} = {value}")
-                best = min(points, key=lambda point: point[1])
-                axis.plot(*best, marker="*", markersize=14, color=line.get_color())
+                draw_optimum(axis, optimum(list(losses), list(losses.values())), points, line.get_color())
         axis.set(xscale="log", title=", ".join(map(str, panel)))
         if axis.lines:  # else all of them diverged
             axis.legend()
@@ -153,6 +198,14 @@ def draw(results: list[dict], plot: dict, path: Path):
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def draw_optimum(axis, found: dict, points: list[tuple[float, float]], color):
+    """A star at the best point, and a bar over the interval of the optimum below it."""
+    best = min(points, key=lambda point: point[1])
+    axis.plot(*best, marker="*", markersize=14, color=color)
+    if found.get("interval"):
+        axis.plot(found["interval"], [best[1]] * 2, color=color, alpha=0.4, linewidth=4)
 
 
 def main(arguments: list[str]):
@@ -167,9 +220,14 @@ def main(arguments: list[str]):
     plot = yaml.safe_load(Path(arguments[0]).read_text()).get("plot")
     if plot:
         draw(results, plot, folder / "results.png")
+        found = []
         for panel, members in panels_of(results, plot).items():
-            best = ", ".join(f"{value}: {x:g}" for value, x in optima(members, plot["x"], plot["curve"]).items())
-            print(f"best {plot['x']} by {plot['curve']} {', '.join(map(str, panel))}: {best or 'all diverged'}")
+            best = optima(members, plot["x"], plot["curve"])
+            found.append({**dict(zip(plot.get("panel", []), panel)), "best": best, "shift": shifts(best)})
+            for value, of_curve in best.items():
+                where = ", ".join(map(str, (*panel, f"{plot['curve']} {value}")))
+                print(f"best {plot['x']}, {where}: {written(of_curve)}")
+        (folder / "optima.json").write_text(json.dumps(found, indent=1) + "\n")
         print(f"drawn: {folder / 'results.png'}")
 
 

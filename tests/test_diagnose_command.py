@@ -30,8 +30,10 @@ def run_folder(tmp_path):
     return tmp_path / "run"
 
 
-def test_there_are_fourteen_measures():
-    assert len(diagnose.MEASURES) == 14
+def test_there_are_fifteen_measures_of_models_and_three_of_theorems():
+    of_models = [name for name, measure in diagnose.MEASURES.items() if measure.reads_a_model]
+    assert len(of_models) == 15
+    assert set(diagnose.MEASURES) - set(of_models) == {"theorem_1", "theorem_2", "theorem_3"}
 
 
 def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys, monkeypatch):
@@ -41,12 +43,14 @@ def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys
     arguments = ["all", str(run_folder), "--text", str(tmp_path / "text.jsonl"), "--rows", "2", "--length", "16"]
     diagnose.main([*arguments, "--output", str(tmp_path / "out")])
     page = (tmp_path / "out/index.html").read_text()
-    for name in diagnose.MEASURES:
+    of_models = [name for name, measure in diagnose.MEASURES.items() if measure.reads_a_model]
+    assert 'id="theorem_1"' not in page
+    for name in of_models:
         assert f'<h2 id="{name}">' in page
         saved = json.loads((tmp_path / f"out/{name}.json").read_text())
         assert {"command", "commit", "hardware", "model", "text", "options", "result"} <= set(saved)
         assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert len(re.findall('src="data:image/png;base64,', page)) == 14 + 2  # and two curves of the run
+    assert len(re.findall('src="data:image/png;base64,', page)) == 15 + 2  # and two curves of the run
     assert not re.search(r'(src|href)="(?!data:)', page)
     radius = json.loads((tmp_path / "out/spectral.json").read_text())["result"]
     assert radius["training"]["spectral_radius"] == {"step": [0, 10], "value": [0.4, 0.4]}

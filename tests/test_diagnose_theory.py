@@ -146,22 +146,6 @@ def test_training_of_measures_leaves_random_numbers_and_the_model_alone():
 # Learning rates
 
 
-def test_optimum_of_a_parabola_in_log_rate():
-    rates = [2.0**k for k in range(-12, -4)]
-    losses = [3 + 0.1 * (math.log2(rate) + 8.3) ** 2 for rate in rates]
-    assert transfer.optimum(rates, losses)["lr"] == pytest.approx(2**-8.3)
-    with_gap = [losses[0], losses[1], None, *losses[3:]]  # a run that diverged
-    assert transfer.optimum(rates, with_gap)["lr"] == pytest.approx(2**-8.3)
-
-
-def test_no_optimum_at_the_edge_or_of_too_few_runs():
-    edge = transfer.optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 1.0])
-    assert edge["lr"] is None and "highest" in edge["why"] and edge["best"] == pytest.approx(4e-3)
-    few = transfer.optimum([1e-3, 2e-3, 4e-3], [3.0, None, 1.0])
-    assert few["lr"] is None and "only 2 of 3" in few["why"]
-    assert transfer.shifts({"1": 1e-3, "2": 4e-3, "4": None}) == {"1": 0, "2": pytest.approx(2), "4": None}
-
-
 def test_lr_transfer_trains_every_cell_and_leaves_out_what_diverged():
     config = tiny_config(initializer_range=0.02)
     batch = {"input_ids": random_ids(1, 16).expand(8, 16).contiguous()}  # the same row: soon known by heart
@@ -174,6 +158,28 @@ def test_lr_transfer_trains_every_cell_and_leaves_out_what_diverged():
             untrained, slow, fast, absurd = curve["loss"]
             assert untrained == pytest.approx(math.log(99), rel=0.05)
             assert fast < slow < untrained and absurd is None
+            assert curve["loss_of_seeds"] == [[loss] for loss in curve["loss"]]
+            assert curve["optimum"]["lr"] is None and "beside one that diverged" in curve["optimum"]["why"]
+
+
+def test_lr_transfer_with_and_without_the_rates_of_depth(monkeypatch):
+    """The rates of the blocks at depths 2 and 8, where 2 is the reference, and shifts over both N and depth."""
+    used = []
+
+    class Recorded(torch.optim.AdamW):
+        def __init__(self, groups, **options):
+            used.append({group["name"]: group["lr"] for group in groups})
+            super().__init__(groups, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorded)
+    config = tiny_config(residual_scaling="factored", residual_reference_layers=2)
+    options = {"loops": [1], "layers": [8, 2], "rates": [1e-3, 2e-3, 4e-3], "steps": 1, "rows_per_step": 1}
+    result = transfer.lr_transfer(config, BATCH, **options)
+    assert [rates["blocks"] / rates["base"] for rates in used] == pytest.approx([1.0] * 3 + [0.5] * 3)
+    assert set(result["shift_over_layers"]["factored"]["1"]) == {"2", "8"}
+    used.clear()
+    transfer.lr_transfer(config, BATCH, **options, correct_for_depth=False)
+    assert [rates["blocks"] / rates["base"] for rates in used] == pytest.approx([1.0] * 6)
 
 
 def test_lr_transfer_leaves_out_runs_above_max_loss():

@@ -86,6 +86,13 @@ def test_other_scalings_keep_the_base_rates(scaling):
         assert {settings(group) for group in groups} == {(LR, DECAY, EPS)}
 
 
+def test_the_correction_for_depth_can_be_left_out():
+    model = tiny_model(**EVERYTHING, **FACTORED)
+    for keep in (False, True):
+        groups = model.parameter_groups(LR, DECAY, EPS, keep_decay_product=keep, correct_for_depth=False)
+        assert {settings(group) for group in groups} == {(LR, DECAY, EPS)}
+
+
 @pytest.mark.parametrize("residual_depth", ["trained", "run"])
 @pytest.mark.parametrize("keep_decay_product", [False, True])
 def test_nothing_depends_on_the_loops(residual_depth, keep_decay_product):

@@ -87,6 +87,19 @@ def test_muon_follows_the_same_rule_of_depth():
     assert math.isclose(muon.param_groups[0]["lr"] * muon.param_groups[0]["weight_decay"], 0.02 * 0.1)
 
 
+def test_a_recipe_can_leave_the_rule_of_depth_out():
+    model = tiny_model(residual_scaling="factored", residual_reference_layers=0.5)
+    for config in (
+        OptimizerConfig(lr=0.01, correct_for_depth=False),
+        OptimizerConfig(**MUON, correct_for_depth=False),
+    ):
+        optimizers = build_optimizers(model, config, total_steps=10)
+        rates, eps = (rates_of(model, optimizers, key) for key in ("lr", "eps"))
+        matrix, norm = "model.core.0.mlp.up_proj.weight", "model.core.0.input_layernorm.weight"
+        assert rates[matrix] == (config.muon_lr if config.name == "muon" else config.lr)
+        assert rates[norm] == rates["lm_head.weight"] == config.lr and eps[norm] == config.eps
+
+
 def test_embedding_and_head_have_their_own_rates():
     """FLT: 0.2 and 0.004, times sqrt(768 / d), which is sqrt(24) at d = 32."""
     model = tiny_model(preset="flt")

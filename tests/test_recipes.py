@@ -1,6 +1,7 @@
 """Every recipe is a model that can be built, and a plan whose numbers are the papers'."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,9 @@ def test_recipe_is_built_and_planned(path):
 def test_sweep_runs_are_recipes(path):
     raw = yaml.safe_load(path.read_text())
     runs = load_sweep(path)
-    expected = len(raw["runs"]) if "runs" in raw else 1
-    for values in raw.get("grid", {}).values():
-        expected *= len(values)
-    assert len(runs) == expected
+    grids = raw.get("grid", [])
+    sizes = [math.prod(map(len, grid.values())) for grid in (grids if isinstance(grids, list) else [grids])]
+    assert len(runs) == (len(raw["runs"]) if "runs" in raw else sum(sizes))
     for run in (runs[0], runs[-1]):
         assert plan(run.recipe)["parameters"] > 0
         for key, value in run.settings.items():
@@ -111,12 +111,16 @@ def test_decay_product():
 
 def test_optima():
     results = [
-        {"lr": 1.0, "n": 1, "loss": 3.0},
+        {"lr": 1.0, "n": 1, "loss": 2.2},
         {"lr": 2.0, "n": 1, "loss": 2.0},
         {"lr": 1.0, "n": 2, "loss": 1.0},
         {"lr": 2.0, "n": 2, "loss": None},
     ]
-    assert optima(results, "lr", "n") == {1: 2.0, 2: 1.0}
+    assert {n: found["lr"] for n, found in optima(results, "lr", "n").items()} == {1: None, 2: None}
+    results += [{"lr": lr, "n": n, "loss": 2.5} for lr in (0.5, 4.0) for n in (1, 2)]
+    best = optima(results, "lr", "n")
+    assert (best[1]["best"], best[1]["loss"]) == (2.0, 2.0) and best[1]["lr"] is not None
+    assert (best[2]["best"], best[2]["loss"]) == (1.0, 1.0)
 
 
 def test_epochs_are_planned_with_the_tokens_that_are_expected():
@@ -155,15 +159,24 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
     arguments = [str(tmp_path / "rates.sweep.yaml"), f"training.output_dir={tmp_path / 'runs'}"]
     sweep.main(arguments)
     printed = capsys.readouterr().out
-    assert "best optimizer.lr by model.num_loops linear: 1: 0.01, 2: 0.01\n" in printed
+    assert "best optimizer.lr, linear, model.num_loops 2: none (only 1 of 2 learning rates trained" in printed
     results = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").read_text().splitlines()]
     assert len(results) == 8
     for result in results:
         assert ("diverged" in result) == (result["loss"] is None) == (result["optimizer.lr"] == 1e4)
+        # without scaling and with 1/N, one loop is the same: trained once
+        assert ("same_as" in result) == (result["name"].startswith("num_loops=1_residual_scaling=linear_"))
+    of_name = {result["name"]: result for result in results}
+    for result in results:
+        if "same_as" in result:
+            assert result["metrics"] == of_name[result["same_as"]]["metrics"]
+            assert result["model.residual_scaling"] == "linear"
+    (panel, _) = json.loads((tmp_path / "runs" / "optima.json").read_text())
+    assert panel["model.residual_scaling"] == "none" and set(panel["best"]) == set(panel["shift"]) == {"1", "2"}
     assert (tmp_path / "runs" / "results.png").read_bytes().startswith(b"\x89PNG")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     sweep.main(arguments)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == before and len(before) == 8
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == before and len(before) == 6
 
 
 @pytest.mark.parametrize(

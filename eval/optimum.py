@@ -1,0 +1,124 @@
+"""The learning rate with the least loss, and how far it is determined: a parabola in log2 rate around the minimum."""
+
+import math
+from statistics import fmean
+
+import numpy as np
+from scipy.stats import t as student
+
+
+REACH = 1.5  # octaves on either side of the best rate that the parabola is fitted to,
+FEWEST = 5  # and so many rates at least, if there are as many
+
+
+def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:
+    """`losses` holds, for every rate, one loss or one per seed; a run that diverged is None or no finite number.
+
+    lr: vertex of the least-squares parabola in log2 rate around the best one; a seed may shift all of its losses.
+    interval: the vertices that a t-test at `level` does not reject (Fieller), hence wider where losses are noisy, or
+    no parabola; it is cut where the grid ends, and left out if it is the whole grid. A rate at which any seed diverged
+    counts as diverged. No lr is given where the best rate is the lowest or highest that trained.
+    """
+    points = trained(rates, losses)
+    if len(points) < 3:
+        return {"lr": None, "why": f"only {len(points)} of {len(rates)} learning rates trained, and 3 are needed"}
+    means = [fmean(of_seeds) for _, of_seeds in points]
+    best = means.index(min(means))
+    result = {"best": points[best][0], "loss": means[best]}
+    if best in (0, len(points) - 1):
+        return {"lr": None, "why": why_at_the_edge(points[best][0], best == 0, rates), **result}
+    near = nearest(points, best)
+    x = np.log2([rate for rate, _ in near]) - math.log2(points[best][0])
+    (slope, curvature), covariance, freedom = parabola(x, np.array([of_seeds for _, of_seeds in near]))
+    vertex = -slope / (2 * curvature) if curvature > 0 else math.nan
+    if not x.min() < vertex < x.max():
+        return {"lr": None, "why": f"the losses at {len(near)} rates around the best form no valley", **result}
+    fitted = {"lr": result["best"] * 2**vertex, **result, "points": x.size * len(near[0][1])}
+    if freedom < 1:
+        return {**fitted, "interval": None, "why": "as many unknowns as losses: an interval needs a fourth rate"}
+    low, high = fieller(slope, curvature, covariance, student.ppf((1 + level) / 2, freedom))
+    low_rate, high_rate = np.log2([points[0][0], points[-1][0]]) - math.log2(points[best][0])
+    if low <= low_rate and high >= high_rate:
+        return {**fitted, "interval": None, "why": "the losses are too noisy, or too far from a parabola, for one"}
+    ends = [result["best"] * 2 ** max(low, low_rate), result["best"] * 2 ** min(high, high_rate)]
+    return {**fitted, "interval": ends, "level": level}
+
+
+def trained(rates: list[float], losses: list) -> list[tuple[float, list[float]]]:
+    """(rate, losses of its seeds) by rate, without rates at which a run diverged."""
+    points = []
+    for rate, of_seeds in sorted(zip(rates, losses), key=lambda pair: pair[0]):
+        of_seeds = of_seeds if isinstance(of_seeds, (list, tuple)) else [of_seeds]
+        if all(loss is not None and math.isfinite(loss) for loss in of_seeds):
+            points.append((rate, list(of_seeds)))
+    if len({len(of_seeds) for _, of_seeds in points}) > 1:
+        counts = [len(of_seeds) for _, of_seeds in points]
+        raise ValueError(f"every learning rate needs a loss from every seed, got {counts} of them")
+    return points
+
+
+def why_at_the_edge(best: float, lowest: bool, rates: list[float]) -> str:
+    beyond = [rate for rate in rates if (rate < best if lowest else rate > best)]
+    if not beyond:
+        return f"the {'lowest' if lowest else 'highest'} rate, {best:g}, is the best: widen the grid"
+    nearest_beyond = max(beyond) if lowest else min(beyond)
+    return f"the best rate, {best:g}, lies beside one that diverged, {nearest_beyond:g}: add rates between them"
+
+
+def nearest(points: list, best: int) -> list:
+    """The points within REACH of the best; the FEWEST nearest if they are fewer; with one on either side at least."""
+    octaves = [abs(math.log2(rate / points[best][0])) for rate, _ in points]
+    order = sorted(range(len(points)), key=lambda i: (abs(i - best) > 1, octaves[i]))
+    return [points[i] for i in sorted(i for place, i in enumerate(order) if place < FEWEST or octaves[i] <= REACH)]
+
+
+def parabola(x: np.ndarray, y: np.ndarray):
+    """Least squares of y[i, s] = a_s + b x_i + c x_i^2: (b, c), their covariance, and the degrees of freedom left."""
+    rates, seeds = y.shape
+    design = np.stack([x - x.mean(), x**2 - (x**2).mean()], 1)  # a_s taken out
+    inverse = np.linalg.inv(design.T @ design)
+    centred = y - y.mean(0)
+    coefficients = inverse @ design.T @ centred.mean(1)
+    freedom = rates * seeds - seeds - 2
+    misfit = ((centred - (design @ coefficients)[:, None]) ** 2).sum()
+    return coefficients, inverse / seeds * misfit / max(freedom, 1), freedom
+
+
+def fieller(slope: float, curvature: float, covariance: np.ndarray, quantile: float):
+    """The v at which |b + 2 c v| <= quantile * its standard error."""
+    (bb, bc), (_, cc) = quantile**2 * covariance
+    square = 4 * (curvature**2 - cc)  # of the quadratic in v that must not be positive
+    if square <= 0:
+        return -math.inf, math.inf
+    half, constant = 2 * (slope * curvature - bc), slope**2 - bb
+    root = math.sqrt(max(0.0, half**2 - square * constant))
+    return (-half - root) / square, (-half + root) / square
+
+
+def shift(first: dict, other: dict) -> dict:
+    """Octaves from one optimum to another; the interval is that of a difference of two estimates (MOVER)."""
+    if not (first.get("lr") and other.get("lr")):
+        return {"octaves": None}
+    a, b = math.log2(first["lr"]), math.log2(other["lr"])
+    if not (first.get("interval") and other.get("interval")):
+        return {"octaves": b - a, "interval": None}
+    (a_low, a_high), (b_low, b_high) = ([math.log2(end) for end in one["interval"]] for one in (first, other))
+    return {
+        "octaves": b - a,
+        "interval": [b - a - math.hypot(b - b_low, a_high - a), b - a + math.hypot(b_high - b, a - a_low)],
+    }
+
+
+def shifts(optima: dict[str, dict]) -> dict[str, dict]:
+    """Of each optimum from the first."""
+    first = next(iter(optima.values()))
+    return {name: {"octaves": 0.0} if one is first else shift(first, one) for name, one in optima.items()}
+
+
+def written(found: dict) -> str:
+    """An optimum in a line."""
+    if found["lr"] is None:
+        return f"none ({found['why']})"
+    if found["interval"] is None:
+        return f"{found['lr']:.3g} (no interval: {found['why']})"
+    return f"{found['lr']:.3g} [{found['interval'][0]:.3g}, {found['interval'][1]:.3g}]"

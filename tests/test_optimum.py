@@ -1,0 +1,122 @@
+"""The optimum of a curve and its interval: against a parabola that is known, with and without noise."""
+
+import math
+
+import numpy as np
+import pytest
+
+from eval.optimum import nearest, optimum, shift, shifts, written
+
+
+OCTAVES = [2.0**k for k in range(-12, -4)]
+PAPER = [5e-4, 7.5e-4, 1e-3, 1.25e-3, 1.5e-3, 2e-3, 3e-3, 4e-3]  # residual scaling, table 4
+
+
+def valley(rates, lowest: float, curvature: float = 0.05, floor: float = 3.0):
+    return [floor + curvature * math.log2(rate / lowest) ** 2 for rate in rates]
+
+
+def test_a_parabola_is_found_exactly():
+    found = optimum(OCTAVES, valley(OCTAVES, 2**-8.3))
+    assert found["lr"] == pytest.approx(2**-8.3) and found["best"] == 2**-8
+    assert found["interval"] == pytest.approx([2**-8.3] * 2, rel=1e-4)
+
+
+def test_diverged_runs_are_no_optimum():
+    losses = valley(OCTAVES, 2**-8.3)
+    for gap in (None, math.nan, math.inf):
+        found = optimum(OCTAVES, [losses[0], losses[1], gap, *losses[3:7], gap])
+        assert found["lr"] == pytest.approx(2**-8.3)
+    # of two seeds, one diverged: the rate counts as diverged
+    pairs = [[loss, loss] for loss in losses[:-1]] + [[0.0, None]]
+    assert optimum(OCTAVES, pairs)["lr"] == pytest.approx(2**-8.3)
+
+
+@pytest.mark.parametrize(
+    ("rates", "lowest", "seeds", "noise"),
+    [(OCTAVES, 2**-8.3, 1, 0.005), (PAPER, 1.4e-3, 1, 0.005), (PAPER, 1.4e-3, 3, 0.01)],
+)
+def test_intervals_hold_the_truth_as_often_as_they_say(rates, lowest, seeds, noise):
+    """95 % and 80 % intervals over 400 draws of noise; a seed shifts all of its losses by ten times the noise."""
+    random = np.random.default_rng(0)
+    held = {0.95: 0, 0.8: 0}
+    for _ in range(400):
+        losses = np.array(valley(rates, lowest))[:, None] + random.normal(0, noise, (len(rates), seeds))
+        losses = (losses + random.normal(0, 10 * noise, seeds)).tolist()
+        for level in held:
+            low, high = optimum(rates, losses, level)["interval"]
+            held[level] += low <= lowest <= high
+    # three standard errors of a binomial of 400
+    assert held[0.95] / 400 == pytest.approx(0.95, abs=0.033)
+    assert held[0.8] / 400 == pytest.approx(0.8, abs=0.06)
+
+
+def test_more_seeds_narrow_the_interval():
+    random = np.random.default_rng(1)
+    noise = random.normal(0, 0.01, (len(PAPER), 16))
+    widths = []
+    for seeds in (2, 16):
+        losses = np.array(valley(PAPER, 1.4e-3))[:, None] + noise[:, :seeds]
+        low, high = optimum(PAPER, losses.tolist())["interval"]
+        widths.append(math.log(high / low))
+    assert widths[1] < widths[0] / 2
+
+
+def test_what_is_no_parabola_widens_the_interval():
+    """A steep right side: the interval of noiseless losses is not a point."""
+    crooked = [
+        loss + 0.02 * max(0.0, math.log2(rate / 2**-8.3)) ** 3 for rate, loss in zip(OCTAVES, valley(OCTAVES, 2**-8.3))
+    ]
+    low, high = optimum(OCTAVES, crooked)["interval"]
+    assert low < 2**-8.3 < high and math.log2(high / low) > 0.2
+
+
+def test_the_edge_of_the_grid_is_no_optimum():
+    edge = optimum(OCTAVES, valley(OCTAVES, 1.0))
+    assert edge["lr"] is None and "the highest rate, 0.03125, is the best: widen the grid" in edge["why"]
+    assert edge["best"] == OCTAVES[-1]
+    edge = optimum(OCTAVES, valley(OCTAVES, 1e-9))
+    assert edge["lr"] is None and "the lowest rate" in edge["why"]
+    beside = optimum(OCTAVES, [*valley(OCTAVES, 1.0)[:-1], None])
+    assert beside["lr"] is None
+    assert "0.015625, lies beside one that diverged, 0.03125: add rates between them" in beside["why"]
+
+
+def test_too_few_or_too_noisy_losses():
+    few = optimum([1e-3, 2e-3, 4e-3], [3.0, None, 1.0])
+    assert few["lr"] is None and "only 2 of 3" in few["why"]
+    three = optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 3.0])
+    assert three["lr"] == pytest.approx(2e-3) and three["interval"] is None and "fourth rate" in three["why"]
+    noisy = optimum(OCTAVES, [3.05, 3.05, 2.97, 3.0, 2.94, 2.95, 3.0, 3.05])
+    assert noisy["lr"] and noisy["interval"] is None and "too noisy" in noisy["why"]
+    spike = optimum(OCTAVES, [3.0, 3.1, 2.9, 3.1, 2.8, 3.1, 2.9, 3.1])  # the parabola opens downwards
+    assert spike["lr"] is None and "no valley" in spike["why"] and spike["best"] == OCTAVES[4]
+    with pytest.raises(ValueError, match=r"a loss from every seed, got \[2, 1, 2\]"):
+        optimum([1e-3, 2e-3, 4e-3], [[3.0, 3.1], [2.0], [3.0, 3.1]])
+
+
+def test_the_parabola_is_fitted_near_the_best_rate():
+    points = [(rate, [loss]) for rate, loss in zip(PAPER, valley(PAPER, 1.25e-3))]
+    assert [rate for rate, _ in nearest(points, 3)] == PAPER[:-1]  # 1.5 octaves
+    points = [(rate, [loss]) for rate, loss in zip(OCTAVES, valley(OCTAVES, 2**-8))]
+    assert [rate for rate, _ in nearest(points, 4)] == OCTAVES[2:7]  # five rates at least
+    assert [rate for rate, _ in nearest(points, 1)] == OCTAVES[:5]
+
+
+def test_shifts_in_octaves():
+    first, other = ({"lr": lr, "interval": [lr / 2**0.3, lr * 2**0.4]} for lr in (1e-3, 4e-3))
+    found = shift(first, other)
+    assert found["octaves"] == pytest.approx(2)
+    assert found["interval"] == pytest.approx([2 - 0.5, 2 + 0.5])
+    assert shift(first, {"lr": 2e-3, "interval": None}) == {"octaves": pytest.approx(1), "interval": None}
+    assert shifts({"1": first, "2": other, "4": {"lr": None}}) == {
+        "1": {"octaves": 0.0},
+        "2": found,
+        "4": {"octaves": None},
+    }
+
+
+def test_a_line_for_each_outcome():
+    assert written(optimum(OCTAVES, valley(OCTAVES, 2**-8.3))) == "0.00317 [0.00317, 0.00317]"
+    assert written(optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 3.0])).startswith("0.002 (no interval")
+    assert written(optimum(OCTAVES, valley(OCTAVES, 1.0))).startswith("none (the highest rate")

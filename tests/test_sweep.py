@@ -1,0 +1,140 @@
+"""Sweeps: which runs they hold, which of them are one, and what counts as diverged."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from recipes.config import RecipeError
+from recipes.plan import main as plan_main
+from recipes.sweep import DIVERGED, load_sweep, outcome
+
+
+FOLDER = Path(__file__).parent.parent / "recipes"
+SCALING = FOLDER / "residual_scaling"
+RATES = [5e-4, 7.5e-4, 1e-3, 1.25e-3, 1.5e-3, 2e-3, 3e-3, 4e-3]  # table 4
+LOOPS = [1, 2, 4, 8]
+
+
+def points(runs):
+    """(layers, rule, loops, base rate) as the recipes themselves have them."""
+    configs = [(run.recipe.model_config(), run.recipe.optimizer) for run in runs]
+    return [(c.num_core_layers, c.residual_scaling, c.num_loops, optimizer.lr) for c, optimizer in configs]
+
+
+def test_figure_5_is_128_points_and_120_runs():
+    """Panels a and b: 12 layers, eps = 1/sqrt N and 1/N; c and d: 24 and 48 layers, 1/N with the depth's factor."""
+    runs = load_sweep(SCALING / "transfer.sweep.yaml")
+    panels = [(12, "sqrt"), (12, "linear"), (24, "factored"), (48, "factored")]
+    found = points(runs)
+    assert len(found) == len(set(found)) == 128
+    assert set(found) == {(*panel, n, lr) for panel, n, lr in product(panels, LOOPS, RATES)}
+    twins = [(run, point) for run, point in zip(runs, found) if run.same_as is not None]
+    assert [point for _, point in twins] == [(12, "linear", 1, lr) for lr in RATES]
+    of_name = dict(zip([run.name for run in runs], found))
+    assert [of_name[run.same_as] for run, _ in twins] == [(12, "sqrt", 1, lr) for lr in RATES]
+    folders = {run.recipe.training.output_dir for run in runs}
+    assert len(folders) == 128
+
+
+def test_figure_5_is_trained_as_the_paper_says():
+    """Tables 2 to 4: 20,000 steps of half a million tokens, warm-up 500, decay 1,000; divergence judged at the end."""
+    for run in load_sweep(SCALING / "transfer.sweep.yaml"):
+        recipe, config = run.recipe, run.recipe.model_config()
+        assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (768, 12, 12)
+        assert config.vocab_size == 128_256 and config.tie_word_embeddings and config.initializer_range == 0.02
+        assert recipe.training.steps == 20_000 and recipe.training.seed == 0
+        assert recipe.training.rows_per_step * recipe.data.sequence_length == 2**19
+        schedule, optimizer = recipe.schedule, recipe.optimizer
+        assert (schedule.name, schedule.warmup_steps, schedule.decay_steps) == ("wsd", 500, 1000)
+        assert (optimizer.name, optimizer.betas, optimizer.weight_decay) == ("adamw", [0.9, 0.95], 0.1)
+        assert optimizer.eps == 1e-8 and optimizer.correct_for_depth and recipe.training.max_loss == 4.0
+        eps = {"sqrt": config.num_loops**-0.5, "linear": 1 / config.num_loops}
+        factored = (12 / config.num_core_layers) ** 0.5 / config.num_loops
+        expected = eps.get(config.residual_scaling, factored)
+        assert config.residual_factor(config.num_loops) == pytest.approx(expected)
+
+
+def test_factored_over_depth_with_and_without_the_rates_of_depth():
+    runs = load_sweep(SCALING / "depth_transfer.sweep.yaml")
+    found = [(run.recipe.optimizer.correct_for_depth, *point) for run, point in zip(runs, points(runs))]
+    assert len(found) == len(set(found))
+    depths = [(True, 3), (True, 6), (True, 12), (False, 3), (False, 6), (False, 12), (False, 24), (False, 48)]
+    assert set(found) == {(on, depth, "factored", n, lr) for (on, depth), n, lr in product(depths, LOOPS, RATES)}
+    twins = {point for run, point in zip(runs, found) if run.same_as is not None}
+    assert twins == {(False, 12, "factored", n, lr) for n, lr in product(LOOPS, RATES)}  # 12 layers: no correction
+
+
+def test_workshop_sweep():
+    runs = load_sweep(SCALING / "workshop.sweep.yaml")
+    for run in runs:
+        assert run.recipe.optimizer.lr * run.recipe.optimizer.weight_decay == pytest.approx(1e-5)
+    assert {(rule, n) for _, rule, n, _ in points(runs)} == set(product(["sqrt", "linear"], LOOPS))
+    assert {run.recipe.model_config().num_loops for run in runs if run.same_as} == {1}
+
+
+def written(tmp_path, text) -> Path:
+    path = tmp_path / "a.sweep.yaml"
+    path.write_text(f"recipe: {FOLDER / 'smoke/residual_scaling.yaml'}\n{text}")
+    return path
+
+
+def test_what_differs_is_trained_apart(tmp_path):
+    """Other seeds, rates or layers are other runs; other names of the same eps are not."""
+    grid = "grid: {training.seed: [0, 1], optimizer.lr: [1e-3, 2e-3], model.num_core_layers: [1, 2]}"
+    assert not [run for run in load_sweep(written(tmp_path, grid)) if run.same_as]
+    same = """
+set: {model.num_core_layers: 12, model.num_loops: 4}
+runs:
+- {name: factored, model.residual_scaling: factored}
+- {name: linear, model.residual_scaling: linear}
+- {name: halved, model.residual_scaling: sqrt, model.residual_scale: 0.5}
+- {name: sqrt, model.residual_scaling: sqrt}
+- {name: each its own depth, model.residual_scaling: linear, model.residual_depth: run}
+"""
+    assert [run.same_as for run in load_sweep(written(tmp_path, same))] == [None, "factored", "factored", None, None]
+
+
+def test_the_same_settings_twice_are_refused(tmp_path):
+    grids = "grid:\n- {model.num_loops: [1, 2]}\n- {model.num_loops: [2, 4]}\n"
+    with pytest.raises(RecipeError, match="two runs have the name 'num_loops=2'"):
+        load_sweep(written(tmp_path, grids))
+
+
+def test_a_plan_counts_what_is_trained(tmp_path, capsys):
+    path = written(tmp_path, "grid: {model.residual_scaling: [sqrt, linear], model.num_loops: [1, 2]}")
+    plan_main([str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "the same as residual_scaling=sqrt_num_loops=1" in lines[2] and lines[4].startswith("all 3 runs: ")
+
+
+@pytest.mark.parametrize(
+    ("records", "loss", "diverged"),
+    [
+        ([9.0, 3.5], 3.5, None),  # above the limit within the run, below at its end
+        ([3.0, 4.5], None, "the run ended at 4.5000, above training.max_loss=4.0"),
+        ([3.0, float("nan")], None, "validation loss of nan"),
+        ([], None, "validation loss of nan"),
+    ],
+)
+def test_divergence_is_judged_at_the_end(tmp_path, records, loss, diverged):
+    arguments = [f"training.output_dir={tmp_path}", "training.max_loss=4.0"]
+    (run,) = load_sweep(written(tmp_path, "grid: {model.num_loops: [1]}"), arguments)
+    assert outcome(run) is None
+    folder = Path(run.recipe.training.output_dir)
+    (folder / "final").mkdir(parents=True)
+    (folder / "final/config.json").write_text("{}")
+    lines = [json.dumps({"step": step, "validation/loss": value}) for step, value in enumerate(records)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    result = outcome(run)
+    assert result["loss"] == loss
+    assert (diverged in result["diverged"]) if diverged else ("diverged" not in result)
+
+
+def test_a_run_that_stopped_is_recorded_with_its_reason(tmp_path):
+    (run,) = load_sweep(written(tmp_path, "grid: {model.num_loops: [1]}"), [f"training.output_dir={tmp_path}"])
+    folder = Path(run.recipe.training.output_dir)
+    folder.mkdir(parents=True)
+    (folder / DIVERGED).write_text("the loss of step 3 is nan")
+    assert outcome(run)["diverged"] == "the loss of step 3 is nan" and outcome(run)["loss"] is None
