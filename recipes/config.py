@@ -54,12 +54,18 @@ class DepthConfig:
     sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "fixed"
     mean: float | None = None  # None is the model's num_loops
     maximum: int | None = None
-    per: Literal["batch", "sequence"] = "batch"
+    per: Literal["batch", "micro_batch", "sequence"] = "batch"  # batch: one draw for all rows of the step
+    # micro_batch: so many neighbouring rows of the step share a draw; training.micro_batch_size has no say in it
+    rows_per_draw: int | None = None
     # gradients through the last so many loops; "half" is half the mean depth, rounded up; None is all
     backprop_loops: int | Literal["half"] | None = None
     split: Literal["total", "prefix"] = (
         "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
     )
+    # the mean grows over the first so many steps: loops before those with gradients (forward), these, or both
+    curriculum: Literal["linear", "sqrt"] | None = None
+    curriculum_steps: int | None = None
+    curriculum_target: Literal["forward", "backward", "both"] = "forward"
 
 
 @dataclass
@@ -166,6 +172,10 @@ class Recipe:
 
     def mean_depth(self, config: LoopedConfig) -> float:
         return config.num_loops if self.depth.mean is None else self.depth.mean
+
+    @property
+    def depths_vary(self) -> bool:
+        return self.depth.sampler != "fixed" or self.depth.curriculum is not None
 
     def backprop_loops(self, config: LoopedConfig) -> int | None:
         if self.depth.backprop_loops == "half":
@@ -314,7 +324,7 @@ def _checked(value, hint, key: str, where: str):
 
 AT_LEAST = {
     "data": {"sequence_length": 2, "stride": 1, "max_documents": 1, "tokenizer_vocab_size": 1, "num_proc": 1},
-    "depth": {"maximum": 1, "backprop_loops": 1},
+    "depth": {"maximum": 1, "backprop_loops": 1, "rows_per_draw": 1, "curriculum_steps": 1},
     "optimizer": {"eps": 0, "weight_decay": 0, "reference_width": 1, "muon_momentum_steps": 0},
     "schedule": {"warmup_steps": 0, "decay_steps": 0, "decay_fraction": 0, "final_ratio": 0},
     "training": {
@@ -374,7 +384,26 @@ def _check_relations(recipe: Recipe, where: str):
         raise RecipeError(
             f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops"
         )
+    _check_draws(depth, where)
     if recipe.schedule.name == "wsd" and (recipe.schedule.decay_steps is None) == (
         recipe.schedule.decay_fraction is None
     ):
         raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
+
+
+def _check_draws(depth: DepthConfig, where: str):
+    if (depth.per == "micro_batch") != (depth.rows_per_draw is not None):
+        raise RecipeError(
+            f"{where}: depth.rows_per_draw says how many rows share a depth, for depth.per='micro_batch' and nothing "
+            f"else; got per={depth.per!r} and rows_per_draw={depth.rows_per_draw}"
+        )
+    if (depth.curriculum is None) != (depth.curriculum_steps is None):
+        raise RecipeError(
+            f"{where}: depth.curriculum needs depth.curriculum_steps, and the other way round; got "
+            f"curriculum={depth.curriculum!r} and curriculum_steps={depth.curriculum_steps}"
+        )
+    if depth.curriculum and depth.curriculum_target == "forward" and depth.backprop_loops is None:
+        raise RecipeError(
+            f"{where}: depth.curriculum_target='forward' grows the loops without gradients, and there are none: set "
+            "depth.backprop_loops, or the target backward"
+        )
