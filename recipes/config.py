@@ -70,11 +70,15 @@ class DepthConfig:
 
 @dataclass
 class OptimizerConfig:
-    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices of the blocks; the rest stays with AdamW
+    # muon, normuon (Parcae): for matrices of the blocks; the rest stays with AdamW
+    name: Literal["adamw", "muon", "normuon"] = "adamw"
     lr: float = 3e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
+    update_clipping: bool = False  # of AdamW, see stable_adamw.py
+    atan2: bool = False  # AdamW without epsilon
+    decay_all: bool = True  # false: no decay of AdamW for norms, biases and other vectors, nor for Parcae's B and C
     keep_decay_product: bool = False  # lr * weight_decay stays what it is at the base rate
     decay_product: float | None = None  # sets weight_decay to this over lr
     embedding_lr: float | None = None
@@ -85,7 +89,8 @@ class OptimizerConfig:
     muon_momentum_start: float = 0.85
     muon_momentum_steps: int = 300
     muon_weight_decay: float = 0.0
-    muon_weight_decay_end: float | None = None  # reached linearly at the last step; None stays constant
+    muon_weight_decay_end: float | None = None  # where it would be, linearly, after the last step; None stays constant
+    muon_value_gates: bool = False  # gates of value embeddings too
     clip: float | None = 1.0
 
 
