@@ -64,23 +64,61 @@ def depths_of_step(
     backprop_loops: int | None = None,
     split: str = "total",
     maximum: int | None = None,
+    rows_per_draw: int | None = None,
 ) -> list[int]:
-    """The depth T of each of `rows`, numbers of rows in the step; per="batch" gives all rows of the step one depth.
+    """The depth T of each of `rows`, numbers of rows in the step.
+
+    per "sequence": every row draws its own. "micro_batch": rows 0 to m - 1 of the step share a draw, the next m
+    another, with m = `rows_per_draw`, however many of them a forward pass or a process takes. "batch": one for all.
 
     split "total" (Parcae, algorithm 4): T ~ sampler(mean), at least 1. How many of its loops carry gradients is for
     the model's `backprop_loops` to say. split "prefix" (Huginn; Parcae, algorithm 3): n ~ sampler(mean - k), which
     may be 0, and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts
     one loop more than its rate, so that its mean is `mean` + 1, as published.
     """
-    _check(sampler, mean, per, backprop_loops, split, maximum)
+    _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw)
     draw = SAMPLERS[sampler]
     suffix = backprop_loops if split == "prefix" else 0
     least = 0 if split == "prefix" else 1
+    owners = [DRAWS[per](int(row), rows_per_draw) for row in rows]
     depths = {}
-    for row in dict.fromkeys("batch" if per == "batch" else int(row) for row in rows):
-        depth = draw(mean - suffix, least, generator_of("depth", seed, step, row)) + suffix
-        depths[row] = depth if maximum is None else min(depth, maximum)
-    return [depths["batch" if per == "batch" else int(row)] for row in rows]
+    for owner in dict.fromkeys(owners):
+        depth = draw(mean - suffix, least, generator_of("depth", seed, step, owner)) + suffix
+        depths[owner] = depth if maximum is None else min(depth, maximum)
+    return [depths[owner] for owner in owners]
+
+
+# what a row draws with: rows of which this is equal have the same depth
+DRAWS = {
+    "sequence": lambda row, rows_per_draw: row,
+    "micro_batch": lambda row, rows_per_draw: ("micro_batch", row // rows_per_draw),
+    "batch": lambda row, rows_per_draw: "batch",
+}
+
+
+def curriculum(
+    shape: str, target: str, ramp_steps: int, step: int, mean: float, backprop_loops: int | None
+) -> tuple[float, int | None]:
+    """The mean depth and the number of loops with gradients at `step`, on the way to `mean` and `backprop_loops`.
+
+    A depth is made of t loops without gradients and s with (Parcae). Up to `ramp_steps` those that `target` names,
+    t ("forward"), s ("backward") or both, are ceil(f t) and max(1, ceil(f s)), where with p = step / ramp_steps
+    f = p ("linear") or f = 1 - sqrt(1 - p) ("sqrt").
+    """
+    if step >= ramp_steps:
+        return mean, backprop_loops
+    factor = RAMPS[shape](step / ramp_steps)
+    with_gradients = mean if backprop_loops is None else min(backprop_loops, mean)
+    without = mean - with_gradients
+    if target in ("forward", "both"):
+        without = math.ceil(factor * without)
+    if target in ("backward", "both"):
+        with_gradients = max(1, math.ceil(factor * with_gradients))
+        backprop_loops = None if backprop_loops is None else with_gradients
+    return without + with_gradients, backprop_loops
+
+
+RAMPS = {"linear": lambda progress: progress, "sqrt": lambda progress: 1 - math.sqrt(1 - progress)}
 
 
 def initial_state_of_step(
@@ -126,14 +164,16 @@ def _whole(number: float, sampler: str) -> int:
     return round(number)
 
 
-def _check(sampler, mean, per, backprop_loops, split, maximum):
+def _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw):
     for name, value, known in (
         ("sampler", sampler, tuple(SAMPLERS)),
-        ("per", per, ("sequence", "batch")),
+        ("per", per, tuple(DRAWS)),
         ("split", split, ("total", "prefix")),
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if per == "micro_batch" and (rows_per_draw is None or rows_per_draw < 1):
+        raise ValueError(f"per='micro_batch' needs rows_per_draw, how many rows share a depth; got {rows_per_draw}")
     if not 1 <= mean < math.inf:
         raise ValueError(f"the mean depth must be at least 1, got {mean}")
     if maximum is not None and maximum < 1:

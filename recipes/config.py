@@ -57,21 +57,31 @@ class DepthConfig:
     sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "fixed"
     mean: float | None = None  # None is the model's num_loops
     maximum: int | None = None
-    per: Literal["batch", "sequence"] = "batch"
+    per: Literal["batch", "micro_batch", "sequence"] = "batch"  # batch: one draw for all rows of the step
+    # micro_batch: so many neighbouring rows of the step share a draw; training.micro_batch_size has no say in it
+    rows_per_draw: int | None = None
     # gradients through the last so many loops; "half" is half the mean depth, rounded up; None is all
     backprop_loops: int | Literal["half"] | None = None
     split: Literal["total", "prefix"] = (
         "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
     )
+    # the mean grows over the first so many steps: loops before those with gradients (forward), these, or both
+    curriculum: Literal["linear", "sqrt"] | None = None
+    curriculum_steps: int | None = None
+    curriculum_target: Literal["forward", "backward", "both"] = "forward"
 
 
 @dataclass
 class OptimizerConfig:
-    name: Literal["adamw", "muon"] = "adamw"  # muon: matrices of the blocks; the rest stays with AdamW
+    # muon, normuon (Parcae): for matrices of the blocks; the rest stays with AdamW
+    name: Literal["adamw", "muon", "normuon"] = "adamw"
     lr: float = 3e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
+    update_clipping: bool = False  # of AdamW, see stable_adamw.py
+    atan2: bool = False  # AdamW without epsilon
+    decay_all: bool = True  # false: no decay of AdamW for norms, biases and other vectors, nor for Parcae's B and C
     keep_decay_product: bool = False  # lr * weight_decay stays what it is at the base rate
     decay_product: float | None = None  # sets weight_decay to this over lr
     correct_for_depth: bool = True  # residual_scaling "factored": rate and eps of the blocks times (L / L_ref)^(-1/2)
@@ -83,7 +93,8 @@ class OptimizerConfig:
     muon_momentum_start: float = 0.85
     muon_momentum_steps: int = 300
     muon_weight_decay: float = 0.0
-    muon_weight_decay_end: float | None = None  # reached linearly at the last step; None stays constant
+    muon_weight_decay_end: float | None = None  # where it would be, linearly, after the last step; None stays constant
+    muon_value_gates: bool = False  # gates of value embeddings too
     clip: float | None = 1.0
 
 
@@ -170,6 +181,10 @@ class Recipe:
 
     def mean_depth(self, config: LoopedConfig) -> float:
         return config.num_loops if self.depth.mean is None else self.depth.mean
+
+    @property
+    def depths_vary(self) -> bool:
+        return self.depth.sampler != "fixed" or self.depth.curriculum is not None
 
     def backprop_loops(self, config: LoopedConfig) -> int | None:
         if self.depth.backprop_loops == "half":
@@ -318,7 +333,7 @@ def _checked(value, hint, key: str, where: str):
 
 AT_LEAST = {
     "data": {"sequence_length": 2, "stride": 1, "max_documents": 1, "tokenizer_vocab_size": 1, "num_proc": 1},
-    "depth": {"maximum": 1, "backprop_loops": 1},
+    "depth": {"maximum": 1, "backprop_loops": 1, "rows_per_draw": 1, "curriculum_steps": 1},
     "optimizer": {"eps": 0, "weight_decay": 0, "reference_width": 1, "muon_momentum_steps": 0},
     "schedule": {"warmup_steps": 0, "decay_steps": 0, "decay_fraction": 0, "final_ratio": 0},
     "training": {
@@ -387,7 +402,26 @@ def _check_relations(recipe: Recipe, where: str):
         raise RecipeError(
             f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops"
         )
+    _check_draws(depth, where)
     if recipe.schedule.name == "wsd" and (recipe.schedule.decay_steps is None) == (
         recipe.schedule.decay_fraction is None
     ):
         raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
+
+
+def _check_draws(depth: DepthConfig, where: str):
+    if (depth.per == "micro_batch") != (depth.rows_per_draw is not None):
+        raise RecipeError(
+            f"{where}: depth.rows_per_draw says how many rows share a depth, for depth.per='micro_batch' and nothing "
+            f"else; got per={depth.per!r} and rows_per_draw={depth.rows_per_draw}"
+        )
+    if (depth.curriculum is None) != (depth.curriculum_steps is None):
+        raise RecipeError(
+            f"{where}: depth.curriculum needs depth.curriculum_steps, and the other way round; got "
+            f"curriculum={depth.curriculum!r} and curriculum_steps={depth.curriculum_steps}"
+        )
+    if depth.curriculum and depth.curriculum_target == "forward" and depth.backprop_loops is None:
+        raise RecipeError(
+            f"{where}: depth.curriculum_target='forward' grows the loops without gradients, and there are none: set "
+            "depth.backprop_loops, or the target backward"
+        )

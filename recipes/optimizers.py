@@ -1,9 +1,11 @@
 """Optimizers, learning rate schedules, and what else an optimizer changes with the step.
 
-AdamW takes everything, or with `name: muon` what is not a matrix of a block: embeddings, head, norms, gates, biases,
-injection and readout projection (Parcae, table 20). What changes with the step is set from the step alone, so that a
-resumed run needs nothing but its number.
+AdamW takes everything, or with `name: muon` or `normuon` what is not a matrix of a block: embeddings, head, norms,
+gates, biases, injection and readout projection (Parcae, table 20). What changes with the step is set from the step
+alone, so that a resumed run needs nothing but its number.
 """
+
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from transformers.optimization import (
 )
 
 from recipes.config import OptimizerConfig, RecipeError, ScheduleConfig
+from recipes.muon import NorMuon
+from recipes.stable_adamw import StableAdamW
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int) -> list[torch.optim.Optimizer]:
@@ -23,24 +27,54 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int
     _check(model, config)
     groups = adamw_groups(model, config)
     optimizers = []
-    if config.name == "muon":
-        matrices = block_matrices(model)
+    if config.name in MUONS:
+        matrices = block_matrices(model, config.muon_value_gates)
         group = muon_group(model, config, matrices)
         if group["params"]:
-            # original: update times sqrt(max(1, rows / columns)), as the rates of the papers expect
-            muon = torch.optim.Muon([group], lr=config.muon_lr, momentum=config.muon_momentum, adjust_lr_fn="original")
-            optimizers.append(muon)
+            optimizers.append(MUONS[config.name]([group], lr=config.muon_lr, momentum=config.muon_momentum))
         groups = without(groups, matrices)
     if groups:
-        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps))
+        optimizers.append(adamw(groups, config))
     if not optimizers:
         raise RecipeError("the model has no parameter that requires gradients: there is nothing to train")
     apply_step_settings(optimizers, 0, config, total_steps)
     return optimizers
 
 
+# both multiply the update by sqrt(max(1, rows / columns)), as the rates of the papers expect
+MUONS = {"muon": partial(torch.optim.Muon, adjust_lr_fn="original"), "normuon": NorMuon}
+
+
+def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    if not (config.update_clipping or config.atan2):
+        return torch.optim.AdamW(groups, **settings)
+    return StableAdamW(groups, **settings, clipping=config.update_clipping, atan2=config.atan2)
+
+
 def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
-    """`model.parameter_groups`, with embeddings and head in groups of their own where they have their own rates."""
+    """`model.parameter_groups`, with groups of their own for embeddings and head where they have their own rates, and
+    for what does not decay."""
+    groups = groups_by_rate(model, config)
+    if config.decay_all:
+        return groups
+    exempt = not_to_decay(model)
+    others = [parameter for group in without(groups, exempt) for parameter in group["params"]]
+    lasting = [
+        {**group, "name": f"{group['name']}, no decay", "weight_decay": 0.0} for group in without(groups, others)
+    ]
+    return without(groups, exempt) + lasting
+
+
+def not_to_decay(model: nn.Module) -> list[nn.Parameter]:
+    """Norms, biases and other vectors; B and C of Parcae."""
+    matrices = [
+        module.weight for module in model.modules() if getattr(module, "init_role", None) in ("identity", "readout")
+    ]
+    return matrices + [parameter for parameter in model.parameters() if parameter.ndim < 2]
+
+
+def groups_by_rate(model: nn.Module, config: OptimizerConfig) -> list[dict]:
     groups = model.parameter_groups(
         config.lr, config.weight_decay, config.eps, config.keep_decay_product, config.correct_for_depth
     )
@@ -66,15 +100,16 @@ def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
     return groups
 
 
-def block_matrices(model: nn.Module) -> list[nn.Parameter]:
+def block_matrices(model: nn.Module, value_gates: bool = False) -> list[nn.Parameter]:
     """What Muon takes: projections of attention and MLP. Gates of value embeddings are matrices but stay with
-    AdamW."""
+    AdamW unless they are asked for."""
     trunk = getattr(model, model.base_model_prefix, model)
     return [
         module.weight
         for section in (trunk.prelude, trunk.core, trunk.coda)
         for module in section.modules()
-        if isinstance(module, nn.Linear) and module.init_role != "value_gate" and module.weight.requires_grad
+        if isinstance(module, nn.Linear) and (value_gates or module.init_role != "value_gate")
+        if module.weight.requires_grad
     ]
 
 
@@ -103,7 +138,7 @@ def apply_step_settings(optimizers: list[torch.optim.Optimizer], step: int, conf
     momentum = (1 - warmed) * config.muon_momentum_start + warmed * config.muon_momentum
     decay = config.muon_weight_decay
     if config.muon_weight_decay_end is not None:
-        done = min(1.0, step / max(1, total_steps - 1))
+        done = min(1.0, step / total_steps)
         decay = (1 - done) * decay + done * config.muon_weight_decay_end
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from eval.hooks import token_losses
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.samplers import balanced_ranks, depths_of_step, generator_of, initial_state_of_step
+from modeling_looped.samplers import balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
 
 from .checkpoint import (
     alone,
@@ -57,7 +57,7 @@ class Pretraining:
         training = recipe.training
         self.output = Path(training.output_dir)
         gaps = gradients_may_be_missing(
-            recipe.model_config(), recipe.depth.sampler != "fixed", recipe.backprop_loops(recipe.model_config())
+            recipe.model_config(), recipe.depths_vary, recipe.backprop_loops(recipe.model_config())
         )
         self.accelerator = make_accelerator(
             find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
@@ -159,26 +159,36 @@ class Pretraining:
 
     # One step
 
-    def depth_settings(self, step: int, rows: list[int]) -> list[int]:
-        depth = self.recipe.depth
+    def depth_settings(self, step: int) -> tuple[float, int | None]:
+        """The mean depth, and the number of loops with gradients."""
+        depth, mean = self.recipe.depth, self.recipe.mean_depth(self.config)
+        if depth.curriculum is None:
+            return mean, self.backprop_loops
+        shape, target = depth.curriculum, depth.curriculum_target
+        return curriculum(shape, target, depth.curriculum_steps, step, mean, self.backprop_loops)
+
+    def depths(self, step: int) -> list[int]:
+        """Of every row of the step."""
+        depth, training = self.recipe.depth, self.recipe.training
+        mean, window = self.depth_settings(step)
         return depths_of_step(
             depth.sampler,
-            self.recipe.mean_depth(self.config),
-            self.recipe.training.seed,
+            mean,
+            training.seed,
             step,
-            rows,
+            range(training.rows_per_step),
             per=depth.per,
-            backprop_loops=self.backprop_loops,
+            backprop_loops=window,
             split=depth.split,
             maximum=depth.maximum,
+            rows_per_draw=depth.rows_per_draw,
         )
 
     def micro_batches(self, step: int):
         """This process's rows of a step, as (batch, depths, initial state); every process makes equally many."""
         training, accelerator = self.recipe.training, self.accelerator
         data_rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
-        positions = list(range(training.rows_per_step))  # rows of the global batch
-        depths = self.depth_settings(step, positions)
+        depths = self.depths(step)  # of the rows of the global batch
         mine = balanced_ranks(depths, accelerator.num_processes)[accelerator.process_index]
         for start in range(0, len(mine), training.micro_batch_size):
             rows = mine[start : start + training.micro_batch_size]
@@ -197,6 +207,7 @@ class Pretraining:
         accelerator, recipe = self.accelerator, self.recipe
         set_seed(generator_of("dropout", recipe.training.seed, step, accelerator.process_index).initial_seed() % 2**32)
         micro_batches = list(self.micro_batches(step))
+        _, window = self.depth_settings(step)
         labelled = sum((batch["labels"][:, 1:] != -100).sum() for batch, _, _ in micro_batches)
         labelled = accelerator.reduce(labelled, reduction="sum").clamp(min=1)
         total, states = torch.zeros((), device=accelerator.device), None
@@ -206,7 +217,7 @@ class Pretraining:
                 outputs = self.model(
                     **batch,
                     num_loops=depths if len(set(depths)) > 1 else depths[0],
-                    backprop_loops=self.backprop_loops,
+                    backprop_loops=window,
                     initial_state=noise,
                     # gradients are averaged over processes, so each divides by its share of the labels
                     num_items_in_batch=labelled / accelerator.num_processes,
@@ -225,8 +236,7 @@ class Pretraining:
                 "Lower optimizer.lr (training.resume=changed goes on with it), or control the state (norm_penalty, "
                 "inter_loop_norm, injection, residual_scaling) in another run."
             )
-        positions = list(range(recipe.training.rows_per_step))
-        metrics = {"loss": loss, "loops": sum(self.depth_settings(step, positions)) / len(positions)}
+        metrics = {"loss": loss, "loops": sum(self.depths(step)) / recipe.training.rows_per_step}
         if watch:
             metrics.update(self.monitor.measure(self.bare, states or ()))
         fill_missing_gradients(self.optimizers)

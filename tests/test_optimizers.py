@@ -7,7 +7,9 @@ import torch
 
 from modeling_looped import LoopedConfig
 from recipes.config import OptimizerConfig, RecipeError, ScheduleConfig
+from recipes.muon import NorMuon
 from recipes.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from recipes.stable_adamw import StableAdamW
 
 from .helpers import tiny_model
 
@@ -61,6 +63,46 @@ def test_latent_attention_biases_and_gates():
         "model.value_embeds.1.weight",
     ):
         assert name in rest
+
+
+def test_normuon_takes_what_muon_takes_and_gates_where_asked():
+    """Parcae's table 20 has gates of value embeddings with AdamW, its code with Muon."""
+    model = tiny_model(preset="parcae", num_prelude_layers=1, num_coda_layers=1)
+    plain, _ = build_optimizers(model, OptimizerConfig(**MUON), 10)
+    normuon, adamw = build_optimizers(model, OptimizerConfig(**{**MUON, "name": "normuon"}), 10)
+    assert isinstance(normuon, NorMuon) and normuon.param_groups[0]["lr"] == 0.02
+    assert names_of(model, normuon.param_groups) == names_of(model, plain.param_groups)
+    gates = {name for name, _ in model.named_parameters() if "value_gate" in name}
+    assert gates and gates < set(names_of(model, adamw.param_groups))
+    settings = OptimizerConfig(**{**MUON, "name": "normuon", "muon_value_gates": True})
+    normuon, adamw = build_optimizers(model, settings, 10)
+    assert set(names_of(model, normuon.param_groups)) == {*names_of(model, plain.param_groups), *gates}
+    assert not gates & set(names_of(model, adamw.param_groups))
+
+
+def test_clipping_and_atan2_make_it_the_optimizer_of_recurrent_depth_models():
+    for settings in ({"update_clipping": True}, {"atan2": True}, {"update_clipping": True, "atan2": True}):
+        (found,) = build_optimizers(tiny_model(), OptimizerConfig(lr=0.1, eps=1e-6, **settings), 10)
+        assert isinstance(found, StableAdamW)
+        group = found.param_groups[0]
+        assert (group["clipping"], group["atan2"]) == (settings.get("update_clipping", False), "atan2" in settings)
+        assert (group["lr"], group["eps"], group["betas"]) == (0.1, 1e-6, (0.9, 0.95))
+
+
+def test_vectors_and_what_parcae_exempts_do_not_decay():
+    """Written out: everything with fewer than two dimensions, B of the injection and C."""
+    model = tiny_model(
+        preset="parcae", num_prelude_layers=1, num_coda_layers=1, residual_scaling="factored", attention_bias="qkv"
+    )
+    config = OptimizerConfig(lr=0.01, weight_decay=0.1, embedding_lr=0.05, decay_all=False)
+    optimizers = build_optimizers(model, config, 10)
+    decay, rates = rates_of(model, optimizers, "weight_decay"), rates_of(model, optimizers)
+    everywhere = rates_of(model, build_optimizers(model, OptimizerConfig(lr=0.01, embedding_lr=0.05), 10))
+    assert rates == everywhere
+    exempt = {"model.injection.input_proj.weight", "model.coda_proj.weight"}
+    exempt |= {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
+    assert exempt < set(decay) and "model.injection.log_rate" in exempt
+    assert decay == {name: 0.0 if name in exempt else 0.1 for name in decay}
 
 
 def test_adamw_groups_are_those_of_the_model():
@@ -173,10 +215,12 @@ def test_first_step_of_muon_is_the_orthogonal_update_times_the_published_factor(
     assert (update - expected).norm() / expected.norm() < 0.05
 
 
-def test_momentum_is_warmed_and_decay_runs_out():
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_momentum_is_warmed_and_decay_runs_out(name):
+    """0.2 (1 - step / steps), as rates fall: what comes after the last step would have none."""
     model = tiny_model()
-    config = OptimizerConfig(**MUON, muon_weight_decay=0.2, muon_weight_decay_end=0.0)
-    optimizers = build_optimizers(model, config, total_steps=1001)
+    config = OptimizerConfig(**{**MUON, "name": name}, muon_weight_decay=0.2, muon_weight_decay_end=0.0)
+    optimizers = build_optimizers(model, config, total_steps=1000)
     group = optimizers[0].param_groups[0]
     for step, momentum, decay in (
         (0, 0.85, 0.2),
@@ -185,7 +229,7 @@ def test_momentum_is_warmed_and_decay_runs_out():
         (1000, 0.95, 0.0),
         (75, 0.875, 0.185),
     ):
-        apply_step_settings(optimizers, step, config, total_steps=1001)
+        apply_step_settings(optimizers, step, config, total_steps=1000)
         assert math.isclose(group["momentum"], momentum) and math.isclose(group["weight_decay"], decay, abs_tol=1e-12)
     assert all(group["weight_decay"] == 0 for group in optimizers[1].param_groups)
 

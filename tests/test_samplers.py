@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modeling_looped.samplers import SAMPLERS, balanced_ranks, depths_of_step, initial_state_of_step
+from modeling_looped.samplers import SAMPLERS, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
 
 from .helpers import tiny_model
 
@@ -105,19 +105,70 @@ def test_one_depth_per_batch_or_one_per_row(sampler):
 
 @given(
     sampler=st.sampled_from(sorted(SAMPLERS)),
-    per=st.sampled_from(["sequence", "batch"]),
+    per=st.sampled_from(["sequence", "micro_batch", "batch"]),
     seed=st.integers(0, 2**40),
     step=st.integers(0, 10**6),
     cut=st.integers(0, 12),
 )
 def test_depths_do_not_depend_on_how_the_step_is_cut(sampler, per, seed, step, cut):
+    def draw(rows):
+        return depths_of_step(sampler, 6, seed, step, rows, per, rows_per_draw=5 if per == "micro_batch" else None)
+
     rows = list(range(12))
-    whole = depths_of_step(sampler, 6, seed, step, rows, per)
-    parts = depths_of_step(sampler, 6, seed, step, rows[:cut], per) + depths_of_step(
-        sampler, 6, seed, step, rows[cut:], per
-    )
-    assert whole == parts
-    assert depths_of_step(sampler, 6, seed, step, rows[::-1], per) == whole[::-1]
+    whole = draw(rows)
+    assert whole == draw(rows[:cut]) + draw(rows[cut:])
+    assert draw(rows[::-1]) == whole[::-1]
+
+
+def test_rows_of_a_micro_batch_share_a_depth_and_micro_batches_do_not():
+    """A step of 256 rows in micro-batches of 32, as Parcae's baseline trains: eight draws, each a Poisson's."""
+    firsts = []
+    for step in range(NUM_STEPS):
+        depths = depths_of_step("poisson", 6, 0, step, range(256), per="micro_batch", rows_per_draw=32)
+        assert all(depths[row] == depths[row - row % 32] for row in range(256))
+        firsts += depths[::32]
+    expected = {depth: poisson_pmf(6, depth) for depth in range(1, 40)}
+    expected[1] += poisson_pmf(6, 0)
+    assert_distributed(firsts, expected)
+
+
+def ramp(step: int, length: int, shape: str) -> float:
+    return step / length if shape == "linear" else 1 - (1 - step / length) ** 0.5
+
+
+@pytest.mark.parametrize("shape", ["linear", "sqrt"])
+def test_curriculum_is_that_of_the_formula(shape):
+    """t = 12 loops without gradients and s = 8 with, over 1000 steps: ceil(f t), max(1, ceil(f s))."""
+    for step in range(0, 1000, 7):
+        f = ramp(step, 1000, shape)
+        t, s = math.ceil(f * 12), max(1, math.ceil(f * 8))
+        assert curriculum(shape, "forward", 1000, step, 20, 8) == (t + 8, 8)
+        assert curriculum(shape, "backward", 1000, step, 20, 8) == (12 + s, s)
+        assert curriculum(shape, "both", 1000, step, 20, 8) == (t + s, s)
+    for target in ("forward", "backward", "both"):
+        assert curriculum(shape, target, 1000, 1000, 20, 8) == curriculum(shape, target, 1000, 10**6, 20, 8) == (20, 8)
+
+
+def test_curriculum_by_hand():
+    assert [curriculum("linear", "forward", 4, step, 8, 4)[0] for step in range(6)] == [4, 5, 6, 7, 8, 8]
+    assert [curriculum("linear", "both", 4, step, 8, 4) for step in range(5)] == [
+        (1, 1),
+        (2, 1),
+        (4, 2),
+        (6, 3),
+        (8, 4),
+    ]
+    # 1 - sqrt(1 - p) is 0, 0.13, 0.29, 0.5: later than linear
+    assert [curriculum("sqrt", "forward", 4, step, 8, 4)[0] for step in range(5)] == [4, 5, 6, 6, 8]
+
+
+def test_curriculum_where_every_loop_has_gradients():
+    assert [curriculum("linear", "backward", 4, step, 8, None) for step in (0, 1, 2, 4)] == [
+        (1, None),
+        (2, None),
+        (4, None),
+        (8, None),
+    ]
 
 
 def test_drawing_leaves_the_global_generators_alone():
@@ -190,7 +241,8 @@ def test_compute_of_ranks_is_within_a_few_percent_in_practice():
     "arguments, message",
     [
         ({"sampler": "gaussian"}, "sampler must be one of fixed, poisson.*'gaussian'"),
-        ({"per": "row"}, "per must be one of sequence, batch, got 'row'"),
+        ({"per": "row"}, "per must be one of sequence, micro_batch, batch, got 'row'"),
+        ({"per": "micro_batch"}, "needs rows_per_draw, how many rows share a depth; got None"),
         ({"split": "middle"}, "split must be one of total, prefix, got 'middle'"),
         ({"mean": 0.5}, "at least 1, got 0.5"),
         ({"mean": math.inf}, "at least 1, got inf"),
