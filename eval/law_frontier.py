@@ -1,4 +1,4 @@
-"""Where training compute is spent best: the depths and tokens of least loss at each FLOP budget (Parcae, figures 4, 6).
+"""Where training compute is spent best: depths and tokens of least loss at each FLOP budget (Parcae, figures 4, 6).
 
 Looping at a given size fixes effective parameters N(mu) and operations per token F(mu), both read off the runs and
 interpolated between their mean depths; what a law says of N and D then is a loss over mu and C.
@@ -31,7 +31,9 @@ def depth_costs(table: Table) -> DepthCosts:
         found = (row["effective_parameters"], row["flops"] / row["tokens"])
         known = costs.setdefault(row["mean_depth"], found)
         if not np.allclose(found, known, rtol=1e-3):
-            raise FitError(f"runs of mean depth {row['mean_depth']:g} differ in size: fit each size apart, --by parameters")
+            raise FitError(
+                f"runs of mean depth {row['mean_depth']:g} differ in size: fit each size apart, --by parameters"
+            )
     if len(costs) < 2:
         raise FitError(f"{table.source}: all runs have mean depth {min(costs):g}")
     depths = sorted(costs)
@@ -46,8 +48,8 @@ def predicted(fitted: Fit, parameters: np.ndarray, tokens: np.ndarray) -> np.nda
 def frontier(fitted: Fit, table: Table, budgets: int = 25, depths: int = 1000) -> list[dict]:
     """For budgets over the range of the runs' FLOPs, the mean depth at which the law's loss is least.
 
-    The same line is the least FLOPs for each loss. at_edge: the least lies at the shallowest or deepest of the runs, so
-    that only depths beyond would tell.
+    The same line is the least FLOPs for each loss. at_edge: the least lies at the shallowest or deepest of the runs,
+    so that only depths beyond would tell.
     """
     costs = depth_costs(table)
     grid = np.geomspace(costs.depths[0], costs.depths[-1], depths)
@@ -69,7 +71,7 @@ def frontier(fitted: Fit, table: Table, budgets: int = 25, depths: int = 1000) -
 
 
 def measured_frontier(budgets: dict[float, Table]) -> list[dict]:
-    """The looped run of least loss at each budget and, where there are runs of fixed depth, what it gains over them."""
+    """The looped run of least loss at each budget, and what it gains over runs of fixed depth where there are any."""
     line = []
     for flops, group in budgets.items():
         looped, fixed = group.where(lambda row: not is_fixed_depth(row)), group.where(is_fixed_depth)

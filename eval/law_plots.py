@@ -53,10 +53,10 @@ def draw_isoflop(axes, result, table, fitted):
         axis.scatter(flops, [best[name] for best in result["optima"]], color="black")
         axis.plot(flops, law["scale"] * flops ** law["exponent"], label=f"FLOPs^{law['exponent']:.2f}")
         axis.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=label)
-        axis.minorticks_off()
         plain_ticks(axis.xaxis, flops, "{x:.2g}")
         axis.legend()
     plain_ticks(axes[1].yaxis, table["mean_depth"])
+    axes[2].yaxis.set_minor_formatter("{x:.2g}")
     draw_measured_frontier(axes[3], result, table)
 
 

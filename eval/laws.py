@@ -1,8 +1,8 @@
 """Scaling laws of looping from a table of runs: `python -m eval.laws LAW RUNS.csv|jsonl [options]`.
 
-isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu), their power laws, and
+isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu) and their power laws;
               the best run of each budget beside those of fixed depth 1
-parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens; and the frontier, the mean
+parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens; with the frontier, the mean
               depth of least loss at each FLOP budget
 test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
 unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning learned (gamma), one (1) or none (0)
@@ -13,8 +13,9 @@ Columns of the table: see eval/run_table.py. N counts the tables of value embedd
 --effective-parameters or --flops names another column; the result says which it was. Runs of mean depth 1 are the
 baseline of figure 6, and no law is fitted to them.
 
-The laws are those of Parcae (section 5, appendices K and L). Each writes LAW.json and LAW.png to --output. A fit that did not converge, or that the runs do not determine, says so and gives no
-number. Intervals are 95 % of --bootstrap refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
+The laws are those of Parcae (section 5, appendices K and L). Each writes LAW.json and LAW.png to --output. A fit that
+did not converge, or that the runs do not determine, says so and gives no number. Intervals are 95 % of --bootstrap
+refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
 """
 
 import argparse
@@ -29,8 +30,8 @@ import torch
 
 from .bench import commit, processor
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
-from .law_frontier import frontier, is_fixed_depth, measured_frontier
 from .law_forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
+from .law_frontier import frontier, is_fixed_depth, measured_frontier
 from .measures import power_law
 from .run_table import Table, collect, read_table, write_table
 
@@ -409,7 +410,9 @@ def collect_all(folders: list[str], output: str | None):
     names = [Path(folder).resolve().name for folder in folders]
     unique = len(set(names)) == len(names)  # runs of several sweeps may have the same names
     rows = [
-        {**row, "run": name if unique else str(folder)} for folder, name in zip(folders, names) for row in collect(folder)
+        {**row, "run": name if unique else str(folder)}
+        for folder, name in zip(folders, names)
+        for row in collect(folder)
     ]
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)

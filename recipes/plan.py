@@ -28,7 +28,10 @@ def plan(recipe: Recipe) -> dict:
         "forward FLOPs per token": forward_flops_per_token(config, length, depth),
     }
     if n.value_tables:
-        without, with_tables = "effective parameters without value tables", "training FLOPs per token with value tables"
+        without, with_tables = (
+            "effective parameters without value tables",
+            "training FLOPs per token with value tables",
+        )
         result[without] = round(effective_parameters(config, depth, value_tables=False))
         result[with_tables] = training_flops_per_token(config, length, depth, window, value_tables=True)
     try:
