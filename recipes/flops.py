@@ -20,7 +20,7 @@ from modeling_looped import LoopedForCausalLM
 from modeling_looped.slots import structural_layer_types
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sizes:
     """Parameter counts by where they are applied."""
 
@@ -34,11 +34,22 @@ class Sizes:
     without_embedding: int  # what token budgets count: a tied embedding stays, as the head
 
 
+KNOWN: dict[str, Sizes] = {}
+
+
 def count(module) -> int:
     return 0 if module is None else sum(p.numel() for p in module.parameters())
 
 
 def sizes(config) -> Sizes:
+    """Of a model that is built on the meta device, once for each config."""
+    key = config.to_json_string()
+    if key not in KNOWN:
+        KNOWN[key] = sizes_of_new_model(config)
+    return KNOWN[key]
+
+
+def sizes_of_new_model(config) -> Sizes:
     with torch.device("meta"):
         model = LoopedForCausalLM(config)
     trunk = model.model
