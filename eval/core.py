@@ -1,20 +1,28 @@
 """CORE and CORE-extended (Parcae, appendix M) at every depth from one pass of the model:
 
 python -m eval.core MODEL --bundle eval_bundle --loops 1,2,4 --examples 500 --output core.json
+python -m eval.core MODEL --bundle eval_bundle --extended --seeds 1234,2345,3456     # as Parcae's tables 4, 5 and 6
 
 The mean over tasks of (a - r) / (1 - r), where r is what guessing scores. Of choices, and of contexts in a schema, the
 one with the least mean cross-entropy counts; language modelling is right if every token is the likeliest. Prompts are
-the bundle's, not lm-eval's. --extended names the bundle's longer list, of which the tasks of appendix M are taken.
+the bundle's, not lm-eval's. --extended takes the other tasks of appendix M as the eval_meta_data.csv there describes
+them, or from a list that it names.
+
+Without --seeds nothing is random. A seed chooses the shots and, in models whose first state is noise, draws that noise
+for every prompt (from its tokens, so that batches do not matter). Values then are means over the seeds, with their
+standard deviation (divided by the number of seeds, as the authors' code has it).
 """
 
 import argparse
 import json
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from .core_bundle import CoreTask, read_tasks
+from .core_bundle import DESCRIBED, CoreTask, read_tasks
 from .curves import Curves, table
 from .looped_lm import LoopedLM, check_question
 
@@ -114,6 +122,30 @@ def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
     return (right / len(task.items)).tolist()
 
 
+class Suite(NamedTuple):
+    """Tasks that are asked, and those of them that a mean is over."""
+
+    tasks: dict[str, CoreTask]
+    means: dict[str, list[str]]  # "core", "core_extended": labels
+
+    def seeded(self, seed: int) -> "Suite":
+        return self._replace(tasks={label: replace(task, shots_seed=seed) for label, task in self.tasks.items()})
+
+
+def read_suite(bundle, examples: int | None, extended: str | None, only: list[str] | None) -> Suite:
+    lists = {"core": read_tasks(bundle, examples=examples)}
+    if extended:
+        lists["core_extended"] = read_extended(bundle, extended, examples)
+    tasks = {task.label: task for members in reversed(lists.values()) for task in members}
+    if only is None:
+        return Suite(tasks, {name: [task.label for task in members] for name, members in lists.items()})
+    unknown = [label for label in only if label not in tasks]
+    if unknown:
+        more = "" if extended else "; --extended brings more"
+        raise ValueError(f"there is no task {', '.join(unknown)}; known are {', '.join(tasks)}{more}")
+    return Suite({label: tasks[label] for label in only}, {})
+
+
 def core_scores(
     model,
     tokenizer,
@@ -124,28 +156,57 @@ def core_scores(
     batch_size: int = 8,
     device: str | None = None,
     max_length: int | None = None,
+    tasks: list[str] | None = None,
+    seeds: list[int] | None = None,
 ) -> dict[int, dict]:
     """{depth: {"core", "core_extended" if asked for, "tasks": {label: {"accuracy", "centered"}}}}.
 
-    loops: depths; None is the model's own. examples: of each task; None is all. extended: name of the longer list.
-    max_length: longer prompts lose their beginning; None is the model's.
+    loops: depths; None is the model's own. examples: of each task; None is all. extended: name of the longer list, or
+    eval_meta_data.csv. max_length: longer prompts lose their beginning; None is the model's. tasks: labels of the only
+    ones that are asked; then there are no means over tasks.
+    seeds: every value is a mean over seeds with a "..._deviation" beside it, and "seeds" holds {seed: the above}.
     """
-    core = read_tasks(bundle, examples=examples)
-    more = read_extended(bundle, extended, examples) if extended else []
+    suite = read_suite(bundle, examples, extended, tasks)
     setup = {"batch_size": batch_size, "device": device, "max_length": max_length}
     lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, **setup)
-    tasks = {task.label: task for task in [*more, *core]}
-    found = {label: accuracies(lm, task) for label, task in tasks.items()}
+    if seeds is None:
+        return scores_of(lm, suite)
+    by_seed = {}
+    for seed in seeds:
+        lm.state_seed = seed if lm.config.state_init == "normal" else None
+        by_seed[seed] = scores_of(lm, suite.seeded(seed))
+    return {depth: over_seeds({seed: found[depth] for seed, found in by_seed.items()}) for depth in lm.depths}
+
+
+def scores_of(lm: LoopedLM, suite: Suite) -> dict[int, dict]:
+    found = {label: accuracies(lm, task) for label, task in suite.tasks.items()}
     results = {}
     for column, depth in enumerate(lm.depths):
         of_tasks = {
-            label: {"accuracy": values[column], "centered": tasks[label].centered(values[column])}
+            label: {"accuracy": values[column], "centered": suite.tasks[label].centered(values[column])}
             for label, values in found.items()
         }
-        results[depth] = {"core": mean_centered(of_tasks, core), "tasks": of_tasks}
-        if more:
-            results[depth]["core_extended"] = mean_centered(of_tasks, more)
+        results[depth] = {name: mean_centered(of_tasks, labels) for name, labels in suite.means.items()}
+        results[depth]["tasks"] = of_tasks
     return results
+
+
+def over_seeds(found: dict[int, dict]) -> dict:
+    """Of one depth."""
+    one = next(iter(found.values()))
+    result = {}
+    for name in (name for name in one if name != "tasks"):
+        result |= with_deviation(name, [of_seed[name] for of_seed in found.values()])
+    result["tasks"] = {}
+    for label, scores in one["tasks"].items():
+        of_task = result["tasks"][label] = {}
+        for name in scores:
+            of_task |= with_deviation(name, [of_seed["tasks"][label][name] for of_seed in found.values()])
+    return {**result, "seeds": found}
+
+
+def with_deviation(name: str, values: list[float]) -> dict[str, float]:
+    return {name: statistics.fmean(values), f"{name}_deviation": statistics.pstdev(values)}
 
 
 def read_extended(bundle, listed: str, examples: int | None) -> list[CoreTask]:
@@ -156,19 +217,27 @@ def read_extended(bundle, listed: str, examples: int | None) -> list[CoreTask]:
     return tasks
 
 
-def mean_centered(of_tasks: dict[str, dict], members: list[CoreTask]) -> float:
-    return sum(of_tasks[task.label]["centered"] for task in members) / len(members)
+def mean_centered(of_tasks: dict[str, dict], labels: list[str]) -> float:
+    return sum(of_tasks[label]["centered"] for label in labels) / len(labels)
 
 
 def curves_of(results: dict[int, dict], series: str = "") -> Curves:
     curves: Curves = {}
     for depth, found in results.items():
-        values = {"CORE": found["core"], "CORE-extended": found.get("core_extended")}
-        values |= {label: scores["accuracy"] for label, scores in found["tasks"].items()}
-        for measure, value in values.items():
-            if value is not None:
-                curves.setdefault(measure, {}).setdefault(series, {})[depth] = (value, None)
+        points = {"CORE": (found, "core"), "CORE-extended": (found, "core_extended")}
+        points |= {label: (scores, "accuracy") for label, scores in found["tasks"].items()}
+        for measure, (values, name) in points.items():
+            if name in values:
+                point = (values[name], values.get(f"{name}_deviation"))
+                curves.setdefault(measure, {}).setdefault(series, {})[depth] = point
     return curves
+
+
+def parse_seeds(text: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(map(int, text.split(","))))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"seeds are whole numbers with commas between them, got {text!r}") from None
 
 
 def main(arguments: list[str] | None = None) -> dict[int, dict]:
@@ -177,7 +246,15 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     parser.add_argument("--bundle", required=True, help="the unpacked eval_bundle")
     parser.add_argument("--loops", help="4, or 1,2,4, or 1..8; by default the model's own depth")
     parser.add_argument("--examples", type=int, help="of each task, e.g. 500; by default all")
-    parser.add_argument("--extended", metavar="YAML", help="list in the bundle that holds all tasks of CORE-extended")
+    parser.add_argument(
+        "--extended",
+        metavar="YAML",
+        nargs="?",
+        const=DESCRIBED,
+        help="CORE-extended too; of a list in the bundle that holds all its tasks, or by default as the bundle says",
+    )
+    parser.add_argument("--tasks", type=lambda labels: labels.split(","), help="these alone, e.g. arc_easy,copa")
+    parser.add_argument("--seeds", type=parse_seeds, help="of shots and first states, e.g. 1234,2345,3456")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-length", type=int, help="longer prompts lose their beginning; by default the model's")
     parser.add_argument("--device", help="by default a GPU if there is one")
@@ -194,6 +271,8 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
         options.batch_size,
         options.device,
         options.max_length,
+        options.tasks,
+        options.seeds,
     )
     print(table(curves_of(results)))
     if options.output:

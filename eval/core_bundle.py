@@ -1,7 +1,8 @@
 """The public evaluation bundle of CORE, from a local folder.
 
 core.yaml lists tasks (label, dataset_uri, num_fewshot, icl_task_type, continuation_delimiter), eval_data/ holds their
-items, a JSON object a line, and eval_meta_data.csv what guessing scores, in percent.
+items, a JSON object a line, and eval_meta_data.csv what guessing scores, in percent, and of many more tasks their
+category (a folder of eval_data), type and number of shots.
 """
 
 import csv
@@ -14,6 +15,10 @@ import yaml
 
 
 SHUFFLE_SEED, SHOTS_SEED = 1337, 1234
+DESCRIBED = "eval_meta_data.csv"
+# what eval_meta_data.csv does not say
+FILES = {"mmlu_zeroshot": "mmlu", "mmlu_fewshot": "mmlu"}
+DELIMITERS = {"mmlu_zeroshot": "Answer: ", "mmlu_fewshot": "\nAnswer: ", "logi_qa": "\nAnswer: "}
 FIELDS = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -29,6 +34,7 @@ class CoreTask:
     num_shots: int
     delimiter: str  # between what is given and what is asked
     guessing: float  # accuracy of guessing
+    shots_seed: int = SHOTS_SEED
 
     def centered(self, accuracy: float) -> float:
         return (accuracy - self.guessing) / (1 - self.guessing)
@@ -36,7 +42,7 @@ class CoreTask:
     def shots(self, index: int) -> list[dict]:
         """Other items, the same for the same index, whatever the order of evaluation."""
         others = [i for i in range(len(self.items)) if i != index]
-        return [self.items[i] for i in random.Random(SHOTS_SEED + index).sample(others, self.num_shots)]
+        return [self.items[i] for i in random.Random(self.shots_seed + index).sample(others, self.num_shots)]
 
 
 def read_tasks(
@@ -44,26 +50,60 @@ def read_tasks(
 ) -> list[CoreTask]:
     """The tasks that a YAML of the bundle lists; of each the first `examples` of its shuffled items, or all.
 
+    listed: eval_meta_data.csv lists those of core.yaml and, beyond them, all that it describes.
     only: labels; what else is listed is left alone.
     """
     bundle = Path(bundle)
     if examples is not None and examples < 1:
         raise ValueError(f"examples={examples}: evaluate at least 1 of each task, or leave it out for all")
-    for needed in (listed, "eval_meta_data.csv", "eval_data"):
+    for needed in (listed, DESCRIBED, "eval_data"):
         if not (bundle / needed).exists():
             raise ValueError(
                 f"{bundle} is no evaluation bundle: it has no {needed}; unpack the public one (eval_bundle.zip) and "
                 "give its folder"
             )
-    guessing = _guessing(bundle / "eval_meta_data.csv")
-    entries = yaml.safe_load((bundle / listed).read_text(encoding="utf-8"))["icl_tasks"]
+    guessing = _guessing(bundle / DESCRIBED)
+    entries = _described(bundle) if listed == DESCRIBED else _listed(bundle / listed)
     wanted = [entry for entry in entries if only is None or entry["label"] in only]
     return [_task(bundle, entry, guessing, examples) for entry in wanted]
 
 
-def _guessing(path: Path) -> dict[str, float]:
+def _listed(path: Path) -> list[dict]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["icl_tasks"]
+
+
+def _rows(path: Path) -> list[dict]:
     with open(path, encoding="utf-8", newline="") as file:
-        return {row["Eval Task"]: float(row["Random baseline"] or 0) / 100 for row in csv.DictReader(file)}
+        return list(csv.DictReader(file))
+
+
+def _guessing(path: Path) -> dict[str, float]:
+    return {row["Eval Task"]: float(row["Random baseline"] or 0) / 100 for row in _rows(path)}
+
+
+def _described(bundle: Path) -> list[dict]:
+    """Entries like those of core.yaml, which win; the others by the columns of eval_meta_data.csv."""
+    rows = _rows(bundle / DESCRIBED)
+    missing = [name for name in ("Task Category", "Task Type", "#shots") if name not in rows[0]]
+    if missing:
+        raise ValueError(
+            f"{bundle / DESCRIBED} has no column {', '.join(missing)}: name a list like core.yaml with the tasks"
+            " that are wanted"
+        )
+    core = _listed(bundle / "core.yaml") if (bundle / "core.yaml").exists() else []
+    known = {entry["label"] for entry in core}
+    return [*core, *(_entry(row) for row in rows if row["Eval Task"] not in known)]
+
+
+def _entry(row: dict) -> dict:
+    label, folder = row["Eval Task"], row["Task Category"].strip().replace(" ", "_")
+    return {
+        "label": label,
+        "dataset_uri": f"{folder}/{FILES.get(label, label)}.jsonl",
+        "num_fewshot": [int(row["#shots"])],
+        "icl_task_type": row["Task Type"].strip().replace(" ", "_"),
+        "continuation_delimiter": DELIMITERS.get(label, " "),
+    }
 
 
 def _task(bundle: Path, entry: dict, guessing: dict[str, float], examples: int | None) -> CoreTask:

@@ -1,12 +1,12 @@
-"""Pictures of fitted laws (Parcae, figures 4, 5, 8, 25 and 26)."""
+"""Pictures of fitted laws (Parcae, figures 4, 5, 6, 8, 25 and 26)."""
 
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from .fitting import Fit
 from .law_forms import TEST_TIME
+from .law_frontier import depth_costs, is_fixed_depth, predicted
 from .run_table import Table
 
 
@@ -16,7 +16,7 @@ def draw(law: str, result: dict, table: Table, fitted: Fit | None, path: Path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = {"isoflop": 3, "conditioning": 1, "parametric": 2, "test_time": 2, "unified": 2}[law]
+    panels = {"isoflop": 4, "conditioning": 1, "parametric": 2, "test_time": 2, "unified": 2}[law]
     figure, axes = pyplot.subplots(1, panels, figsize=(4.6 * panels, 3.6), squeeze=False)
     {
         "isoflop": draw_isoflop,
@@ -33,7 +33,8 @@ def draw(law: str, result: dict, table: Table, fitted: Fit | None, path: Path):
 def draw_isoflop(axes, result, table, fitted):
     from .laws import budgets_of
 
-    for flops, group in budgets_of(table.at_training_depth()).items():
+    table = table.at_training_depth()
+    for flops, group in budgets_of(table.where(lambda row: not is_fixed_depth(row))).items():
         depth, loss = group["mean_depth"].numpy(), group["loss"].numpy()
         points = axes[0].scatter(depth, loss, s=14, label=f"{flops:.2g} FLOPs")
         if len(np.unique(depth)) > 3:
@@ -43,14 +44,43 @@ def draw_isoflop(axes, result, table, fitted):
     for best in result["optima"]:
         axes[0].plot(best["mean_depth"], best["loss"], marker="*", markersize=12, color="black")
     axes[0].set(xscale="log", xlabel="mean depth", ylabel="validation loss")
-    axes[0].legend(fontsize=7)
+    axes[0].margins(y=0.25)
+    axes[0].legend(fontsize=6, ncols=3, loc="upper center")
+    plain_ticks(axes[0].xaxis, table["mean_depth"])
     flops = np.array([best["flops"] for best in result["optima"]])
     for axis, name, label in zip(axes[1:], ("mean_depth", "tokens"), ("best mean depth", "best tokens")):
         law = result["power_laws"][name]
         axis.scatter(flops, [best[name] for best in result["optima"]], color="black")
         axis.plot(flops, law["scale"] * flops ** law["exponent"], label=f"FLOPs^{law['exponent']:.2f}")
         axis.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=label)
+        plain_ticks(axis.xaxis, flops, "{x:.2g}")
         axis.legend()
+    plain_ticks(axes[1].yaxis, table["mean_depth"])
+    axes[2].yaxis.set_minor_formatter("{x:.2g}")
+    draw_measured_frontier(axes[3], result, table)
+
+
+def draw_measured_frontier(axis, result, table):
+    """Every run, and lines through the best looped run and the fixed-depth runs of each budget (figure 6)."""
+    for rows, color in ((table.where(lambda row: not is_fixed_depth(row)), "C0"), (table.where(is_fixed_depth), "C1")):
+        axis.scatter(rows["flops"].numpy(), rows["loss"].numpy(), s=10, alpha=0.5, color=color)
+    axis.plot(*columns_of(result["frontier"], "flops", "loss"), color="C0", label="best mean depth")
+    fixed = [point for point in result["frontier"] if "fixed_loss" in point]
+    if fixed:
+        axis.plot(*columns_of(fixed, "flops", "fixed_loss"), color="C1", label="fixed depth 1")
+    axis.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
+    axis.legend()
+
+
+def plain_ticks(axis, values, form: str = "{x:g}"):
+    """Of a logarithmic axis: these values, written out."""
+    ticks = sorted(set(np.asarray(values).tolist()))
+    axis.set_ticks(ticks, [form.format(x=tick) for tick in ticks], fontsize=7)
+    axis.set_ticks([], minor=True)
+
+
+def columns_of(rows: list[dict], *names: str) -> list[list]:
+    return [[row[name] for row in rows] for name in names]
 
 
 def against_measured(axis, predicted, table):
@@ -61,16 +91,25 @@ def against_measured(axis, predicted, table):
 
 
 def draw_parametric(axes, result, table, fitted):
+    """Contours of equal loss and, where the runs are of one size, the frontier through them (figures 4 and 25)."""
     table = table.at_training_depth()
     columns = table.columns(fitted.law.columns)
-    size, tokens = columns["effective_parameters"].numpy(), columns["tokens"].numpy()
-    grid = np.meshgrid(np.geomspace(size.min(), size.max(), 60), np.geomspace(tokens.min(), tokens.max(), 60))
-    flat = [torch.from_numpy(part.ravel()) for part in grid]
-    loss = fitted.predict({"effective_parameters": flat[0], "tokens": flat[1]}).reshape(60, 60)
-    lines = axes[0].contour(*grid, loss.numpy(), levels=12)
+    tokens = columns["tokens"].numpy()
+    of_one_size = "frontier" in result
+    x = table["mean_depth" if of_one_size else "effective_parameters"].numpy()
+    grid = np.meshgrid(np.geomspace(x.min(), x.max(), 60), np.geomspace(tokens.min(), tokens.max(), 60))
+    size = depth_costs(table).at(grid[0])[0] if of_one_size else grid[0]
+    lines = axes[0].contour(*grid, predicted(fitted, size.ravel(), grid[1].ravel()).reshape(60, 60), levels=12)
     axes[0].clabel(lines, fontsize=7)
-    axes[0].scatter(size, tokens, s=12, color="black")
-    axes[0].set(xscale="log", yscale="log", xlabel="effective parameters", ylabel="tokens", title="loss")
+    axes[0].scatter(x, tokens, s=12, color="black")
+    if of_one_size:
+        inside = [point for point in result["frontier"] if not point["at_edge"]]
+        axes[0].plot(*columns_of(inside, "mean_depth", "tokens"), color="blue", linewidth=2, label="least FLOPs")
+        axes[0].legend()
+    label = "mean depth" if of_one_size else "effective parameters"
+    axes[0].set(xscale="log", yscale="log", xlabel=label, ylabel="tokens", title="loss")
+    if of_one_size:
+        plain_ticks(axes[0].xaxis, x)
     against_measured(axes[1], fitted.predict(columns).numpy(), table)
 
 

@@ -1,15 +1,21 @@
 """Scaling laws of looping from a table of runs: `python -m eval.laws LAW RUNS.csv|jsonl [options]`.
 
-isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu), and their power laws
-parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens
+isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu) and their power laws;
+              the best run of each budget beside those of fixed depth 1
+parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens; with the frontier, the mean
+              depth of least loss at each FLOP budget
 test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
 unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning learned (gamma), one (1) or none (0)
 conditioning  those three decays above the floor that the parametric law gives
 collect       makes the table: `python -m eval.laws collect RUN... --output runs.csv`, from folders of recipes.pretrain
 
-Columns of the table: see eval/run_table.py. The laws are those of Parcae (section 5, appendices K and L). Each writes
-LAW.json and LAW.png to --output. A fit that did not converge, or that the runs do not determine, says so and gives no
-number. Intervals are 95 % of --bootstrap refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
+Columns of the table: see eval/run_table.py. N counts the tables of value embeddings and FLOPs do not, unless
+--effective-parameters or --flops names another column; the result says which it was. Runs of mean depth 1 are the
+baseline of figure 6, and no law is fitted to them.
+
+The laws are those of Parcae (section 5, appendices K and L). Each writes LAW.json and LAW.png to --output. A fit that
+did not converge, or that the runs do not determine, says so and gives no number. Intervals are 95 % of --bootstrap
+refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
 """
 
 import argparse
@@ -25,6 +31,7 @@ import torch
 from .bench import commit, processor
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .law_forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
+from .law_frontier import frontier, is_fixed_depth, measured_frontier
 from .measures import power_law
 from .run_table import Table, collect, read_table, write_table
 
@@ -84,16 +91,20 @@ def power_laws(found: list[dict]) -> dict:
 
 
 def isoflop(table: Table, resamples: int = 0, seed: int = 0) -> dict:
+    """Parabolas through the looped runs of each budget, and what looping gains over runs of fixed depth."""
     table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
     budgets = budgets_of(table)
-    found, problems = optima(budgets)
+    looped = {flops: group.where(lambda row: not is_fixed_depth(row)) for flops, group in budgets.items()}
+    looped = {flops: group for flops, group in looped.items() if len(group)}
+    found, problems = optima(looped)
     if len(found) < 3:
         raise FitError(
             "; ".join([f"a power law needs the optimum of at least 3 FLOP budgets, got {len(found)}", *problems])
         )
     result = {"law": "isoflop", "optima": found, "left_out": problems, "power_laws": power_laws(found)}
+    result["frontier"] = measured_frontier(budgets)
     draw = np.random.default_rng(seed)
-    again = [optima(budgets, draw)[0] for _ in range(resamples)]
+    again = [optima(looped, draw)[0] for _ in range(resamples)]
     again = [power_laws(each) for each in again if len(each) == len(found)]
     for name, law in result["power_laws"].items():
         if len(again) >= 20:
@@ -152,6 +163,11 @@ def parametric(table: Table, held_out: Table | None = None, restarts: int = 500,
     held_out = None if held_out is None else held_out.need(*wanted).at_training_depth()
     fitted = fit_table(PARAMETRIC, table, restarts, resamples, seed)
     result = summary("parametric", fitted)
+    if result["converged"]:
+        try:
+            result["frontier"] = frontier(fitted, table)
+        except FitError as reason:
+            result["no_frontier"] = str(reason)
     if held_out is not None and result["converged"]:
         result["held_out"] = errors(fitted.predict(held_out.columns(PARAMETRIC.columns)), held_out)
     return result, fitted
@@ -374,6 +390,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-out", metavar="RUNS", help="a table of runs to predict")
     parser.add_argument("--by", metavar="COLUMN", help="fit the runs of each value of a column apart, e.g. parameters")
     parser.add_argument("--min-depth", type=float, default=0.0, help="leave out runs with a mean depth below this")
+    parser.add_argument(
+        "--effective-parameters",
+        metavar="COLUMN",
+        default="effective_parameters",
+        help="N of the laws, e.g. effective_parameters_without_value_tables",
+    )
+    parser.add_argument(
+        "--flops", metavar="COLUMN", default="flops", help="C of the laws, e.g. flops_with_value_tables"
+    )
     parser.add_argument("--conditioning", choices=CONDITIONING, default="learned", help="unified: gamma")
     parser.add_argument("--restarts", type=int, help="default: 500; unified 1000; test_time 100 a curve")
     parser.add_argument("--bootstrap", type=int, default=200, help="resamples for 95%% intervals; 0: none")
@@ -382,10 +407,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def collect_all(folders: list[str], output: str | None):
-    rows = [row for folder in folders for row in collect(folder)]
+    names = [Path(folder).resolve().name for folder in folders]
+    unique = len(set(names)) == len(names)  # runs of several sweeps may have the same names
+    rows = [
+        {**row, "run": name if unique else str(folder)}
+        for folder, name in zip(folders, names)
+        for row in collect(folder)
+    ]
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)
     print(f"{len(rows)} rows of {len(folders)} runs: {path}")
+
+
+def counted(table: Table, args) -> Table:
+    """N and C of the laws are the columns that the command names."""
+    named = {"effective_parameters": args.effective_parameters, "flops": args.flops}
+    table.need(*(column for name, column in named.items() if column != name))
+    rows = [{**row, **{name: row[column] for name, column in named.items() if column in row}} for row in table.rows]
+    return Table(rows, table.source)
 
 
 def main(arguments: list[str]) -> int:
@@ -401,10 +440,15 @@ def main(arguments: list[str]) -> int:
         return 0
     if len(args.inputs) != 1:
         raise FitError(f"{args.law} reads one table, got {', '.join(args.inputs)}; `collect` makes one of run folders")
-    table = read_table(args.inputs[0])
-    held_out = read_table(args.held_out) if args.held_out else None
+    table = counted(read_table(args.inputs[0]), args)
+    held_out = counted(read_table(args.held_out), args) if args.held_out else None
     if args.min_depth:
-        table = table.need("mean_depth").where(lambda row: row["mean_depth"] >= args.min_depth)
+        table.need("mean_depth")
+        table = table.where(lambda row: is_fixed_depth(row) or row["mean_depth"] >= args.min_depth)
+    if args.law != "isoflop":
+        table = table.where(lambda row: not is_fixed_depth(row))
+    if not len(table):
+        raise FitError(f"{args.inputs[0]} holds no looped runs of mean depth {args.min_depth:g} or more")
     parts = {"": table} if args.by is None else table.need(args.by).by(args.by)
     others = {"": held_out} if args.by is None or held_out is None else held_out.need(args.by).by(args.by)
     output = Path(args.output or "runs/laws")
@@ -414,6 +458,7 @@ def main(arguments: list[str]) -> int:
         name = args.law if args.by is None else f"{args.law}_{args.by}={number(value)}"
         result, fitted = run(args.law, part, others.get(value), args)
         command = "python -m eval.laws " + shlex.join(arguments)
+        result["columns"] = {"N": args.effective_parameters, "C": args.flops}
         result |= {"seed": args.seed, "command": command, "commit": commit(), "hardware": processor()}
         (output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         show(result)

@@ -21,11 +21,14 @@ from lm_eval.models.utils import Collator
 from lm_eval.models.utils_hf import pad_and_concat
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from modeling_looped import LoopedConfig
+from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule, Reading, exit_rule
+from modeling_looped.samplers import generator_of
 
 
 def parse_depths(num_loops) -> list[int]:
@@ -98,6 +101,7 @@ class LoopedLM(HFLM):
         exit_threshold: float | None = None,
         min_loops: int = 1,
         answers: str | None = None,
+        state_seed: int | None = None,
         revision: str = "main",
         device: str | None = None,
         **kwargs,
@@ -107,16 +111,20 @@ class LoopedLM(HFLM):
         num_loops: depths, see `parse_depths`; by default the model's own.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
         answers: file in which answers are kept, one for each process.
+        state_seed: draws the first state of every row that is scored; without it that state is zeros.
         device: by default a GPU if there is one.
         """
         self.depths, self.rule = check_question(
             pretrained, num_loops, exit_criterion, exit_threshold, min_loops, revision
         )
         super().__init__(pretrained, revision=revision, device=device or "auto", **kwargs)
+        if state_seed is not None:
+            check_takes_initial_state(self.config)
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
+        self.state_seed = state_seed
         self._generated_loops = []  # (loops, tokens) of the rows that are being generated
         self.at(self.depths[-1])
 
@@ -162,7 +170,10 @@ class LoopedLM(HFLM):
     # answers
 
     def _key(self, kind: str, arguments, depth: int) -> str:
-        return hash_args(kind, [str(self.config._name_or_path), depth, self.rule, *arguments])
+        return hash_args(kind, [str(self.config._name_or_path), depth, self.rule, *self._seeded(), *arguments])
+
+    def _seeded(self) -> list:
+        return [] if self.state_seed is None else [f"state_seed={self.state_seed}"]
 
     def _keep(self, kind: str, arguments, depth: int, answer: Answer):
         self.answers[self._key(kind, arguments, depth)] = tuple(answer)
@@ -290,9 +301,15 @@ class LoopedLM(HFLM):
                 targets += continuation
                 owners += [number] * len(continuation)
             inputs.append(torch.tensor(tokens, device=self.device))
+        states = None if self.state_seed is None else pad_sequence([self._first_state(x) for x in inputs], True)
         input_ids = pad_and_concat(max(map(len, inputs)), inputs, padding_side="right")
         rows, places, targets = (torch.tensor(x, device=self.device) for x in (rows, places, targets))
-        return ScoredTokens(input_ids, rows, places, targets, torch.tensor(owners))
+        return ScoredTokens(input_ids, rows, places, targets, torch.tensor(owners), states)
+
+    def _first_state(self, tokens: torch.Tensor) -> torch.Tensor:
+        """h_0 of a row, drawn by its own tokens, so that the other rows of its batch change nothing."""
+        key = ("initial_state", self.state_seed, tuple(tokens.tolist()))
+        return self.model.sample_initial_state(1, len(tokens), generator_of(*key, device=self.device))[0]
 
     def _from_losses(self, tokens: "ScoredTokens") -> torch.Tensor:
         """[depths, 3, tokens] from the cross-entropy after every loop."""
@@ -302,6 +319,7 @@ class LoopedLM(HFLM):
             tokens.input_ids,
             shift_labels=labels,
             num_loops=self.depths[-1],
+            initial_state=tokens.initial_state,
             output_logits=False,
             output_loop_losses=True,
             use_cache=False,
@@ -318,6 +336,7 @@ class LoopedLM(HFLM):
         outputs = self.model.get_decoder()(
             tokens.input_ids,
             num_loops=self.depths[-1],
+            initial_state=tokens.initial_state,
             output_loop_readout_states=every_loop,
             output_loop_hidden_states=self.rule is not None and self.rule.criterion.needs != "logits",
             use_cache=False,
@@ -351,6 +370,8 @@ class LoopedLM(HFLM):
     # generation
 
     def _model_generate(self, context, max_length, stop, **generation_kwargs):
+        if self.state_seed is not None:
+            raise ValueError(f"state_seed={self.state_seed} is for what is scored: generation starts from zeros")
         if self.rule is None:
             return super()._model_generate(context, max_length, stop, num_loops=self.depth, **generation_kwargs)
         outputs = super()._model_generate(
@@ -375,6 +396,7 @@ class ScoredTokens(NamedTuple):
     places: torch.Tensor  # [tokens] in the row, where the target is predicted
     targets: torch.Tensor  # [tokens]
     owners: torch.Tensor  # [tokens] number of the request, on the CPU
+    initial_state: torch.Tensor | None  # [rows, length, width]
 
 
 class ExitCount:

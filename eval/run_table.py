@@ -7,8 +7,10 @@
 | tokens | D |
 | loss | validation cross-entropy at test_depth |
 | test_depth | loops of the evaluation, T; without this column every loss is the one at the training depth |
-| flops | of the whole training (Parcae, appendix D) |
-| effective_parameters | N(mu): without the embedding, the core counted mu times |
+| flops | C of the whole training (Parcae, appendix D): tables of value embeddings are lookups and do not count |
+| flops_with_value_tables | the same with 6 a token for each of their parameters |
+| effective_parameters | N(mu): without the embedding, the core counted mu times, each value table once |
+| effective_parameters_without_value_tables | the same without these |
 
 Other columns are kept and may be asked for by name. `collect` makes the table from folders of recipes.pretrain.
 """
@@ -168,9 +170,12 @@ def collect(folder: str | Path) -> list[dict]:
         "run": folder.name,
         "parameters": sizes(config).total,
         "effective_parameters": effective_parameters(config, depth),
+        "effective_parameters_without_value_tables": effective_parameters(config, depth, value_tables=False),
         "mean_depth": depth,
+        "depth_sampler": recipe.depth.sampler,
         "tokens": tokens,
         "flops": tokens * training_flops_per_token(config, length, depth, window),
+        "flops_with_value_tables": tokens * training_flops_per_token(config, length, depth, window, value_tables=True),
         "seed": recipe.training.seed,
     }
     prefix = "validation/loss_at_"

@@ -3,6 +3,13 @@
 Training costs C = (2 N1 + 6 N2) D for D tokens: N1 parameters are applied without gradients (the loops before the last
 `backprop_loops`), N2 with; a layer that is looped n times counts n times. The token embedding is left out, the
 unembedding is in. Attention adds 4 * width * keys per token and layer for the forward pass, 12 with the backward pass.
+
+Tables of value embeddings are counted in two ways, and which one is meant is always said:
+- operations leave them out, like every lookup: `training_flops_per_token(value_tables=False)`. With the best depths of
+  Parcae's table 6, only this gives its exponent of the best tokens, 0.78.
+- effective parameters N(mu) count each table once: `effective_parameters(value_tables=True)`. The paper does not say
+  so. With them, the coefficients of table 11 predict table 5 to 0.9 % and 0.2 %, without to 2.8 % and 1.4 %, where the
+  paper says 1.3 % and 0.8 %; and their best depths are nearer to those of table 6.
 """
 
 from dataclasses import dataclass
@@ -13,12 +20,13 @@ from modeling_looped import LoopedForCausalLM
 from modeling_looped.slots import structural_layer_types
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sizes:
     """Parameter counts by where they are applied."""
 
     total: int
     embedding: int  # lookups, no matrix product
+    value_tables: int  # likewise, of value embeddings
     outer: int  # prelude and its norm: once
     core: int  # core and injection: once per loop
     coda: int  # coda and what leads into it: once per readout
@@ -26,11 +34,22 @@ class Sizes:
     without_embedding: int  # what token budgets count: a tied embedding stays, as the head
 
 
+KNOWN: dict[str, Sizes] = {}
+
+
 def count(module) -> int:
     return 0 if module is None else sum(p.numel() for p in module.parameters())
 
 
 def sizes(config) -> Sizes:
+    """Of a model that is built on the meta device, once for each config."""
+    key = config.to_json_string()
+    if key not in KNOWN:
+        KNOWN[key] = sizes_of_new_model(config)
+    return KNOWN[key]
+
+
+def sizes_of_new_model(config) -> Sizes:
     with torch.device("meta"):
         model = LoopedForCausalLM(config)
     trunk = model.model
@@ -38,6 +57,7 @@ def sizes(config) -> Sizes:
     return Sizes(
         total=total,
         embedding=embedding,
+        value_tables=count(getattr(trunk, "value_embeds", None)),
         outer=count(trunk.prelude) + count(trunk.prelude_norm),
         core=count(trunk.core) + count(trunk.injection),
         coda=count(trunk.coda) + count(trunk.coda_proj),
@@ -55,24 +75,35 @@ def attention_flops(config, layers: str, length: int) -> int:
 
 
 def training_flops_per_token(
-    config, length: int, depth: float | None = None, backprop_loops: float | None = None
+    config,
+    length: int,
+    depth: float | None = None,
+    backprop_loops: float | None = None,
+    value_tables: bool = False,
 ) -> float:
-    """`depth` and `backprop_loops` may be means of what is drawn."""
+    """`depth` and `backprop_loops` may be means of what is drawn.
+
+    value_tables: count 6 for each of their parameters, as if they were multiplied once.
+    """
     n = sizes(config)
     depth = config.num_loops if depth is None else depth
     with_gradient = depth if backprop_loops is None else min(backprop_loops, depth)
     codas = 1 if config.loop_loss == "terminal" else depth
     heads = {"exit_weighted_logits": 1, "last_third": depth - 2 * depth // 3}.get(config.loop_loss, codas)
-    once = 6 * n.outer + 3 * attention_flops(config, "prelude", length)
+    once = 6 * (n.outer + value_tables * n.value_tables) + 3 * attention_flops(config, "prelude", length)
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
     coda = 6 * n.coda + 3 * attention_flops(config, "coda", length)
     return once + loops + codas * coda + heads * 6 * n.head
 
 
-def effective_parameters(config, depth: float | None = None) -> float:
-    """N of a model whose loops are unrolled to `depth`: without the embedding, with the unembedding."""
+def effective_parameters(config, depth: float | None = None, value_tables: bool = True) -> float:
+    """N of a model whose loops are unrolled to `depth`: without the embedding, with the unembedding.
+
+    value_tables: count each of them once, also that of a looped layer.
+    """
     n = sizes(config)
-    return n.outer + (config.num_loops if depth is None else depth) * n.core + n.coda + n.head
+    looped = (config.num_loops if depth is None else depth) * n.core
+    return n.outer + looped + n.coda + n.head + value_tables * n.value_tables
 
 
 def forward_flops_per_token(config, length: int, depth: float | None = None) -> float:

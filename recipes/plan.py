@@ -1,7 +1,8 @@
 """What a recipe would cost: `python -m recipes.plan recipes/parcae/small.yaml [section.key=value ...]`.
 
-Parameters, tokens, steps and operations by the papers' formulas, without data or weights. For a `*.sweep.yaml`, one
-line per run.
+Parameters, tokens, steps and operations by the papers' formulas, without data or weights. Tables of value embeddings
+count in the effective parameters and not in the operations, as the laws want it; where a model has them, the other way
+is named beside it. For a `*.sweep.yaml`, one line per run.
 """
 
 import sys
@@ -26,6 +27,13 @@ def plan(recipe: Recipe) -> dict:
         "training FLOPs per token": per_token,
         "forward FLOPs per token": forward_flops_per_token(config, length, depth),
     }
+    if n.value_tables:
+        without, with_tables = (
+            "effective parameters without value tables",
+            "training FLOPs per token with value tables",
+        )
+        result[without] = round(effective_parameters(config, depth, value_tables=False))
+        result[with_tables] = training_flops_per_token(config, length, depth, window, value_tables=True)
     try:
         steps = recipe.num_steps(n.without_embedding, per_token, expected_rows(recipe.data))
     except RecipeError as error:
@@ -53,7 +61,7 @@ def main(arguments: list[str]):
     path, overrides = arguments[0], arguments[1:]
     if not is_sweep(path):
         for name, value in plan(load_recipe(path, overrides)).items():
-            print(f"{name:30} {show(value)}")
+            print(f"{name:45} {show(value)}")
         return
     total, runs = 0.0, load_sweep(path, overrides)
     for run in runs:

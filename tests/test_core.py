@@ -1,9 +1,12 @@
 """CORE on a bundle made here, against prompts, tokens and scores written out once more."""
 
+import csv
 import json
 import math
 import random
+import statistics
 import string
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from eval import core
 from eval.core import EXTENDED, core_scores, prompts, scored
 from eval.core_bundle import read_tasks
+from eval.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.samplers import generator_of
 from tests.helpers import shake, tiny_config
 
 
@@ -115,20 +120,27 @@ def test_what_is_scored():
 # scores
 
 
-def by_hand(model, tokenizer, bundle, depth: int, examples: int | None = None) -> dict[str, float]:
+def by_hand(model, tokenizer, bundle, depth: int, examples=None, seed: int | None = None) -> dict[str, float]:
     """Accuracies, a prompt at a time, without padding and without the harness."""
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        state = None
+        if seed is not None and model.config.state_init == "normal":
+            drawn = generator_of("initial_state", seed, tuple(ids.tolist()))
+            state = model.sample_initial_state(1, len(ids), drawn)
+        return model(ids[None], num_loops=depth, initial_state=state).logits[0].double()
 
     def losses(text: str, asked: int) -> tuple[list[float], bool]:
         """Of the last `asked` characters, a token each; and whether all of them are the likeliest."""
         ids = torch.tensor([0, *tokenizer(text, add_special_tokens=False)["input_ids"]][-65:])
         with torch.no_grad():
-            log_p = model(ids[None, :-1], num_loops=depth).logits[0].double().log_softmax(-1)[-asked:]
+            log_p = forward(ids[:-1]).log_softmax(-1)[-asked:]
         targets = ids[-asked:]
         return (-log_p.gather(-1, targets[:, None])[:, 0]).tolist(), bool((log_p.argmax(-1) == targets).all())
 
     accuracies = {}
     for task in read_tasks(bundle, examples=examples):
-        right = 0
+        task, right = replace(task, shots_seed=1234 if seed is None else seed), 0
         for index, item in enumerate(task.items):
             texts = prompts(task, index)
             if task.kind == "language_modeling":
@@ -205,6 +217,170 @@ def test_extended(tmp_path, model):
     (tmp_path / "more.yaml").write_text(json.dumps({"icl_tasks": listed[1:]}))
     with pytest.raises(ValueError, match=f"more.yaml .*lists no {EXTENDED[0]}"):
         core_scores(model, byte_tokenizer(), tmp_path, [2], 3, "more.yaml")
+
+
+@pytest.fixture(scope="module")
+def noisy_model() -> LoopedForCausalLM:
+    """Starts from noise that is as large as anything else."""
+    torch.manual_seed(0)
+    fields = {"vocab_size": 24, "max_position_embeddings": 64, "num_loops": 2, "state_init_std": 1.0}
+    return shake(LoopedForCausalLM(tiny_config("parcae", **fields))).eval()
+
+
+def test_first_states_are_drawn_for_each_row_by_itself(noisy_model):
+    """Whatever rows share a batch, and whether logits are kept; another seed scores otherwise."""
+    requests = [("", [0, 3, 4, 5], [6, 7]), ("", [0, 8], [1, 2, 3]), ("", [0, 3, 4, 5], [6, 1])]
+    scores = {}
+    for seed in (None, 5, 6):
+        lm = LoopedLM(noisy_model, tokenizer=byte_tokenizer(), num_loops=[1, 2], device="cpu", state_seed=seed)
+        scores[seed] = lm.score_tokens(requests)
+        for batch_size in (1, 3):
+            lm.batch_size_per_gpu = batch_size
+            assert torch.allclose(lm.score_tokens(requests)[:, 0], scores[seed][:, 0], atol=1e-5)
+            assert torch.allclose(lm.score_tokens(requests, is_text=True)[:, 0], scores[seed][:, 0], atol=1e-5)
+        for column, (_, given, asked) in enumerate(requests):
+            ids = torch.tensor([*given, *asked])
+            state = None
+            if seed is not None:
+                state = noisy_model.sample_initial_state(1, len(ids) - 1, generator_of(
+                    "initial_state", seed, tuple(ids[:-1].tolist())
+                ))  # fmt: skip
+            with torch.no_grad():
+                logits = noisy_model(ids[None, :-1], num_loops=2, initial_state=state).logits[0]
+            expected = logits.log_softmax(-1)[len(given) - 1 :].gather(-1, ids[len(given) :, None]).sum()
+            assert scores[seed][1, 0, column].item() == pytest.approx(expected.item(), abs=1e-4)
+    assert (scores[5] - scores[6])[:, 0].abs().min() > 1e-3 < (scores[5] - scores[None])[:, 0].abs().min()
+
+
+def test_seeds_by_hand(bundle, noisy_model):
+    """Shots and noise of each seed; mean and deviation of each value; without seeds nothing is drawn."""
+    tokenizer, seeds = byte_tokenizer(), [1234, 7]
+    results = core_scores(noisy_model, tokenizer, bundle, [1, 2], 5, batch_size=7, seeds=seeds)
+    assert results == core_scores(noisy_model, tokenizer, bundle, [1, 2], 5, batch_size=3, seeds=seeds)
+    for depth, found in results.items():
+        each = [by_hand(noisy_model, tokenizer, bundle, depth, 5, seed) for seed in seeds]
+        assert list(found["seeds"]) == seeds
+        for label in GUESSING:
+            accuracies = [values[label] for values in each]
+            assert [of_seed["tasks"][label]["accuracy"] for of_seed in found["seeds"].values()] == accuracies
+            scores = found["tasks"][label]
+            assert scores["accuracy"] == pytest.approx(sum(accuracies) / 2)
+            variance = sum((a - scores["accuracy"]) ** 2 for a in accuracies) / 2
+            assert scores["accuracy_deviation"] == pytest.approx(math.sqrt(variance))
+            assert scores["centered_deviation"] == pytest.approx(math.sqrt(variance) / (1 - GUESSING[label]))
+        cores = [of_seed["core"] for of_seed in found["seeds"].values()]
+        assert found["core"] == pytest.approx(statistics.mean(cores))
+        assert found["core_deviation"] == pytest.approx(statistics.pstdev(cores))
+    assert max(found["core_deviation"] for found in results.values()) > 0
+    plain = core_scores(noisy_model, tokenizer, bundle, [2], 5)[2]
+    assert {label: scores["accuracy"] for label, scores in plain["tasks"].items()} == pytest.approx(
+        by_hand(noisy_model, tokenizer, bundle, 2, 5)
+    )
+
+
+def test_seeds_of_a_model_without_noise_choose_the_shots(bundle, model):
+    (found,) = core_scores(model, byte_tokenizer(), bundle, [2], seeds=[1234, 9]).values()
+    (plain,) = core_scores(model, byte_tokenizer(), bundle, [2]).values()
+    assert found["seeds"][1234] == plain
+    expected = by_hand(model, byte_tokenizer(), bundle, 2, seed=9)
+    assert {label: scores["accuracy"] for label, scores in found["seeds"][9]["tasks"].items()} == expected
+    with pytest.raises(ValueError, match="state_init='normal'"):
+        LoopedLM(model, tokenizer=byte_tokenizer(), device="cpu", state_seed=1)
+
+
+def test_single_tasks(bundle, model):
+    (alone,) = core_scores(model, byte_tokenizer(), bundle, [2], tasks=["say", "pick"]).values()
+    (all_three,) = core_scores(model, byte_tokenizer(), bundle, [2]).values()
+    assert alone == {"tasks": {label: all_three["tasks"][label] for label in ("say", "pick")}}
+    with pytest.raises(ValueError, match="no task sing; known are pick, which, say; --extended brings more"):
+        core_scores(model, byte_tokenizer(), bundle, [2], tasks=["say", "sing"])
+
+
+def describe(folder, change=None):
+    """A bundle of which eval_meta_data.csv describes all but the tasks of core.yaml."""
+    make_bundle(folder)
+    rows = [{"Eval Task": label, "Random baseline": 100 * r} for label, r in GUESSING.items()]
+    for number, label in enumerate([*EXTENDED, "of_no_list"]):
+        kind = (
+            "question answering"
+            if label == "of_no_list"
+            else ("multiple choice", "schema", "language modeling")[number % 3]
+        )
+        rows.append({"Eval Task": label, "Task Category": f"kind {number % 4}", "Task Type": kind,
+                     "#shots": number % 3, "Random baseline": number})  # fmt: skip
+        source = {"multiple choice": "pick", "schema": "which"}.get(kind, "say")
+        name = "mmlu" if label.startswith("mmlu") else label
+        (folder / f"eval_data/kind_{number % 4}").mkdir(exist_ok=True)
+        items = (folder / f"eval_data/some/{source}.jsonl").read_text()
+        (folder / f"eval_data/kind_{number % 4}/{name}.jsonl").write_text(items)
+    if change:
+        change(rows)
+    with open(folder / "eval_meta_data.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[-1]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder
+
+
+def test_extended_as_the_bundle_describes_it(tmp_path, model):
+    describe(tmp_path)
+    tasks = {task.label: task for task in read_tasks(tmp_path, "eval_meta_data.csv", only=EXTENDED)}
+    assert set(tasks) == set(EXTENDED)
+    for number, label in enumerate(EXTENDED):
+        task = tasks[label]
+        assert task.kind == ("multiple_choice", "schema", "language_modeling")[number % 3]
+        assert (task.num_shots, task.guessing) == (number % 3, number / 100)
+        assert task.delimiter == {
+            "mmlu_zeroshot": "Answer: ",
+            "mmlu_fewshot": "\nAnswer: ",
+            "logi_qa": "\nAnswer: ",
+        }.get(label, " ")
+    (found,) = core_scores(model, byte_tokenizer(), tmp_path, [2], 3, "eval_meta_data.csv", 64).values()
+    values = [found["tasks"][label]["centered"] for label in EXTENDED]
+    assert found["core_extended"] == pytest.approx(sum(values) / len(values))
+    assert set(found["tasks"]) == {*EXTENDED, *GUESSING}
+
+
+def test_core_yaml_goes_before_the_description(tmp_path):
+    """Where both have a task."""
+    describe(tmp_path, lambda rows: rows[0].update({"Task Category": "x", "Task Type": "schema", "#shots": 9}))
+    (pick,) = read_tasks(tmp_path, "eval_meta_data.csv", only=["pick"])
+    assert (pick.kind, pick.num_shots, pick.delimiter) == ("multiple_choice", 2, " = ")
+
+
+def test_bundles_that_do_not_describe_their_tasks(tmp_path, bundle):
+    with pytest.raises(ValueError, match="has no column Task Category, Task Type, #shots: name a list"):
+        read_tasks(bundle, "eval_meta_data.csv")
+    describe(tmp_path, lambda rows: rows.pop(5))
+    with pytest.raises(ValueError, match=f"lists no {EXTENDED[2]}, which CORE-extended is a mean over"):
+        core.read_extended(tmp_path, "eval_meta_data.csv", 3)
+
+
+def test_command_with_seeds(bundle, noisy_model, tmp_path, capsys):
+    noisy_model.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = [
+        str(tmp_path / "model"),
+        "--bundle",
+        str(bundle),
+        "--loops",
+        "2",
+        "--device",
+        "cpu",
+        "--examples",
+        "6",
+    ]
+    core.main([*arguments, "--seeds", "3,4", "--tasks", "say,which", "--output", str(tmp_path / "core.json")])
+    (found,) = core_scores(
+        noisy_model, byte_tokenizer(), bundle, [2], 6, seeds=[3, 4], tasks=["say", "which"]
+    ).values()
+    written = json.loads((tmp_path / "core.json").read_text())["2"]
+    assert written["tasks"] == found["tasks"] and set(written["seeds"]) == {"3", "4"} and "core" not in written
+    which = found["tasks"]["which"]
+    assert f"| which | {which['accuracy']:.4f} ± {which['accuracy_deviation']:.4f} |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        core.main([*arguments, "--seeds", "3,four"])
+    assert "whole numbers with commas between them, got '3,four'" in capsys.readouterr().err
 
 
 def test_command(bundle, model, tmp_path, capsys):

@@ -4,17 +4,20 @@ import csv
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from scipy import optimize
 
-from eval import fitting, laws
+from eval import fitting, law_plots, laws
 from eval.fitting import FitError, fit, huber, minimize
 from eval.law_forms import PARAMETRIC, TEST_TIME
+from eval.measures import power_law
 from eval.run_table import Table, collect, read_table, write_table
 from modeling_looped import LoopedConfig
-from recipes.config import recipe_from_dict
+from recipes.config import load_recipe, recipe_from_dict
+from recipes.flops import effective_parameters, training_flops_per_token
 from recipes.plan import plan
 
 
@@ -146,6 +149,144 @@ def test_isoflop_optima_and_their_power_laws():
     noisy = laws.isoflop(table(isoflop_rows(noise=1e-3)), resamples=100)
     low, high = noisy["power_laws"]["mean_depth"]["interval"]
     assert low < 0.4 < high and 0.005 < high - low < 0.3
+
+
+def with_fixed_depth(rows: list[dict], losses: dict[float, float]) -> list[dict]:
+    fixed = [{"run": f"fixed_{flops:g}", "mean_depth": 1, "flops": flops, "loss": x} for flops, x in losses.items()]
+    return [*rows, *({**row, "tokens": row["flops"] / 1e9, "effective_parameters": 9e7} for row in fixed)]
+
+
+def test_the_measured_frontier_and_what_looping_gains():
+    """Figure 6: the best run of each budget beside the run of one loop, which takes no part in the parabolas."""
+    budgets = (4e15, 1.6e16, 6.4e16)
+    alone = isoflop_rows(budgets=budgets)
+    rows = with_fixed_depth(alone, {4e15: 4.2, 6.4e16: 4.1})
+    result = laws.isoflop(table(rows))
+    assert [best["mean_depth"] for best in result["optima"]] == [
+        best["mean_depth"] for best in laws.isoflop(table(alone))["optima"]
+    ]
+    for point, flops, fixed in zip(result["frontier"], budgets, (4.2, None, 4.1), strict=True):
+        best = min((row for row in alone if abs(row["flops"] / flops - 1) < 0.02), key=lambda row: row["loss"])
+        assert (point["run"], point["mean_depth"], point["loss"]) == (best["run"], best["mean_depth"], best["loss"])
+        assert point.get("gain") == (None if fixed is None else pytest.approx(fixed - best["loss"]))
+    axes = drawn(law_plots.draw_isoflop, 4, result, table(rows), None)
+    best, fixed = axes[3].lines
+    assert list(best.get_ydata()) == [point["loss"] for point in result["frontier"]]
+    assert list(fixed.get_ydata()) == [4.2, 4.1] and fixed.get_xdata()[1] == pytest.approx(6.4e16, rel=0.01)
+    stars = [line for line in axes[0].lines if line.get_marker() == "*"]
+    assert [star.get_xdata()[0] for star in stars] == [best["mean_depth"] for best in result["optima"]]
+    assert len(axes[0].collections) == 3  # scattered points of each budget
+
+
+def drawn(draw, panels: int, *arguments):
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, panels)
+    draw(axes, *arguments)
+    pyplot.close(figure)
+    return axes
+
+
+def test_the_frontier_takes_the_least_flops_for_each_loss():
+    """Figure 4: against the depth that a minimiser finds, with tokens from the law solved for them."""
+    rows = training_rows(SMALL)
+    result, fitted = laws.parametric(table(rows), restarts=20)
+    (E, X, x, Y, y), (outer, core), _ = SMALL
+
+    def least_flops(loss):
+        def flops(log_depth):
+            n = outer + math.exp(log_depth) * core
+            return 6 * n * (Y / (loss - E - X * n**-x)) ** (1 / y)
+
+        return optimize.minimize_scalar(flops, bounds=(math.log(2), math.log(12)), method="bounded")
+
+    inside = [point for point in result["frontier"] if not point["at_edge"]]
+    assert len(result["frontier"]) == 25 and len(inside) >= 5
+    for point in inside:
+        least = least_flops(point["loss"])
+        assert point["flops"] == pytest.approx(least.fun, rel=1e-4)
+        assert point["mean_depth"] == pytest.approx(math.exp(least.x), rel=0.02)
+        assert point["flops"] == pytest.approx(6 * (outer + point["mean_depth"] * core) * point["tokens"], rel=1e-6)
+    depths = [point["mean_depth"] for point in result["frontier"]]
+    edges = [point["mean_depth"] for point in result["frontier"] if point["at_edge"]]
+    assert depths == sorted(depths) and all(depth in (2, pytest.approx(12)) for depth in edges)
+    axes = drawn(law_plots.draw_parametric, 2, result, table(rows), fitted)
+    (line,) = axes[0].lines
+    assert list(line.get_xdata()) == [point["mean_depth"] for point in inside]
+    assert list(line.get_ydata()) == [point["tokens"] for point in inside]
+    both = table(rows + training_rows((SMALL[0], MEDIUM[1], SMALL[2])))  # one law, two sizes
+    several, fitted = laws.parametric(both, restarts=20)
+    assert "frontier" not in several and "differ in size: fit each size apart" in several["no_frontier"]
+    axes = drawn(law_plots.draw_parametric, 2, several, both, fitted)
+    assert not axes[0].lines and axes[0].get_xlabel() == "effective parameters"
+
+
+# What the paper's numbers say of its counting
+
+
+PARCAE = {"small": (SMALL[0], 19.06, 1.3), "medium": (MEDIUM[0], 14.49, 0.8)}  # perplexity of table 5; stated error, %
+
+
+def parcae(size: str):
+    recipe = load_recipe(f"recipes/parcae/{size}.yaml")
+    return recipe, recipe.model_config()
+
+
+@pytest.mark.parametrize("size", PARCAE)
+def test_published_coefficients_predict_table_5_with_value_tables(size):
+    """Section 5.2: the errors that the paper states lie between those with and without the tables in N(mu)."""
+    (E, X, x, Y, y), perplexity, stated = PARCAE[size]
+    recipe, config = parcae(size)
+
+    def error(value_tables: bool) -> float:
+        n = effective_parameters(config, 8, value_tables=value_tables)
+        return 100 * abs((E + X * n**-x + Y * recipe.training.tokens**-y) / math.log(perplexity) - 1)
+
+    assert error(True) < 1 and error(True) < stated < error(False)
+
+
+@pytest.mark.parametrize(("size", "best"), [("small", (2, 2, 4, 6, 8, 10)), ("medium", (4, 6, 6))])
+def test_published_coefficients_are_nearer_to_the_depths_of_table_6_with_value_tables(size, best):
+    (E, X, x, Y, y), budgets = PARCAE[size][0], (SMALL if size == "small" else MEDIUM)[2]
+    _, config = parcae(size)
+
+    def distance(value_tables: bool) -> float:
+        """Mean ratio, in logarithms, of the depth of least loss on the grid and the one of the paper."""
+        costs = {
+            depth: (
+                effective_parameters(config, depth, value_tables=value_tables),
+                training_flops_per_token(config, 2048, depth, depth // 2),
+            )
+            for depth in (2, 4, 6, 8, 10, 12)
+        }
+        found = [
+            min(costs, key=lambda depth: E + X * costs[depth][0] ** -x + Y * (flops / costs[depth][1]) ** -y)
+            for flops in budgets
+        ]
+        return sum(abs(math.log(ours / theirs)) for ours, theirs in zip(found, best)) / len(best)
+
+    assert distance(True) < 0.75 * distance(False)
+
+
+def test_operations_without_value_tables_give_the_exponent_of_the_best_tokens():
+    """Section 5.2: mu in C^0.40 through the optima of table 6 leaves tokens in about C^0.78."""
+    found = {}
+    for value_tables in (False, True):
+        for size, budgets, depths in (
+            ("small", SMALL[2], (2, 2, 4, 6, 8, 10)),
+            ("medium", MEDIUM[2], (4, 6, 6)),
+        ):
+            _, config = parcae(size)
+            mean = [math.exp(sum(map(math.log, values)) / len(values)) for values in (budgets, depths)]
+            tokens = [
+                flops / training_flops_per_token(config, 2048, depth, depth / 2, value_tables)
+                for flops in budgets
+                for depth in [mean[1] * (flops / mean[0]) ** 0.40]
+            ]
+            found[size, value_tables] = power_law(budgets, tokens)["slope"]
+    without, counted = ([found[size, tables] for size in PARCAE] for tables in (False, True))
+    assert sum(without) / 2 == pytest.approx(0.78, abs=0.01) and max(abs(x - 0.78) for x in without) < 0.025
+    assert min(counted) > 0.83
 
 
 def test_budgets_without_an_optimum_are_named():
@@ -452,11 +593,41 @@ def test_every_law_from_the_command_line(tmp_path, capsys):
     assert small["coefficients"]["E"] == pytest.approx(2.662, rel=1e-4)
     assert len(small["held_out"]["rows"]) == 36 and small["command"].startswith("python -m eval.laws parametric")
     assert written(tmp_path / "out", "parametric_parameters=2.34e+08")["coefficients"]["E"] == pytest.approx(2.439)
+    assert small["columns"] == {"N": "effective_parameters", "C": "flops"}
     assert set(written(tmp_path / "out", "test_time")["forms"]) == set(TEST_TIME)
     unified = written(tmp_path / "out", "unified")
     assert unified["coefficients"]["z"] == pytest.approx(3.0, rel=1e-3) and unified["conditioning"] == "one"
     assert written(tmp_path / "out", "conditioning")["best"] in ("one", "learned")
     assert "predicted" not in capsys.readouterr().out  # row by row in the JSON alone
+
+
+def test_the_columns_that_count_as_parameters_and_operations(tmp_path):
+    """Other columns, named by the command and in the result; runs of depth 1 are in no law."""
+    rows = with_fixed_depth(training_rows(SMALL), {1e18: 9.0})
+    for row in rows:
+        row |= {"bare": row.pop("effective_parameters"), "flops_with_value_tables": 2 * row["flops"]}
+        row |= {"effective_parameters": 7e7, "test_depth": row["mean_depth"]}
+    write_table(rows, tmp_path / "runs.jsonl")
+    arguments = ["parametric", str(tmp_path / "runs.jsonl"), "--output", str(tmp_path), "--restarts", "12"]
+    arguments += ["--bootstrap", "0", "--effective-parameters"]
+    assert laws.main([*arguments, "bare", "--flops", "flops_with_value_tables"]) == 0
+    result = written(tmp_path, "parametric")
+    assert result["columns"] == {"N": "bare", "C": "flops_with_value_tables"} and result["rows"] == len(rows) - 1
+    assert result["coefficients"] == pytest.approx(dict(zip(NAMES, SMALL[0])), rel=1e-4)
+    assert result["frontier"][0]["flops"] == pytest.approx(2e18)
+    with pytest.raises(FitError, match="lacks column unheard"):
+        laws.main([*arguments, "unheard"])
+    write_table(rows[-1:], tmp_path / "runs.jsonl")
+    with pytest.raises(FitError, match="holds no looped runs"):
+        laws.main([*arguments, "bare"])
+
+
+def test_runs_of_several_sweeps_keep_apart(tmp_path):
+    folders = [str(tmp_path / size / "a") for size in ("small", "medium")]
+    for folder in folders:
+        make_run(Path(folder))
+    laws.main(["collect", *folders, "--output", str(tmp_path / "runs.csv")])
+    assert list(read_table(tmp_path / "runs.csv").by("run")) == sorted(folders)
 
 
 def test_bad_arguments(tmp_path):
@@ -513,6 +684,12 @@ def test_the_table_is_made_from_run_folders(tmp_path):
     assert float(rows[0]["effective_parameters"]) == costs["effective parameters"]
     config = LoopedConfig.from_pretrained(tmp_path / "a" / "final")
     core = costs["effective parameters"] - plan_at(recipe, 3)
+    tables = 3 * 512 * 256  # of every other one of six layers; embedding and head are not these
+    assert float(rows[0]["flops_with_value_tables"]) / float(rows[0]["tokens"]) == pytest.approx(
+        costs["training FLOPs per token"] + 6 * tables
+    )
+    assert float(rows[0]["effective_parameters_without_value_tables"]) == costs["effective parameters"] - tables
+    assert rows[0]["depth_sampler"] == "poisson"
     assert 1 < costs["effective parameters"] / core < 10 and config.num_loops == float(rows[0]["mean_depth"]) == 4
     (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
     with pytest.raises(FitError, match="holds no validation loss"):

@@ -33,6 +33,13 @@ def test_recipe_is_built_and_planned(path):
         assert costs["tokens"] >= 1e8
 
 
+def comparable(recipe) -> dict:
+    """All that a run is, but for where it is written."""
+    fields = recipe.to_dict()
+    fields["training"].pop("output_dir")
+    return fields
+
+
 @pytest.mark.parametrize("path", SWEEPS, ids=name)
 def test_sweep_runs_are_recipes(path):
     raw = yaml.safe_load(path.read_text())
@@ -40,6 +47,7 @@ def test_sweep_runs_are_recipes(path):
     grids = raw.get("grid", [])
     sizes = [math.prod(map(len, grid.values())) for grid in (grids if isinstance(grids, list) else [grids])]
     assert len(runs) == (len(raw["runs"]) if "runs" in raw else sum(sizes))
+    assert len({json.dumps(comparable(run.recipe)) for run in runs}) == len(runs)
     for run in (runs[0], runs[-1]):
         assert plan(run.recipe)["parameters"] > 0
         for key, value in run.settings.items():
@@ -51,6 +59,49 @@ def test_sweep_runs_are_recipes(path):
 @pytest.mark.parametrize("folder", sorted({path.parts[len(FOLDER.parts)] for path in FILES if path.parent != FOLDER}))
 def test_every_family_has_a_readme(folder):
     assert (FOLDER / folder / "README.md").stat().st_size > 500
+
+
+# Parcae, appendix O: runs, and the depths at which each is evaluated
+LAW_DEPTHS = [1, 2, 4, 6, 8, 10, 12, 16, 20, 24]
+LAW_SWEEPS = {
+    "isoflop_140m": (36, LAW_DEPTHS),
+    "isoflop_370m": (18, LAW_DEPTHS),
+    "isoflop_140m_fixed": (6, [1]),
+    "isoflop_370m_fixed": (3, [1]),
+    "depth_140m": (6, list(range(1, 25))),
+    "depth_370m": (6, list(range(1, 25))),
+}
+
+
+@pytest.mark.parametrize("sweep", LAW_SWEEPS)
+def test_law_sweeps(sweep):
+    """Published budgets, depths and sizes, no run twice; a baseline whose depth is never drawn; documents enough."""
+    count, depths = LAW_SWEEPS[sweep]
+    runs = load_sweep(FOLDER / f"parcae/{sweep}.sweep.yaml")
+    assert len(runs) == len({json.dumps(run.settings) for run in runs}) == count
+    size = PUBLISHED["parcae/small" if "140m" in sweep else "parcae/medium"]
+    budgets = {1e18, 2e18, 4e18, 8e18, 16e18, 64e18} if "140m" in sweep else {32e18, 64e18, 128e18}
+    assert {run.recipe.training.flops for run in runs} == ({None} if "depth" in sweep else budgets)
+    assert {run.recipe.model["num_loops"] for run in runs} == ({1} if "fixed" in sweep else {2, 4, 6, 8, 10, 12})
+    for run in runs:
+        recipe, costs = run.recipe, plan(run.recipe)
+        assert recipe.evaluation.loops == depths and costs["parameters"] == size
+        assert recipe.depth.sampler == ("fixed" if "fixed" in sweep else "poisson")
+        assert costs["loops with gradients"] == -(-costs["mean depth"] // 2)  # equation 6
+        if "depth" in sweep:
+            assert recipe.training.tokens == 11.2e9
+        else:
+            assert costs["training FLOPs"] == pytest.approx(recipe.training.flops, rel=1e-3)
+        assert recipe.data.max_documents * 1000 > costs["tokens"]  # a document is about a thousand tokens
+
+
+@pytest.mark.parametrize("size", ["small", "medium", "large", "xlarge"])
+def test_depths_of_table_5(size):
+    """Figure 7, and the curves that the unified law predicts: T from 1 to 16; a Transformer has one depth."""
+    looped, transformer = (load_recipe(FOLDER / f"parcae/{each}{size}.yaml") for each in ("", "transformer_"))
+    assert looped.evaluation.loops == list(range(1, 17)) and transformer.evaluation.loops == [1]
+    assert transformer.depth.sampler == "fixed" and transformer.model["num_loops"] == 1
+    assert looped.training.tokens == transformer.training.tokens
 
 
 PUBLISHED = {
@@ -93,6 +144,13 @@ def test_flops_are_those_of_the_formula():
 def test_budget_in_flops():
     costs = plan(load_recipe(FOLDER / "parcae/small.yaml", ["training.tokens=null", "training.flops=1e18"]))
     assert costs["training FLOPs"] == pytest.approx(1e18, rel=0.01)
+
+
+def test_value_tables_are_counted_by_name():
+    costs, tables = plan(load_recipe(FOLDER / "parcae/small.yaml")), 3 * 32_768 * 768
+    assert costs["effective parameters"] - costs["effective parameters without value tables"] == tables
+    assert costs["training FLOPs per token with value tables"] - costs["training FLOPs per token"] == 6 * tables
+    assert not any("value tables" in key for key in plan(load_recipe(FOLDER / "parcae/rdm/rdm_100m.yaml")))
 
 
 def test_flt_counts_tokens_per_parameter_without_the_embedding():

@@ -1,0 +1,91 @@
+"""Where training compute is spent best: depths and tokens of least loss at each FLOP budget (Parcae, figures 4, 6).
+
+Looping at a given size fixes effective parameters N(mu) and operations per token F(mu), both read off the runs and
+interpolated between their mean depths; what a law says of N and D then is a loss over mu and C.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .fitting import Fit, FitError
+from .run_table import Table
+
+
+@dataclass(frozen=True)
+class DepthCosts:
+    """Of one model, at the mean depths of its runs in ascending order."""
+
+    depths: np.ndarray
+    parameters: np.ndarray  # N(mu)
+    flops_per_token: np.ndarray  # F(mu) in training
+
+    def at(self, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.interp(depths, self.depths, self.parameters), np.interp(depths, self.depths, self.flops_per_token)
+
+
+def depth_costs(table: Table) -> DepthCosts:
+    costs = {}
+    for row in table.need("mean_depth", "flops", "effective_parameters", "tokens").rows:
+        found = (row["effective_parameters"], row["flops"] / row["tokens"])
+        known = costs.setdefault(row["mean_depth"], found)
+        if not np.allclose(found, known, rtol=1e-3):
+            raise FitError(
+                f"runs of mean depth {row['mean_depth']:g} differ in size: fit each size apart, --by parameters"
+            )
+    if len(costs) < 2:
+        raise FitError(f"{table.source}: all runs have mean depth {min(costs):g}")
+    depths = sorted(costs)
+    return DepthCosts(np.array(depths), *np.array([costs[depth] for depth in depths]).T)
+
+
+def predicted(fitted: Fit, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    columns = {"effective_parameters": torch.tensor(parameters), "tokens": torch.tensor(tokens)}
+    return fitted.predict(columns).numpy()
+
+
+def frontier(fitted: Fit, table: Table, budgets: int = 25, depths: int = 1000) -> list[dict]:
+    """For budgets over the range of the runs' FLOPs, the mean depth at which the law's loss is least.
+
+    The same line is the least FLOPs for each loss. at_edge: the least lies at the shallowest or deepest of the runs,
+    so that only depths beyond would tell.
+    """
+    costs = depth_costs(table)
+    grid = np.geomspace(costs.depths[0], costs.depths[-1], depths)
+    parameters, per_token = costs.at(grid)
+    line = []
+    for flops in np.geomspace(table["flops"].min().item(), table["flops"].max().item(), budgets):
+        loss = predicted(fitted, parameters, flops / per_token)
+        best = int(loss.argmin())
+        line.append(
+            {
+                "flops": float(flops),
+                "mean_depth": float(grid[best]),
+                "tokens": float(flops / per_token[best]),
+                "loss": float(loss[best]),
+                "at_edge": best in (0, depths - 1),
+            }
+        )
+    return line
+
+
+def measured_frontier(budgets: dict[float, Table]) -> list[dict]:
+    """The looped run of least loss at each budget, and what it gains over runs of fixed depth where there are any."""
+    line = []
+    for flops, group in budgets.items():
+        looped, fixed = group.where(lambda row: not is_fixed_depth(row)), group.where(is_fixed_depth)
+        if not len(looped):
+            continue
+        best = min(looped.rows, key=lambda row: row["loss"])
+        point = {"flops": flops, "run": best["run"], "mean_depth": best["mean_depth"], "loss": best["loss"]}
+        if len(fixed):
+            loss = fixed["loss"].mean().item()
+            point |= {"fixed_loss": loss, "gain": loss - best["loss"], "fixed_runs": len(fixed)}
+        line.append(point)
+    return line
+
+
+def is_fixed_depth(row: dict) -> bool:
+    """The baseline: one loop, always."""
+    return row.get("mean_depth") == 1
