@@ -277,7 +277,7 @@ def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
 def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
     """Pieces of `joined_by.join(rows)`, empty rows left out; each ends with the white space that follows its row.
 
-    So no word and no run of white space is cut in two, and a tokenizer of such pieces finds what it would in the whole.
+    So no word and no run of white space is cut in two, and a tokenizer finds in the pieces what it would in the whole.
     """
     piece = ""
     for line in filter(None, (row["text"] for row in rows)):

@@ -655,7 +655,7 @@ def test_wikitext_lines_are_joined_to_articles(monkeypatch):
 def test_rows_that_are_joined_are_one_text(make_data, tmp_path, streaming):
     """As the readout paper reads WikiText: empty rows left out, nothing between the others but a blank line. Rows that
     training and validation share stay in both, and the vocabulary is that of the rows, not of the joined text."""
-    lines = [" = First = \n", "", " Text of it . \n", " = = Section = = \n", "", " \n", "\n", "a = b = c", "d", " e\t\n"]
+    lines = [" = First = \n", "", " Text of it . \n", " = = Section = = \n", "", " \n", "\n", "a = b", "d", " e\t\n"]
     sides = {"train": lines * 12, "validation": ["  ", "\n", *lines, *lines[1:], "xylophone"] * 3}
     for split, texts in sides.items():
         write_jsonl(tmp_path / "lines" / f"{split}.jsonl", texts)
