@@ -5,10 +5,11 @@
     python -m eval.diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
 
 MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
-which is then initialised at random. Each measure writes a JSON and a PNG; `all` runs every measure with little
-training and writes a page, index.html, that holds its figures; what this model does not have is left out, with the
-reason. They go to diagnose/ of the training run, where eval.report finds them, or, without one, to
-runs/diagnose/<model>. `python -m eval.diagnose MEASURE --help` lists the options of one.
+which is then initialised at random. A trained model reads what its run held out, or --text. Each measure writes a
+JSON and a PNG; `all` runs every measure with little training and writes a page, index.html, that holds its figures;
+what this model does not have is left out, with the reason. They go to diagnose/ of the training run, where
+eval.report finds them, or, without one, to runs/diagnose/<model>. `python -m eval.diagnose MEASURE --help` lists the
+options of one.
 
 From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
 """
@@ -202,7 +203,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         about = "every measure, with little training" if measure is None else measure.about
         command = commands.add_parser(name, help=about.replace("%", "%%"), description=about.replace("%", "%%"))
         command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
-        command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: the embedded corpus")
+        command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: what the run held out")
         command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
         command.add_argument("--rows", type=int, default=16)
         command.add_argument("--length", type=int, default=128, help="tokens in a row")
@@ -230,10 +231,12 @@ def main(arguments: list[str]):
     of = subject(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else default_folder(target)
     if args.measure == "all":
+        print(f"text: {of.where['text']}")
         print(run_all(of, folder))
         return
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
     result, images = run_measure(args.measure, of, folder, beside, **options)
+    print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
     print(*[folder / f"{args.measure}.json", *images], sep="\n")
 
