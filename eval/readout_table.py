@@ -3,9 +3,9 @@
 python -m recipes.sweep recipes/readout/44m.sweep.yaml
 python -m eval.readout_table runs/44m
 
-Each folder is a training run, or holds training runs. Windows are those of the recipe, over the whole validation split;
-each of their `sequence_length` tokens has a target, there is no dropout, and a token counts in every window that it is
-in. For every run:
+Each folder is a training run, or holds training runs. Windows are those of the recipe, over the whole validation
+split; each of their `sequence_length` tokens has a target, there is no dropout, and a token counts in every window it
+is in. For every run:
 
     norm              mean over tokens of ||H_K||
     perplexity        of the readout after the last loop
