@@ -31,6 +31,9 @@ from .page import page, section, skipped
 from .subject import Subject, SubjectError, subject, training_run
 
 
+GIVEN = ("model", "batch", "config", "classes")  # of the subject, to measures that take them
+
+
 class Measure(NamedTuple):
     function: Callable
     draw: Callable
@@ -42,9 +45,8 @@ class Measure(NamedTuple):
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def __call__(self, of: Subject, **options) -> dict:
-        given = {"model": of.model, "batch": of.batch, "config": of.config}
-        wanted = [name for name in inspect.signature(self.function).parameters if name in given]
-        return self.function(*(given[name] for name in wanted), **options)
+        wanted = [name for name in inspect.signature(self.function).parameters if name in GIVEN]
+        return self.function(*(getattr(of, name) for name in wanted), **options)
 
     @property
     def about(self) -> str:
@@ -67,6 +69,8 @@ MEASURES = {
     "radial_clamp": Measure(readout_probes.radial_clamp, figures.draw_radial_clamp),
     "update_decomposition": Measure(readout_probes.update_decomposition, figures.draw_update_decomposition),
     "token_norms": Measure(readout_probes.token_norms, figures.draw_token_norms),
+    "future_signal": Measure(readout_probes.future_signal, figures.draw_future_signal),
+    "exit_weighted": Measure(readout_probes.exit_weighted, figures.draw_exit_weighted),
     "depth_curve": Measure(dynamics.depth_curve, figures.draw_depth_curve),
     "spectral": Measure(dynamics.spectral, figures.draw_spectral, monitored="spectral_radius"),
     "state_dynamics": Measure(dynamics.state_dynamics, figures.draw_state_dynamics, monitored="state_change"),

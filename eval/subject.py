@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from recipes.metrics import read_metrics
 from recipes.sources import training_source
 
 from .held_out import held_out_rows
+from .readout_probes import token_classes
 from .theory import built, random_tokens
 
 
@@ -29,10 +31,18 @@ class Subject:
     batch: dict  # arguments of forward: input_ids, and initial_state where one is drawn
     where: dict  # what the model and the tokens are
     records: list[dict]  # of the metrics.jsonl of a training run
+    tokenizer: str | Path | None = None
 
     @property
     def config(self) -> LoopedConfig:
         return self.model.config
+
+    @cached_property
+    def classes(self) -> dict[str, torch.Tensor] | None:
+        """What each token is, white space or a word; None where tokens are random."""
+        if self.tokenizer is None:
+            return None
+        return token_classes(AutoTokenizer.from_pretrained(self.tokenizer), self.config.vocab_size)
 
 
 def subject(
@@ -69,17 +79,19 @@ def subject(
     if model.config.position_embedding == "learned":
         length = min(length, model.config.max_position_embeddings)
     run = training_run(target)
+    own = folder if folder is not None and (folder / "tokenizer_config.json").is_file() else None
     if text is None and folder is not None:
         ids, read = own_tokens(target, run, tokenizer, rows, length)
+        tokenizer = own
     else:
-        if tokenizer is None and folder is not None and (folder / "tokenizer_config.json").is_file():
-            tokenizer = folder
+        tokenizer = own if tokenizer is None else tokenizer
         ids, read = tokens(model.config, tokenizer, text, rows, length, seed)
     batch = {"input_ids": ids}
     if state_seed is not None:
         batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
     where = {"model": made, "text": read, "rows": rows, "length": length, "state_seed": state_seed, "dtype": dtype}
-    return Subject(model, batch, where, [] if run is None else read_metrics(run / "metrics.jsonl"))
+    records = [] if run is None else read_metrics(run / "metrics.jsonl")
+    return Subject(model, batch, where, records, tokenizer)
 
 
 def training_run(target: str) -> Path | None:

@@ -21,7 +21,7 @@ OVERRIDES = ["hidden_size=32", "intermediate_size=48", "num_attention_heads=4", 
 def run_folder(tmp_path):
     """A training run: final/ with a tokenizer, and metrics."""
     torch.manual_seed(0)
-    model = LoopedForCausalLM(tiny_config(vocab_size=30, injection="diagonal", num_loops=2))
+    model = LoopedForCausalLM(tiny_config(vocab_size=30, injection="diagonal", num_loops=2, exit_gate="raw"))
     model.save_pretrained(tmp_path / "run/final")
     tiny_tokenizer().save_pretrained(tmp_path / "run/final")
     run_of(tmp_path / "run", tmp_path / "run/final", "h g f e d c b a " * 60)
@@ -31,8 +31,8 @@ def run_folder(tmp_path):
     return tmp_path / "run"
 
 
-def test_there_are_fourteen_measures():
-    assert len(diagnose.MEASURES) == 14
+def test_there_are_sixteen_measures():
+    assert len(diagnose.MEASURES) == 16
 
 
 def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys, monkeypatch):
@@ -47,7 +47,7 @@ def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys
         saved = json.loads((tmp_path / f"out/{name}.json").read_text())
         assert {"command", "commit", "hardware", "model", "text", "options", "result"} <= set(saved)
         assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert len(re.findall('src="data:image/png;base64,', page)) == 14 + 2  # and two curves of the run
+    assert len(re.findall('src="data:image/png;base64,', page)) == 16 + 2  # and two curves of the run
     assert not re.search(r'(src|href)="(?!data:)', page)
     radius = json.loads((tmp_path / "out/spectral.json").read_text())["result"]
     assert radius["training"]["spectral_radius"] == {"step": [0, 10], "value": [0.4, 0.4]}
