@@ -6,10 +6,11 @@
     python -m eval.diagnose theorem_1 --width 512
 
 MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
-which is then initialised at random. The theorems have models of their own. Each measure writes a JSON and a PNG; `all`
-runs every measure of a model with little training and writes a page, index.html, that holds its figures; what this
-model does not have is left out, with the reason. They go to diagnose/ of the training run, where eval.report finds
-them, or, without one, to runs/diagnose/<model>. `python -m eval.diagnose MEASURE --help` lists the options of one.
+which is then initialised at random. The theorems have models of their own. A trained model reads what its run held
+out, or --text. Each measure writes a JSON and a PNG; `all` runs every measure of a model with little training and
+writes a page, index.html, that holds its figures; what this model does not have is left out, with the reason. They go
+to diagnose/ of the training run, where eval.report finds them, or, without one, to runs/diagnose/<model>. `python -m
+eval.diagnose MEASURE --help` lists the options of one.
 
 From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
 """
@@ -31,6 +32,9 @@ from .page import page, section, skipped
 from .subject import Subject, SubjectError, subject, training_run
 
 
+GIVEN = ("model", "batch", "config", "classes")  # of the subject, to measures that take them
+
+
 class Measure(NamedTuple):
     function: Callable
     draw: Callable
@@ -46,9 +50,8 @@ class Measure(NamedTuple):
         return not {"model", "config"}.isdisjoint(inspect.signature(self.function).parameters)
 
     def __call__(self, of: Subject | None, **options) -> dict:
-        given = {"model": of.model, "batch": of.batch, "config": of.config} if of else {}
-        wanted = [name for name in inspect.signature(self.function).parameters if name in given]
-        return self.function(*(given[name] for name in wanted), **options)
+        wanted = [name for name in inspect.signature(self.function).parameters if name in GIVEN] if of else []
+        return self.function(*(getattr(of, name) for name in wanted), **options)
 
     @property
     def about(self) -> str:
@@ -75,6 +78,8 @@ MEASURES = {
     "radial_clamp": Measure(readout_probes.radial_clamp, figures.draw_radial_clamp),
     "update_decomposition": Measure(readout_probes.update_decomposition, figures.draw_update_decomposition),
     "token_norms": Measure(readout_probes.token_norms, figures.draw_token_norms),
+    "future_signal": Measure(readout_probes.future_signal, figures.draw_future_signal),
+    "exit_weighted": Measure(readout_probes.exit_weighted, figures.draw_exit_weighted),
     "depth_curve": Measure(dynamics.depth_curve, figures.draw_depth_curve),
     "spectral": Measure(dynamics.spectral, figures.draw_spectral, monitored="spectral_radius"),
     "state_dynamics": Measure(dynamics.state_dynamics, figures.draw_state_dynamics, monitored="state_change"),
@@ -226,7 +231,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if measure is not None and not measure.reads_a_model:
             continue
         command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
-        command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: the embedded corpus")
+        command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: what the run held out")
         command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
         command.add_argument("--rows", type=int, default=16)
         command.add_argument("--length", type=int, default=128, help="tokens in a row")
@@ -251,6 +256,7 @@ def main(arguments: list[str]):
     of = subject(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else default_folder(target)
     if args.measure == "all":
+        print(f"text: {of.where['text']}")
         print(run_all(of, folder))
         return
     measure_and_say(args, of, folder, beside)
@@ -259,6 +265,8 @@ def main(arguments: list[str]):
 def measure_and_say(args: argparse.Namespace, of: Subject | None, folder: Path, beside: dict[str, dict]):
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
     result, images = run_measure(args.measure, of, folder, beside, **options)
+    if of is not None:
+        print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
     print(*[folder / f"{args.measure}.json", *images], sep="\n")
 

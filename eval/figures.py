@@ -205,9 +205,35 @@ def draw_update_decomposition(result: dict, path):
 
 def draw_token_norms(result: dict, path):
     names = ["median", "mean", "p99", "max"]
+    groups = {"all": result, **result.get("classes", {})}
     with canvas(path) as (axis,):
-        axis.bar(names, [result[name] for name in names])
-        axis.set(ylabel="||H_K|| of a token")
+        for i, (group, found) in enumerate(groups.items()):
+            places = [place + i / (len(groups) + 1) for place in range(len(names))]
+            axis.bar(places, [found[name] for name in names], 1 / (len(groups) + 1), label=group.replace("_", " "))
+        axis.set(ylabel="||H_K|| of a token", xticks=range(len(names)), xticklabels=names)
+        legend(axis)
+
+
+def draw_future_signal(result: dict, path):
+    """Against t, a curve for each loop k."""
+    with canvas(path, 2) as (left, right):
+        for i, (k, sizes, constants) in enumerate(zip(result["loop"], result["size"], result["constant"])):
+            shade = colour(i, len(result["loop"]))
+            left.plot(range(len(sizes)), sizes, marker="o", color=shade, label=f"k = {k}")
+            right.plot(range(1, len(constants) + 1), constants, marker="o", color=shade)
+        left.set(xlabel="t", ylabel="|dL_(k+t) / dlog s_k|")
+        log_if_positive(left, *result["size"])
+        right.set(xlabel="t", ylabel="the same times s_k / t")
+        legend(left)
+
+
+def draw_exit_weighted(result: dict, path):
+    with canvas(path, 2) as (left, right):
+        losses = {"of mixed logits": "ce", "mixed": "expected_ce", "last loop": "last_ce"}
+        left.bar(list(losses), [result[name] for name in losses.values()])
+        left.set(ylabel="cross-entropy")
+        right.bar(result["loop"], result["exit"])
+        right.set(xlabel="loop", ylabel="exit probability")
 
 
 def draw_depth_curve(result: dict, path, beside: dict[str, dict] | None = None):

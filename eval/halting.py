@@ -1,8 +1,8 @@
 """Early exit within a budget: `python -m eval.halting MODEL [TEXT...] [--budget 0.01] [--write]`.
 
-MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: the embedded
-corpus). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose perplexity is at
-most 1 + budget times that of full depth; on another slice, without overlap, this is measured:
+MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: what the run
+held out for validation). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose
+perplexity is at most 1 + budget times that of full depth; on another slice, without overlap, this is measured:
 
     sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
                 (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
@@ -33,7 +33,9 @@ from .diagnose import compact, finite, rounded
 from .halting_calibration import Units, calibrate, exit_loops, perplexity, perplexity_at
 from .halting_plots import draw
 from .halting_run import at_depth, measure, reads, with_halting, with_token_exits
+from .held_out import held_out_rows
 from .saved import open_config, open_tokenizer
+from .subject import training_run
 
 
 BEST = "the cheapest"
@@ -47,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         prog="python -m eval.halting", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("text", nargs="*", default=["embedded"])
+    parser.add_argument("text", nargs="*", help="default: what the training run held out")
     budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture"
     parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03], help=budgets)
     parser.add_argument("--criteria", nargs="+", default=list(CRITERIA), help="default: all")
@@ -119,10 +121,27 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
 
 
 def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows to calibrate on, and other rows to measure on."""
-    tokenizer = open_tokenizer(folder, args.tokenizer, config)
-    rows = text_rows(args.text, tokenizer, 2 * args.sequences, args.length + 1, args.seed)
+    """Rows to calibrate on, and other rows to measure on; args.read says where they are from."""
+    count, length = 2 * args.sequences, args.length + 1
+    if args.text:
+        tokenizer = open_tokenizer(folder, args.tokenizer, config)
+        rows, args.read = text_rows(args.text, tokenizer, count, length, args.seed), ", ".join(args.text)
+    else:
+        rows, args.read = held_out_rows(own_run(args), count, length, args.seed)
     return rows.to(args.device).chunk(2)
+
+
+def own_run(args) -> Path:
+    """The training run of the model, which knows what was held out."""
+    run = training_run(args.model)
+    if run is None:
+        raise ValueError(
+            f"{args.model!r} is in no training run, so what it was trained on is not known: name a text that it was "
+            "not trained on"
+        )
+    if args.tokenizer is not None:
+        raise ValueError(f"what {run} held out is read with its own tokenizer: name a text with --tokenizer")
+    return run
 
 
 # What is measured
@@ -258,7 +277,7 @@ def run(args) -> Path:
     fixed, halting = sequence_level(model, measured.sequences(), rows, names, args)
     tokens = token_level(model, measured.tokens(), rows, names, fixed[-1]["perplexity"], args)
 
-    print(f"{args.model}: two slices of {args.sequences} sequences of {args.length} tokens, {', '.join(args.text)}")
+    print(f"{args.model}: two slices of {args.sequences} sequences of {args.length} tokens, {args.read}")
     for note in notes:
         print(f"note: {note}")
     of_budget = [row for row in halting if row["budget"] == args.budget[0]]
@@ -269,9 +288,10 @@ def run(args) -> Path:
     name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
     output = Path(args.output or Path("runs/halting") / name)
     output.mkdir(parents=True, exist_ok=True)
-    asked = {key: value for key, value in vars(args).items() if key not in ("output", "write")}
+    asked = {key: value for key, value in vars(args).items() if key not in ("output", "write", "read")}
     content = {
         **asked,
+        "text": args.read,
         "notes": notes,
         "command": "python -m eval.halting " + shlex.join(sys.argv[1:]),
         "commit": commit(),

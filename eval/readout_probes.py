@@ -162,9 +162,91 @@ def update_decomposition(model, batch: dict, *, num_loops: int = 30) -> dict:
     return {**result, "table": table, "not_as_in_lemma_2": lemma_2_premises(model.config)}
 
 
-def token_norms(model, batch: dict, *, num_loops: int | None = None) -> dict:
-    """||H_K|| of single tokens: mean, median, p99, max, std (table 10)."""
+def token_norms(model, batch: dict, classes: dict | None = None, *, num_loops: int | None = None) -> dict:
+    """||H_K|| of single tokens: mean, median, p99, max, std, of all and by what the token is (table 10)."""
     depth = depth_of(model, num_loops)
     state = trace(model, batch, depth).states[-1]
     norms = token_rms(state) * state.shape[-1] ** 0.5
-    return {"num_loops": depth, "tokens": norms.numel(), **spread(norms)}
+    result = {"num_loops": depth, "tokens": norms.numel(), **spread(norms)}
+    if classes is not None:
+        of_classes = {name: norms[is_member[batch["input_ids"]]] for name, is_member in classes.items()}
+        result["classes"] = {name: {"tokens": n.numel(), **spread(n)} for name, n in of_classes.items() if n.numel()}
+    return result
+
+
+def token_classes(tokenizer, vocab_size: int) -> dict[str, torch.Tensor]:
+    """White space, words (anything with a letter or digit), punctuation and special tokens: bool [vocabulary] each."""
+    classes = {name: torch.zeros(vocab_size, dtype=torch.bool) for name in ("white_space", "words", "punctuation")}
+    classes["special"] = torch.ones(vocab_size, dtype=torch.bool)
+    for index in set(range(len(tokenizer))) - set(tokenizer.all_special_ids):
+        text = tokenizer.decode([index])
+        kind = "white_space" if text.isspace() else "words" if any(map(str.isalnum, text)) else "punctuation"
+        classes[kind][index], classes["special"][index] = True, False
+    return classes
+
+
+def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """Cross-entropy of the logits averaged over loops with the exit probabilities (table 6, Ouro's label path).
+
+    Beside it the mean of the loops' cross-entropies with the same weights, and that of the last loop.
+    """
+    if model.exit_gate is None:
+        raise ValueError("exit-weighted logits need an exit gate, but this model has exit_gate='none'")
+    depth = depth_of(model, num_loops)
+    with evaluating(model), torch.no_grad():
+        outputs = model(
+            **batch, num_loops=depth, output_loop_logits=True, output_exit_probabilities=True, use_cache=False
+        )
+    weights = outputs.exit_probabilities  # [batch, length, loops]
+    mixed = sum(logits * weights[..., k, None] for k, logits in enumerate(outputs.loop_logits))
+    losses = torch.stack([token_losses(logits, batch["input_ids"]) for logits in outputs.loop_logits], -1)
+    entropy, margin = entropy_and_margin(mixed[:, :-1])
+    return {
+        "num_loops": depth,
+        "ce": token_losses(mixed, batch["input_ids"]).mean().item(),
+        "entropy": entropy,
+        "margin": margin,
+        "expected_ce": (losses * weights[:, :-1]).sum(-1).mean().item(),
+        "last_ce": losses[..., -1].mean().item(),
+        "loop": list(range(1, depth + 1)),
+        "exit": weights[:, :-1].mean((0, 1)).tolist(),
+    }
+
+
+def future_signal(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """What the losses of later loops say of a loop's scale (equation 4).
+
+    signal[k][t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and what comes
+    later follows; size[k][t] is the sum over tokens of the absolute derivatives by each token's own log s. t = 0 is
+    the readout after the loop itself. The estimate says size <= C t / s_k, so C is at least
+
+        constant[k][t] = size[k][t] s_k / t,    t >= 1
+    """
+    depth = depth_of(model, num_loops)
+    factors, scale = [], []
+
+    def grow(_, state):
+        scale.append(token_rms(state.detach()).mean().item())
+        factors.append(torch.zeros(state.shape[:-1], dtype=state.dtype, device=state.device, requires_grad=True))
+        return state * factors[-1].exp()[..., None]
+
+    with evaluating(model), rewritten_states(model, grow), torch.enable_grad():
+        every_loop = model(**batch, num_loops=depth, output_loop_logits=True, use_cache=False).loop_logits
+    result = {"loop": list(range(1, depth + 1)), "scale": scale}
+    result |= {
+        "signal": [[] for _ in every_loop],
+        "size": [[] for _ in every_loop],
+        "constant": [[] for _ in every_loop],
+    }
+    for last, logits in enumerate(every_loop):
+        loss = token_losses(logits, batch["input_ids"]).mean()
+        for k, gradient in enumerate(torch.autograd.grad(loss, factors[: last + 1], retain_graph=True)):
+            size = gradient.double().abs().sum().item()
+            result["signal"][k].append(gradient.double().sum().item())
+            result["size"][k].append(size)
+            if last > k:
+                result["constant"][k].append(size * scale[k] / (last - k))
+    result["largest_immediate"] = max(sizes[0] for sizes in result["size"])
+    result["largest_future"] = max((size for sizes in result["size"] for size in sizes[1:]), default=None)
+    result["largest_constant"] = max((value for values in result["constant"] for value in values), default=None)
+    return result

@@ -1,6 +1,6 @@
-"""Two models over the same questions, item by item (readout paper, table 7):
+"""One model, or two over the same questions, item by item (readout paper, table 7):
 
-lm_eval ... --log_samples --output_path A; the same for B
+lm_eval ... --tasks readout_nine_as_released --log_samples --output_path A; the same for B
 python -m eval.statistics A B --tokenizer MODEL --output statistics.json
 
 A and B are files of samples or folders that hold them, of any number of multiple-choice tasks; each candidate's
@@ -19,7 +19,7 @@ import numpy as np
 
 
 RESAMPLES = 10_000
-SCORES = ("candidate_nll", "gold_margin", "gold_probability")
+SCORES = ("candidate_nll", "gold_nll", "gold_margin", "gold_probability")
 ACCURACIES = ("accuracy", "normalised_accuracy")
 
 
@@ -41,13 +41,16 @@ class Item:
 
 
 def item_scores(item: Item) -> dict[str, float]:
-    """candidate_nll: mean over candidates; gold_margin: to the best of the others; gold_probability: among all."""
+    """candidate_nll: mean over candidates; gold_margin: to the best of the others; gold_probability: among all, and
+    gold_nll its negative logarithm, which the 1.475 of the paper's "candidate NLL" must be: chance is 1.20 on its
+    items, and a model of its perplexity has no 1.475 nats a token."""
     normalised = item.log_likelihoods / item.lengths
     probabilities = np.exp(normalised - normalised.max())
     return {
         "accuracy": float(item.log_likelihoods.argmax() == item.gold),
         "normalised_accuracy": float(normalised.argmax() == item.gold),
         "candidate_nll": float(-normalised.mean()),
+        "gold_nll": float(np.log(probabilities.sum()) - normalised[item.gold] + normalised.max()),
         "gold_margin": float(normalised[item.gold] - np.delete(normalised, item.gold).max()),
         "gold_probability": float(probabilities[item.gold] / probabilities.sum()),
     }
@@ -69,20 +72,24 @@ def paired_bootstrap(
     return float(low), float(high)
 
 
+def averages(items: list[Item]) -> dict[str, float]:
+    """Of one model: accuracies over tasks, the other scores over items."""
+    tasks, found = np.array([item.task for item in items]), [item_scores(item) for item in items]
+    columns = {name: np.array([scores[name] for scores in found]) for name in (*ACCURACIES, *SCORES)}
+    by_task = {name: [columns[name][tasks == task].mean() for task in sorted(set(tasks))] for name in ACCURACIES}
+    return {name: float(np.mean(by_task.get(name, columns[name]))) for name in columns}
+
+
 def compare(first: list[Item], second: list[Item], level: float = 0.95, resamples: int = RESAMPLES) -> dict:
     """Means of both, their change, and its interval where scores are averaged over items."""
     ours = pair(first, second)
-    tasks = np.array([a.task for a, _ in ours])
-    scores = [[item_scores(of_pair[side]) for of_pair in ours] for side in (0, 1)]
-    result = {"items": len(ours), "tasks": sorted(set(tasks)), "level": level, "resamples": resamples}
+    sides = [[of_pair[side] for of_pair in ours] for side in (0, 1)]
+    means, scores = [averages(side) for side in sides], [[item_scores(item) for item in side] for side in sides]
+    result = {"items": len(ours), "tasks": sorted({a.task for a, _ in ours}), "level": level, "resamples": resamples}
     for name in (*ACCURACIES, *SCORES):
         a, b = (np.array([score[name] for score in of_side]) for of_side in scores)
-        interval = None
-        if name in SCORES:
-            means, interval = (a.mean(), b.mean()), paired_bootstrap(a, b, level, resamples)
-        else:
-            means = [np.mean([of_side[tasks == task].mean() for task in result["tasks"]]) for of_side in (a, b)]
-        first_mean, second_mean = map(float, means)
+        interval = paired_bootstrap(a, b, level, resamples) if name in SCORES else None
+        first_mean, second_mean = (of_side[name] for of_side in means)
         result[name] = {
             "first": first_mean,
             "second": second_mean,
@@ -139,7 +146,10 @@ def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item
 
 
 def gold_index(sample: dict, candidates: list[str], where: str) -> int:
-    """The target is an index or the text of a candidate; where contexts are chosen, the document has an `answer`."""
+    """The target is an index or the text of a candidate; where contexts are chosen, the document has an `answer`.
+    A candidate may itself be a number: an index that the document names is the gold one whatever the texts are."""
+    if isinstance(sample.get("doc", {}).get("gold"), int):
+        return sample["doc"]["gold"]
     target, texts = sample["target"].strip(), [candidate.strip() for candidate in candidates]
     if len(set(texts)) == 1:  # one ending, several contexts: WinoGrande
         target = str(int(sample["doc"]["answer"]) - 1)
@@ -171,10 +181,15 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def table_of_one(result: dict) -> str:
+    lines = [f"| {result['items']:,} items of {len(result['tasks'])} tasks | mean |", "|---|---:|"]
+    return "\n".join(lines + [f"| {name.replace('_', ' ')} | {result[name]:.4f} |" for name in (*ACCURACIES, *SCORES)])
+
+
 def main(arguments: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path)
+    parser.add_argument("second", type=Path, nargs="?", help="without it, the scores of the first alone")
     parser.add_argument("--tokenizer", help="folder or name; lengths are in its tokens")
     parser.add_argument("--level", type=float, default=0.95)
     parser.add_argument("--resamples", type=int, default=RESAMPLES)
@@ -183,9 +198,13 @@ def main(arguments: list[str] | None = None) -> dict:
     if not 0 < options.level < 1 or options.resamples < 1:
         raise ValueError(f"level={options.level} must lie in (0, 1), resamples={options.resamples} be at least 1")
     length = length_in(options.tokenizer)
-    first, second = (read_samples(path, length) for path in (options.first, options.second))
-    result = compare(first, second, options.level, options.resamples)
-    print(table(result))
+    first = read_samples(options.first, length)
+    if options.second is None:
+        result = {"items": len(first), "tasks": sorted({item.task for item in first}), **averages(first)}
+        print(table_of_one(result))
+    else:
+        result = compare(first, read_samples(options.second, length), options.level, options.resamples)
+        print(table(result))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

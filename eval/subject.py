@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,6 +16,8 @@ from recipes.config import DataConfig
 from recipes.metrics import read_metrics
 from recipes.sources import training_source
 
+from .held_out import held_out_rows
+from .readout_probes import token_classes
 from .theory import built, random_tokens
 
 
@@ -28,10 +31,18 @@ class Subject:
     batch: dict  # arguments of forward: input_ids, and initial_state where one is drawn
     where: dict  # what the model and the tokens are
     records: list[dict]  # of the metrics.jsonl of a training run
+    tokenizer: str | Path | None = None
 
     @property
     def config(self) -> LoopedConfig:
         return self.model.config
+
+    @cached_property
+    def classes(self) -> dict[str, torch.Tensor] | None:
+        """What each token is, white space or a word; None where tokens are random."""
+        if self.tokenizer is None:
+            return None
+        return token_classes(AutoTokenizer.from_pretrained(self.tokenizer), self.config.vocab_size)
 
 
 def subject(
@@ -47,8 +58,9 @@ def subject(
 ) -> Subject:
     """`target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name.
 
-    `overrides` are key=value and change a config. Text is read with the model's tokenizer or the one that is named;
-    without any, tokens are random.
+    `overrides` are key=value and change a config. Without a text, a trained model reads what its run held out, and a
+    fresh one the embedded corpus. Text is read with the model's tokenizer or the one that is named; where a fresh
+    model has none, tokens are random.
     """
     if rows < 1 or length < 2:
         raise SubjectError(f"at least 1 row and 2 tokens in each are needed, got rows={rows} and length={length}")
@@ -66,15 +78,20 @@ def subject(
     model = model.to(getattr(torch, dtype)).eval()
     if model.config.position_embedding == "learned":
         length = min(length, model.config.max_position_embeddings)
-    if tokenizer is None and folder is not None and (folder / "tokenizer_config.json").is_file():
-        tokenizer = folder
-    ids, read = tokens(model.config, tokenizer, text, rows, length, seed)
+    run = training_run(target)
+    own = folder if folder is not None and (folder / "tokenizer_config.json").is_file() else None
+    if text is None and folder is not None:
+        ids, read = own_tokens(target, run, tokenizer, rows, length)
+        tokenizer = own
+    else:
+        tokenizer = own if tokenizer is None else tokenizer
+        ids, read = tokens(model.config, tokenizer, text, rows, length, seed)
     batch = {"input_ids": ids}
     if state_seed is not None:
         batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
     where = {"model": made, "text": read, "rows": rows, "length": length, "state_seed": state_seed, "dtype": dtype}
-    run = training_run(target)
-    return Subject(model, batch, where, [] if run is None else read_metrics(run / "metrics.jsonl"))
+    records = [] if run is None else read_metrics(run / "metrics.jsonl")
+    return Subject(model, batch, where, records, tokenizer)
 
 
 def training_run(target: str) -> Path | None:
@@ -132,6 +149,18 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
     return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
 
 
+def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):
+    """[rows, length] of what the run of a trained model held out, and what was read."""
+    if run is None:
+        raise SubjectError(
+            f"{target!r} is in no training run, so what it was trained on is not known: pass --text with a text that "
+            "it was not trained on, or --text embedded"
+        )
+    if tokenizer is not None:
+        raise SubjectError(f"what {run} held out is read with its own tokenizer: pass --text with --tokenizer")
+    return held_out_rows(run, rows, length)
+
+
 def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: int):
     """[rows, length] of text joined by the end token, and what was read."""
     if tokenizer is None:
@@ -148,7 +177,7 @@ def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: in
         ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
         if len(ids) >= rows * length:
             ids = torch.tensor(ids[: rows * length]).view(rows, length)
-            return ids, text or "embedded corpus (the training text of a demo model)"
+            return ids, "embedded corpus (the training text of a demo model)" if text in (None, "embedded") else text
     raise SubjectError(
         f"{text or 'the embedded corpus'!r} holds {len(ids)} tokens, fewer than {rows} rows of {length}: "
         "lower --rows or --length"

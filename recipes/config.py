@@ -29,6 +29,7 @@ class DataConfig:
     split: str = "train"
     text_field: str = "text"
     document_start: str | None = None  # rows are lines, joined to documents that begin where this pattern matches
+    joined_by: str | None = None  # rows that are not empty are one text, joined by this white space, no bos or eos
     streaming: bool = False
     max_documents: int | None = None
     validation_source: str | None = None  # its own source; otherwise documents are held out of `source`
@@ -394,6 +395,7 @@ def _check_relations(recipe: Recipe, where: str):
         )
     if data.packing == "best_fit" and data.stride is not None:
         raise RecipeError(f"{where}: data.stride={data.stride} is for packing 'concatenate'; best_fit has no stride")
+    _check_joined(data, where)
     if depth.sampler == "fixed" and depth.mean is not None:
         raise RecipeError(
             f"{where}: depth.mean={depth.mean} needs a sampler that draws depths; set model.num_loops instead"
@@ -425,3 +427,23 @@ def _check_draws(depth: DepthConfig, where: str):
             f"{where}: depth.curriculum_target='forward' grows the loops without gradients, and there are none: set "
             "depth.backprop_loops, or the target backward"
         )
+
+
+def _check_joined(data: DataConfig, where: str):
+    """One text has no documents to hold out, to mask, to pack, or to begin anew."""
+    if data.joined_by is None:
+        return
+    if not data.joined_by.isspace():
+        raise RecipeError(f"{where}: data.joined_by must be white space, e.g. a blank line, got {data.joined_by!r}")
+    if data.validation_source is None and data.validation_split is None:
+        raise RecipeError(
+            f"{where}: data.joined_by={data.joined_by!r} makes one text, of which no documents can be held out: name "
+            "a data.validation_split or a data.validation_source"
+        )
+    others = {"packing": "concatenate", "document_masking": False, "document_start": None}
+    for name, needed in others.items():
+        if getattr(data, name) != needed:
+            raise RecipeError(
+                f"{where}: data.joined_by={data.joined_by!r} makes one text without documents, but "
+                f"data.{name}={getattr(data, name)!r}: leave one of them out"
+            )

@@ -125,15 +125,17 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
     documents = training.load()
     validation_documents = None if validation is None else validation.load()
     held_out = HeldOut(fraction=data.validation_fraction)
-    if validation is not None:
+    if data.joined_by is not None:
+        held_out = HeldOut()
+    elif validation is not None:
         hashes = frozenset(document_hash(text) for text in _texts(validation_documents, validation.name))
         held_out = HeldOut(hashes=hashes)
 
     training_texts = (text for text in _texts(documents, training.name) if text not in held_out)
-    tokenizer = _tokenizer(folder, data, training_texts)
+    tokenizer = _tokenizer(folder, data, training_texts if data.joined_by is None else training.rows())
     maker = PartMaker(
         folder=folder,
-        encode=Encoder(tokenizer, data.document_tokens),
+        encode=Encoder(tokenizer, data.document_tokens if data.joined_by is None else "none"),
         held_out=held_out,
         outside="validation" if validation is None else None,
         row_length=data.sequence_length if data.packing == "best_fit" else None,

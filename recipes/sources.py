@@ -2,7 +2,7 @@
 
 Everything is read through `datasets` and comes out as one column `text`. A document is a row of the source, with two
 exceptions: plain text files (a file, or pieces of a long one) and sources that hold one line per row, such as
-WikiText, whose lines `document_start` joins.
+WikiText, whose lines `document_start` joins. With `joined_by` there are no documents: all rows are one text.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -67,10 +68,13 @@ class Source:
     streaming: bool
     max_documents: int | None
     document_start: str | None
+    joined_by: str | None = None
 
     def identity(self) -> dict:
         """What decides the documents, found without reading them; a changed file changes it."""
         fields = {**vars(self), "document_start": self._document_start()}
+        if self.joined_by is None:
+            del fields["joined_by"]
         if self.name == "embedded":
             sizes = [[name, path.stat().st_size] for name, path in library_files()]
             return {
@@ -79,6 +83,7 @@ class Source:
                 "files": _digest(sizes),
                 "max_documents": self.max_documents,
                 "document_start": self.document_start,
+                **({} if self.joined_by is None else {"joined_by": self.joined_by}),
             }
         files = local_files(self.name)
         if files is not None:
@@ -88,23 +93,34 @@ class Source:
         return fields
 
     def load(self) -> Documents:
-        """The documents, one column `text`, in an order that never changes."""
+        """The documents, or the pieces of the one text, one column `text`, in an order that never changes."""
         with readable(self.name):
-            if self.name == "embedded":
-                documents = Dataset.from_dict({"text": embedded_documents()})
-            else:
-                documents = self._rename(self._open())
+            documents = self._rows()
             if self._document_start() is not None:
                 joined = {"rows": documents, "document_start": self._document_start()}
-                kind = IterableDataset if isinstance(documents, IterableDataset) else Dataset
-                documents = kind.from_generator(join_lines, gen_kwargs=joined)
+                documents = _kind(documents).from_generator(join_lines, gen_kwargs=joined)
+            if self.joined_by is not None:
+                joined = {"rows": documents, "joined_by": self.joined_by}
+                documents = _kind(documents).from_generator(join_rows, gen_kwargs=joined)
             if self.max_documents is not None:
                 documents = documents.take(min(self.max_documents, _length(documents, self.max_documents)))
             if next(iter(documents), None) is None:
                 raise RecipeError(f"{self.name!r} holds no documents: nothing to train on")
             return documents
 
+    def rows(self) -> Iterator[str]:
+        """Texts as they are in the source, without those that are empty."""
+        with readable(self.name):
+            yield from islice(filter(None, (row["text"] for row in self._rows())), self.max_documents)
+
+    def _rows(self) -> Documents:
+        if self.name == "embedded":
+            return Dataset.from_dict({"text": embedded_documents()})
+        return self._rename(self._open())
+
     def _document_start(self) -> str | None:
+        if self.joined_by is not None:
+            return None
         return WIKITEXT_ARTICLE if self.document_start is None and self.name in WIKITEXT else self.document_start
 
     def _open(self) -> Documents:
@@ -160,7 +176,8 @@ def validation_source(data: DataConfig) -> Source | None:
 
 
 def _source(data: DataConfig, name: str, config: str | None, split: str) -> Source:
-    return Source(name, config, split, data.text_field, data.streaming, data.max_documents, data.document_start)
+    limits = (data.streaming, data.max_documents)
+    return Source(name, config, split, data.text_field, *limits, data.document_start, data.joined_by)
 
 
 @contextlib.contextmanager
@@ -231,6 +248,10 @@ def _split_of(saved: DatasetDict, split: str) -> Dataset:
     return saved[split]
 
 
+def _kind(documents: Documents) -> type:
+    return IterableDataset if isinstance(documents, IterableDataset) else Dataset
+
+
 def _length(documents: Documents, unknown: int) -> int:
     return unknown if isinstance(documents, IterableDataset) else len(documents)
 
@@ -251,6 +272,24 @@ def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
         lines.append(line if line.endswith("\n") else line + "\n")
     if lines:
         yield {"text": "".join(lines)}
+
+
+def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
+    """Pieces of `joined_by.join(rows)`, empty rows left out; each ends with the white space that follows its row.
+
+    So no word and no run of white space is cut in two, and a tokenizer finds in the pieces what it would in the whole.
+    """
+    piece = ""
+    for line in filter(None, (row["text"] for row in rows)):
+        words = line.lstrip()
+        space = line[: len(line) - len(words)]
+        piece += (joined_by if piece else "") + space
+        if words and piece and not piece.isspace():
+            yield {"text": piece}
+            piece = ""
+        piece += words
+    if piece:
+        yield {"text": piece}
 
 
 def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:

@@ -2,7 +2,8 @@
 
 Whichever it is, it comes back with bos, eos and pad set: a document is `bos text eos`, or `eos text` where the
 tokenizer has no bos of its own (one token then both ends a document and begins the next). `data.document_tokens`
-leaves one or both out; the tokenizer that is saved then begins texts as the documents begin.
+leaves one or both out; the tokenizer that is saved then begins texts as the documents begin. With `data.joined_by`
+there are no documents, and neither of the two tokens.
 """
 
 import hashlib
@@ -35,7 +36,9 @@ GPT4_PIECES = (
     r"\s+(?!\S)",  # space, but for the last one, which goes to the next word
     r"\s+",
 )
-WORD_PIECES = (UNKNOWN, r"\w+", r"[^\w\s]")  # WikiText writes unknown words out
+# white space, words, and any single character but letters and digits outside of ASCII, which no token stands for;
+# spelt out because Python's \s and \w, which the readout paper's release uses, are not those of the library
+WORD_PIECES = (r"[\s\x1c-\x1f]+", r"[A-Za-z0-9_]+", r"[^\p{L}\p{N}_\s\x1c-\x1f]")
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -59,8 +62,9 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
 
 
 def train_word(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The readout paper's: words and single signs, the most frequent ones, the rest <unk>."""
+    """The readout paper's: runs of white space, words and single signs, the most frequent ones, the rest <unk>."""
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORD_PIECES)), behavior="removed", invert=True)
     trainer = trainers.WordLevelTrainer(
         vocab_size=vocab_size,
@@ -86,6 +90,10 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
         )
     limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
     tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit), data.tokenizer_vocab_size)
+    if data.joined_by is not None:  # prompts have no bos either
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A", pair="$A $B", special_tokens=[]
+        )
     if len(tokenizer) > data.tokenizer_vocab_size:
         raise RecipeError(
             f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single bytes "
@@ -151,6 +159,7 @@ def tokenizer_identity(data: DataConfig) -> dict:
             "name": data.tokenizer,
             "vocab_size": data.tokenizer_vocab_size,
             "max_characters": data.tokenizer_max_characters,
+            **({"pieces": list(WORD_PIECES)} if data.tokenizer == "word" else {}),
         }
     if Path(data.tokenizer).expanduser().exists() or looks_like_path(data.tokenizer):
         return {"name": data.tokenizer, **start, "sha256": tokenizer_hash(load_tokenizer(data.tokenizer))}
@@ -198,7 +207,7 @@ class Encoder:
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Bytes of UTF-8 that each token stands for, int64 [vocabulary]; special tokens stand for none.
 
-    White space that a word tokenizer drops is in no token, so bits per byte compare tokenizers that keep every byte.
+    What a word tokenizer drops or does not know is in no token: bits per byte compare tokenizers that keep every byte.
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)

@@ -1,6 +1,10 @@
 """Models small enough for a test, in which nothing is hidden by an initialisation that is zero, one or tiny."""
 
+import json
+from pathlib import Path
+
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -52,3 +56,15 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def run_of(folder: Path, tokenizer: Path, held_out: str, **data) -> Path:
+    """Makes a folder the training run of the model in folder/final: one metric, and a recipe with other text to train
+    on than what it held out."""
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 1.0}) + "\n")
+    for name, text in (("trained", "z y x w " * 100), ("held_out", held_out)):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    data = {"sequence_length": 8, "tokenizer": str(tokenizer), "cache_dir": str(folder / "shards"), **data}
+    data |= {"source": str(folder / "trained.jsonl"), "validation_source": str(folder / "held_out.jsonl")}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"data": data, "training": {"steps": 1}}))
+    return folder

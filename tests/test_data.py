@@ -470,9 +470,10 @@ def test_word_tokenizer_does_not_know_words_of_validation_only(make_data, tmp_pa
     prepared = shards.prepare(make_data(validation_source=str(own), tokenizer="word", tokenizer_vocab_size=2000))
     tokenizer = prepared.tokenizer
     assert "xylophone" not in tokenizer.get_vocab()
-    ids = prepared.validation.tokens(0)[1:9]
-    loop, depth = tokenizer.convert_tokens_to_ids(["loop", "depth"])
-    assert ids.tolist() == [loop, tokenizer.unk_token_id, tokenizer.unk_token_id, depth] * 2
+    ids = prepared.validation.tokens(0)[1:17]
+    loop, depth, space = tokenizer.convert_tokens_to_ids(["loop", "depth", " "])
+    assert ids[::2].tolist() == [loop, tokenizer.unk_token_id, tokenizer.unk_token_id, depth] * 2
+    assert set(ids[1::2].tolist()) == {space}
 
 
 def test_word_tokenizer_is_fitted_without_the_documents_that_are_held_out(make_data, tmp_path):
@@ -730,6 +731,30 @@ def test_wikitext_lines_are_joined_to_articles(monkeypatch):
     assert articles == ["\n", "".join(line or "\n" for line in first), "".join(line or "\n" for line in second)]
     assert asked == [("Salesforce/wikitext", "wikitext-103-raw-v1", "train", False)]
     assert load("other/lines", document_start=" = Second") == ["\n" + articles[1], articles[2]]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_that_are_joined_are_one_text(make_data, tmp_path, streaming):
+    """As the readout paper reads WikiText: empty rows left out, nothing between the others but a blank line. Rows that
+    training and validation share stay in both, and the vocabulary is that of the rows, not of the joined text."""
+    lines = [" = First = \n", "", " Text of it . \n", " = = Section = = \n", "", " \n", "\n", "a = b", "d", " e\t\n"]
+    sides = {"train": lines * 12, "validation": ["  ", "\n", *lines, *lines[1:], "xylophone"] * 3}
+    for split, texts in sides.items():
+        write_jsonl(tmp_path / "lines" / f"{split}.jsonl", texts)
+    fields = {"validation_split": "validation", "joined_by": "\n\n", "tokenizer": "word", "streaming": streaming}
+    prepared = shards.prepare(make_data(source=tmp_path / "lines", sequence_length=16, stride=8, **fields))
+    known = set(prepared.tokenizer.get_vocab())
+    assert {" ", " \n", "\t\n", "Section", "="} <= known and not {" \n\n\n ", "xylophone"} & known
+    for split, texts in sides.items():
+        whole = "\n\n".join(filter(None, texts))
+        pieces = re.findall(r"\s+|[A-Za-z0-9_]+|[^\w\s]", whole)
+        stream = np.concatenate(getattr(prepared, split).shards)
+        expected = [piece if piece in known else "<unk>" for piece in pieces]
+        assert prepared.tokenizer.convert_ids_to_tokens(stream.tolist()) == expected
+        rows = getattr(prepared, split)
+        assert len(rows) == (len(pieces) - 16) // 8 + 1
+        assert rows.batch([0, 1])["labels"].tolist() == [stream[:16].tolist(), stream[8:24].tolist()]
+    assert prepared.manifest["overlapping_documents"] == 0
 
 
 def test_fineweb_edu_is_asked_for_by_name_and_streamed(monkeypatch, make_data):

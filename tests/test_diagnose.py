@@ -11,6 +11,7 @@ from torch import nn
 from eval import dynamics, measures, readout_probes
 from eval.hooks import rewritten_states, trace
 from modeling_looped import LoopedForCausalLM
+from recipes.tokenizers import train_word
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 
@@ -233,6 +234,91 @@ def test_token_norms():
     assert result["std"] == pytest.approx(((norms - norms.mean()) ** 2).mean().sqrt().item(), rel=1e-4)
 
 
+def test_token_norms_by_what_the_token_is():
+    """Every token of the vocabulary is in one class; each class is averaged over its own positions."""
+    tokenizer = train_word(["a b, c1!\n\n  naïve x.  y\n\n"] * 2, 50)
+    classes = readout_probes.token_classes(tokenizer, 60)
+    assert sum(mask.long() for mask in classes.values()).tolist() == [1] * 60
+    members = {name: {tokenizer.decode([i]) for i in mask.nonzero()[:, 0].tolist() if i < len(tokenizer)}
+               for name, mask in classes.items()}  # fmt: skip
+    assert members["white_space"] == {" ", "  ", "\n\n", "\n\n  "} & set(tokenizer.get_vocab())
+    assert members["words"] == {"a", "b", "c1", "na", "ve", "x", "y"} and members["punctuation"] == set(",!.")
+    model = tiny_model(vocab_size=60)
+    ids = torch.tensor(tokenizer("a b, c1!  naïve x.  y", add_special_tokens=False)["input_ids"])[None]
+    norms = model(ids, output_loop_hidden_states=True).loop_hidden_states[-1].detach().norm(dim=-1)[0]
+    found = readout_probes.token_norms(model, {"input_ids": ids}, classes)["classes"]
+    for name in ("white_space", "words", "punctuation"):
+        own = [norm for norm, i in zip(norms.tolist(), ids[0].tolist()) if tokenizer.decode([i]) in members[name]]
+        assert found[name]["tokens"] == len(own) > 2
+        assert found[name]["mean"] == pytest.approx(sum(own) / len(own), rel=1e-5)
+        assert found[name]["max"] == pytest.approx(max(own), rel=1e-5)
+    assert "special" not in found
+
+
+@pytest.mark.parametrize("preset", ["readout_per_loop_rmsnorm", "readout_per_loop_final_only"])
+def test_future_signal_is_that_of_scaled_states(preset):
+    """Against differences of whole passes in float64: the state of one loop is scaled, all tokens together."""
+    model = tiny_model(preset=preset).double()
+    result = readout_probes.future_signal(model, BATCH)
+    assert result["scale"] == pytest.approx(dynamics.norm_trajectory(model, BATCH)["R"][1:])
+    step = 1e-5
+    for k in range(1, 4):
+        losses = []
+        for sign in (1, -1):
+            factor = math.exp(sign * step)
+            with rewritten_states(model, lambda loop, h, f=factor, k=k: h * f if loop == k else h), torch.no_grad():
+                outputs = model(**BATCH, output_loop_logits=True)
+            losses.append([readout_probes.token_losses(z, BATCH["input_ids"]).mean() for z in outputs.loop_logits])
+        differences = [((up - down) / (2 * step)).item() for up, down in zip(*losses)][k - 1 :]
+        assert result["signal"][k - 1] == pytest.approx(differences, rel=1e-5, abs=1e-9)
+        sizes, signal = result["size"][k - 1], result["signal"][k - 1]
+        assert all(size >= abs(value) - 1e-12 for size, value in zip(sizes, signal))
+        bound = [size * result["scale"][k - 1] / t for t, size in enumerate(sizes[1:], start=1)]
+        assert result["constant"][k - 1] == pytest.approx(bound)
+    assert result["largest_future"] == max(size for sizes in result["size"] for size in sizes[1:]) > 1e-3
+    if preset == "readout_per_loop_rmsnorm":
+        assert result["largest_immediate"] < 1e-3 * result["largest_future"]
+
+
+def test_future_signal_falls_with_the_scale():
+    """Lemma 2's block turns a state by b_perp / s, whatever its direction: what the next loss says falls as 1 / s."""
+    sizes = []
+    for scale in (1e3, 1e4):
+        model = known_model(across=1.0, num_loops=2, readout_norm="rmsnorm", tie_word_embeddings=False)
+        with torch.no_grad():
+            weight = model.model.embed_tokens.weight
+            weight *= scale / weight.square().mean(-1, keepdim=True).sqrt()
+            model.lm_head.weight.copy_(torch.randn_like(model.lm_head.weight, dtype=torch.double))
+        result = readout_probes.future_signal(model, BATCH)
+        assert result["scale"] == pytest.approx([scale, scale], rel=1e-3)
+        sizes.append(result["size"][0][1])
+    assert sizes[0] / sizes[1] == pytest.approx(10, rel=0.3) and sizes[0] > 1e-6
+
+
+def test_exit_weighted_logits():
+    """Mixed logits, not mixed losses; exit probabilities written out."""
+    model = tiny_model(preset="readout_exit_weighted").double()
+    result = readout_probes.exit_weighted(model, BATCH)
+    outputs = model(**BATCH, output_loop_logits=True, output_loop_hidden_states=True)
+    leave = [torch.sigmoid(model.gate(state))[..., None] for state in outputs.loop_hidden_states]
+    p = [leave[0], (1 - leave[0]) * leave[1], (1 - leave[0]) * (1 - leave[1])]
+    mixed = sum(weight * logits for weight, logits in zip(p, outputs.loop_logits))
+
+    def loss(logits):
+        log_p = logits[:, :-1].log_softmax(-1)
+        return -log_p.gather(-1, BATCH["input_ids"][:, 1:, None])
+
+    expected = sum(weight[:, :-1] * loss(logits) for weight, logits in zip(p, outputs.loop_logits)).mean().item()
+    assert result["ce"] == pytest.approx(loss(mixed).mean().item())
+    assert result["expected_ce"] == pytest.approx(expected) and abs(result["ce"] - expected) > 1e-3
+    assert result["last_ce"] == pytest.approx(loss(outputs.loop_logits[-1]).mean().item())
+    assert result["exit"] == pytest.approx([weight[:, :-1].mean().item() for weight in p])
+    found = readout_probes.entropy_and_margin(mixed[:, :-1].detach())
+    assert (result["entropy"], result["margin"]) == pytest.approx(found)
+    with pytest.raises(ValueError, match="exit_gate='none'"):
+        readout_probes.exit_weighted(tiny_model(), BATCH)
+
+
 # Depth
 
 
@@ -296,6 +382,7 @@ PROBES = [
     readout_probes.radial_clamp,
     readout_probes.update_decomposition,
     readout_probes.token_norms,
+    readout_probes.future_signal,
 ]
 
 

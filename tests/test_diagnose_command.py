@@ -11,7 +11,7 @@ from eval.run_folder import RunFolder
 from eval.subject import SubjectError, subject
 from modeling_looped import LoopedForCausalLM
 from recipes.monitor import Monitor
-from tests.helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers import random_ids, run_of, tiny_config, tiny_model, tiny_tokenizer
 
 
 OVERRIDES = ["hidden_size=32", "intermediate_size=48", "num_attention_heads=4", "num_core_layers=1", "vocab_size=30"]
@@ -21,18 +21,19 @@ OVERRIDES = ["hidden_size=32", "intermediate_size=48", "num_attention_heads=4", 
 def run_folder(tmp_path):
     """A training run: final/ with a tokenizer, and metrics."""
     torch.manual_seed(0)
-    model = LoopedForCausalLM(tiny_config(vocab_size=30, injection="diagonal", num_loops=2))
+    model = LoopedForCausalLM(tiny_config(vocab_size=30, injection="diagonal", num_loops=2, exit_gate="raw"))
     model.save_pretrained(tmp_path / "run/final")
     tiny_tokenizer().save_pretrained(tmp_path / "run/final")
+    run_of(tmp_path / "run", tmp_path / "run/final", "h g f e d c b a " * 60)
     records = [{"step": step, "residual_norm/loop_1": 1.5 + step, "spectral_radius": 0.4} for step in (0, 10)]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a b c d e f g h " * 60}) + "\n")
     return tmp_path / "run"
 
 
-def test_there_are_fifteen_measures_of_models_and_three_of_theorems():
+def test_there_are_sixteen_measures_of_models_and_three_of_theorems():
     of_models = [name for name, measure in diagnose.MEASURES.items() if measure.reads_a_model]
-    assert len(of_models) == 15
+    assert len(of_models) == 16
     assert set(diagnose.MEASURES) - set(of_models) == {"theorem_1", "theorem_2", "theorem_3"}
 
 
@@ -50,7 +51,7 @@ def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys
         saved = json.loads((tmp_path / f"out/{name}.json").read_text())
         assert {"command", "commit", "hardware", "model", "text", "options", "result"} <= set(saved)
         assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert len(re.findall('src="data:image/png;base64,', page)) == 15 + 2  # and two curves of the run
+    assert len(re.findall('src="data:image/png;base64,', page)) == 16 + 2  # and two curves of the run
     assert not re.search(r'(src|href)="(?!data:)', page)
     radius = json.loads((tmp_path / "out/spectral.json").read_text())["result"]
     assert radius["training"]["spectral_radius"] == {"step": [0, 10], "value": [0.4, 0.4]}
@@ -126,6 +127,28 @@ def test_models_from_every_place(run_folder, tmp_path):
     again = subject(str(tmp_path / "recipe.yaml"), rows=2, length=8, state_seed=3)
     assert torch.equal(again.batch["initial_state"], recipe.batch["initial_state"])
     assert torch.equal(again.model.lm_head.weight, recipe.model.lm_head.weight)
+
+
+def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsys):
+    """Documents without their start tokens, and the output says what was read."""
+    of = subject(str(run_folder), rows=3, length=16)
+    assert of.batch["input_ids"].tolist() == [list(range(11, 3, -1)) * 2] * 3  # h to a; training text is z to w
+    assert of.where["text"] == f"validation split of {run_folder} ({run_folder / 'held_out.jsonl'})"
+    options = ["--rows", "3", "--length", "16", "--output", str(tmp_path)]
+    diagnose.main(["token_norms", str(run_folder / "final"), *options])
+    assert f"text: {of.where['text']}\n" in capsys.readouterr().out
+    assert json.loads((tmp_path / "token_norms.json").read_text())["text"] == of.where["text"]
+
+    with pytest.raises(ValueError, match=r"holds 481 tokens, fewer than 31 rows of 16: ask for fewer"):
+        subject(str(run_folder), rows=31, length=16)
+    with pytest.raises(SubjectError, match="pass --text with --tokenizer"):
+        subject(str(run_folder), tokenizer=str(run_folder / "final"))
+    (run_folder / "recipe.yaml").unlink()
+    with pytest.raises(ValueError, match=r"holds no recipe.yaml.*name a text"):
+        subject(str(run_folder))
+    (run_folder / "metrics.jsonl").unlink()
+    with pytest.raises(SubjectError, match="in no training run.*pass --text"):
+        subject(str(run_folder / "final"))
 
 
 @pytest.mark.parametrize(

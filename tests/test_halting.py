@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 import re
 import shutil
 
@@ -16,7 +17,7 @@ from eval.halting_calibration import Units, calibrate, exit_loops, never, perple
 from eval.halting_run import at_depth, measure, with_halting, with_token_exits
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
-from tests.helpers import random_ids, tiny_model, tiny_tokenizer
+from tests.helpers import random_ids, run_of, tiny_model, tiny_tokenizer
 
 
 LOOPS = 4
@@ -238,6 +239,30 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     asked = plain.eval().generate(random_ids(3, 5, 30), **settings, **given)
     assert written.sequences.equal(asked.sequences) and written.token_loops.equal(asked.token_loops)
     assert written.token_loops.double().mean() < LOOPS
+
+
+def test_the_command_reads_what_the_run_held_out(tmp_path, capsys):
+    """Rows of its validation split, every token at most once, of which none is a start token."""
+    folder = make_folder(tmp_path)
+    words = " ".join(random.Random(0).choices("abcdefghij", k=700))
+    run_of(tmp_path, folder, words, joined_by=" ")
+    options = command(folder, "--criteria", "logit_margin")
+    del options[1]
+    halting.run(halting.parse(options))
+    read = f"validation split of {tmp_path} ({tmp_path / 'held_out.jsonl'})"
+    assert read in capsys.readouterr().out
+    assert json.loads((tmp_path / "halting.json").read_text())["text"] == read
+    args = halting.parse([*options, "--num-loops", "4"])
+    slices = halting.two_slices(args, folder, None)
+    rows = [words[start : start + 21] for start in range(0, len(words) - 21, 22)]
+    found = tiny_tokenizer().batch_decode(torch.cat(slices), clean_up_tokenization_spaces=False)
+    assert len(set(found)) == len(found) == 24 and set(found) <= set(rows) and found != rows[:24]
+
+    with pytest.raises(ValueError, match="name a text with --tokenizer"):
+        halting.run(halting.parse([*options, "--tokenizer", str(folder)]))
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="in no training run.*name a text"):
+        halting.run(halting.parse(options))
 
 
 @torch.no_grad()

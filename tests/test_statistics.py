@@ -31,6 +31,7 @@ def test_scores_of_an_item():
             "accuracy": 0.0,
             "normalised_accuracy": 1.0,
             "candidate_nll": 8.5 / 3,
+            "gold_nll": 1.5 + math.log(total),
             "gold_margin": 1.5,
             "gold_probability": math.exp(-1.5) / total,
         }

@@ -241,7 +241,7 @@ def members(entry) -> list[tuple[str, dict]]:
 def test_groups_name_tasks_that_exist(all_tasks):
     index = all_tasks.task_index
     groups = [name for name in all_tasks.all_groups if index[name].yaml_path.parent == FOLDER]
-    assert len(groups) == 8
+    assert len(groups) == 9
     for group in groups:
         for task, _ in members(index[group]):
             assert task in all_tasks.all_tasks, (group, task)
@@ -250,7 +250,9 @@ def test_groups_name_tasks_that_exist(all_tasks):
 def test_papers_lists(all_tasks):
     index = all_tasks.task_index
     nine = "boolq winogrande commonsense_qa sciq piqa arc_easy arc_challenge hellaswag openbookqa".split()
-    assert [name for name, _ in members(index["readout_choice"])] == nine
+    assert [name for name, _ in members(index["readout_nine_lm_eval"])] == nine
+    released = [f"readout_{name}" for name in nine]
+    assert [name for name, _ in members(index["readout_nine_as_released"])] == released
     shots = {name: item["num_fewshot"] for name, item in members(index["fully_looped_six"])}
     ten = {"piqa": 10, "hellaswag": 10, "arc_easy": 10, "arc_challenge": 10}
     assert shots == {"lambada_openai": 0, "openbookqa": 0, **ten}

@@ -2,6 +2,9 @@
 
 import pickle
 import re
+import sys
+import unicodedata
+from collections import Counter
 
 import pytest
 import torch
@@ -92,21 +95,74 @@ def test_training_twice_gives_the_same_tokenizer():
     assert tokenizer_hash(WORD) != tokenizer_hash(BPE)
 
 
-def test_word_tokenizer_has_the_frequent_words_and_single_signs():
-    tokenizer = train_word(["a cat, a dog, a <unk>\n", "a cat; once"], 9)
-    # 4 special tokens; a: 4, comma: 2, cat: 2; the others appear once
-    assert set(tokenizer.get_vocab()) == {"<unk>", "<|bos|>", "<|eos|>", "<|pad|>", "a", ",", "cat"}
-    small = train_word(["a cat, a dog, a <unk>\n", "a cat; once"], 5)
-    assert len(small) == 5 and "a" in small.get_vocab()
+# the readout paper's words: white space is kept
+
+
+def words_of(text: str) -> list[str]:
+    """As the paper's release cuts a text, character by character."""
+    pieces, kind_before = [], None
+    for character in text:
+        if character.isspace():
+            kind = "space"
+        elif character == "_" or (character.isascii() and character.isalnum()):
+            kind = "word"
+        elif character.isalnum():  # a letter or digit that is in no token
+            kind = None
+        else:
+            kind = "sign"
+        if kind is not None and kind == kind_before != "sign":
+            pieces[-1] += character
+        elif kind is not None:
+            pieces.append(character)
+        kind_before = kind
+    return pieces
+
+
+def test_word_tokenizer_cuts_every_character_as_python_does():
+    characters = map(chr, range(sys.maxunicode + 1))
+    assigned = [character for character in characters if unicodedata.category(character) not in ("Cn", "Co", "Cs")]
+    text = "".join(f"a{character}b" for character in assigned)
+    assert [piece for piece, _ in WORD.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words_of(text)
+
+
+@given(st.text(alphabet="ab_9 \n\t.-é½☃\u0301<", max_size=30))
+def test_word_tokenizer_cuts_texts_as_the_release_does(text):
+    assert [piece for piece, _ in WORD.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)] == words_of(text)
+
+
+def test_word_tokenizer_has_the_frequent_words_white_space_and_single_signs():
+    texts = ["a cat, a dog,  a <unk>\n", "b cat; once b  dog\n"]
+    counts = Counter(piece for text in texts for piece in words_of(text))
+    ordered = sorted((piece for piece in counts if counts[piece] > 1), key=lambda piece: (-counts[piece], piece))
+    assert ordered[:2] == [" ", "a"] and {"  ", "\n", ",", "b", "cat", "dog"} == set(ordered[2:])
+    special = {"<unk>", "<|bos|>", "<|eos|>", "<|pad|>"}
+    for size in range(5, 14):
+        assert set(train_word(texts, size).get_vocab()) == special | set(ordered[: size - 4])
 
 
 def test_word_tokenizer_gives_unknown_for_the_rest():
     tokenizer = train_word(["red green red green"], 20)
-    known, unknown = tokenizer.convert_tokens_to_ids(["red", "<unk>"])
-    assert tokenizer("red blue <unk> blue-red", add_special_tokens=False)["input_ids"] == (
-        [known, unknown, unknown, unknown, unknown, known]
-    )
-    assert token_bytes(tokenizer)[unknown] == 0 and token_bytes(tokenizer)[known] == 3
+    space, known, unknown = tokenizer.convert_tokens_to_ids([" ", "red", "<unk>"])
+    ids = next(Encoder(tokenizer, separated=False)(["red blue <unk> blue-red"]))
+    rest = [unknown, space, unknown, unknown, unknown, space, unknown, unknown]  # blue < unk > blue -
+    assert ids == [known, space, *rest, known]
+    assert token_bytes(tokenizer)[[unknown, known, space]].tolist() == [0, 3, 1]
+
+
+@given(st.lists(st.sampled_from(TEXTS[:2]), min_size=1, max_size=3).map("".join))
+def test_words_decode_to_the_text_where_all_are_known(text):
+    tokenizer = train_word(TEXTS, 100)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+    assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
+
+
+def test_prompts_of_one_joined_text_begin_with_no_special_token(tmp_path):
+    joined = DataConfig(tokenizer="word", tokenizer_vocab_size=50, validation_split="validation", joined_by="\n")
+    make_tokenizer(joined, TEXTS).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("the cat")["input_ids"] == tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(tokenizer("the cat")["input_ids"]) == "the cat"
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, WORD], ids=["bpe", "word"])

@@ -1,0 +1,209 @@
+"""Perplexity and norm of the state over the whole validation split, over seeds (readout blind spot, table 2):
+
+python -m recipes.sweep recipes/readout/44m.sweep.yaml
+python -m eval.readout_table runs/44m
+
+Each folder is a training run, or holds training runs. Windows are those of the recipe, over the whole validation
+split; each of their `sequence_length` tokens has a target, there is no dropout, and a token counts in every window it
+is in. For every run:
+
+    norm              mean over tokens of ||H_K||
+    perplexity        of the readout after the last loop
+    trained loss      exp of the cross-entropy that is trained: of the last loop, its mean over loops, or weighted by
+                      the exit distribution. The paper's table 2 has this one.
+
+Runs that differ in their seed alone are one system: mean and sample standard deviation.
+"""
+
+import argparse
+import math
+import re
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.losses import exit_log_probabilities
+from recipes.packing import IGNORE_INDEX, PackedRows
+from recipes.pretrain import flat
+
+from .bench import commit, processor
+from .diagnose import compact, finite, rounded
+from .dynamics import perplexity
+from .halting_run import token_losses
+from .held_out import prepared_data, run_data
+from .measures import token_rms
+from .run_folder import RunFolder
+
+
+MEASURES = {"norm": "||H_K||", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
+
+
+def find_runs(folders: list[str]) -> list[RunFolder]:
+    """The folders that are runs, and the runs in those that are none."""
+    runs = []
+    for folder in map(Path, folders):
+        inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        found = inside if inside and not (folder / "metrics.jsonl").is_file() else [folder]
+        runs += [RunFolder(path, path.resolve().name) for path in found]
+    return runs
+
+
+def windows(run: RunFolder) -> PackedRows:
+    """Of the validation split: one token more than the model reads, so that each has a target."""
+    data = run_data(run.folder)
+    rows, stride = prepared_data(run.folder, data).validation, data.stride or data.sequence_length
+    return PackedRows(rows.shards, data.sequence_length + 1, stride, rows.start, rows.token_bytes, rows.learn_start)
+
+
+@torch.no_grad()
+def sums_of(model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed over tokens: cross-entropy after every loop, the same weighted by the exit distribution, norm after every
+    loop; [3, loops]."""
+    depth = model.config.num_loops
+    outputs = model.model(
+        ids, num_loops=depth, use_cache=False, output_loop_hidden_states=True, output_loop_readout_states=True
+    )
+    states, exits = outputs.loop_hidden_states, None
+    if model.exit_gate is not None:
+        last = torch.full((len(ids), 1), depth - 1, device=ids.device)
+        exits = exit_log_probabilities(torch.stack([model.gate(state) for state in states]), last).exp()
+    found = torch.zeros(3, depth, dtype=torch.float64)
+    for loop, (state, readout) in enumerate(zip(states, outputs.loop_readout_states)):
+        losses = token_losses(model.decode(readout, loop), targets).double()
+        found[0, loop] = losses.sum()
+        if exits is not None:
+            found[1, loop] = (losses * exits[loop]).sum()
+        found[2, loop] = token_rms(state).double().sum() * math.sqrt(state.shape[-1])
+    return found
+
+
+def measure(model, rows: PackedRows, batch_size: int) -> dict:
+    """What the table needs of one run, and the same of every loop."""
+    device, sums = model.lm_head.weight.device, torch.zeros(3, model.config.num_loops, dtype=torch.float64)
+    labelled = tokens = 0
+    for start in range(0, len(rows), batch_size):
+        batch = rows.batch(range(start, min(start + batch_size, len(rows))))
+        ids, targets = batch["input_ids"][:, :-1].to(device), batch["labels"][:, 1:].to(device)
+        sums += sums_of(model, ids, targets)
+        labelled += (targets != IGNORE_INDEX).sum().item()
+        tokens += ids.numel()
+    losses, weighted, norms = (sums[0] / labelled).tolist(), (sums[1] / labelled).sum().item(), sums[2] / tokens
+    trained = {"per_loop": statistics.fmean(losses), "exit_weighted": weighted}.get(model.config.loop_loss, losses[-1])
+    return {
+        "norm": norms[-1].item(),
+        "perplexity": perplexity(losses[-1]),
+        "trained": perplexity(trained),
+        "loss_at": losses,
+        "norm_at": norms.tolist(),
+        "windows": len(rows),
+        "targets": labelled,
+    }
+
+
+def system_of(run: RunFolder) -> str:
+    return re.sub(r"_?seed=\d+", "", run.name).strip("_") or run.name
+
+
+def systems_of(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
+    """Runs by name without seed; refused if they differ in more than that."""
+    systems: dict[str, list[RunFolder]] = {}
+    for run in runs:
+        systems.setdefault(system_of(run), []).append(run)
+    for name, members in systems.items():
+        first, settings = members[0], settings_of(members[0])
+        for other in members[1:]:
+            found = settings_of(other)
+            different = sorted(key for key in {*settings, *found} if settings.get(key) != found.get(key))
+            if different:
+                raise ValueError(
+                    f"{first.folder} and {other.folder} are both {name!r}, but differ in {', '.join(different)}: they "
+                    "are no seeds of one system; give them names of their own"
+                )
+        seeds = [run.setting("training.seed") for run in members]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"{name!r} has the seeds {seeds}: one run of each is compared")
+    return systems
+
+
+def settings_of(run: RunFolder) -> dict:
+    """What was trained, without what may differ between seeds."""
+    free = ("training.seed", "training.output_dir", "training.stop_after", "data.cache_dir", "evaluation.", "logging.")
+    return {key: value for key, value in flat(run.recipe).items() if not key.startswith(free)}
+
+
+def summary(values: list[float]) -> dict:
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "deviation": deviation}
+
+
+def table(systems: dict[str, dict]) -> str:
+    lines = ["| system | seeds | " + " | ".join(MEASURES.values()) + " |", "|---|---|" + "---:|" * len(MEASURES)]
+    for name, found in systems.items():
+        cells = [name, str(found["seeds"]) + (f", {found['diverged']} diverged" if found["diverged"] else "")]
+        lines.append("| " + " | ".join([*cells, *(cell(found.get(measure)) for measure in MEASURES)]) + " |")
+    return "\n".join(lines)
+
+
+def cell(value: dict | None) -> str:
+    if value is None:
+        return "–"
+    digits = 0 if abs(value["mean"]) >= 1000 else 1 if abs(value["mean"]) >= 100 else 2
+    deviation = "" if value["deviation"] is None else f" ± {value['deviation']:,.{digits}f}"
+    return f"{value['mean']:,.{digits}f}{deviation}"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.readout_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a training run, or a sweep's folder of them")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, help="folder for readout_table.json and .md; default: the first folder")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
+    runs = find_runs(args.folders)
+    systems, measured = systems_of(runs), {}
+    if not any(run.status == "finished" for run in runs):
+        raise ValueError(f"no run is finished: {'; '.join(f'{run.name} is {run.status}' for run in runs)}")
+    for run in runs:
+        if run.status != "finished":
+            print(f"left out: {run.name} is {run.status}")
+            continue
+        config = LoopedConfig.from_pretrained(run.folder / "final")
+        model = LoopedForCausalLM.from_pretrained(run.folder / "final", dtype=getattr(torch, args.dtype))
+        measured[run.name] = measure(model.to(args.device).eval(), windows(run), args.batch_size)
+        print(f"{run.name}: " + ", ".join(f"{name} {measured[run.name][name]:.4g}" for name in MEASURES))
+        measured[run.name] |= {"num_loops": config.num_loops, "loop_loss": config.loop_loss}
+    of_systems = {}
+    for name, members in systems.items():
+        found = [measured[run.name] for run in members if run.name in measured]
+        counts = {"seeds": len(found), "diverged": sum(run.status.startswith("diverged") for run in members)}
+        means = {key: summary([values[key] for values in found]) for key in MEASURES} if found else {}
+        of_systems[name] = {**counts, **means}
+    print("", table(of_systems), sep="\n")
+    command = "python -m eval.readout_table " + shlex.join(sys.argv[1:] if arguments is None else arguments)
+    where = {"command": command, "commit": commit(), "hardware": processor(), "dtype": args.dtype}
+    output = args.output or Path(args.folders[0])
+    output.mkdir(parents=True, exist_ok=True)
+    result = {**where, "systems": of_systems, "runs": measured}
+    (output / "readout_table.json").write_text(compact(rounded(finite(result))) + "\n")
+    (output / "readout_table.md").write_text(table(of_systems) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None

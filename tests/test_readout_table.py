@@ -1,0 +1,148 @@
+"""Table 2 of the readout paper: every window, token after token in float64, and what is said of seeds."""
+
+import json
+import math
+import shutil
+import statistics
+
+import pytest
+import torch
+import yaml
+from torch.nn import functional as F
+
+from eval import readout_table
+from modeling_looped import LoopedForCausalLM
+from tests.helpers import run_of, tiny_model, tiny_tokenizer
+
+
+LENGTH, STRIDE, LOOPS = 8, 4, 3
+TEXT = "a b c d e f g h i j k l m n o p a c e g i k m o b d"
+SYSTEMS = {
+    "terminal": {"preset": "readout_terminal_raw"},
+    "per_loop": {"preset": "readout_per_loop_final_only"},
+    "exit_weighted": {"preset": "readout_exit_weighted"},
+}
+
+
+def make_run(folder, preset: str, seed: int, text: str = TEXT, **data):
+    """A finished run of a tiny model whose weights differ by seed."""
+    model = tiny_model(preset=preset, vocab_size=30, num_loops=LOOPS, max_position_embeddings=LENGTH)
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 3 + seed
+    model.save_pretrained(folder / "final")
+    tiny_tokenizer().save_pretrained(folder / "final")
+    run_of(folder, folder / "final", text, stride=STRIDE, sequence_length=LENGTH, **data)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    source = folder.parent / "held_out.jsonl"  # that of all seeds
+    shutil.copy(folder / "held_out.jsonl", source)
+    shutil.copy(folder / "trained.jsonl", folder.parent / "trained.jsonl")
+    recipe["data"] |= {"source": str(folder.parent / "trained.jsonl"), "validation_source": str(source)}
+    recipe["data"]["tokenizer"] = str(folder.parent / "tokenizer")
+    tiny_tokenizer().save_pretrained(folder.parent / "tokenizer")
+    recipe |= {"model": {"preset": preset}, "training": {"steps": 1, "seed": seed, "output_dir": str(folder)}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def naive(folder, ids: list[int]) -> dict:
+    """Each window by itself, each depth a pass of its own."""
+    model = LoopedForCausalLM.from_pretrained(folder / "final").double().eval()
+    losses, weighted, norms = [[] for _ in range(LOOPS)], [], []
+    for start in range(0, len(ids) - LENGTH, STRIDE):
+        window = torch.tensor(ids[start : start + LENGTH])
+        targets = torch.tensor(ids[start + 1 : start + LENGTH + 1])
+        outputs = [model(window[None], num_loops=k, output_loop_hidden_states=True) for k in range(1, LOOPS + 1)]
+        of_loops = [F.cross_entropy(output.logits[0], targets, reduction="none") for output in outputs]
+        for k in range(LOOPS):
+            losses[k] += of_loops[k].tolist()
+        state = outputs[-1].loop_hidden_states[-1][0]
+        norms += state.square().sum(-1).sqrt().tolist()
+        if model.exit_gate is not None:
+            stay, expected = 1.0, 0.0
+            for k, of_loop in enumerate(of_loops):
+                leave = torch.sigmoid(model.exit_gate(outputs[-1].loop_hidden_states[k][0])[:, 0])
+                p = stay if k == LOOPS - 1 else stay * leave
+                expected, stay = expected + p * of_loop, stay * (1 - leave)
+            weighted += expected.tolist()
+    means = [statistics.fmean(of_loop) for of_loop in losses]
+    trained = {"terminal": means[-1], "per_loop": statistics.fmean(means)}.get(model.config.loop_loss)
+    trained = statistics.fmean(weighted) if trained is None else trained
+    found = {"norm": statistics.fmean(norms), "perplexity": math.exp(means[-1]), "trained": math.exp(trained)}
+    return {**found, "loss_at": means, "targets": len(losses[0])}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_position_of_every_window_counts(tmp_path, system):
+    folder = make_run(tmp_path / "run", SYSTEMS[system]["preset"], seed=0, joined_by=" ")
+    found = readout_table.main([str(folder), "--batch-size", "3", "--dtype", "float64"])["runs"]["run"]
+    ids = [4 + "abcdefghijklmnopqrstuvwxyz".index(letter) for letter in TEXT.split()]
+    expected = naive(folder, ids)
+    assert found["windows"] == len(range(0, len(ids) - LENGTH, STRIDE)) == 5
+    assert found["targets"] == expected["targets"] == 5 * LENGTH
+    for name in ("norm", "perplexity", "trained", "loss_at"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-9), name
+    assert (found["trained"] == found["perplexity"]) == (system == "terminal")
+
+
+def test_start_tokens_are_no_targets(tmp_path):
+    """Documents that begin with a start token: it is read, and never predicted, as in training."""
+    folder = make_run(tmp_path / "run", SYSTEMS["terminal"]["preset"], seed=0, text=TEXT)
+    with open(folder.parent / "held_out.jsonl", "a") as file:
+        file.write(json.dumps({"text": "q r s t u v"}) + "\n")
+    found = readout_table.main([str(folder)])["runs"]["run"]
+    stream = 1 + 26 + 1 + 1 + 6 + 1  # bos and eos
+    starts = range(0, stream - LENGTH, STRIDE)
+    seen = sum(start < 28 <= start + LENGTH for start in starts)  # windows with the second start token as a target
+    assert found["windows"] == len(starts) and seen == 2
+    assert found["targets"] == len(starts) * LENGTH - seen
+
+
+def test_seeds_are_averaged(tmp_path, capsys):
+    """One command on the folder of a sweep: diverged and unfinished runs are named and left out."""
+    runs = tmp_path / "sweep"
+    for preset, seed in (("readout_terminal_raw", 0), ("readout_terminal_raw", 1), ("readout_per_loop_raw", 0)):
+        make_run(runs / f"preset={preset}_seed={seed}", preset, seed, joined_by=" ")
+    for seed, left in ((2, "diverged.txt"), (3, None)):
+        folder = runs / f"preset=readout_terminal_raw_seed={seed}"
+        make_run(folder, "readout_terminal_raw", seed, joined_by=" ")
+        shutil.rmtree(folder / "final")
+        if left:
+            (folder / left).write_text("the loss is nan")
+    result = readout_table.main([str(runs)])
+    printed = capsys.readouterr().out
+    assert "left out: preset=readout_terminal_raw_seed=2 is diverged: the loss is nan" in printed
+    assert "seed=3 is not finished" in printed
+    saved = json.loads((runs / "readout_table.json").read_text())
+    assert {"command", "commit", "hardware", "systems", "runs"} <= set(saved)
+    system = saved["systems"]["preset=readout_terminal_raw"]
+    assert (system["seeds"], system["diverged"]) == (2, 1)
+    for name in ("norm", "perplexity", "trained"):
+        values = [result["runs"][f"preset=readout_terminal_raw_seed={seed}"][name] for seed in (0, 1)]
+        mean, half = sum(values) / 2, abs(values[0] - values[1]) / 2
+        assert half > 0
+        assert system[name]["mean"] == pytest.approx(mean, rel=1e-4)
+        assert system[name]["deviation"] == pytest.approx(half * 2**0.5, rel=1e-4)  # of two, by n - 1
+    assert saved["systems"]["preset=readout_per_loop_raw"]["norm"]["deviation"] is None
+    table = (runs / "readout_table.md").read_text()
+    assert table.splitlines()[2].startswith("| preset=readout_per_loop_raw | 1 |") and "2, 1 diverged" in table
+
+
+def test_what_is_no_table_is_refused(tmp_path):
+    runs = tmp_path / "sweep"
+    first = make_run(runs / "raw_seed=0", "readout_terminal_raw", 0, joined_by=" ")
+    other = make_run(runs / "raw_seed=1", "readout_per_loop_raw", 1, joined_by=" ")
+    with pytest.raises(ValueError, match="are both 'raw', but differ in model.preset"):
+        readout_table.main([str(runs)])
+    shutil.rmtree(other)
+    shutil.copytree(first, other)
+    with pytest.raises(ValueError, match=r"'raw' has the seeds \[0, 0\]"):
+        readout_table.main([str(runs)])
+    shutil.rmtree(other)
+    with pytest.raises(ValueError, match="--batch-size must be at least 1, got 0"):
+        readout_table.main([str(runs), "--batch-size", "0"])
+    shutil.rmtree(first / "final")
+    with pytest.raises(ValueError, match="no run is finished: raw_seed=0 is not finished"):
+        readout_table.main([str(runs)])
+    with pytest.raises(ValueError, match="there is no folder"):
+        readout_table.main([str(tmp_path / "nowhere")])
