@@ -143,7 +143,7 @@ def test_word_tokenizer_has_the_frequent_words_white_space_and_single_signs():
 def test_word_tokenizer_gives_unknown_for_the_rest():
     tokenizer = train_word(["red green red green"], 20)
     space, known, unknown = tokenizer.convert_tokens_to_ids([" ", "red", "<unk>"])
-    ids = next(Encoder(tokenizer, separated=False)(["red blue <unk> blue-red"]))
+    ids = next(Encoder(tokenizer, document_tokens="none")(["red blue <unk> blue-red"]))
     rest = [unknown, space, unknown, unknown, unknown, space, unknown, unknown]  # blue < unk > blue -
     assert ids == [known, space, *rest, known]
     assert token_bytes(tokenizer)[[unknown, known, space]].tolist() == [0, 3, 1]
