@@ -168,14 +168,16 @@ def swiglu_block(w, name, x, eps, size, theta=None, scale=1.0, output_norms=Fals
 
 
 def ouro(system, config, w, ids, num_loops):
-    """Norms around every branch; one norm makes the state that head and next loop read."""
+    """Norms around every branch; one norm makes the state that head and next loop read. In the readout paper's raw
+    system the head, and nothing else, reads the last loop's state without it."""
     h, states, logits = w["model.embed_tokens.weight"][ids], [], []
-    for _ in range(num_loops):
+    for k in range(1, num_loops + 1):
         for layer in range(config.num_core_layers):
             h = swiglu_block(w, f"model.core.{layer}", h, 1e-6, config.head_dim, 1e6, output_norms=True)
         states.append(h)
+        is_raw = system == "readout_1b4_raw" and k >= config.num_loops
         h = rms(h, 1e-6, w["model.norm.weight"])
-        logits.append(h @ w["lm_head.weight"].T)
+        logits.append((states[-1] if is_raw else h) @ w["lm_head.weight"].T)
     return logits, states
 
 
@@ -212,7 +214,7 @@ SYSTEMS = {
     **dict.fromkeys(["lt", "lt_input", "lt_attention", "flt", "flt_residual"], fully_looped),
     "parcae": parcae,
     **dict.fromkeys(["huginn", "rdm"], recurrent_depth),
-    "ouro": ouro,
+    **dict.fromkeys(["ouro", "readout_1b4", "readout_1b4_raw"], ouro),
     "residual_scaling": residual_scaling,
     **dict.fromkeys(
         [
