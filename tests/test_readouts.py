@@ -127,7 +127,7 @@ def train(tmp_path):
     """A run of 8 steps whose norm goes from step 2 to step 8."""
 
     def run(name, *settings):
-        arguments = ["training.steps=8", "training.save_every=1", "training.keep_last=20", "evaluation.every=4"]
+        arguments = ["training.steps=8", "training.save_every=100", "training.keep_last=20", "evaluation.every=100"]
         arguments += ["logging.every=1", "evaluation.rows=2", "training.rows_per_step=4"]
         arguments += [f"data.cache_dir={tmp_path / 'shards'}", f"training.output_dir={tmp_path / name}", *settings]
         run = Pretraining(load_recipe("recipes/smoke/readout_taper.yaml", arguments))
@@ -146,7 +146,7 @@ def test_a_run_tapers_its_norm_and_resumes_bit_for_bit(train, tmp_path):
     state = torch.randn(1, 3, 64)
     torch.testing.assert_close(model.model.readout(2 * state, 1), 2 * model.model.readout(state, 1))
 
-    for stop in (1, 2, 5):  # before it starts, where it starts, and while it goes
+    for stop in (2, 5):  # where it starts, and while it goes
         train("parts", f"training.stop_after={stop}")
     train("parts")
     wanted, found = (
