@@ -124,6 +124,8 @@ class TrainingConfig:
     gradient_checkpointing: bool = False
     initialize_from: str | None = None  # a saved model to start from
     freeze_all_but_gate: bool = False  # Ouro's stage II
+    taper_start: float = 0.05  # model.readout_norm taper: where the norm begins to go, as a part of all steps,
+    taper_end: float = 1.0  # and where it is gone
     save_every: int = 500
     keep_last: int = 2
     keep_best: bool = True
@@ -405,6 +407,11 @@ def _check_relations(recipe: Recipe, where: str):
             f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops"
         )
     _check_draws(depth, where)
+    if not 0 <= recipe.training.taper_start < recipe.training.taper_end <= 1:
+        raise RecipeError(
+            f"{where}: training.taper_start and training.taper_end are parts of the run, 0 <= start < end <= 1, got "
+            f"{recipe.training.taper_start} and {recipe.training.taper_end}"
+        )
     if recipe.schedule.name == "wsd" and (recipe.schedule.decay_steps is None) == (
         recipe.schedule.decay_fraction is None
     ):

@@ -16,7 +16,7 @@ from .config import Recipe
 
 NUM_SAMPLED_ROWS = 64
 LENGTH = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter")
-TRAINING = ("seed", "rows_per_step", "initialize_from", "freeze_all_but_gate", *LENGTH)
+TRAINING = ("seed", "rows_per_step", "initialize_from", "freeze_all_but_gate", "taper_start", "taper_end", *LENGTH)
 
 
 def identity(recipe: Recipe, model_config: dict, data) -> dict:

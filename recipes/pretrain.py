@@ -45,6 +45,7 @@ from .optimizers import apply_step_settings, build_optimizers, build_schedulers,
 from .publish import create_repository, model_card, push
 from .shards import prepare, rows_of_step
 from .sources import looks_like_path
+from .taper import Taper
 
 
 class Divergence(RuntimeError):
@@ -91,6 +92,8 @@ class Pretraining:
         )
         self.bare = bare(self.model)
         self.schedulers = build_schedulers(self.optimizers, recipe.schedule, self.total_steps)
+        tapers = self.config.readout_norm == "taper"
+        self.taper = Taper(self.bare.model.norm, recipe, self.total_steps) if tapers else None
         self.monitor = Monitor()
         self.step = 0
         self.best = self.last_validation = math.inf
@@ -202,6 +205,26 @@ class Pretraining:
         length = self.recipe.data.sequence_length
         return initial_state_of_step(self.bare, self.recipe.training.seed, step, rows, length, self.accelerator.device)
 
+    def go_to(self, step: int):
+        """What of the model follows the number of steps that are done."""
+        self.step = step
+        if self.taper is not None:
+            self.taper.move_to(step, self.taper_terms)
+
+    @torch.no_grad()
+    def taper_terms(self) -> torch.Tensor:
+        """What the taper is fitted to: the rows of this step, without dropout."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        self.model.eval()
+        for batch, depths, noise in self.micro_batches(self.step):
+            arguments = {"num_loops": depths, "initial_state": noise, "output_logits": False, "use_cache": False}
+            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            outputs = self.model(**inputs, **arguments, output_loop_readout_states=True)
+            total += self.taper.fit_terms(outputs.loop_readout_states, batch["labels"])
+        self.model.train()
+        to_shards(self.model)
+        return self.accelerator.reduce(total, reduction="sum")
+
     def train_step(self, step: int, watch: bool) -> dict:
         """Forward, backward and update on all rows of a step; `watch` measures the states and gradients too."""
         accelerator, recipe = self.accelerator, self.recipe
@@ -237,6 +260,8 @@ class Pretraining:
                 "inter_loop_norm, injection, residual_scaling) in another run."
             )
         metrics = {"loss": loss, "loops": sum(self.depths(step)) / recipe.training.rows_per_step}
+        if self.taper is not None:
+            metrics["taper_gate"] = self.taper.gate(step)
         if watch:
             metrics.update(self.monitor.measure(self.bare, states or ()))
         fill_missing_gradients(self.optimizers)
@@ -279,7 +304,8 @@ class Pretraining:
             step = self.step
             watch = step % recipe.logging.monitor_every == 0
             metrics = self.train_step(step, watch)
-            self.step, since = step + 1, since + 1
+            self.go_to(step + 1)
+            since += 1
             for message in self.monitor.warnings(metrics):
                 if self.accelerator.is_main_process:
                     bar.write(f"step {step}: {message}")
@@ -311,7 +337,9 @@ class Pretraining:
                 "remove that run"
             )
         check_space(self.output / "checkpoints", self.model, self.optimizers)
-        if found is not None:
+        if found is None:
+            self.go_to(0)
+        else:
             self.go_on_from(found)
         if recipe.training.push_to_hub:
             on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)
@@ -329,7 +357,8 @@ class Pretraining:
         changes = differing(read_marker(checkpoint)["config"], own)
         resume = self.recipe.training.resume
         extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
-        self.step, self.best = extra["step"], extra["best"]
+        self.go_to(extra["step"])
+        self.best = extra["best"]
         self.monitor.load_state_dict(extra["monitor"])
         said = f"; changed: {shown(changes)}" if changes else ""
         self.accelerator.print(f"continuing from {checkpoint} at step {self.step}{said}")

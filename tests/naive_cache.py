@@ -81,6 +81,8 @@ class NaiveDecoder:
         return x
 
     def one_loop(self, x, embedded, loop: int):
+        if loop > 0 and self.config.inter_loop_norm == "shared":
+            x = self.model.model.norm(x)
         if self.config.injection == "add":
             x = x + embedded
         for i, block in enumerate(self.model.model.core):

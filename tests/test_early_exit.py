@@ -29,8 +29,9 @@ SYSTEMS = {
         "window_pattern": "SSL",
         "sliding_window": 4,
         "injection": "add",
+        "readout_norm": "final_raw",
+        "inter_loop_norm": "shared",
     },
-    "raw_at_last": {"readout_norm": "final_raw", "inter_loop_norm": "shared", "num_coda_layers": 1},
     "learned": {"position_embedding": "learned", "value_embeddings": True, "readout_norm": "final_only"},
 }
 PADDING, LENGTH, NEW, LOOPS = [0, 6, 2], 7, 7, 4

@@ -200,6 +200,57 @@ def test_zero_output_with_a_latent():
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_torch(way):
+    """What nn.Embedding and nn.Linear draw by themselves, as the readout paper's release leaves them."""
+    model = make(
+        way,
+        init_scheme="torch",
+        position_embedding="learned",
+        value_embeddings=True,
+        exit_gate="raw",
+        attention_bias="qkv",
+        coda_input="linear",
+    )
+    assert_normal(model.model.embed_tokens.weight, 1.0)
+    assert_normal(model.model.embed_positions.weight, 1.0)
+    for table in model.model.value_embeds.values():
+        assert_normal(table.weight, 1.0)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {"lm_head", "exit_gate", "model.coda_proj", "model.core.0.self_attn.q_proj"} <= set(linear)
+    for name, module in linear.items():
+        torch.manual_seed(0)
+        theirs = torch.nn.Linear(module.in_features, module.out_features, module.bias is not None)
+        for ours, wanted in ((module.weight, theirs.weight), (module.bias, theirs.bias)):
+            if ours is None:
+                continue
+            assert ours.abs().max() <= module.in_features**-0.5, name
+            if ours.numel() > 1000:
+                assert_uniform(ours, module.in_features**-0.5, name)
+                assert abs(ours.std() / wanted.std() - 1) < 0.05, name
+            else:
+                assert ours.std() > 0.02 or len(ours) == 1, name
+        assert module.bias is None or module.bias.any(), name
+
+
+def test_torch_ties_its_head_to_embeddings_of_unit_variance():
+    model = make(init_scheme="torch", tie_word_embeddings=True)
+    assert_normal(model.lm_head.weight, 1.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_readouts_with_parameters_of_their_own(way):
+    """alpha as configured and s_ref 1, of every loop; a taper starts as the norm it takes away."""
+    part = make(way, readout_norm="alpha", readout_alpha=0.3, num_readout_alphas=3).model.alpha_readout
+    torch.testing.assert_close(torch.sigmoid(part.logit.detach()), torch.full((3,), 0.3))
+    assert part.log_scale.tolist() == [0.0] * 3
+    fixed = make(way, readout_norm="final_alpha", readout_alpha=0.3, readout_alpha_learned=False).model
+    assert [name for name, _ in fixed.alpha_readout.named_parameters()] == ["log_scale"]
+    norm = make(way, readout_norm="taper").model.norm
+    for tensor in (norm.weight, norm.linear_weight, norm.gate, norm.scale):
+        assert (tensor == 1).all()
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", ["normal", "scaled_zero", "takase", "zero_output"])
 def test_what_is_the_same_in_every_scheme(scheme, way):
     """Norms are 1, biases 0, damping sigmoid(2); positions and gate are drawn with 0.02."""
