@@ -3,7 +3,7 @@
     recipe: 12_layers.yaml            # what every run starts from
     set: {training.max_loss: 4.0}     # what every run changes
     grid: {model.num_loops: [1, 2]}   # one run per combination (a list of grids: of each of them),
-    runs: [{name: a, depth.per: batch}]  # or one per entry
+    runs: [{name: a, depth.per: batch}]  # or one per entry; both may name another recipe for some runs
     plot: {x: optimizer.lr, curve: model.num_loops, panel: [...]}
 
 Runs that are done are not run again, and what two runs have in common is trained once: eps = 1/sqrt(N) and 1/N are the
@@ -64,8 +64,10 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
     runs, named = [], {}
     for entry in entries:
         entry = {key: as_number(value) for key, value in entry.items()}
-        base = path.parent / entry.pop("recipe", raw["recipe"])
-        name = entry.pop("name", None) or "_".join(f"{key.split('.')[-1]}={value}" for key, value in entry.items())
+        own_base = entry.pop("recipe", None)
+        base = path.parent / (own_base or raw["recipe"])
+        described = [f"{key.split('.')[-1]}={value}" for key, value in entry.items() if key != "name"]
+        name = entry.pop("name", None) or "_".join(([Path(own_base).stem] if own_base else []) + described)
         folder = Path("runs") / path.name.removesuffix(".sweep.yaml") / name
         changes = {**(raw.get("set") or {}), **entry, "training.output_dir": str(folder)}
         arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()] + list(overrides)

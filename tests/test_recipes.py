@@ -115,6 +115,7 @@ PUBLISHED = {
     "parcae/transformer_xlarge": 1_333_868_544,
     "parcae/rdm/rdm_100m": 114_242_560,
     "parcae/rdm/rdm_350m": 382_765_056,
+    "parcae/rdm/parcae_350m": 378_558_464,
     "fully_looped/small_flt": 2 * 151_680 * 384 + 12 * 6 * 384**2,
     "fully_looped/base_lt": 2 * 151_680 * 768 + 12 * 12 * 768**2,
 }
@@ -123,6 +124,122 @@ PUBLISHED = {
 @pytest.mark.parametrize("recipe", PUBLISHED)
 def test_published_parameter_counts(recipe):
     assert plan(load_recipe(FOLDER / f"{recipe}.yaml"))["parameters"] == PUBLISHED[recipe]
+
+
+@pytest.mark.parametrize(
+    "recipe, d, ff, layers", [("parcae_100m", 1024, 3520, 3), ("parcae_350m", 2048, 7040, 4)], ids=["100m", "350m"]
+)
+def test_parcae_of_the_rdm_comparison_is_counted_by_hand(recipe, d, ff, layers):
+    """Pre-norm blocks, A, B and the step; with the prelude norm and C that equation 3 adds, neither count is table
+    17's, whose 100M is that of the RDM beside it."""
+    recipe = load_recipe(FOLDER / f"parcae/rdm/{recipe}.yaml")
+    count = 65536 * d + layers * (4 * d * d + 3 * d * ff + 2 * d) + d * d + 2 * d + d
+    assert plan(recipe)["parameters"] == count
+    recipe.model.update(prelude_norm=True, coda_input="linear")
+    assert plan(recipe)["parameters"] == count + d * d + d
+    assert count + d * d + d not in (114_242_560, 378_558_464)
+
+
+def test_recurrent_depth_recipes_take_262144_tokens_a_step():
+    """Figures 15 and 16: 10 billion tokens are 38 thousand steps, 8.5 billion a little more than 32 thousand."""
+    for recipe in ("rdm_100m", "rdm_350m", "parcae_100m", "parcae_350m", "rdm_100m_pre_norm", "rdm_350m_pre_norm"):
+        recipe = load_recipe(FOLDER / f"parcae/rdm/{recipe}.yaml")
+        assert recipe.training.rows_per_step * recipe.data.sequence_length == 262_144
+    assert plan(load_recipe(FOLDER / "parcae/rdm/rdm_100m.yaml"))["steps"] == 38_147
+
+
+# runs of a table, and the depths it reads
+ABLATIONS = {
+    "sampling": (3, {1, 4, 8, 16, 64}),
+    "table_2_100m": (15, {16}),
+    "table_2_350m": (15, {8}),
+    "table_4": (4, {1, 4, 8}),
+    "table_8": (4, {1, 4, 8, 16}),
+    "table_9": (6, {1, 4, 8, 16, 64}),
+    "table_10": (5, {1, 4, 8, 16, 20, 64}),
+}
+
+
+def test_every_ablation_of_parcae_is_listed():
+    assert sorted(ABLATIONS) == sorted(
+        path.name.removesuffix(".sweep.yaml") for path in (FOLDER / "parcae/ablations").iterdir()
+    )
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_ablations_of_parcae_are_the_runs_of_their_tables(name):
+    """As many, no two alike, and each is evaluated at the depths of the table and at its own mean."""
+    count, depths = ABLATIONS[name]
+    runs = load_sweep(FOLDER / f"parcae/ablations/{name}.sweep.yaml")
+    assert len(runs) == count
+    recipes = []
+    for run in runs:
+        mean = run.recipe.model_config().num_loops
+        loops = run.recipe.evaluation.loops or range(1, mean + 1)
+        assert depths | {mean} <= set(loops)
+        assert plan(run.recipe)["steps"] >= run.recipe.schedule.warmup_steps + (run.recipe.schedule.decay_steps or 0)
+        recipes.append({**run.recipe.to_dict(), "training": {**run.recipe.to_dict()["training"], "output_dir": None}})
+    assert all(one != other for i, one in enumerate(recipes) for other in recipes[:i])
+
+
+def test_ablations_differ_in_what_the_tables_say():
+    def settings(name, *keys):
+        return [
+            tuple(
+                getattr(run.recipe, section).get(key)
+                if section == "model"
+                else getattr(getattr(run.recipe, section), key)
+                for section, key in keys
+            )
+            for run in load_sweep(FOLDER / f"parcae/ablations/{name}.sweep.yaml")
+        ]
+
+    systems = ("model", "block_norm"), ("model", "injection"), ("depth", "per"), ("optimizer", "lr")
+    for name in ("table_2_100m", "table_2_350m"):
+        rates = [2e-4, 4e-4, 6e-4, 8e-4, 1e-3]
+        assert settings(name, *systems) == [
+            (*system, rate)
+            for system in (("pre", None, "micro_batch"), (None, None, "micro_batch"), ("pre", "diagonal", "sequence"))
+            for rate in rates
+        ]
+    assert settings("table_4", ("model", "injection"), ("depth", "per"), ("model", "prelude_norm")) == [
+        ("concat", "micro_batch", False),
+        (None, "micro_batch", False),
+        (None, "sequence", False),
+        (None, "sequence", None),
+    ]
+    assert settings("table_8", ("model", "hidden_size"), ("depth", "per"), ("depth", "rows_per_draw")) == [
+        (None, "micro_batch", 32),
+        (None, "sequence", None),
+        (2048, "micro_batch", 32),
+        (2048, "sequence", None),
+    ]
+    assert settings("table_9", ("model", "num_loops"), ("depth", "backprop_loops")) == [
+        (mean, 4) for mean in (4, 8, 14, 20, 26, 32)
+    ]
+    assert settings("table_10", ("model", "num_loops"), ("depth", "backprop_loops")) == [
+        (20, window) for window in (4, 6, 8, 10, 12)
+    ]
+    assert settings("sampling", ("depth", "backprop_loops"), ("depth", "split")) == [
+        (None, "total"),
+        (8, "total"),
+        (8, "prefix"),
+    ]
+
+
+def test_parcae_trains_with_the_optimizer_of_table_21():
+    for size, lr in (("small", 8e-3), ("medium", 8e-3), ("large", 6e-3), ("xlarge", 6e-3)):
+        for prefix in ("", "transformer_"):
+            recipe = load_recipe(FOLDER / f"parcae/{prefix}{size}.yaml")
+            optimizer = recipe.optimizer
+            assert (optimizer.name, optimizer.lr, optimizer.muon_lr) == ("normuon", lr, 8e-3)
+            assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == ([0.8, 0.95], 1e-10, 0.0)
+            assert (optimizer.muon_momentum, optimizer.muon_momentum_start) == (0.95, 0.85)
+            assert (optimizer.muon_momentum_steps, optimizer.clip) == (300, 1.0)
+            assert (optimizer.muon_weight_decay, optimizer.muon_weight_decay_end) == (0.2, 0.0)
+            schedule = recipe.schedule
+            assert (schedule.name, schedule.warmup_steps, schedule.decay_fraction) == ("wsd", 0, 0.5)
+            assert recipe.training.rows_per_step * recipe.data.sequence_length == 256 * 2048
 
 
 def test_flops_are_those_of_the_formula():
@@ -256,6 +373,11 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (['data.joined_by="\\n"'], "name a data.validation_split"),
         (['data.joined_by="\\n"', "data.validation_split=v", "data.packing=best_fit"], "data.packing='best_fit'"),
         (['data.joined_by="\\n"', "data.validation_split=v", "data.document_start=a"], "data.document_start='a'"),
+        (["depth.per=micro_batch"], "got per='micro_batch' and rows_per_draw=None"),
+        (["depth.rows_per_draw=4"], "got per='batch' and rows_per_draw=4"),
+        (["depth.curriculum=linear"], "curriculum='linear' and curriculum_steps=None"),
+        (["depth.curriculum_steps=4"], "curriculum=None and curriculum_steps=4"),
+        (["depth.curriculum=linear", "depth.curriculum_steps=4"], "'forward' grows the loops without gradients"),
         (["schedule.name=wsd"], "decay_steps and schedule.decay_fraction"),
         (["training.rows_per_step=0"], "at least 1, got 0"),
         (["training.steps=0"], "training.steps must be at least 1, got 0"),
