@@ -27,7 +27,7 @@ def plan(recipe: Recipe) -> dict:
         "forward FLOPs per token": forward_flops_per_token(config, length, depth),
     }
     try:
-        steps = recipe.num_steps(n.without_embedding, per_token, expected_rows(recipe.data))
+        steps = recipe.num_steps(n, per_token, expected_rows(recipe.data))
     except RecipeError as error:
         return {**result, "steps": str(error)}
     tokens = steps * recipe.training.rows_per_step * length
