@@ -251,7 +251,7 @@ def test_papers_lists(all_tasks):
     index = all_tasks.task_index
     nine = "boolq winogrande commonsense_qa sciq piqa arc_easy arc_challenge hellaswag openbookqa".split()
     assert [name for name, _ in members(index["readout_choice"])] == nine
-    shots = {name: item["num_fewshot"] for name, item in members(index["fully_looped_six"])}
+    shots = {name: item["num_fewshot"] for name, item in members(index["fully_looped_six_lm_eval"])}
     ten = {"piqa": 10, "hellaswag": 10, "arc_easy": 10, "arc_challenge": 10}
     assert shots == {"lambada_openai": 0, "openbookqa": 0, **ten}
     six = "hellaswag arc_challenge arc_easy piqa boolq sciq".split()
