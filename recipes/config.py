@@ -17,6 +17,8 @@ import yaml
 
 from modeling_looped import LoopedConfig
 
+from .flops import Sizes
+
 
 class RecipeError(ValueError):
     """A recipe that can not be run as it is written."""
@@ -117,7 +119,8 @@ class TrainingConfig:
     tokens: float | None = None
     epochs: float | None = None
     flops: float | None = None  # training operations, see flops.py
-    tokens_per_parameter: float | None = None  # parameters without the token embedding, as FLT counts
+    tokens_per_parameter: float | None = None
+    count_embedding: bool = True  # among the parameters of tokens_per_parameter
     rows_per_step: int = 64  # sequences per optimizer step, over all processes
     micro_batch_size: int = 8  # sequences per process and forward pass
     compile: bool = False  # compile the blocks, once for all loops
@@ -194,9 +197,7 @@ class Recipe:
             return math.ceil(self.mean_depth(config) / 2)
         return self.depth.backprop_loops
 
-    def num_steps(
-        self, num_parameters_without_embedding: int, flops_per_token: float, num_rows: int | None = None
-    ) -> int:
+    def num_steps(self, sizes: Sizes, flops_per_token: float, num_rows: int | None = None) -> int:
         training = self.training
         tokens_per_step = training.rows_per_step * self.data.sequence_length
         if training.steps is not None:
@@ -206,8 +207,9 @@ class Recipe:
         if training.flops is not None:
             return max(1, round(training.flops / flops_per_token / tokens_per_step))
         if training.tokens_per_parameter is not None:
-            tokens = training.tokens_per_parameter * num_parameters_without_embedding
-            return max(1, math.ceil(tokens / tokens_per_step))
+            parameters = sizes.total if training.count_embedding else sizes.without_embedding
+            # whole steps within the budget, as the public code of the Fully Looped Transformer counts
+            return max(1, int(training.tokens_per_parameter * parameters // tokens_per_step))
         if training.epochs is not None:
             if num_rows is None:
                 raise RecipeError("how long an epoch is, prepared data or data.expected_tokens must tell")

@@ -31,7 +31,7 @@ class Sizes:
     core: int  # core and injection: once per loop
     coda: int  # coda and what leads into it: once per readout
     head: int  # norm and unembedding: once per readout
-    without_embedding: int  # what token budgets count: a tied embedding stays, as the head
+    without_embedding: int  # a tied embedding stays, as the head
 
 
 KNOWN: dict[str, Sizes] = {}

@@ -15,7 +15,7 @@ from .config import Recipe
 
 
 NUM_SAMPLED_ROWS = 64
-LENGTH = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter")
+LENGTH = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter", "count_embedding")
 TRAINING = ("seed", "rows_per_step", "initialize_from", "freeze_all_but_gate", "taper_start", "taper_end", *LENGTH)
 
 

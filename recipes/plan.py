@@ -35,7 +35,7 @@ def plan(recipe: Recipe) -> dict:
         result[without] = round(effective_parameters(config, depth, value_tables=False))
         result[with_tables] = training_flops_per_token(config, length, depth, window, value_tables=True)
     try:
-        steps = recipe.num_steps(n.without_embedding, per_token, expected_rows(recipe.data))
+        steps = recipe.num_steps(n, per_token, expected_rows(recipe.data))
     except RecipeError as error:
         return {**result, "steps": str(error)}
     tokens = steps * recipe.training.rows_per_step * length

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from eval.hooks import token_losses
+from eval.row_scores import ratio, standard_error
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.samplers import balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
 
@@ -77,7 +78,7 @@ class Pretraining:
         self.flops_per_token = training_flops_per_token(
             self.config, recipe.data.sequence_length, recipe.mean_depth(self.config), self.backprop_loops
         )
-        self.total_steps = recipe.num_steps(sizes(self.config).without_embedding, self.flops_per_token, num_rows)
+        self.total_steps = recipe.num_steps(sizes(self.config), self.flops_per_token, num_rows)
         self.model.train()
         if training.gradient_checkpointing:
             # its name from transformers 5.23 on, and before
@@ -386,12 +387,12 @@ class Pretraining:
         mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
         loops = recipe.evaluation.loops or list(range(1, self.config.num_loops + 1))
         sums = torch.zeros(len(loops), device=accelerator.device, dtype=torch.float64)
-        nats = torch.zeros_like(sums)
-        counted = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # labels, bytes
+        nats = torch.zeros(len(loops), count, device=accelerator.device, dtype=torch.float64)
+        labels, bytes_of_rows = torch.zeros_like(sums[0]), torch.zeros_like(nats[0])
         self.model.eval()
         for i in range(self.equal_batches(count)):
             rows = mine[i * recipe.training.micro_batch_size : (i + 1) * recipe.training.micro_batch_size]
-            weight = 1.0 if rows else 0.0  # a process without rows left still takes part, FSDP gathers in every pass
+            # a process without rows left still takes part, FSDP gathers in every pass
             batch = self.data.validation.batch(rows or [0])
             num_bytes = self.data.validation.num_bytes(rows or [0]).to(accelerator.device)
             batch = {key: value.to(accelerator.device) for key, value in batch.items()}
@@ -399,16 +400,23 @@ class Pretraining:
             labelled = torch.zeros_like(losses[0])
             labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
             has_bytes = labelled * (num_bytes > 0)
-            sums += weight * (losses * labelled).sum((1, 2))
-            nats += weight * (losses * has_bytes).sum((1, 2))
-            counted += weight * torch.stack([labelled.sum(), (num_bytes * has_bytes).sum()])
+            if rows:
+                sums += (losses * labelled).sum((1, 2))
+                labels += labelled.sum()
+                nats[:, rows] = (losses * has_bytes).sum(-1)
+                bytes_of_rows[rows] = (num_bytes * has_bytes).sum(-1)
         self.model.train()
         to_shards(self.model)
-        sums, nats, counted = (accelerator.reduce(t, reduction="sum") for t in (sums, nats, counted))
+        sums, labels, nats, bytes_of_rows = (
+            accelerator.reduce(t, reduction="sum") for t in (sums, labels, nats, bytes_of_rows)
+        )
+        bits, errors = (f(nats, bytes_of_rows) / math.log(2) for f in (ratio, standard_error))
         metrics = {}
         for i, k in enumerate(loops):
-            metrics[f"validation/loss_at_{k}"] = (sums[i] / counted[0]).item()
-            metrics[f"validation/bits_per_byte_at_{k}"] = (nats[i] / counted[1] / math.log(2)).item()
+            metrics[f"validation/loss_at_{k}"] = (sums[i] / labels).item()
+            metrics[f"validation/bits_per_byte_at_{k}"] = bits[i].item()
+        if count > 1:  # standard error over rows, at the depth where it is largest
+            metrics["validation/bits_per_byte_error"] = errors.max().item()
         final = max((k for k in loops if k <= self.config.num_loops), default=min(loops))
         self.last_validation = metrics[f"validation/loss_at_{final}"]
         metrics["validation/loss"] = self.last_validation

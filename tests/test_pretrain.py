@@ -110,6 +110,15 @@ def test_validation_is_that_of_the_saved_model(text, tmp_path):
     assert last["validation/loss_at_2"] == pytest.approx(nats[labelled].mean().item(), rel=1e-5)
     bits = nats[num_bytes > 0].sum() / num_bytes.sum() / torch.log(torch.tensor(2.0))
     assert last["validation/bits_per_byte_at_2"] == pytest.approx(bits.item(), rel=1e-5)
+    errors = []
+    for depth in (int(key.rpartition("_")[2]) for key in last if key.startswith("validation/loss_at_")):
+        with torch.no_grad():
+            logits = model(batch["input_ids"], num_loops=depth).logits[:, :-1].double()
+        nats = -logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
+        bits = (nats * (num_bytes > 0)).sum(-1) / torch.log(torch.tensor(2.0))
+        residual = bits - bits.sum() / num_bytes.sum() * num_bytes.sum(-1)
+        errors.append((residual.std() * len(rows) ** 0.5 / num_bytes.sum()).item())
+    assert last["validation/bits_per_byte_error"] == pytest.approx(max(errors), rel=1e-4)
 
 
 @pytest.mark.parametrize("residual_depth", ["trained", "run"])

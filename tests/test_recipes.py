@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from recipes import sweep
 from recipes.config import RecipeError, load_recipe
+from recipes.optimizers import build_schedulers, set_learning_rates
 from recipes.plan import plan
 from recipes.sweep import is_sweep, load_sweep, optima
 
@@ -270,11 +272,83 @@ def test_value_tables_are_counted_by_name():
     assert not any("value tables" in key for key in plan(load_recipe(FOLDER / "parcae/rdm/rdm_100m.yaml")))
 
 
-def test_flt_counts_tokens_per_parameter_without_the_embedding():
+def test_flt_trains_on_20_tokens_for_every_parameter():
+    """As its code counts: 2.54 billion at 127M; 1.38 as its text counts, without the token embedding."""
     costs = plan(load_recipe(FOLDER / "fully_looped/small_flt.yaml"))
     without_embedding = 151_680 * 384 + 12 * 6 * 384**2
+    assert costs["steps"] == 20 * (without_embedding + 151_680 * 384) // 2**19 == 4848
+    assert costs["tokens"] / 1e9 == pytest.approx(2.54, abs=0.005)
+    costs = plan(load_recipe(FOLDER / "fully_looped/small_flt.yaml", ["training.count_embedding=false"]))
     assert costs["parameters without embedding"] == without_embedding
-    assert 0 <= costs["tokens"] - 20 * without_embedding < 512 * 1024
+    assert costs["steps"] == 20 * without_embedding // 2**19
+    assert costs["tokens"] / 1e9 == pytest.approx(1.38, abs=0.005)
+
+
+def test_flt_recipes_are_what_its_code_runs():
+    """Rates times sqrt(768 / d), no warm-up, the last fifth of the steps linear, one token before every document."""
+    small = load_recipe(FOLDER / "fully_looped/small_lt.yaml")
+    assert (small.data.document_tokens, small.data.start_token, small.data.sequence_length) == (
+        "start", "<|im_start|>", 1024,
+    )  # fmt: skip
+    optimizer, schedule = small.optimizer, small.schedule
+    assert (optimizer.name, optimizer.betas, optimizer.eps) == ("muon", [0.8, 0.95], 1e-10)
+    assert (optimizer.embedding_lr, optimizer.head_lr, optimizer.reference_width) == (0.2, 4e-3, 768)
+    assert (optimizer.muon_lr, optimizer.muon_momentum, optimizer.muon_momentum_start) == (0.02, 0.95, 0.85)
+    assert (optimizer.muon_momentum_steps, optimizer.weight_decay, optimizer.muon_weight_decay) == (300, 0, 0)
+    assert (optimizer.clip, schedule.warmup_steps) == (1.0, 0)
+    assert small.training.rows_per_step * small.data.sequence_length == 2**19
+    (scheduler,) = build_schedulers([torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)], schedule, 1000)
+    rates = []
+    for step in (0, 500, 800, 801, 900, 999):
+        set_learning_rates([scheduler], step)
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1, 1, 1, 199 / 200, 0.5, 1 / 200])
+
+
+FLT_SYSTEMS = ["lt", "lt_input", "lt_attention", "flt"]
+FLT_SWEEPS = {  # (systems, layers, loops) that a table or figure shows
+    "table_1_small": {(system, 6, loops) for system in FLT_SYSTEMS for loops in (3, 6, 9)},
+    "table_1_base": {(system, 12, loops) for system in FLT_SYSTEMS for loops in (3, 6, 9)},
+    "figure_4": {(system, 12, 12) for system in FLT_SYSTEMS},
+    "diagnostics": {(system, 6, loops) for system in [*FLT_SYSTEMS, "flt_residual"] for loops in (6, 9, 12)},
+}
+
+
+@pytest.mark.parametrize("sweep_name", FLT_SWEEPS)
+def test_flt_sweeps_hold_what_is_shown_once(sweep_name):
+    runs = load_sweep(FOLDER / f"fully_looped/{sweep_name}.sweep.yaml")
+    shown = [tuple(run.recipe.model[key] for key in ("preset", "num_core_layers", "num_loops")) for run in runs]
+    assert set(shown) == FLT_SWEEPS[sweep_name] and len(shown) == len(set(shown))
+    for run in runs:
+        steps = plan(run.recipe)["steps"]
+        assert steps == 2000 if sweep_name == "diagnostics" else steps > 4000
+        assert run.recipe.evaluation.loops == [1, 3, 6, 9, 12]
+        assert run.recipe.logging.monitor_every == (1 if sweep_name == "diagnostics" else 50)
+
+
+def test_flt_attention_variants():
+    """Table 2: three key/value heads of six; its full attention is the run of figure 4."""
+    configs = {run.name: run.recipe.model_config() for run in load_sweep(FOLDER / "fully_looped/table_2.sweep.yaml")}
+    assert set(configs) == {"gqa", "mla", "swa"}
+    for config in configs.values():
+        assert (config.num_core_layers, config.num_loops, config.num_attention_heads) == (12, 12, 6)
+    assert configs["gqa"].num_key_value_heads == 3 and configs["mla"].kv_latent_size == 128
+    assert (configs["swa"].window_pattern, configs["swa"].sliding_window) == ("SSSL", 256)
+
+
+def test_flt_loss_placement():
+    """END, FEW and STEP of the public code, and what their readouts cost."""
+    runs = load_sweep(FOLDER / "fully_looped/loss_placement.sweep.yaml")
+    assert [run.recipe.model["loop_loss"] for run in runs] == ["terminal", "last_third", "per_loop"]
+    costs = [plan(run.recipe)["training FLOPs per token"] for run in runs]
+    readout = 6 * 151_680 * 384
+    assert [cost - costs[0] for cost in costs] == [0, (3 - 1) * readout, (9 - 1) * readout]  # of nine loops
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "fully_looped").glob("*.yaml")), ids=name)
+def test_flt_recipes_are_evaluated_at_the_budgets(path):
+    recipes = [run.recipe for run in load_sweep(path)] if is_sweep(path) else [load_recipe(path)]
+    assert {tuple(recipe.evaluation.loops) for recipe in recipes} == {(1, 3, 6, 9, 12)}
 
 
 def test_decay_product():

@@ -253,7 +253,7 @@ def test_papers_lists(all_tasks):
     assert [name for name, _ in members(index["readout_nine_lm_eval"])] == nine
     released = [f"readout_{name}" for name in nine]
     assert [name for name, _ in members(index["readout_nine_as_released"])] == released
-    shots = {name: item["num_fewshot"] for name, item in members(index["fully_looped_six"])}
+    shots = {name: item["num_fewshot"] for name, item in members(index["fully_looped_six_lm_eval"])}
     ten = {"piqa": 10, "hellaswag": 10, "arc_easy": 10, "arc_challenge": 10}
     assert shots == {"lambada_openai": 0, "openbookqa": 0, **ten}
     six = "hellaswag arc_challenge arc_easy piqa boolq sciq".split()
