@@ -12,7 +12,7 @@ from scipy import optimize
 
 from eval import fitting, law_plots, laws
 from eval.fitting import FitError, fit, huber, minimize
-from eval.law_forms import PARAMETRIC, TEST_TIME
+from eval.law_forms import PARAMETRIC, TEST_TIME, UNIFIED
 from eval.measures import power_law
 from eval.run_table import Table, collect, read_table, write_table
 from modeling_looped import LoopedConfig
@@ -97,6 +97,43 @@ def test_huber_loss_of_logarithms():
     value = huber(measured * torch.tensor([1.0005, 1.1], dtype=torch.float64), measured).tolist()
     near, far = math.log(1.0005), math.log(1.1)
     assert value == pytest.approx([near**2 / 2, 1e-3 * (far - 0.5e-3)], rel=1e-9)
+
+
+# The forms
+
+EQUATIONS = {  # Parcae: equation 7; (a) to (d) of appendix L; equations 4 and 8, and without conditioning
+    PARAMETRIC: lambda c, n, d, t, mu: c["E"] + c["X"] * n ** -c["x"] + c["Y"] * d ** -c["y"],
+    TEST_TIME["exponential"]: lambda c, n, d, t, mu: c["L_inf"] + c["Z"] * math.exp(-c["z"] * t),
+    TEST_TIME["shifted_power"]: lambda c, n, d, t, mu: c["L_inf"] + c["Z"] * (1 + t) ** -c["z"],
+    TEST_TIME["power"]: lambda c, n, d, t, mu: c["L_inf"] + c["Z"] * t ** -c["z"],
+    TEST_TIME["power_without_floor"]: lambda c, n, d, t, mu: c["Z"] * t ** -c["z"],
+    UNIFIED["learned"]: lambda c, n, d, t, mu: training_law(c, n, d) + decay(c, t * mu ** -c["gamma"]),
+    UNIFIED["one"]: lambda c, n, d, t, mu: training_law(c, n, d) + decay(c, t / mu),
+    UNIFIED["none"]: lambda c, n, d, t, mu: training_law(c, n, d) + decay(c, t),
+}
+
+
+def training_law(c, n, d) -> float:
+    return EQUATIONS[PARAMETRIC](c, n, d, None, None)
+
+
+def decay(c, t) -> float:
+    return c["Z"] * math.exp(-c["z"] * t)
+
+
+@pytest.mark.parametrize("law", EQUATIONS, ids=lambda law: law.formula)
+def test_laws_are_the_equations(law):
+    rows = table(at_test_depths(training_rows(SMALL), 1.5, 3.0, 1.0))
+    columns = rows.columns(law.columns)
+    centred = law.centred(columns)
+    free = centred.starts(torch.Generator().manual_seed(1), 3, 3.0)
+    for each in free:
+        c = {name: value.item() for name, value in centred.coefficients(each).items()}
+        expected = [
+            EQUATIONS[law](c, row["effective_parameters"], row["tokens"], row["test_depth"], row["mean_depth"])
+            for row in rows.rows
+        ]
+        assert centred.log(each[None], columns)[0].exp().tolist() == pytest.approx(expected, rel=1e-9)
 
 
 # The training laws
