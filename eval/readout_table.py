@@ -39,7 +39,7 @@ from .measures import token_rms
 from .run_folder import RunFolder
 
 
-MEASURES = {"norm": "||H_K||", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
+MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
 
 
 def find_runs(folders: list[str]) -> list[RunFolder]:
