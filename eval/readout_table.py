@@ -9,8 +9,8 @@ is in. For every run:
 
     norm              mean over tokens of ||H_K||
     perplexity        of the readout after the last loop
-    trained loss      exp of the cross-entropy that is trained: of the last loop, its mean over loops, or weighted by
-                      the exit distribution. The paper's table 2 has this one.
+    trained loss      exp of the cross-entropy that is trained: of the last loop, its mean over loops, weighted by the
+                      exit distribution, or that of logits so weighted. The paper's table 2 has this one.
 
 Runs that differ in their seed alone are one system: mean and sample standard deviation.
 """
@@ -21,6 +21,7 @@ import re
 import shlex
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from .measures import token_rms
 from .run_folder import RunFolder
 
 
-MEASURES = {"norm": "||H_K||", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
+MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
 
 
 def find_runs(folders: list[str]) -> list[RunFolder]:
@@ -60,45 +61,57 @@ def windows(run: RunFolder) -> PackedRows:
 
 
 @torch.no_grad()
-def sums_of(model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed over tokens: cross-entropy after every loop, the same weighted by the exit distribution, norm after every
-    loop; [3, loops]."""
+def sums_of(model, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Over all tokens: cross-entropy and norm after every loop, [loops] each; with a gate, the cross-entropies
+    weighted by the exit distribution, and the cross-entropy of logits so weighted."""
     depth = model.config.num_loops
     outputs = model.model(
         ids, num_loops=depth, use_cache=False, output_loop_hidden_states=True, output_loop_readout_states=True
     )
     states, exits = outputs.loop_hidden_states, None
+    sums = {"losses": torch.zeros(depth, dtype=torch.float64), "norms": torch.zeros(depth, dtype=torch.float64)}
     if model.exit_gate is not None:
         last = torch.full((len(ids), 1), depth - 1, device=ids.device)
         exits = exit_log_probabilities(torch.stack([model.gate(state) for state in states]), last).exp()
-    found = torch.zeros(3, depth, dtype=torch.float64)
+        sums |= {"expected": torch.zeros((), dtype=torch.float64)}
+    mixed = 0.0
     for loop, (state, readout) in enumerate(zip(states, outputs.loop_readout_states)):
-        losses = token_losses(model.decode(readout, loop), targets).double()
-        found[0, loop] = losses.sum()
+        logits = model.decode(readout, loop)
+        losses = token_losses(logits, targets).double()
+        sums["losses"][loop] = losses.sum()
+        sums["norms"][loop] = token_rms(state).double().sum() * math.sqrt(state.shape[-1])
         if exits is not None:
-            found[1, loop] = (losses * exits[loop]).sum()
-        found[2, loop] = token_rms(state).double().sum() * math.sqrt(state.shape[-1])
-    return found
+            sums["expected"] += (losses * exits[loop]).sum().cpu()
+            mixed = mixed + logits * exits[loop][..., None]
+    if exits is not None:
+        sums["mixed"] = token_losses(mixed, targets).double().sum().cpu()
+    return sums
 
 
 def measure(model, rows: PackedRows, batch_size: int) -> dict:
     """What the table needs of one run, and the same of every loop."""
-    device, sums = model.lm_head.weight.device, torch.zeros(3, model.config.num_loops, dtype=torch.float64)
-    labelled = tokens = 0
+    device, sums, labelled, tokens = model.lm_head.weight.device, Counter(), 0, 0
     for start in range(0, len(rows), batch_size):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
         ids, targets = batch["input_ids"][:, :-1].to(device), batch["labels"][:, 1:].to(device)
-        sums += sums_of(model, ids, targets)
+        for name, found in sums_of(model, ids, targets).items():
+            sums[name] = sums[name] + found
         labelled += (targets != IGNORE_INDEX).sum().item()
         tokens += ids.numel()
-    losses, weighted, norms = (sums[0] / labelled).tolist(), (sums[1] / labelled).sum().item(), sums[2] / tokens
-    trained = {"per_loop": statistics.fmean(losses), "exit_weighted": weighted}.get(model.config.loop_loss, losses[-1])
+    losses, norms = (sums["losses"] / labelled).tolist(), (sums["norms"] / tokens).tolist()
+    exits = {name: sums[name].item() / labelled for name in ("expected", "mixed") if name in sums}
+    trained = {
+        "per_loop": statistics.fmean(losses),
+        "exit_weighted": exits.get("expected"),
+        "exit_weighted_logits": exits.get("mixed"),
+    }
     return {
-        "norm": norms[-1].item(),
+        "norm": norms[-1],
         "perplexity": perplexity(losses[-1]),
-        "trained": perplexity(trained),
+        "trained": perplexity(trained.get(model.config.loop_loss, losses[-1])),
         "loss_at": losses,
-        "norm_at": norms.tolist(),
+        "norm_at": norms,
+        **{f"loss_{name}": loss for name, loss in exits.items()},
         "windows": len(rows),
         "targets": labelled,
     }
@@ -151,6 +164,8 @@ def table(systems: dict[str, dict]) -> str:
 def cell(value: dict | None) -> str:
     if value is None:
         return "–"
+    if abs(value["mean"]) >= 1e6:
+        return f"{value['mean']:.3g}" + ("" if value["deviation"] is None else f" ± {value['deviation']:.3g}")
     digits = 0 if abs(value["mean"]) >= 1000 else 1 if abs(value["mean"]) >= 100 else 2
     deviation = "" if value["deviation"] is None else f" ± {value['deviation']:,.{digits}f}"
     return f"{value['mean']:,.{digits}f}{deviation}"

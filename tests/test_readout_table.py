@@ -47,7 +47,7 @@ def make_run(folder, preset: str, seed: int, text: str = TEXT, **data):
 def naive(folder, ids: list[int]) -> dict:
     """Each window by itself, each depth a pass of its own."""
     model = LoopedForCausalLM.from_pretrained(folder / "final").double().eval()
-    losses, weighted, norms = [[] for _ in range(LOOPS)], [], []
+    losses, weighted, mixed, norms = [[] for _ in range(LOOPS)], [], [], []
     for start in range(0, len(ids) - LENGTH, STRIDE):
         window = torch.tensor(ids[start : start + LENGTH])
         targets = torch.tensor(ids[start + 1 : start + LENGTH + 1])
@@ -58,16 +58,20 @@ def naive(folder, ids: list[int]) -> dict:
         state = outputs[-1].loop_hidden_states[-1][0]
         norms += state.square().sum(-1).sqrt().tolist()
         if model.exit_gate is not None:
-            stay, expected = 1.0, 0.0
+            stay, expected, logits = 1.0, 0.0, 0.0
             for k, of_loop in enumerate(of_loops):
                 leave = torch.sigmoid(model.exit_gate(outputs[-1].loop_hidden_states[k][0])[:, 0])
                 p = stay if k == LOOPS - 1 else stay * leave
                 expected, stay = expected + p * of_loop, stay * (1 - leave)
+                logits = logits + torch.as_tensor(p)[:, None] * outputs[k].logits[0]
             weighted += expected.tolist()
+            mixed += F.cross_entropy(logits, targets, reduction="none").tolist()
     means = [statistics.fmean(of_loop) for of_loop in losses]
     trained = {"terminal": means[-1], "per_loop": statistics.fmean(means)}.get(model.config.loop_loss)
     trained = statistics.fmean(weighted) if trained is None else trained
     found = {"norm": statistics.fmean(norms), "perplexity": math.exp(means[-1]), "trained": math.exp(trained)}
+    if mixed:
+        found["loss_mixed"] = statistics.fmean(mixed)
     return {**found, "loss_at": means, "targets": len(losses[0])}
 
 
@@ -82,6 +86,8 @@ def test_every_position_of_every_window_counts(tmp_path, system):
     assert found["targets"] == expected["targets"] == 5 * LENGTH
     for name in ("norm", "perplexity", "trained", "loss_at"):
         assert found[name] == pytest.approx(expected[name], rel=1e-9), name
+    assert ("loss_mixed" in found) == (system == "exit_weighted")
+    assert found.get("loss_mixed", 0) == pytest.approx(expected.get("loss_mixed", 0), rel=1e-9)
     assert (found["trained"] == found["perplexity"]) == (system == "terminal")
 
 
