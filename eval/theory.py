@@ -1,5 +1,6 @@
 """How the state and its updates grow with the number of loops (On the Residual Scaling of Looped Transformers).
 
+These are models of this family, pre-norm by default; theorems.py has the theorems' own, without norms.
 Models are made from a config at several N and trained for a few steps on fixed random tokens, as in the paper's
 section 5.1: residual scaling "none" eps = 1, "sqrt" 1/sqrt N, "linear" 1/N, "factored" 1/(N sqrt L). "looped" applies
 L layers N times; "unshared" is a stack of N independent copies of the same L layers.
@@ -263,17 +264,22 @@ def loop_cosine(
 ) -> dict:
     """Cosines between the increments of different loops (figures 3, 6, 8; workshop, figure 2).
 
-    "model": this model as it is, over `num_loops`. "looped" and "unshared": fresh models of its config without
-    residual scaling, `copies` passes of shared layers against as many independent copies, after `steps` optimizer
-    steps. Shared weights give dense positive cosines, independent ones give none; `energy` is R^2 and its parts.
+    "model": this model as it is, over `num_loops` (figures 6 and 8: after training). "looped" and "unshared": fresh
+    models of its config without residual scaling, `copies` passes of shared layers against as many independent
+    copies, after `steps` optimizer steps (figure 3); copies = 0 leaves them out. Shared weights give dense positive
+    cosines, independent ones give none; `energy` is R^2 and its parts.
     """
     depth = depth_of(model, num_loops)
-    if depth < 2 or copies < 2:
-        raise ValueError(f"cosines between loops need at least 2 of them, got num_loops={depth} and copies={copies}")
+    if depth < 2 or copies == 1 or copies < 0:
+        raise ValueError(
+            f"cosines between loops need at least 2 of them, got num_loops={depth} and copies={copies} (0: none)"
+        )
     config = model.config
     eps = config.residual_factor(depth if config.residual_depth == "run" else config.num_loops)
     result = {"num_loops": depth, "copies": copies, "steps": steps}
     result["model"] = increments(trace(model, batch, depth).trajectory, eps)
+    if not copies:
+        return result
     result["looped"] = increments_of_stack(config, "looped", copies, steps, lr, num_tokens)
     reason = why_not_unshared(config)
     if reason:

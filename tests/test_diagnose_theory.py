@@ -127,6 +127,12 @@ def test_loop_cosine_tells_shared_weights_from_independent_ones():
     assert result["looped"]["energy"]["quadratic"] > 4 * result["looped"]["energy"]["quadratic_diagonal"]
 
 
+def test_cosines_of_a_trained_model_alone():
+    """Figures 6 and 8 are of the model itself: no fresh ones beside it."""
+    model = tiny_model()
+    assert set(theory.loop_cosine(model, BATCH, copies=0)) == {"num_loops", "copies", "steps", "model"}
+
+
 def test_sixty_four_unshared_copies_of_twelve_layers_fit():
     config = theorem_config(num_core_layers=12, hidden_size=32, intermediate_size=64)
     stack = theory.increments_of_stack(config, "unshared", 64, steps=0, lr=1e-4, num_tokens=8)
@@ -230,6 +236,8 @@ def test_other_bad_input_is_refused():
         theory.update_size(tiny_config(), steps=0)
     with pytest.raises(ValueError, match="at least 2 of them, got num_loops=1"):
         theory.loop_cosine(tiny_model(), BATCH, num_loops=1)
+    with pytest.raises(ValueError, match="got num_loops=3 and copies=1"):
+        theory.loop_cosine(tiny_model(), BATCH, copies=1)
     with pytest.raises(ValueError, match="at least 3 positive learning rates"):
         transfer.lr_transfer(tiny_config(), BATCH, rates=[1e-3, 1e-2])
     with pytest.raises(ValueError, match="at least 2 of them; got 1"):

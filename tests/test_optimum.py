@@ -1,11 +1,12 @@
 """The optimum of a curve and its interval: against a parabola that is known, with and without noise."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from eval.optimum import nearest, optimum, shift, shifts, written
+from eval.optimum import main, nearest, optimum, shift, shifts, written
 
 
 OCTAVES = [2.0**k for k in range(-12, -4)]
@@ -114,6 +115,20 @@ def test_shifts_in_octaves():
         "2": found,
         "4": {"octaves": None},
     }
+
+
+def test_optima_of_a_file(tmp_path, capsys):
+    curves = {str(n): {"loss": valley(PAPER, lowest)} for n, lowest in ((1, 1e-3), (2, 2e-3))}
+    result = {"rates": PAPER, "panels": [{"rule": "sqrt", "layers": 12, "curves": curves}]}
+    path = tmp_path / "lr_transfer.json"
+    path.write_text(json.dumps({"measure": "lr_transfer", "result": result}))
+    main([str(path)])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("sqrt, 12 layers, N = 1: 0.001 [0.001, 0.001]")
+    assert second.endswith("octaves from the first +1.00 [+1.00, +1.00]")
+    path.write_text(json.dumps({"measure": "spectral", "result": {}}))
+    with pytest.raises(ValueError, match="holds no learning rates"):
+        main([str(path)])
 
 
 def test_a_line_for_each_outcome():
