@@ -65,6 +65,10 @@ def losses(output):
     return [record["loss"] for record in read_metrics(Path(output) / "metrics.jsonl") if "loss" in record]
 
 
+def metrics_of(output, name):
+    return [record[name] for record in read_metrics(Path(output) / "metrics.jsonl") if name in record]
+
+
 def in_process(recipe, arguments, **kwargs):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
     return subprocess.Popen(
@@ -306,6 +310,30 @@ def test_the_number_of_processes_does_not_matter(config, text, tmp_path):
     assert evaluations[0][-1] == pytest.approx(evaluations[1][-1], rel=2e-4)
 
 
+def test_depths_of_micro_batches_do_not_depend_on_how_rows_are_passed(text, tmp_path):
+    """Rows that share a depth are those of the recipe, whatever a forward pass takes."""
+    for size in (1, 4, 8):
+        more = [f"training.micro_batch_size={size}", "depth.rows_per_draw=2", "training.steps=3", "optimizer.lr=1e-3"]
+        main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / str(size), *more)])
+    loops = [metrics_of(tmp_path / str(size), "loops") for size in (1, 4, 8)]
+    assert loops[0] == loops[1] == loops[2]
+    # 8 rows, two to a draw: means are quarters
+    assert all(mean * 4 == int(mean * 4) for mean in loops[0]) and len(set(loops[0])) > 1
+    for size in (1, 4):
+        assert losses(tmp_path / str(size)) == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
+
+
+def test_the_mean_depth_follows_its_curriculum_also_after_a_resume(text, tmp_path):
+    """6 loops of which the last 2 have gradients: 2 + ceil(4 t / 4) at step t, then 6; both: ceil(t) + ceil(t / 2)."""
+    more = ["model.num_loops=6", "depth.sampler=fixed", "depth.per=batch", "depth.rows_per_draw=null"]
+    more += ["depth.curriculum=linear", "depth.curriculum_steps=4", "training.save_every=1"]
+    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / "a", *more, "training.stop_after=3")])
+    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / "a", *more)])
+    assert metrics_of(tmp_path / "a", "loops") == [2, 3, 4, 5, 6, 6]
+    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / "b", *more, "depth.curriculum_target=both")])
+    assert metrics_of(tmp_path / "b", "loops") == [1, 2, 3, 5, 6, 6]
+
+
 def test_a_loss_that_is_no_number_stops_the_run(text, tmp_path):
     main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "optimizer.name=adamw", "training.stop_after=3")])
     broken = settings(text, tmp_path, "optimizer.name=adamw", "optimizer.lr=1e30", "optimizer.embedding_lr=1e30")
@@ -352,7 +380,7 @@ def half_done(text, tmp_path_factory):
         ("parcae", ["data.document_masking=true"], "data.document_masking was False, is True"),
         ("parcae", ["data.tokenizer_vocab_size=380"], "tokenizer was '[0-9a-f]{64}', is '[0-9a-f]{64}'"),
         ("parcae", ["data.max_documents=100"], r"data.rows was \d+, is \d+; data.sampled_rows was '\w{16}', is"),
-        ("parcae", ["optimizer.name=adamw", "training.resume=changed"], "optimizer.name was 'muon', is 'adamw'"),
+        ("parcae", ["optimizer.name=adamw", "training.resume=changed"], "optimizer.name was 'normuon', is 'adamw'"),
         ("parcae", ["optimizer.muon_lr=1e-4"], "optimizer.muon_lr was 0.008, is 0.0001.*resume=changed"),
         ("parcae", ["schedule.warmup_steps=1"], "schedule.warmup_steps was 0, is 1.*resume=changed"),
         ("lt", [], "model.injection was 'diagonal', is 'none'"),

@@ -244,6 +244,22 @@ def test_parcae_trains_with_the_optimizer_of_table_21():
             assert recipe.training.rows_per_step * recipe.data.sequence_length == 256 * 2048
 
 
+def test_flt_trains_with_the_plain_muon_of_its_code():
+    """0.02 without decay, momentum from 0.85 to 0.95 over 300 steps; rates fall to zero over the last fifth."""
+    for path in (FOLDER / "fully_looped").glob("*.yaml"):
+        if is_sweep(path):
+            continue
+        recipe = load_recipe(path)
+        optimizer, schedule = recipe.optimizer, recipe.schedule
+        assert (optimizer.name, optimizer.muon_lr, optimizer.muon_weight_decay) == ("muon", 0.02, 0.0), path
+        assert (optimizer.muon_momentum_start, optimizer.muon_momentum) == (0.85, 0.95)
+        assert (optimizer.muon_momentum_steps, optimizer.clip, optimizer.weight_decay) == (300, 1.0, 0.0)
+        assert (optimizer.embedding_lr, optimizer.head_lr, optimizer.reference_width) == (0.2, 0.004, 768)
+        assert (optimizer.betas, optimizer.eps) == ([0.8, 0.95], 1e-10)
+        assert (schedule.name, schedule.warmup_steps, schedule.decay_fraction) == ("wsd", 0, 0.2)
+        assert schedule.final_ratio == 0.0
+
+
 def test_flops_are_those_of_the_formula():
     """C = (2 N1 + 6 N2) D and attention, written out for Parcae 140M: mean depth 8, 4 loops with gradients."""
     costs = plan(load_recipe(FOLDER / "parcae/small.yaml"))
