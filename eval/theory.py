@@ -1,9 +1,9 @@
 """How the state and its updates grow with the number of loops (On the Residual Scaling of Looped Transformers).
 
-These are models of this family, pre-norm by default; theorems.py has the theorems' own, without norms.
-Models are made from a config at several N and trained for a few steps on fixed random tokens, as in the paper's
-section 5.1: residual scaling "none" eps = 1, "sqrt" 1/sqrt N, "linear" 1/N, "factored" 1/(N sqrt L). "looped" applies
-L layers N times; "unshared" is a stack of N independent copies of the same L layers.
+Models of this family, pre-norm by default (theorems.py has the theorems' own, without norms), are made from a config
+at several N and trained for a few steps on fixed random tokens, as in the paper's section 5.1: residual scaling "none"
+eps = 1, "sqrt" 1/sqrt N, "linear" 1/N, "factored" 1/(N sqrt L). "looped" applies L layers N times; "unshared" is a
+stack of N independent copies of the same L layers.
 """
 
 import copy
