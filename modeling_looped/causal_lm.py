@@ -41,7 +41,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self.model = LoopedModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
-        self.exit_gate = linear(config.hidden_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
+        self.exit_gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
         self.post_init()
 
     @can_return_tuple

@@ -44,10 +44,11 @@ def check_pass(
     check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
     if initial_state is not None:
         check_takes_initial_state(config)
-        if initial_state.shape != inputs_embeds.shape:
+        shape = (*inputs_embeds.shape[:-1], config.state_size)
+        if initial_state.shape != shape:
             raise ValueError(
-                f"initial_state has shape {tuple(initial_state.shape)}, but the embedded input is "
-                f"{tuple(inputs_embeds.shape)}; they must be equal"
+                f"initial_state has shape {tuple(initial_state.shape)}, but the state of this input is {shape}; they "
+                "must be equal"
             )
     if every_loop and config.residual_depth == "run":
         raise ValueError(

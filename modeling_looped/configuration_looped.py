@@ -16,7 +16,7 @@
 import difflib
 import functools
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict, validated_field
 from huggingface_hub.errors import StrictDataclassError
@@ -55,6 +55,15 @@ def raise_value_errors(cls):
     validate.__is_defined_by_strict_decorator__ = True  # lets a subclass be @strict again
     cls.validate = validate
     return cls
+
+
+class BlockSizes(NamedTuple):
+    """Sizes of the blocks of one section: prelude, core or coda."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
 
 
 def readable_format(version: int):
@@ -99,6 +108,8 @@ class LoopedConfig(PreTrainedConfig):
         state_init: h_0 is the "embedding" e, "zeros", or "normal": noise of `state_init_std` that the training loop
             passes as `initial_state`; without one it is zeros, so nothing in the model is random in eval.
         inter_loop_norm: "none", "own", or "shared" with the readout (Ouro). loop_damping: a learned factor below 1.
+        core_hidden_size, core_intermediate_size, core_num_attention_heads: sizes of the state and the core's blocks,
+            where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
     Readouts
         readout_norm: "rmsnorm", "layernorm", "none", or "final_only": raw below `num_loops`, normed from there on.
         coda_input: what enters the coda: H ("none"), its readout norm ("norm", Huginn), or C·H ("linear", Parcae).
@@ -164,6 +175,9 @@ class LoopedConfig(PreTrainedConfig):
     prelude_norm: bool = False
     inter_loop_norm: Literal["none", "own", "shared"] = "none"
     loop_damping: bool = False
+    core_hidden_size: int | None = None
+    core_intermediate_size: int | None = None
+    core_num_attention_heads: int | None = None
 
     # readouts and losses
     readout_norm: Literal["rmsnorm", "layernorm", "none", "final_only"] = "rmsnorm"
@@ -263,6 +277,19 @@ class LoopedConfig(PreTrainedConfig):
         return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
 
     @property
+    def state_size(self) -> int:
+        """Width of the state that is carried from loop to loop."""
+        return self.hidden_size if self.core_hidden_size is None else self.core_hidden_size
+
+    def block_sizes(self, section: str) -> BlockSizes:
+        heads, key_value_heads = self.num_attention_heads, self.num_key_value_heads
+        if section != "core":
+            return BlockSizes(self.hidden_size, self.intermediate_size, heads, key_value_heads)
+        core_heads = heads if self.core_num_attention_heads is None else self.core_num_attention_heads
+        core_mlp = self.intermediate_size if self.core_intermediate_size is None else self.core_intermediate_size
+        return BlockSizes(self.state_size, core_mlp, core_heads, core_heads * key_value_heads // heads)
+
+    @property
     def num_hidden_layers(self) -> int:
         """Key/value slots of a pass at the configured depth: P + Q + C * num_loops."""
         return num_slots(self, self.num_loops)
@@ -340,6 +367,10 @@ class LoopedConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("core_hidden_size", "core_intermediate_size", "core_num_attention_heads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         for name in ("num_prelude_layers", "num_coda_layers", "norm_penalty", "exit_entropy_weight"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
@@ -371,6 +402,13 @@ class LoopedConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}; every key/value head serves equally many query heads"
+            )
+        core_heads, group = self.core_num_attention_heads, self.num_attention_heads // self.num_key_value_heads
+        if core_heads is not None and core_heads % group != 0:
+            raise ValueError(
+                f"core_num_attention_heads={core_heads} is not a multiple of the {group} query heads that share a "
+                f"key/value head (num_attention_heads={self.num_attention_heads}, "
+                f"num_key_value_heads={self.num_key_value_heads})"
             )
         if self.position_embedding == "rope" and self.head_dim % 2 != 0:
             raise ValueError(
@@ -419,6 +457,7 @@ class LoopedConfig(PreTrainedConfig):
                 f"with injection='none' and state_init={self.state_init!r} the input never reaches the loop: set "
                 "state_init to 'embedding', or choose an injection"
             )
+        self._validate_state_size()
         if self.injection_norm and self.injection in ("none", "attention_first", "attention_all"):
             raise ValueError(
                 "injection_norm is a norm on the sum of state and input, but with "
@@ -437,6 +476,24 @@ class LoopedConfig(PreTrainedConfig):
                 f"nothing to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
                 f"norm_penalty={self.norm_penalty} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
             )
+
+    def _validate_state_size(self):
+        """A state of another width meets the input and the coda through learned maps only."""
+        if self.state_size == self.hidden_size:
+            return
+        wanted = {
+            "injection": ("concat", "diagonal"),
+            "state_init": ("zeros", "normal"),
+            "coda_input": ("linear",),
+            "inter_loop_norm": ("none", "own"),
+            "exit_gate": ("none", "raw"),
+        }
+        for name, values in wanted.items():
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"a state of core_hidden_size={self.core_hidden_size} beside hidden_size={self.hidden_size} needs "
+                    f"{name} to be {' or '.join(map(repr, values))}, got {getattr(self, name)!r}"
+                )
 
     def _validate_readout(self):
         no_norm = self.readout_norm == "none"

@@ -35,6 +35,9 @@ def can_decode_apart(
         "an assistant's cache": config.is_assistant,
         "a quantized cache, which cannot be cropped": isinstance(cache, QuantizedCache),
         "an offloaded cache": getattr(cache, "offloading", False),
+        "a core with key/value heads of its own": (
+            model.config.block_sizes("core").num_key_value_heads != model.config.num_key_value_heads
+        ),
     }
     found = [name for name, stands in obstacles.items() if stands]
     return found[0] if found else batch_bound(processors, criteria)

@@ -302,6 +302,12 @@ class LoopedGenerationMixin(GenerationMixin):
         """Continuous batching, at the configured depth."""
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         self._refuse_in_batches({name: value for name, value in given.items() if value is not None})
+        sizes = self.config.block_sizes("core")
+        if sizes.num_key_value_heads != self.config.num_key_value_heads:
+            raise ValueError(
+                f"generate_batch holds equally many key/value heads of every layer, but the core has "
+                f"{sizes.num_key_value_heads} and the other layers {self.config.num_key_value_heads}: use generate"
+            )
         return super().generate_batch(inputs, generation_config, *args, **kwargs)
 
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):

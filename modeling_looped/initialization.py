@@ -25,15 +25,15 @@ def orthogonal(weight, std: float):
     init.orthogonal_(weight, gain=std * math.sqrt(max(weight.shape)))
 
 
-def small_std(config) -> float:
-    return math.sqrt(2 / (5 * config.hidden_size))
+def small_std(width: int) -> float:
+    return math.sqrt(2 / (5 * width))
 
 
-def normal(weight, role, config):
+def normal(weight, role, config, width):
     truncated_normal(weight, config.initializer_range)
 
 
-def scaled_zero(weight, role, config):
+def scaled_zero(weight, role, config, width):
     """Parcae: orthogonal, residual outputs zero, value tables N(0, 1)."""
     if role == "output":
         init.zeros_(weight)
@@ -42,20 +42,20 @@ def scaled_zero(weight, role, config):
     elif role == "value_gate":
         init.kaiming_uniform_(weight, a=math.sqrt(5))  # the default of nn.Linear
     elif role in ("input", "embedding", "head", "readout"):
-        orthogonal(weight, small_std(config))
+        orthogonal(weight, small_std(width))
     else:
-        truncated_normal(weight, small_std(config))
+        truncated_normal(weight, small_std(width))
 
 
-def takase(weight, role, config):
+def takase(weight, role, config, width):
     """Huginn and RDM: sqrt(2/5d) everywhere, residual outputs divided by sqrt(2 L) with L the unrolled depth."""
-    std = small_std(config)
+    std = small_std(width)
     if role == "output":
         std /= math.sqrt(2 * config.num_hidden_layers)
     truncated_normal(weight, std)
 
 
-def zero_output(weight, role, config):
+def zero_output(weight, role, config, width):
     """FLT, table 3: embedding N(0, 1), head N(0, 0.001^2), inputs uniform with variance 1 / fan_in, outputs zero."""
     if role == "embedding":
         init.normal_(weight)
@@ -67,7 +67,7 @@ def zero_output(weight, role, config):
     elif role == "output":
         init.zeros_(weight)
     else:
-        normal(weight, role, config)
+        normal(weight, role, config, width)
 
 
 INIT_SCHEMES = {"normal": normal, "scaled_zero": scaled_zero, "takase": takase, "zero_output": zero_output}
@@ -81,13 +81,15 @@ def init_module(module: nn.Module, config) -> bool:
     elif isinstance(module, LoopDamping):
         init.constant_(module.logit, module.initial_logit)
     elif isinstance(module, (nn.Linear, nn.Embedding)):
-        role = getattr(module, "init_role", None)
-        if role == "identity":
+        role, width = getattr(module, "init_role", None), getattr(module, "init_width", None) or config.hidden_size
+        if role == "identity" and module.weight.shape[0] == module.weight.shape[1]:
             init.eye_(module.weight)
+        elif role == "identity":  # into a state of another width: what comes nearest (Parcae)
+            init.orthogonal_(module.weight)
         elif role in (None, "position", "gate"):  # heads for classification, positions: the same in every scheme
-            normal(module.weight, role, config)
+            normal(module.weight, role, config, width)
         else:
-            INIT_SCHEMES[config.init_scheme](module.weight, role, config)
+            INIT_SCHEMES[config.init_scheme](module.weight, role, config, width)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:

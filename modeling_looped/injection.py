@@ -28,7 +28,7 @@ class NoInjection(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.norm = block_norm(config) if config.injection_norm else None
+        self.norm = block_norm(config, config.state_size) if config.injection_norm else None
 
     def normed(self, x):
         return x if self.norm is None else self.norm(x)
@@ -52,7 +52,7 @@ class ConcatInjection(NoInjection):
 
     def __init__(self, config):
         super().__init__(config)
-        self.proj = linear(2 * config.hidden_size, config.hidden_size, "adapter")
+        self.proj = linear(config.state_size + config.hidden_size, config.state_size, "adapter")
 
     def forward(self, state, embedded):
         return self.normed(self.proj(torch.cat([state, embedded], dim=-1)))
@@ -63,9 +63,9 @@ class DiagonalInjection(NoInjection):
 
     def __init__(self, config):
         super().__init__(config)
-        self.log_rate = nn.Parameter(torch.zeros(config.hidden_size))
-        self.dt_bias = nn.Parameter(torch.zeros(config.hidden_size))
-        self.input_proj = linear(config.hidden_size, config.hidden_size, "identity")
+        self.log_rate = nn.Parameter(torch.zeros(config.state_size))
+        self.dt_bias = nn.Parameter(torch.zeros(config.state_size))
+        self.input_proj = linear(config.hidden_size, config.state_size, "identity")
 
     @staticmethod
     def initial_dt_bias() -> float:

@@ -51,8 +51,8 @@ class LoopedRMSNorm(nn.Module):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
 
 
-def block_norm(config) -> LoopedRMSNorm:
-    return LoopedRMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_affine)
+def block_norm(config, size: int | None = None) -> LoopedRMSNorm:
+    return LoopedRMSNorm(config.hidden_size if size is None else size, config.rms_norm_eps, config.norm_affine)
 
 
 def readout_norm(config) -> nn.Module | None:
@@ -63,10 +63,11 @@ def readout_norm(config) -> nn.Module | None:
     return block_norm(config)
 
 
-def linear(in_features: int, out_features: int, role: str, bias: bool = False) -> nn.Linear:
-    """A linear layer that tells the init schemes what it is for, see initialization.py."""
+def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
+    """A linear layer that tells the init schemes what it is for, see initialization.py. width: of the stream that it
+    belongs to, where that is not hidden_size."""
     module = Linear(in_features, out_features, bias=bias)
-    module.init_role = role
+    module.init_role, module.init_width = role, width
     return module
 
 
@@ -88,31 +89,32 @@ class AttentionSite:
 class LoopedAttention(nn.Module):
     """Grouped-query or latent attention, whose queries may come from another state than its keys and values."""
 
-    def __init__(self, config, layer_idx: int, layer_type: str, value_embedding: bool):
+    def __init__(self, config, sizes, layer_idx: int, layer_type: str, value_embedding: bool):
         super().__init__()
         self.config = config
+        width = sizes.hidden_size
         self.layer_idx = layer_idx  # the first slot
         self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.num_key_value_groups = sizes.num_attention_heads // sizes.num_key_value_heads
         self.scaling = config.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
 
-        query_size = config.num_attention_heads * config.head_dim
-        key_value_size = config.num_key_value_heads * config.head_dim
+        query_size = sizes.num_attention_heads * config.head_dim
+        key_value_size = sizes.num_key_value_heads * config.head_dim
         bias, value_bias = config.attention_bias != "none", config.attention_bias == "qkv"
-        self.q_proj = linear(config.hidden_size, query_size, "input", bias)
+        self.q_proj = linear(width, query_size, "input", bias, width)
         if config.kv_latent_size is None:
             self.kv_down_proj = None
-            key_value_input = config.hidden_size
+            key_value_input = width
         else:
-            self.kv_down_proj = linear(config.hidden_size, config.kv_latent_size, "input")
+            self.kv_down_proj = linear(width, config.kv_latent_size, "input", width=width)
             self.kv_latent_norm = LoopedRMSNorm(config.kv_latent_size, config.rms_norm_eps, affine=False)
             key_value_input = config.kv_latent_size
-        self.k_proj = linear(key_value_input, key_value_size, "input", bias)
-        self.v_proj = linear(key_value_input, key_value_size, "input", value_bias)
-        self.o_proj = linear(query_size, config.hidden_size, "output")
+        self.k_proj = linear(key_value_input, key_value_size, "input", bias, width)
+        self.v_proj = linear(key_value_input, key_value_size, "input", value_bias, width)
+        self.o_proj = linear(query_size, width, "output", width=width)
 
         self.qk_norm = config.qk_norm
         if self.qk_norm == "learned":
@@ -122,8 +124,8 @@ class LoopedAttention(nn.Module):
             self.free_norm = LoopedRMSNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
 
         if value_embedding:
-            channels = min(VALUE_GATE_CHANNELS, config.hidden_size)
-            self.value_gate = linear(channels, config.num_key_value_heads, "value_gate")
+            channels = min(VALUE_GATE_CHANNELS, width)
+            self.value_gate = linear(channels, sizes.num_key_value_heads, "value_gate")
 
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
@@ -191,13 +193,14 @@ class LoopedAttention(nn.Module):
 class LoopedMLP(nn.Module):
     """down(scale * act(gate x) * up x), or down(scale * act(up x)) without a gate."""
 
-    def __init__(self, config):
+    def __init__(self, config, sizes):
         super().__init__()
         self.scale = config.mlp_activation_scale
         self.activation = ACT2FN[config.hidden_act]
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size, "input") if config.mlp_gated else None
-        self.up_proj = linear(config.hidden_size, config.intermediate_size, "input")
-        self.down_proj = linear(config.intermediate_size, config.hidden_size, "output")
+        width, inner = sizes.hidden_size, sizes.intermediate_size
+        self.gate_proj = linear(width, inner, "input", width=width) if config.mlp_gated else None
+        self.up_proj = linear(width, inner, "input", width=width)
+        self.down_proj = linear(inner, width, "output", width=width)
 
     def forward(self, x):
         if self.gate_proj is None:
@@ -215,19 +218,19 @@ class LoopedBlock(GradientCheckpointingLayer):
     residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
     """
 
-    def __init__(self, config, layer: int, first_slot: int, layer_type: str, value_embedding: bool):
+    def __init__(self, config, sizes, layer: int, first_slot: int, layer_type: str, value_embedding: bool):
         super().__init__()
         self.layer = layer  # counted once, whatever the depth
         self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
         self.arrangement = config.block_norm
-        self.self_attn = LoopedAttention(config, first_slot, layer_type, value_embedding)
-        self.mlp = LoopedMLP(config)
-        self.input_layernorm = block_norm(config)
-        self.post_attention_layernorm = block_norm(config)
+        self.self_attn = LoopedAttention(config, sizes, first_slot, layer_type, value_embedding)
+        self.mlp = LoopedMLP(config, sizes)
+        self.input_layernorm = block_norm(config, sizes.hidden_size)
+        self.post_attention_layernorm = block_norm(config, sizes.hidden_size)
         if self.arrangement != "pre":
-            self.attention_output_norm = block_norm(config)
-            self.mlp_output_norm = block_norm(config)
+            self.attention_output_norm = block_norm(config, sizes.hidden_size)
+            self.mlp_output_norm = block_norm(config, sizes.hidden_size)
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(

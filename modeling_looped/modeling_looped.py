@@ -101,22 +101,24 @@ class LoopedModel(LoopedPreTrainedModel):
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
 
         prelude, core, coda = structural_layer_types(config)
-        self.prelude = self._blocks(prelude, first_layer=0, first_slot=prelude_slot(config, 0))
-        self.core = self._blocks(core, first_layer=len(prelude), first_slot=core_slot(config, 0, 0))
-        self.coda = self._blocks(coda, first_layer=len(prelude + core), first_slot=coda_slot(config, 0))
+        self.prelude = self._blocks("prelude", prelude, first_layer=0, first_slot=prelude_slot(config, 0))
+        self.core = self._blocks("core", core, first_layer=len(prelude), first_slot=core_slot(config, 0, 0))
+        self.coda = self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=coda_slot(config, 0))
         if config.value_embeddings:
             self.value_embeds = nn.ModuleDict()
-            for layer in filter(self._has_value_embedding, range(config.num_layers)):
-                table = nn.Embedding(config.vocab_size, config.num_key_value_heads * config.head_dim)
+            for block in (*self.prelude, *self.core, *self.coda):
+                if not self._has_value_embedding(block.layer):
+                    continue
+                table = nn.Embedding(config.vocab_size, block.self_attn.v_proj.out_features)
                 table.init_role = "value_table"
-                self.value_embeds[str(layer)] = table
+                self.value_embeds[str(block.layer)] = table
 
         self.prelude_norm = block_norm(config) if config.prelude_norm else None
         self.injection = INJECTIONS[config.injection](config)
-        self.inter_loop_norm = block_norm(config) if config.inter_loop_norm == "own" else None
+        self.inter_loop_norm = block_norm(config, config.state_size) if config.inter_loop_norm == "own" else None
         self.damping = LoopDamping(config) if config.loop_damping else None
         self.coda_proj = (
-            linear(config.hidden_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
+            linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
         self.norm = readout_norm(config)
         self.gradient_checkpointing = False
@@ -126,12 +128,12 @@ class LoopedModel(LoopedPreTrainedModel):
         """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
         return self.config.value_embeddings and layer % 2 == (self.config.num_layers - 1) % 2
 
-    def _blocks(self, layer_types: list[str], first_layer: int, first_slot: int) -> nn.ModuleList:
+    def _blocks(self, section: str, layer_types: list[str], first_layer: int, first_slot: int) -> nn.ModuleList:
+        sizes = self.config.block_sizes(section)
+        layers = [(first_layer + i, first_slot + i, layer_type) for i, layer_type in enumerate(layer_types)]
         return nn.ModuleList(
-            LoopedBlock(
-                self.config, first_layer + i, first_slot + i, layer_type, self._has_value_embedding(first_layer + i)
-            )
-            for i, layer_type in enumerate(layer_types)
+            LoopedBlock(self.config, sizes, layer, slot, layer_type, self._has_value_embedding(layer))
+            for layer, slot, layer_type in layers
         )
 
     @merge_with_config_defaults
@@ -155,7 +157,7 @@ class LoopedModel(LoopedPreTrainedModel):
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
         backprop_loops: gradients flow through each row's last so many loops; the states before them are constants.
-        initial_state: h_0, [batch, length, hidden], where `state_init` is "normal".
+        initial_state: h_0, [batch, length, config.state_size], where `state_init` is "normal".
         exit_watch: decides after every loop which tokens stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         """
@@ -309,7 +311,9 @@ class LoopedModel(LoopedPreTrainedModel):
     def initial_state(self, embedded, given: torch.Tensor | None):
         if given is not None:
             return given.to(embedded.dtype)
-        return embedded if self.config.state_init == "embedding" else torch.zeros_like(embedded)
+        if self.config.state_init == "embedding":
+            return embedded
+        return embedded.new_zeros(*embedded.shape[:-1], self.config.state_size)
 
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         """Noise for `initial_state`, cut at three standard deviations. The model itself never draws any."""
@@ -317,9 +321,7 @@ class LoopedModel(LoopedPreTrainedModel):
         std = self.config.state_init_std
         if std is None:
             std = (2 / (5 * self.config.hidden_size)) ** 0.5 * self.config.embedding_scale
-        state = torch.empty(
-            batch_size, length, self.config.hidden_size, device=generator.device if generator else None
-        )
+        state = torch.empty(batch_size, length, self.config.state_size, device=generator.device if generator else None)
         return nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std, generator=generator)
 
     def value_embeddings(self, input_ids) -> dict[int, torch.Tensor]:

@@ -49,7 +49,7 @@ def sizes(config) -> Sizes:
 def attention_flops(config, layers: str, length: int) -> int:
     """Forward operations of one token in the attention products of a section's layers."""
     types = dict(zip(("prelude", "core", "coda"), structural_layer_types(config)))[layers]
-    width = config.num_attention_heads * config.head_dim
+    width = config.block_sizes(layers).num_attention_heads * config.head_dim
     keys = (min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in types)
     return sum(4 * width * k for k in keys)
 

@@ -78,7 +78,7 @@ def attention(config, weights: dict, name: str, keys_from, queries_from, window:
     k = linear(weights, f"{name}.k_proj", source, bias=config.attention_bias in ("qk", "qkv"))
     v = linear(weights, f"{name}.v_proj", source, bias=config.attention_bias == "qkv")
     heads = []
-    for head in range(config.num_attention_heads):
+    for head in range(q.shape[-1] // d):
         shared = head // (config.num_attention_heads // config.num_key_value_heads)
         query = q[..., head * d : (head + 1) * d]
         key, value = (x[..., shared * d : (shared + 1) * d] for x in (k, v))
@@ -228,7 +228,9 @@ def forward(config, weights: dict, ids, num_loops: int | None = None, initial_st
         x = block(config, weights, f"model.prelude.{layer}", layer, x, residual_factor(config, 1), ids)
     embedded = norm(config, weights, "model.prelude_norm", x) if config.prelude_norm else x
 
-    state = embedded if config.state_init == "embedding" else torch.zeros_like(embedded)
+    state = embedded
+    if config.state_init != "embedding":
+        state = torch.zeros(*ids.shape, config.core_hidden_size or config.hidden_size, dtype=embedded.dtype)
     if initial_state is not None:
         assert config.state_init == "normal"
         state = initial_state

@@ -62,6 +62,11 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
         loss = choose("loop_loss", *losses)
         choose("norm_penalty", 0.0, *((0.01,) if loss != "gate" else ()))
     choose("logit_softcap", None, 15.0)
+    own_width = injection in ("concat", "diagonal") and state_init != "embedding" and fields["coda_input"] == "linear"
+    if own_width and fields["inter_loop_norm"] != "shared" and fields.get("exit_gate") != "normed":
+        choose("core_hidden_size", None, 20)
+        choose("core_intermediate_size", None, 30)
+        choose("core_num_attention_heads", None, heads // 2 * (heads // fields["num_key_value_heads"]))
 
     # blocks
     choose("block_norm", "pre", "branch_sandwich", "residual_sandwich")

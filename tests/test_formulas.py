@@ -32,6 +32,7 @@ BASE = {
     "initializer_range": 0.2,
 }
 NO_CODA = {"num_coda_layers": 0}
+WIDE_CORE = {"core_hidden_size": 56, "core_intermediate_size": 30, "coda_input": "linear"}
 AXES = {
     "injection": [
         {"injection": "none"},
@@ -51,6 +52,26 @@ AXES = {
         {"injection_norm": True, "injection": "concat"},
         {"injection_norm": True, "injection": "diagonal", "prelude_norm": True},
         {"injection_norm": True, "injection": "residual_all", "prelude_norm": True, "inter_loop_norm": "own"},
+    ],
+    "core_hidden_size": [
+        {**WIDE_CORE, "injection": "diagonal", "state_init": "normal", "prelude_norm": True},
+        {**WIDE_CORE, "injection": "concat", "state_init": "zeros", "inter_loop_norm": "own", "loop_damping": True},
+        {**WIDE_CORE, "injection": "concat", "state_init": "normal", "injection_norm": True, "exit_gate": "raw"},
+        {
+            **WIDE_CORE,
+            "injection": "diagonal",
+            "state_init": "zeros",
+            "num_key_value_heads": 2,
+            "core_num_attention_heads": 6,
+        },
+        {
+            **WIDE_CORE,
+            "injection": "diagonal",
+            "state_init": "zeros",
+            "value_embeddings": True,
+            "core_num_attention_heads": 2,
+        },
+        {**WIDE_CORE, "injection": "diagonal", "state_init": "zeros", "kv_latent_size": 10, **NO_CODA},
     ],
     "state_init": [
         {"state_init": "embedding", "injection": "concat"},
@@ -262,7 +283,7 @@ def case(name: str) -> Case:
     ids = torch.randint(3, config.vocab_size, (3, 6))
     arguments = {}
     if config.state_init == "normal":
-        arguments["initial_state"] = torch.randn(3, 6, config.hidden_size, dtype=torch.float64)
+        arguments["initial_state"] = torch.randn(3, 6, config.state_size, dtype=torch.float64)
     return Case(model, weights, ids, arguments)
 
 

@@ -1,6 +1,7 @@
 """generate() and generate_batch() against an argmax over uncached passes, and against the cache kept by hand."""
 
 import contextlib
+import math
 from dataclasses import fields
 
 import pytest
@@ -450,3 +451,28 @@ def test_continuous_batching_says_what_it_passes_over(monkeypatch):
 def test_paged_cache_of_generate_refuses_a_depth():
     with pytest.raises(ValueError, match="does not take num_loops"):
         greedy(model_of("plain"), random_ids(1, 4), cache_implementation="paged", num_loops=2)
+
+
+def test_a_core_with_heads_of_its_own():
+    """Exits too, where the rows of a batch then wait for each other; what holds equal heads everywhere is refused."""
+    model = tiny_model(
+        injection="diagonal",
+        state_init="zeros",
+        coda_input="linear",
+        num_prelude_layers=1,
+        num_coda_layers=1,
+        core_hidden_size=40,
+        core_num_attention_heads=6,
+    )
+    ids = random_ids(2, 5)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with_cache, without = (model.generate(ids, use_cache=use, **arguments) for use in (True, False))
+    assert torch.equal(with_cache, without)
+    never = model.generate(ids, exit_criterion="logit_margin", exit_threshold=math.inf, **arguments)
+    assert torch.equal(never, with_cache)
+    early = model.generate(
+        ids, exit_criterion="max_prob", exit_threshold=0.0, min_loops=1, prompt_loops=1, **arguments
+    )
+    assert torch.equal(early, model.generate(ids, num_loops=1, **arguments))
+    with pytest.raises(ValueError, match="core has 6 and the other layers 4"):
+        model.generate_batch([[3, 4, 5]], max_new_tokens=2)

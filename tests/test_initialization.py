@@ -124,6 +124,30 @@ def test_scaled_zero(way):
         assert 0.9 * bound < weight.abs().max() <= bound, name
 
 
+def test_a_core_of_another_width():
+    """Its matrices are drawn for its own width; B cannot be the identity and has orthonormal rows or columns."""
+    model = make(
+        init_scheme="scaled_zero",
+        injection="diagonal",
+        state_init="normal",
+        coda_input="linear",
+        core_hidden_size=192,
+        core_num_attention_heads=6,
+        core_intermediate_size=320,
+    )
+    for name, weight in weights_of(model.model.core, INPUTS).items():
+        assert_orthogonal(weight, math.sqrt(2 / (5 * 192)), name)
+    for name, weight in weights_of(model.model.coda, INPUTS).items():
+        assert_orthogonal(weight, SMALL, name)
+    weight = model.model.injection.input_proj.weight
+    assert weight.shape == (192, 128)
+    torch.testing.assert_close(weight.T @ weight, torch.eye(128), rtol=0, atol=1e-5)
+    assert_orthogonal(model.model.coda_proj.weight, SMALL)
+    state = model.sample_initial_state(8, 100, torch.Generator().manual_seed(0))
+    assert state.shape == (8, 100, 192)
+    assert_truncated_normal(state, SMALL)
+
+
 def test_scaled_zero_with_concat_injection():
     weight = make(init_scheme="scaled_zero", injection="concat").model.injection.proj.weight
     assert_truncated_normal(weight, SMALL)

@@ -90,6 +90,23 @@ REFUSED = {
         for state in ("zeros", "normal")
     },
     "input never read": ({"state_init": "zeros"}, ["injection='none'", "state_init='zeros'", "embedding"]),
+    "a norm where nothing is added": (
+        {"injection_norm": True, "injection": "attention_all"},
+        ["injection_norm", "injection='attention_all'", "residual_all", "False"],
+    ),
+    "a wide state without a map into it": (
+        {"core_hidden_size": 40},
+        ["core_hidden_size=40", "hidden_size=32", "injection to be 'concat' or 'diagonal'", "got 'none'"],
+    ),
+    "a wide state that the coda cannot read": (
+        {"core_hidden_size": 40, "injection": "diagonal", "state_init": "zeros"},
+        ["core_hidden_size=40", "coda_input to be 'linear'", "got 'none'"],
+    ),
+    "heads of the core that share no key": (
+        {"core_num_attention_heads": 3, "num_key_value_heads": 2},
+        ["core_num_attention_heads=3", "num_attention_heads=4", "num_key_value_heads=2"],
+    ),
+    "no width of the core": ({"core_hidden_size": 0}, ["core_hidden_size", "0", "at least 1"]),
     "noise of no use": ({"state_init_std": 0.5}, ["state_init_std=0.5", "normal", "'embedding'"]),
     "run depth, per loop": (
         {"residual_depth": "run", "loop_loss": "per_loop"},
