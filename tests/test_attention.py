@@ -289,7 +289,10 @@ def test_maps_and_states_of_every_block_call(system, num_loops):
     assert len(outputs.attentions) == calls and len(outputs.hidden_states) == calls + 1
     assert torch.equal(outputs.hidden_states[-1], last)
     if system != "huginn":  # whose embedding is scaled before it enters
-        assert torch.equal(outputs.hidden_states[0], model.get_input_embeddings()(random_ids(2, 5)))
+        embedded = model.get_input_embeddings()(random_ids(2, 5))
+        if config.prelude_norm and not config.num_prelude_layers:  # what the first layer reads is normed
+            embedded = model.model.prelude_norm(embedded)
+        assert torch.equal(outputs.hidden_states[0], embedded)
     for loop, state in enumerate(outputs.loop_hidden_states[:-1], start=1):
         # what enters the first layer of the next loop is H only where nothing is done between loops
         if system in ("windows", "latent"):

@@ -31,9 +31,9 @@ def run_folder(tmp_path):
     return tmp_path / "run"
 
 
-def test_there_are_sixteen_measures_of_models_and_three_of_theorems():
+def test_there_are_seventeen_measures_of_models_and_three_of_theorems():
     of_models = [name for name, measure in diagnose.MEASURES.items() if measure.reads_a_model]
-    assert len(of_models) == 16
+    assert len(of_models) == 17
     assert set(diagnose.MEASURES) - set(of_models) == {"theorem_1", "theorem_2", "theorem_3"}
 
 
@@ -51,7 +51,7 @@ def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys
         saved = json.loads((tmp_path / f"out/{name}.json").read_text())
         assert {"command", "commit", "hardware", "model", "text", "options", "result"} <= set(saved)
         assert (tmp_path / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert len(re.findall('src="data:image/png;base64,', page)) == 16 + 2  # and two curves of the run
+    assert len(re.findall('src="data:image/png;base64,', page)) == 17 + 2  # and two curves of the run
     assert not re.search(r'(src|href)="(?!data:)', page)
     radius = json.loads((tmp_path / "out/spectral.json").read_text())["result"]
     assert radius["training"]["spectral_radius"] == {"step": [0, 10], "value": [0.4, 0.4]}

@@ -209,7 +209,8 @@ def test_saving_and_loading_keeps_every_bit(config):
 
 @settings(max_examples=40)
 @given(
-    looped_configs(residual_depth="trained", hidden_size=16, head_dim=8),  # keys are aligned, whatever the buffer
+    # keys are aligned, whatever the buffer; plain decoding cuts them to a window, which is masked here: other shapes
+    looped_configs(residual_depth="trained", hidden_size=16, head_dim=8, window_pattern=None),
     st.sampled_from(sorted(CRITERIA)),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.data(),
