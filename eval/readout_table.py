@@ -18,26 +18,23 @@ Runs that differ in their seed alone are one system: mean and sample standard de
 import argparse
 import math
 import re
-import shlex
 import statistics
-import sys
 from collections import Counter
 from pathlib import Path
 
 import torch
 
+from eval.common.held_out import prepared_data, run_data
+from eval.common.run_folder import RunFolder
+from eval.diagnose.dynamics import perplexity
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.losses import exit_log_probabilities
-from recipes.packing import IGNORE_INDEX, PackedRows
-from recipes.pretrain import flat
-
-from .bench import commit, processor
-from .diagnose import compact, finite, rounded
-from .dynamics import perplexity
-from .halting_run import token_losses
-from .held_out import prepared_data, run_data
-from .measures import token_rms
-from .run_folder import RunFolder
+from recipes.common.command_line import Parser, run_command
+from recipes.common.measures import token_rms
+from recipes.common.provenance import write_json, write_text
+from recipes.common.token_losses import token_losses
+from recipes.data.packing import IGNORE_INDEX, PackedRows
+from recipes.engine.training import flat
 
 
 MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
@@ -171,10 +168,8 @@ def cell(value: dict | None) -> str:
     return f"{value['mean']:,.{digits}f}{deviation}"
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.readout_table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser("eval.readout_table", __doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a training run, or a sweep's folder of them")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
@@ -184,7 +179,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    args = parse(sys.argv[1:] if arguments is None else arguments)
+    args = parse(arguments)
     if args.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
     runs = find_runs(args.folders)
@@ -207,18 +202,12 @@ def main(arguments: list[str] | None = None) -> dict:
         means = {key: summary([values[key] for values in found]) for key in MEASURES} if found else {}
         of_systems[name] = {**counts, **means}
     print("", table(of_systems), sep="\n")
-    command = "python -m eval.readout_table " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-    where = {"command": command, "commit": commit(), "hardware": processor(), "dtype": args.dtype}
     output = args.output or Path(args.folders[0])
-    output.mkdir(parents=True, exist_ok=True)
-    result = {**where, "systems": of_systems, "runs": measured}
-    (output / "readout_table.json").write_text(compact(rounded(finite(result))) + "\n")
-    (output / "readout_table.md").write_text(table(of_systems) + "\n")
+    result = {"dtype": args.dtype, "systems": of_systems, "runs": measured}
+    write_json(output / "readout_table.json", result, args.command, digits=6)
+    write_text(output / "readout_table.md", table(of_systems) + "\n")
     return result
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    run_command(main)

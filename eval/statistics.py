@@ -8,7 +8,6 @@ log-likelihood is divided by its length, in the tokenizer's tokens, or in bytes 
 over tasks, the other scores over items, with intervals from resampling items in pairs.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from recipes.common.command_line import Parser, run_command
+from recipes.common.provenance import write_json
 
 
 RESAMPLES = 10_000
@@ -187,7 +189,7 @@ def table_of_one(result: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("eval.statistics", __doc__)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path, nargs="?", help="without it, the scores of the first alone")
     parser.add_argument("--tokenizer", help="folder or name; lengths are in its tokens")
@@ -206,13 +208,9 @@ def main(arguments: list[str] | None = None) -> dict:
         result = compare(first, read_samples(options.second, length), options.level, options.resamples)
         print(table(result))
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.output, result, options.command)
     return result
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"ValueError: {error}") from None
+    run_command(main)

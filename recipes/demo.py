@@ -7,17 +7,17 @@ folder.
 """
 
 import os
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.report import make_report
-
-from .config import load_recipe
-from .metrics import read_metrics
-from .pretrain import Pretraining
+from eval.report.command import make_report
+from recipes.common.canvas import canvas
+from recipes.common.command_line import run_command
+from recipes.common.config import load_recipe
+from recipes.common.metrics import read_metrics
+from recipes.engine.training import Divergence, Pretraining
 
 
 PROMPT = 'def read(self, size=-1):\n    """'
@@ -38,19 +38,11 @@ def by_depth(metrics: Path, measure: str) -> dict[int, float]:
 
 
 def draw(bits: dict[int, float], trained_loops: int, path: Path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 3.4))
-    axis.plot(bits.keys(), bits.values(), marker="o")
-    axis.axvline(trained_loops, linestyle=":", color="gray", label="trained depth")
-    axis.set(xlabel="loops", ylabel="held-out bits per byte", xticks=list(bits))
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with canvas(path) as [axis]:
+        axis.plot(bits.keys(), bits.values(), marker="o")
+        axis.axvline(trained_loops, linestyle=":", color="gray", label="trained depth")
+        axis.set(xlabel="loops", ylabel="held-out bits per byte", xticks=list(bits))
+        axis.legend()
 
 
 def write(folder: Path, loops: list[int]):
@@ -84,4 +76,4 @@ def main(overrides: list[str]) -> Path:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_command(main, Divergence)

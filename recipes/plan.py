@@ -5,11 +5,10 @@ count in the effective parameters and not in the operations, as the laws want it
 is named beside it. For a `*.sweep.yaml`, one line per run.
 """
 
-import sys
-
-from .config import DataConfig, Recipe, RecipeError, load_recipe
-from .flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
-from .sweep import is_sweep, load_sweep
+from recipes.common.command_line import run_command
+from recipes.common.config import DataConfig, Recipe, RecipeError, load_recipe
+from recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
+from recipes.sweep import is_sweep, load_sweep
 
 
 def plan(recipe: Recipe) -> dict:
@@ -76,7 +75,4 @@ def main(arguments: list[str]):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RecipeError as error:
-        raise SystemExit(f"RecipeError: {error}") from None
+    run_command(main)

@@ -5,23 +5,17 @@
 Training does the same by itself if it was not done before. A preparation that was stopped goes on where it was.
 """
 
-import argparse
-import sys
-
-from .config import RecipeError, load_recipe
-from .shards import Prepared, prepare
+from recipes.common.command_line import Parser, run_command
+from recipes.common.config import load_recipe
+from recipes.data.shards import Prepared, prepare
 
 
 def main(arguments: list[str] | None = None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("recipes.prepare", __doc__)
     parser.add_argument("recipe", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(arguments)
-    try:
-        prepared = prepare(load_recipe(options.recipe, options.overrides).data)
-    except RecipeError as error:
-        sys.exit(f"error: {error}")
-    print(describe(prepared))
+    print(describe(prepare(load_recipe(options.recipe, options.overrides).data)))
 
 
 def describe(prepared: Prepared) -> str:
@@ -36,4 +30,4 @@ def describe(prepared: Prepared) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -11,13 +11,12 @@ same model at N = 1. A run diverges when its loss is no longer a number, which s
 training.max_loss; it is recorded and left out of the plot. Launch with `accelerate launch -m recipes.sweep ...` for
 several GPUs. Results: runs/<sweep>/results.jsonl, one line per run with its last metrics, and, with `plot`, a PNG of
 the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the least loss of a curve
-and its interval (eval/optimum.py). Settings that are neither x, curve nor panel, such as seeds, count as replicas.
+and its interval. Settings that are neither x, curve nor panel, such as seeds, count as replicas.
 """
 
 import itertools
 import json
 import math
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
@@ -25,12 +24,14 @@ from typing import NamedTuple
 
 import yaml
 
-from eval.optimum import optimum, shifts, written
 from modeling_looped.optimization import depth_correction
-
-from .config import Recipe, RecipeError, as_number, load_recipe
-from .metrics import read_metrics
-from .pretrain import Divergence, Pretraining
+from recipes.common.canvas import canvas
+from recipes.common.command_line import run_command
+from recipes.common.config import Recipe, RecipeError, as_number, load_recipe
+from recipes.common.metrics import read_metrics
+from recipes.common.optimum import optimum, shifts, written
+from recipes.common.provenance import provenance, write_json, write_text
+from recipes.engine.training import Divergence, Pretraining
 
 
 DIVERGED = "diverged.txt"
@@ -173,33 +174,22 @@ def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
 
 def draw(results: list[dict], plot: dict, path: Path):
     """A panel for each combination of the settings that `panel` names; the last of them goes along a row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = panels_of(results, plot)
     columns = len({panel[-1:] for panel in panels})
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.5 * columns, 3.6 * rows), squeeze=False, sharex=True, sharey=True
-    )
-    for axis, (panel, members) in zip(axes.flat, panels.items()):
-        for value, losses in curves_of(members, plot["x"], plot["curve"]).items():
-            points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
-            if points:
-                (line,) = axis.plot(*zip(*points), marker="o", label=f"{plot['curve'].split('.')[-1]} = {value}")
-                draw_optimum(axis, optimum(list(losses), list(losses.values())), points, line.get_color())
-        axis.set(xscale="log", title=", ".join(map(str, panel)))
-        if axis.lines:  # else all of them diverged
-            axis.legend()
-    for axis in axes[-1]:
-        axis.set_xlabel(plot["x"])
-    for axis in axes[:, 0]:
-        axis.set_ylabel("validation loss")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with canvas(path, len(panels), columns, size=(4.5, 3.6), dpi=150, share=True) as axes:
+        for i, (axis, (panel, members)) in enumerate(zip(axes, panels.items())):
+            for value, losses in curves_of(members, plot["x"], plot["curve"]).items():
+                points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
+                if points:
+                    (line,) = axis.plot(*zip(*points), marker="o", label=f"{plot['curve'].split('.')[-1]} = {value}")
+                    draw_optimum(axis, optimum(list(losses), list(losses.values())), points, line.get_color())
+            axis.set(xscale="log", title=", ".join(map(str, panel)))
+            if axis.lines:  # else all of them diverged
+                axis.legend()
+            if i + columns >= len(panels):
+                axis.set_xlabel(plot["x"])
+            if i % columns == 0:
+                axis.set_ylabel("validation loss")
 
 
 def draw_optimum(axis, found: dict, points: list[tuple[float, float]], color):
@@ -218,7 +208,8 @@ def main(arguments: list[str]):
     results = run_all(runs)
     folder = Path(runs[0].recipe.training.output_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+    made_by = provenance()
+    write_text(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))
     plot = yaml.safe_load(Path(arguments[0]).read_text()).get("plot")
     if plot:
         draw(results, plot, folder / "results.png")
@@ -229,12 +220,9 @@ def main(arguments: list[str]):
             for value, of_curve in best.items():
                 where = ", ".join(map(str, (*panel, f"{plot['curve']} {value}")))
                 print(f"best {plot['x']}, {where}: {written(of_curve)}")
-        (folder / "optima.json").write_text(json.dumps(found, indent=1) + "\n")
+        write_json(folder / "optima.json", {"optima": found})
         print(f"drawn: {folder / 'results.png'}")
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except RecipeError as error:
-        raise SystemExit(f"RecipeError: {error}") from None
+    run_command(main)

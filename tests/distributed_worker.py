@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
-from recipes.checkpoint import CheckpointError, export_model, load_checkpoint, save_checkpoint
-from recipes.config import OptimizerConfig, ScheduleConfig
-from recipes.distributed import (
+from recipes.common.config import OptimizerConfig, ScheduleConfig
+from recipes.engine.checkpoint import load_checkpoint, save_checkpoint
+from recipes.engine.distributed import (
     bare,
     fill_missing_gradients,
     gradients_may_be_missing,
@@ -32,7 +32,9 @@ from recipes.distributed import (
     prepare,
     to_shards,
 )
-from recipes.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from recipes.engine.export import export_model
+from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from recipes.engine.saving import CheckpointError
 
 from .helpers import random_ids, tiny_model
 

@@ -13,8 +13,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from recipes.config import RecipeError
-from recipes.distributed import make_accelerator
+from recipes.common.config import RecipeError
+from recipes.engine.distributed import make_accelerator
 
 from .distributed_worker import train
 

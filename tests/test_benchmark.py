@@ -2,11 +2,10 @@
 
 import json
 import math
-import sys
 
 import pytest
 
-from eval import benchmark
+from eval.benchmark import command as benchmark
 
 from .helpers import tiny_model, tiny_tokenizer
 
@@ -15,10 +14,9 @@ SHAPE = {"width": 64, "ff": 96, "layers": 1, "loops": 3, "vocab": 99, "batch": 2
 OF_DECODING = {"prompt": 8, "new-tokens": 6, "batches": 2}
 
 
-def lines_of(which: str, monkeypatch, capsys, **options) -> dict[str, dict]:
+def lines_of(which: str, capsys, **options) -> dict[str, dict]:
     arguments = [part for name, value in {**SHAPE, **options}.items() for part in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["benchmark", which, *arguments])
-    benchmark.main()
+    benchmark.main([which, *arguments])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for line in lines:
         assert line.keys() >= {"command", "commit", "hardware", "dtype"} and which in line["command"]
@@ -34,15 +32,15 @@ def ratios(line) -> list[float]:
 
 @pytest.mark.parametrize("which", ["train", "depths"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_of_passes(which, dtype, monkeypatch, capsys):
-    lines = lines_of(which, monkeypatch, capsys, dtype=dtype, continuation=4)
+def test_of_passes(which, dtype, capsys):
+    lines = lines_of(which, capsys, dtype=dtype, continuation=4)
     assert list(lines) == [which]
     assert ratios(lines[which]) and all(math.isfinite(ratio) for ratio in ratios(lines[which]))
 
 
 @pytest.mark.parametrize("options", [{}, {"exit-interval": 2}, {"exit-candidates": 4}], ids=str)
-def test_of_decoding(options, monkeypatch, capsys):
-    lines = lines_of("decode", monkeypatch, capsys, **OF_DECODING, **options)
+def test_of_decoding(options, capsys):
+    lines = lines_of("decode", capsys, **OF_DECODING, **options)
     assert list(lines) == ["llama", "exits"]
     assert {name for name in lines["exits"] if name.startswith("batch")} == {
         "batch_2_logit_margin",
@@ -53,14 +51,13 @@ def test_of_decoding(options, monkeypatch, capsys):
     assert all(ratio > 0 and math.isfinite(ratio) for line in lines.values() for ratio in ratios(line))
 
 
-def test_of_decoding_by_a_trained_model(tmp_path, monkeypatch, capsys):
+def test_of_decoding_by_a_trained_model(tmp_path, capsys):
     tiny_model(loop_loss="per_loop", max_position_embeddings=64).save_pretrained(tmp_path)
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "text.txt").write_text("a b c d e f g h " * 20)
     lines = lines_of(
         "decode",
-        monkeypatch,
         capsys,
         **OF_DECODING,
         model=tmp_path,
@@ -72,11 +69,11 @@ def test_of_decoding_by_a_trained_model(tmp_path, monkeypatch, capsys):
     assert lines["sharing"]["last"]["cache_bytes"] * 3 == lines["sharing"]["none"]["cache_bytes"]
 
 
-def test_without_a_trained_model(tmp_path, monkeypatch, capsys):
+def test_without_a_trained_model(tmp_path, capsys):
     with pytest.raises(SystemExit, match="--model DIR: a trained model is needed"):
-        lines_of("speculation", monkeypatch, capsys)
+        lines_of("speculation", capsys)
     with pytest.raises(SystemExit, match="--model: there is no folder 'nowhere'"):
-        lines_of("speculation", monkeypatch, capsys, model="nowhere")
+        lines_of("speculation", capsys, model="nowhere")
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="holds no tokenizer"):
-        lines_of("sharing", monkeypatch, capsys, model=tmp_path)
+        lines_of("sharing", capsys, model=tmp_path)

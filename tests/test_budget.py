@@ -9,9 +9,9 @@ import pytest
 import torch
 from lm_eval.tasks import TaskManager
 
-from eval import budget
-from eval.core import core_scores
-from eval.curves import table
+from eval.budget import command as budget
+from eval.common.curves import table
+from eval.core.command import core_scores
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import shake, tiny_config, tiny_tokenizer
 

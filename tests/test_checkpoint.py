@@ -13,18 +13,11 @@ import pytest
 import torch
 
 from modeling_looped import LoopedForCausalLM
-from recipes.checkpoint import (
-    CheckpointError,
-    alone,
-    best_checkpoint,
-    check_space,
-    export_model,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from recipes.config import OptimizerConfig
-from recipes.optimizers import build_optimizers
+from recipes.common.config import OptimizerConfig
+from recipes.engine.checkpoint import best_checkpoint, check_space, latest_checkpoint, load_checkpoint, save_checkpoint
+from recipes.engine.export import export_model
+from recipes.engine.optimizers import build_optimizers
+from recipes.engine.saving import CheckpointError, only_run
 
 from .distributed_worker import full_disk, launch, train
 from .helpers import random_ids, tiny_model, tiny_tokenizer
@@ -145,11 +138,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 
 
 def test_one_run_at_a_time(tmp_path):
-    with alone(tmp_path / "run"):
+    with only_run(tmp_path / "run"):
         with pytest.raises(CheckpointError, match="another process is training in .*run: wait for it"):
-            with alone(tmp_path / "run"):
+            with only_run(tmp_path / "run"):
                 pass
-    with alone(tmp_path / "run"):
+    with only_run(tmp_path / "run"):
         assert (tmp_path / "run").is_dir()
 
 

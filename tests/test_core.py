@@ -13,10 +13,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval import core
-from eval.core import EXTENDED, core_scores, prompts, scored
-from eval.core_bundle import read_tasks
-from eval.looped_lm import LoopedLM
+from eval.core import command as core
+from eval.core.bundle import read_tasks
+from eval.core.command import EXTENDED, core_scores
+from eval.core.scoring import prompts, scored
+from eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.samplers import generator_of
 from tests.helpers import shake, tiny_config
@@ -374,7 +375,7 @@ def test_command_with_seeds(bundle, noisy_model, tmp_path, capsys):
     (found,) = core_scores(
         noisy_model, byte_tokenizer(), bundle, [2], 6, seeds=[3, 4], tasks=["say", "which"]
     ).values()
-    written = json.loads((tmp_path / "core.json").read_text())["2"]
+    written = json.loads((tmp_path / "core.json").read_text())["depths"]["2"]
     assert written["tasks"] == found["tasks"] and set(written["seeds"]) == {"3", "4"} and "core" not in written
     which = found["tasks"]["which"]
     assert f"| which | {which['accuracy']:.4f} ± {which['accuracy_deviation']:.4f} |" in capsys.readouterr().out
@@ -390,7 +391,7 @@ def test_command(bundle, model, tmp_path, capsys):
     core.main([*arguments, "--output", str(tmp_path / "out/core.json")])
     expected = core_scores(model, byte_tokenizer(), bundle, [1, 3])
     written = json.loads((tmp_path / "out/core.json").read_text())
-    assert {int(depth): found for depth, found in written.items()} == expected
+    assert {int(depth): found for depth, found in written["depths"].items()} == expected
     assert f"| CORE | {expected[1]['core']:.4f} | {expected[3]['core']:.4f} |" in capsys.readouterr().out
 
 

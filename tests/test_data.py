@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes import parts, prepare, shards, sources
-from recipes.config import DataConfig, RecipeError
-from recipes.packing import PackedRows, best_fit, document_positions
-from recipes.shards import open_prepared, rows_of_step
+from recipes import prepare
+from recipes.common.config import DataConfig, RecipeError
+from recipes.data import part_files as parts
+from recipes.data import shards, sources
+from recipes.data.packing import PackedRows, best_fit, document_positions
+from recipes.data.shards import open_prepared, rows_of_step
 from tests.helpers import tiny_model
 
 
@@ -718,7 +720,7 @@ def test_command_prepares_the_embedded_documents(tmp_path, capsys):
     assert numbers[:3] == [manifest["counts"]["train"][key] for key in ("documents", "tokens", "bytes")]
     assert header.split()[-1] == "rows" and numbers[3] == numbers[1] // 64
     assert AutoTokenizer.from_pretrained(Path(folder, "tokenizer")).vocab_size == 400
-    with pytest.raises(SystemExit, match="error: .*no file or folder 'nothing.txt'"):
+    with pytest.raises(RecipeError, match="no file or folder 'nothing.txt'"):
         prepare.main([str(recipe), "data.source=nothing.txt"])
 
 

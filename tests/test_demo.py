@@ -5,7 +5,7 @@ import json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import demo
-from recipes.metrics import read_metrics
+from recipes.common.metrics import read_metrics
 
 
 def test_demo_learns_at_every_depth_and_leaves_a_model(tmp_path, capsys, monkeypatch):

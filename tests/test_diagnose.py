@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from eval import dynamics, measures, readout_probes
-from eval.hooks import rewritten_states, trace
+from eval.common.hooks import rewritten_states, trace
+from eval.diagnose import dynamics, readout_probes
 from modeling_looped import LoopedForCausalLM
-from recipes.tokenizers import train_word
+from recipes.common import measures
+from recipes.data.tokenizers import train_word
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 
@@ -268,7 +269,9 @@ def test_future_signal_is_that_of_scaled_states(preset):
             factor = math.exp(sign * step)
             with rewritten_states(model, lambda loop, h, f=factor, k=k: h * f if loop == k else h), torch.no_grad():
                 outputs = model(**BATCH, output_loop_logits=True)
-            losses.append([readout_probes.token_losses(z, BATCH["input_ids"]).mean() for z in outputs.loop_logits])
+            losses.append(
+                [readout_probes.next_token_losses(z, BATCH["input_ids"]).mean() for z in outputs.loop_logits]
+            )
         differences = [((up - down) / (2 * step)).item() for up, down in zip(*losses)][k - 1 :]
         assert result["signal"][k - 1] == pytest.approx(differences, rel=1e-5, abs=1e-9)
         sizes, signal = result["size"][k - 1], result["signal"][k - 1]

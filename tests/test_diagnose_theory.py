@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from eval import theory, transfer
-from eval.hooks import trace
-from eval.measures import increment_products, power_law
+from eval.common.hooks import trace
+from eval.diagnose import theory, transfer
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from recipes.common.measures import increment_products, power_law
 from tests.helpers import random_ids, tiny_config, tiny_model
 from tests.test_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 

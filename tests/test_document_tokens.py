@@ -10,8 +10,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes import parts, shards
-from recipes.config import RecipeError
+from recipes.common.config import RecipeError
+from recipes.data import part_files as parts
+from recipes.data import shards
 from tests.test_data import WORDS, make_data, make_documents  # noqa: F401
 
 

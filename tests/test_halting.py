@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from eval import halting
-from eval.halting_calibration import Units, calibrate, exit_loops, never, perplexity_at
-from eval.halting_run import at_depth, measure, with_halting, with_token_exits
+from eval.halting import command as halting
+from eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
+from eval.halting.measured_run import at_depth, measure, with_halting, with_token_exits
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from tests.helpers import random_ids, run_of, tiny_model, tiny_tokenizer

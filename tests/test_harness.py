@@ -16,8 +16,8 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from eval import harness
-from eval.looped_lm import LoopedLM, parse_depths
+from eval.harness import command as harness
+from eval.harness.looped_lm import LoopedLM, parse_depths
 from tests.helpers import tiny_model, tiny_tokenizer
 from tests.test_remote_code import run_clean
 
@@ -343,7 +343,7 @@ def command(*arguments: str, monkeypatch):
     # without lm-eval's own tasks, which are many to read
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setattr(sys, "argv", ["eval.harness", *arguments])
-    harness.main()
+    harness.main(sys.argv[1:])
 
 
 def read(folder: Path, pattern: str) -> list[dict]:

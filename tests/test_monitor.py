@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.metrics import read_metrics
-from recipes.monitor import EARLY, Monitor
+from recipes.common.metrics import read_metrics
+from recipes.engine.monitor import EARLY, Monitor
 from recipes.pretrain import main
 
 from .helpers import random_ids, tiny_model

@@ -13,8 +13,8 @@ from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.harness import TASKS
-from eval.looped_lm import LoopedLM
+from eval.harness.command import TASKS
+from eval.harness.looped_lm import LoopedLM
 from tests.helpers import tiny_model
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from modeling_looped import LoopedConfig
-from recipes.config import OptimizerConfig, RecipeError, ScheduleConfig
-from recipes.muon import NorMuon
-from recipes.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
-from recipes.stable_adamw import StableAdamW
+from recipes.common.config import OptimizerConfig, RecipeError, ScheduleConfig
+from recipes.engine.muon import NorMuon
+from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from recipes.engine.stable_adamw import StableAdamW
 
 from .helpers import tiny_model
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from eval.optimum import main, nearest, optimum, shift, shifts, written
+from recipes.common.optimum import main, nearest, optimum, shift, shifts, written
 
 
 OCTAVES = [2.0**k for k in range(-12, -4)]

@@ -19,11 +19,12 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
 from modeling_looped import LoopedForCausalLM
-from recipes import publish
-from recipes.config import RecipeError, load_recipe
-from recipes.metrics import read_metrics
-from recipes.pretrain import Divergence, main
-from recipes.shards import prepare
+from recipes.common.config import RecipeError, load_recipe
+from recipes.common.metrics import read_metrics
+from recipes.data.shards import prepare
+from recipes.engine import publish
+from recipes.engine.training import Divergence
+from recipes.pretrain import main
 
 
 FOLDER = Path(__file__).parent.parent

@@ -59,10 +59,13 @@ def test_code_runs(tmp_path, monkeypatch):
 
 def test_paths_exist():
     tree = README.split("## What is where")[1].split("```")[1]
-    folder, paths = "", []
+    folders, paths = {}, []  # the folder that each indent is in
     for line in tree.strip().splitlines():
-        indent, name = re.match(r"( *)(\S+)", line).groups()
-        folder = folder if indent else name if name.endswith("/") else ""
-        paths.append(folder + name if indent else name)
-    assert len(paths) > 10
+        indent = len(line) - len(line.lstrip())
+        inside = "".join(folders[width] for width in sorted(folders) if width < indent)
+        for name in re.match(r"((?:[\w.]+(?:/|\.\w+) ?)+)", line.strip())[0].split():
+            paths.append(inside + name)
+            if name.endswith("/"):
+                folders = {width: folder for width, folder in folders.items() if width < indent} | {indent: name}
+    assert len(paths) > 60
     assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -9,8 +9,8 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from eval import statistics
-from eval.harness import results_by_depth
-from eval.looped_lm import LoopedLM
+from eval.harness.command import results_by_depth
+from eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
 from tests.test_harness import save_model

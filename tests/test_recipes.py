@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from recipes import sweep
-from recipes.config import RecipeError, load_recipe
-from recipes.optimizers import build_schedulers, set_learning_rates
+from recipes.common.config import RecipeError, load_recipe
+from recipes.engine.optimizers import build_schedulers, set_learning_rates
 from recipes.plan import plan
 from recipes.sweep import is_sweep, load_sweep, optima
 
@@ -437,7 +437,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         if "same_as" in result:
             assert result["metrics"] == of_name[result["same_as"]]["metrics"]
             assert result["model.residual_scaling"] == "linear"
-    (panel, _) = json.loads((tmp_path / "runs" / "optima.json").read_text())
+    (panel, _) = json.loads((tmp_path / "runs" / "optima.json").read_text())["optima"]
     assert panel["model.residual_scaling"] == "none" and set(panel["best"]) == set(panel["shift"]) == {"1", "2"}
     assert (tmp_path / "runs" / "results.png").read_bytes().startswith(b"\x89PNG")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}

@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from eval import report
-from eval.run_folder import RunError, RunFolder
+from eval.common.run_folder import RunError, RunFolder
+from eval.report import command as report
 from modeling_looped import LoopedConfig
-from recipes.config import recipe_from_dict
-from recipes.flops import sizes
+from recipes.common.config import recipe_from_dict
+from recipes.common.flops import sizes
 
 
 VOID = {"meta", "img", "br"}

@@ -10,8 +10,8 @@ import torch
 from lm_eval.tasks import TaskManager
 
 from eval import statistics
-from eval.harness import results_by_depth
-from eval.looped_lm import LoopedLM
+from eval.harness.command import results_by_depth
+from eval.harness.looped_lm import LoopedLM
 from eval.statistics import Item, compare, gold_index, item_scores, paired_bootstrap, read_samples
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer

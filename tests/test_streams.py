@@ -8,12 +8,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from eval import budget
-from eval.core import core_scores
-from eval.fully_looped import SIX, lambada_perplexity, six_curves
-from eval.looped_lm import LoopedLM
-from eval.row_scores import RowScores
-from eval.streams import STREAMS, parse_stream, score_windows, texts_of, windows
+from eval.budget import command as budget
+from eval.budget.fully_looped import SIX, lambada_perplexity, six_curves
+from eval.budget.row_scores import RowScores
+from eval.budget.streams import STREAMS, parse_stream, score_windows, texts_of, windows
+from eval.core.command import core_scores
+from eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import shake, tiny_config, tiny_tokenizer
 

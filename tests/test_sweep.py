@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import RecipeError
+from recipes.common.config import RecipeError
 from recipes.plan import main as plan_main
 from recipes.sweep import DIVERGED, load_sweep, outcome
 

@@ -213,8 +213,8 @@ def test_documents_never_change():
 
 
 def test_corpus_is_held_out_and_counted_in_bytes(offline):
-    from recipes.parts import HeldOut
-    from recipes.sources import embedded_documents
+    from recipes.data.part_files import HeldOut
+    from recipes.data.sources import embedded_documents
 
     texts = [document["text"] for document in documents(offline, "looped_corpus")]
     held_out = [text for text in embedded_documents() if text in HeldOut(fraction=0.05)]

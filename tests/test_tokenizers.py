@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes.config import DataConfig, RecipeError
-from recipes.tokenizers import (
+from recipes.common.config import DataConfig, RecipeError
+from recipes.data.tokenizers import (
     Encoder,
     load_tokenizer,
     make_tokenizer,

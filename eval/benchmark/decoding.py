@@ -1,0 +1,242 @@
+"""What early exit, self-speculation and shared slots gain in decoding, and what they cost.
+
+Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
+"""
+
+import copy
+import math
+import statistics
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from eval.common.model_folder import open_config, open_tokenizer
+from eval.common.timing import least_seconds, now
+from eval.halting.calibration import never
+from eval.halting.measured_run import measure
+from modeling_looped import LoopedCache, LoopedForCausalLM
+from modeling_looped.continuous import ContinuousDecoder
+from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
+
+from .models import build, looped_config, tokens
+
+
+def exits(args) -> dict:
+    """Per batch size and criterion: achieved over predicted speed, and the cost of exits that never happen."""
+    model = build(args, looped_config(args, loop_loss="per_loop", exit_gate="raw", initializer_range=0.05)).eval()
+    spread_gate(model, tokens(args, batch=8, length=args.prompt))
+    report = {}
+    for batch in args.batch_sizes:
+        prompt = tokens(args, batch=batch, length=args.prompt)
+        for criterion in args.criteria:
+            report[f"batch_{batch}_{criterion}"] = measure_exits(model, prompt, criterion, args)
+    return report
+
+
+@torch.no_grad()
+def spread_gate(model, ids: torch.Tensor):
+    """Gate logits around -1, one apart: those of a random gate are all far from 0, and none of its tokens waits."""
+    states = torch.stack(model(ids, output_loop_hidden_states=True, use_cache=False).loop_hidden_states)
+    logits = model.gate(states.flatten(0, 1)).float()
+    model.exit_gate.weight /= logits.std()
+    model.exit_gate.bias.copy_((model.exit_gate.bias - logits.mean()) / logits.std() - 1)
+
+
+def measure_exits(model, prompt, criterion: str, args) -> dict:
+    """What exits gain while all rows are at work; and until all have said as many tokens, the last by themselves.
+
+    What it costs if none happens is told twice: beyond the FLOPs of the checks, and beyond the time that they took.
+    """
+    depth = model.config.num_loops
+    settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+
+    def decode(**how) -> Decoding:
+        if "exit_criterion" in how:
+            how["exit_interval"] = args.exit_interval
+            if criterion in SCREENABLE:
+                how["exit_candidates"] = args.exit_candidates
+        how = {"max_new_tokens": args.new_tokens, **settings, **how}
+        return timed(model, prompt, return_dict_in_generate=True, past_key_values=copy.deepcopy(prefilled), **how)
+
+    above = CRITERIA[criterion].exits_above
+    # a threshold that three checks in ten pass, so that rows exit at loops of their own
+    rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
+    scores = measure(model, rows, depth, [criterion], len(rows)).scores[criterion][:-1]
+    threshold = scores[scores.isfinite()].float().quantile(0.7 if above else 0.3).item()
+    candidates = args.exit_candidates if criterion in SCREENABLE else None
+    rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval, candidates=candidates)
+
+    prefilled = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, **settings).past_key_values
+    prefilled.crop(-1)
+    exiting = {"exit_criterion": criterion, "exit_threshold": threshold}
+    decode(max_new_tokens=4), decode(max_new_tokens=4, **exiting)  # warm-up
+    turns = []
+    for _ in range(args.repeats):
+        plain, exits = decode(), decode(**exiting)
+        never_exits = decode(exit_criterion=criterion, exit_threshold=never(criterion))
+        if (never_exits.loops < depth).any():
+            raise AssertionError(f"{criterion} exits at a threshold of {never(criterion)}, which it never reaches")
+        at_work = plain.seconds_per_tick / exits.seconds_per_tick  # loops in the time of one at full depth
+        to_the_end, never_costs = plain.seconds / exits.seconds, never_exits.seconds / plain.seconds
+        full_cost = cost(model, None, plain.loops)
+        turns.append(
+            {
+                "over_prediction": at_work
+                * cost_per_loop(model, rule, exits.loops)
+                / cost_per_loop(model, None, plain.loops),
+                "over_full_by_mean_loops": at_work,
+                "to_the_end_over_prediction": to_the_end * cost(model, rule, exits.loops) / full_cost,
+                "to_the_end_over_full_by_mean_loops": to_the_end * exits.loops.sum() / plain.loops.sum(),
+                "never_over_prediction": never_costs * full_cost / cost(model, rule, never_exits.loops),
+                "never_but_for_checks": (never_exits.seconds - never_exits.check_seconds) / plain.seconds,
+            }
+        )
+    loops = exits.loops.float()
+    return {
+        "threshold": threshold,
+        "mean_loops": loops.mean().item(),
+        # rows end apart, and the last ticks run for few of them
+        "rows_at_work": (loops.sum(1).mean() / loops.sum(1).max()).item(),
+        **{name: statistics.median(float(turn[name]) for turn in turns) for name in turns[0]},
+    }
+
+
+class Decoding(NamedTuple):
+    seconds: float  # from the first loop of the first token on
+    check_seconds: float  # of these, in checks after which no token exited
+    seconds_per_tick: float  # of one loop of the whole batch, while no row has ended
+    loops: torch.Tensor  # of every token but the first, which is the prompt's
+
+
+def timed(model, prompt, **how) -> Decoding:
+    """The prompt's last pass is not timed: its cache is taken over there, which an own prompt has no need of."""
+    passes, ticks = [], []
+
+    def end_of_pass(model, arguments, outputs):
+        passes.append(now())
+
+    def tick(block, arguments):
+        if passes and arguments[0].shape[:2] == (len(prompt), 1):
+            ticks.append(now())
+
+    hooks = [model.register_forward_hook(end_of_pass), model.model.core[0].register_forward_pre_hook(tick)]
+    with watched_checks() as checks:
+        result = model.generate(prompt, **how)
+        end = now()
+    for hook in hooks:
+        hook.remove()
+    per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else math.nan
+    return Decoding(end - ticks[0], sum(checks), per_tick, result.token_loops[:, 1:])
+
+
+@contextmanager
+def watched_checks():
+    """Seconds of each check after which no token exits."""
+    seconds, exits = [], ContinuousDecoder.exits
+
+    def watched(decoder, rows, state):
+        start = now()
+        found = exits(decoder, rows, state)
+        if not found:
+            seconds.append(now() - start)
+        return found
+
+    ContinuousDecoder.exits = watched
+    try:
+        yield seconds
+    finally:
+        ContinuousDecoder.exits = exits
+
+
+def cost(model, rule, loops: torch.Tensor) -> float:
+    """Multiplications with weights: of loops, of checks that need the head, and of the head that says the token."""
+    core, head = sum(p.numel() for p in model.model.core.parameters()), model.lm_head.weight.numel()
+    heads = torch.ones_like(loops)
+    if rule is not None and rule.criterion.needs == "logits":
+        limit = model.config.num_loops
+        reads = torch.tensor([rule.reads(loop) or loop == limit for loop in range(1, limit + 1)])
+        heads = reads.cumsum(0)[loops.cpu() - 1].float()
+        if rule.candidates is not None:  # all logits at the first reading and at the exit
+            heads = heads.clamp(max=2) + (heads - 1) * rule.candidates / model.config.vocab_size
+    return float(loops.sum()) * core + float(heads.sum()) * head
+
+
+def cost_per_loop(model, rule, loops: torch.Tensor) -> float:
+    return cost(model, rule, loops) / float(loops.sum())
+
+
+def trained_model(args):
+    if args.model is None:
+        raise SystemExit("--model DIR: a trained model is needed, e.g. runs/demo of `make demo`; others tell nothing")
+    try:
+        folder, config = open_config(args.model)
+        tokenizer = open_tokenizer(folder, None, config)
+    except ValueError as error:
+        raise SystemExit(f"--model: {error}") from None
+    model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
+    return model.to(args.device).eval(), tokenizer
+
+
+def speculation(args) -> dict:
+    """Self-speculation against full depth on a trained model, greedy: the same tokens, sooner."""
+    model, tokenizer = trained_model(args)
+    prompt = tokenizer(args.text, return_tensors="pt").to(args.device)
+
+    def generate(**how):
+        return model.generate(
+            **prompt,
+            max_new_tokens=args.new_tokens,
+            min_new_tokens=args.new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            **how,
+        )
+
+    drafts = {
+        f"draft_loops_{loops}": {"draft_loops": loops, "draft_tokens": args.draft_tokens}
+        for loops in range(1, model.config.num_loops)
+    }
+    calls = {"plain": generate, **{name: lambda how=how: generate(**how) for name, how in drafts.items()}}
+    seconds, results = least_seconds(calls, args.repeats)
+    plain = results["plain"].sequences
+    return {
+        name: {
+            "speedup": seconds["plain"] / seconds[name],
+            "acceptance_rate": results[name].acceptance_rate,
+            "same_tokens": torch.equal(results[name].sequences, plain),
+            "different_tokens": len(set(plain[0].tolist())),
+        }
+        for name in drafts
+    }
+
+
+@torch.no_grad()
+def sharing(args) -> dict:
+    """Each policy of cache_sharing: bytes of the cache, and the loss of text that is fed token by token.
+
+    The first half of the text is a prompt, fed in one pass; the loss is that of the second half.
+    """
+    model, tokenizer = trained_model(args)
+    ids = tokenizer(Path(args.text_file).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    length = args.length + 1
+    if len(ids) < args.batch_size * length:
+        raise SystemExit(
+            f"--text-file {args.text_file} has {len(ids)} tokens, but --batch {args.batch_size} rows of --length "
+            f"{args.length} need {args.batch_size * length}: take a longer text, or fewer or shorter rows"
+        )
+    ids = ids[: args.batch_size * length].view(args.batch_size, length).to(args.device)
+    report, half = {}, args.length // 2
+    for policy in ("none", "last", *(f"cyclic-{loops}" for loops in range(1, model.config.num_loops))):
+        cache = LoopedCache(model.config, policy)
+        model(ids[:, :half], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        losses = []
+        for place in range(half, args.length):
+            logits = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+            losses.append(torch.nn.functional.cross_entropy(logits.float(), ids[:, place + 1]))
+        report[policy] = {
+            "loss": torch.stack(losses).mean().item(),
+            "cache_bytes": sum(part.numel() * part.element_size() for slot in cache for part in slot[:2]),
+        }
+    return report

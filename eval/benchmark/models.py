@@ -1,0 +1,59 @@
+"""Models of a size for benchmarks, and the line that says what was measured."""
+
+import json
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from recipes.common.provenance import provenance
+
+
+RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
+
+
+def add_arguments(parser, layers: int, loops: int, batch: int):
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--ff", type=int, default=1536)
+    parser.add_argument("--layers", type=int, default=layers, help="unique layers")
+    parser.add_argument("--num-loops", type=int, default=loops)
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--batch-size", type=int, default=batch)
+    parser.add_argument("--repeats", type=int, default=5)
+
+
+def looped_config(args, **fields) -> LoopedConfig:
+    return LoopedConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.width,
+        intermediate_size=args.ff,
+        num_attention_heads=args.width // 64,
+        num_core_layers=args.layers,
+        num_loops=args.num_loops,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        **fields,
+    )
+
+
+def build(args, config_or_class):
+    model = (LlamaForCausalLM if isinstance(config_or_class, LlamaConfig) else LoopedForCausalLM)(config_or_class)
+    return model.to(device=args.device, dtype=getattr(torch, args.dtype))
+
+
+def tokens(args, batch=None, length=None):
+    return torch.randint(3, args.vocab, (batch or args.batch_size, length or args.length), device=args.device)
+
+
+def print_line(name: str, result: dict, args, digits: int = 4):
+    """One JSON line; digits: after the point."""
+    shown = {key: nested(value, digits) for key, value in result.items()}
+    print(json.dumps({"benchmark": name, **shown, **provenance(args.command), "dtype": args.dtype}), flush=True)
+
+
+def nested(value, digits: int):
+    if isinstance(value, dict):
+        return {key: nested(part, digits) for key, part in value.items()}
+    return round(value, digits) if isinstance(value, float) else value

@@ -1,0 +1,1 @@
+"""What models are worth at every depth, side by side."""

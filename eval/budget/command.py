@@ -1,0 +1,206 @@
+"""What a model is worth at every compute budget (fully looped transformers, appendix A.4):
+
+python -m eval.budget flt=runs/flt-0/final,runs/flt-1/final lt=runs/lt/final --num-loops 1,3,6,9,12 --text val.jsonl
+
+Folders of one name are seeds of one model: their mean, and their standard deviation. One pass scores all depths.
+Measures: bits per byte and perplexity per token of texts, each read by itself (--text) or all as one stream in windows
+(--stream, see streams.py); every metric of lm-eval's --tasks; CORE on a bundle, with --six the six accuracies of the
+Fully Looped Transformer's table 1. Bits per byte come with their standard error over documents or windows, and with
+differences between models on the same rows, whose error is smaller.
+"""
+
+import statistics
+from pathlib import Path
+
+import torch
+from lm_eval.tasks import TaskManager
+
+from eval.common.curves import Curves, draw, table
+from eval.core.bundle import read_tasks
+from eval.core.command import core_scores
+from eval.harness.command import TASKS, curves_of, results_by_depth
+from eval.harness.looped_lm import LoopedLM, check_question, parse_depths
+from recipes.common.command_line import Parser, names
+from recipes.common.provenance import write_json, write_text
+
+from .fully_looped import lambada_perplexity, six_curves
+from .row_scores import RowScores, mean_of
+from .streams import parse_stream, score_windows, texts_of, windows
+
+
+RESOLUTION = 0.0005  # half of the last digit that papers give of bits per byte
+
+
+def parse_models(arguments: list[str]) -> dict[str, list[str]]:
+    """DIR or NAME=DIR,DIR,... as {name: folders}."""
+    models: dict[str, list[str]] = {}
+    for argument in arguments:
+        name, _, folders = argument.partition("=")
+        if not folders or "/" in name:  # a folder whose own name may hold an equals sign
+            path = Path(argument)
+            name, folders = (path.parent if path.name == "final" else path).name, argument
+        if name in models or not all(folders.split(",")):
+            raise ValueError(f"{argument!r}: write DIR or NAME=DIR,DIR,... with a name of its own for each model")
+        models[name] = folders.split(",")
+    return models
+
+
+def read_texts(path: str) -> list[str]:
+    texts = list(texts_of(path))
+    if not any(texts):
+        raise ValueError(f"{path} holds no text")
+    return texts
+
+
+def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
+    """Each text by itself: special tokens are context, and in neither sum."""
+    documents = [lm.tok_encode(text, add_special_tokens=False) for text in texts]
+    nats = -torch.stack(lm.score_documents(documents), dim=-1)[:, 0]
+    tokens, num_bytes = (torch.tensor(sizes, dtype=torch.float64) for sizes in (
+        [len(document) for document in documents], [len(text.encode()) for text in texts]
+    ))  # fmt: skip
+    return RowScores(nats, nats, tokens, num_bytes)
+
+
+def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScores]:
+    """By what names of measures begin with: nothing for --text, the name of each --stream."""
+    rows = {"": score_texts(lm, texts)} if texts else {}
+    for name, path in map(parse_stream, args.stream):
+        cut = windows(lm.tokenizer, texts_of(path), lm.max_length, args.stream_tokens, args.stream_group)
+        rows[f"{name} "] = score_windows(lm, cut)
+    return rows
+
+
+def row_curves(name: str, scores: RowScores, depths: list[int]) -> Curves:
+    values = {"bits per byte": scores.bits_per_byte(), "perplexity": scores.perplexity()}
+    return {
+        name + measure: {"": {depth: (value, None) for depth, value in zip(depths, of_depths.tolist())}}
+        for measure, of_depths in values.items()
+    }
+
+
+def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[int]) -> Curves:
+    """Standard errors of bits per byte over rows, and differences to the first model where the rows are the same."""
+    curves: Curves = {}
+    means = {
+        model: {name: mean_of([seed[name] for seed in seeds]) for name in seeds[0]} for model, seeds in found.items()
+    }
+    first = next(iter(means))
+    for model, of_names in means.items():
+        for name, scores in of_names.items():
+            errors = scores.bits_per_byte_error().tolist()
+            points = {depth: (error, None) for depth, error in zip(depths, errors)}
+            curves.setdefault(f"{name}bits per byte, standard error", {})[model] = points
+            other = means[first][name]
+            if model != first and torch.equal(scores.bytes, other.bytes):  # else another tokenizer cut the windows
+                differences = zip(depths, *(part.tolist() for part in scores.less(other)))
+                points = {depth: (value, error) for depth, value, error in differences}
+                curves.setdefault(f"{name}bits per byte, less that of {first}", {})[model] = points
+    return curves
+
+
+def sizes_of(rows: dict[str, RowScores]) -> list[str]:
+    """What was scored, and what would make the error small."""
+    return [
+        f"{name}bits per byte: {scores.tokens.sum():,.0f} tokens and {scores.bytes.sum():,.0f} bytes in "
+        f"{len(scores.tokens):,} rows; a standard error of {RESOLUTION} would take about "
+        f"{scores.tokens_for(RESOLUTION):,} tokens"
+        for name, scores in rows.items()
+    ]
+
+
+def measure(
+    lm: LoopedLM, args, rows: dict[str, RowScores], manager: TaskManager | None
+) -> dict[str, dict[int, float]]:
+    """{measure: {depth: value}} of one folder."""
+    curves: Curves = {}
+    for name, scores in rows.items():
+        curves |= row_curves(name, scores, lm.depths)
+    if args.tasks:
+        options = {"tasks": args.tasks, "task_manager": manager, "num_fewshot": args.num_fewshot, "limit": args.limit}
+        options |= {"batch_size": args.batch_size, "bootstrap_iters": 0, "log_samples": False}
+        curves |= curves_of(results_by_depth(lm, {"pretrained": lm.pretrained}, {}, **options))
+    if args.core:
+        setup = {"batch_size": args.batch_size, "max_length": args.core_max_length}
+        scores = core_scores(lm.model, lm.tokenizer, args.core, lm.depths, args.core_examples, **setup)
+        curves["CORE"] = {"": {depth: (found["core"], None) for depth, found in scores.items()}}
+        if args.six:
+            curves |= six_curves(scores) | lambada_perplexity(lm, args.core, args.core_examples)
+    return {name: {depth: value for depth, (value, _) in points[""].items()} for name, points in curves.items()}
+
+
+def over_seeds(found: dict[str, list[dict[str, dict[int, float]]]]) -> Curves:
+    """Mean and standard deviation over the folders of each model."""
+    curves: Curves = {}
+    for name, seeds in found.items():
+        for measured in seeds[0]:
+            for depth in seeds[0][measured]:
+                values = [seed[measured][depth] for seed in seeds]
+                deviation = statistics.stdev(values) if len(values) > 1 else None
+                points = curves.setdefault(measured, {}).setdefault(name, {})
+                points[depth] = (statistics.fmean(values), deviation)
+    return curves
+
+
+def parse(arguments: list[str] | None):
+    parser = Parser("eval.budget", __doc__, {"--loops": "--num-loops"})
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="DIR, or NAME=DIR,DIR,... for several seeds")
+    parser.add_argument("--num-loops", default="1,3,6,9,12", help="depths: 1,3,6 or 1..8")
+    parser.add_argument("--text", metavar="JSONL", help="texts to score, one JSON object with a field `text` a line")
+    parser.add_argument("--stream", action="append", default=[], metavar="NAME=FILE", help="texts as one stream, the "
+                        "same or parquet; wikitext_2 alone is the public file")  # fmt: skip
+    parser.add_argument("--stream-tokens", type=int, help="of each stream; by default all")
+    parser.add_argument("--stream-group", type=int, default=1, help="windows are scored in whole groups of so many")
+    parser.add_argument("--tasks", type=names, default=[], help="lm-eval's, with commas")
+    parser.add_argument("--include-path", help="folder with more tasks than lm-eval's and those of eval/tasks")
+    parser.add_argument("--num-fewshot", type=int)
+    parser.add_argument("--limit", type=float)
+    parser.add_argument("--core", metavar="BUNDLE", help="unpacked eval_bundle, see eval/core/")
+    parser.add_argument("--core-examples", type=int, help="of each task of CORE, e.g. 500; by default all")
+    parser.add_argument("--core-max-length", type=int, help="longer prompts of CORE are cut; by default the model's")
+    parser.add_argument("--six", action="store_true", help="with --core: the six accuracies of FLT's table 1 too")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-length", type=int, help="window of texts and streams, by default the model's")
+    parser.add_argument("--device", help="by default a GPU if there is one")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path, default=Path("runs/budget"), help="folder for the table and the plot")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None):
+    args = parse(arguments)
+    models = parse_models(args.models)
+    depths = parse_depths(args.num_loops)
+    if not (args.text or args.stream or args.tasks or args.core):
+        raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")
+    if args.six and not args.core:
+        raise ValueError("--six reads its tasks from the bundle of CORE: pass --core BUNDLE too")
+    streams = [name for name, _ in map(parse_stream, args.stream)]
+    if len(set(streams)) < len(streams):
+        raise ValueError(f"two streams have the same name: {', '.join(streams)}")
+    texts = read_texts(args.text) if args.text else None
+    if args.core:
+        read_tasks(args.core, examples=args.core_examples)  # its mistakes too are found before a model is loaded
+    manager = TaskManager(include_path=[path for path in (TASKS, args.include_path) if path]) if args.tasks else None
+    unknown = [task for task in args.tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise ValueError(f"Tasks not found: {', '.join(unknown)}")
+    for folder in sum(models.values(), []):
+        check_question(folder, depths)
+
+    found: dict[str, list] = {name: [] for name in models}
+    rows: dict[str, list] = {name: [] for name in models}
+    for name, folders in models.items():
+        for folder in folders:
+            setup = {"batch_size": args.batch_size, "device": args.device, "dtype": args.dtype}
+            lm = LoopedLM(folder, num_loops=depths, max_length=args.max_length, **setup)
+            rows[name].append(score_rows(lm, args, texts))
+            found[name].append(measure(lm, args, rows[name][-1], manager))
+    curves = over_seeds(found)
+    precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
+    shown = "\n".join([table(curves), *([table(precision)] if precision else []), *sizes])
+    print(shown)
+    write_text(args.output / "budget.md", shown + "\n")
+    record = {"models": models, "values": found, "curves": curves, "precision": precision, "sizes": sizes}
+    write_json(args.output / "budget.json", record, args.command)
+    draw(curves, args.output / "budget.png")

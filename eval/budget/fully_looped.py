@@ -1,0 +1,47 @@
+"""What table 1 of the Fully Looped Transformer reports beside CORE: accuracies of six of its tasks, from the bundle.
+
+These are the bundle's prompts and shots (table 4), not lm-eval's, whose tasks of the same names are the group
+`fully_looped_six_lm_eval`.
+"""
+
+import math
+from pathlib import Path
+
+from eval.common.curves import Curves
+from eval.core.bundle import read_tasks
+from eval.core.scoring import Scored, score
+from eval.harness.looped_lm import LoopedLM
+
+from .streams import start_token
+
+
+SIX = ("lambada_openai", "piqa", "hellaswag", "openbook_qa", "arc_easy", "arc_challenge")
+
+
+def six_curves(results: dict[int, dict]) -> Curves:
+    """From the results of `core_scores`: each accuracy, and their unweighted average."""
+    curves: Curves = {}
+    for depth, found in results.items():
+        missing = [label for label in SIX if label not in found["tasks"]]
+        if missing:
+            raise ValueError(f"core.yaml of the bundle lists no {', '.join(missing)}, which table 1 reports")
+        accuracies = {label: found["tasks"][label]["accuracy"] for label in SIX}
+        for name, value in {**accuracies, "average of the six": sum(accuracies.values()) / len(SIX)}.items():
+            curves.setdefault(name, {"": {}})[""][depth] = (value, None)
+    return curves
+
+
+def lambada_perplexity(lm: LoopedLM, bundle: Path | str, examples: int | None = None) -> Curves:
+    """Over the tokens of all answers; context and answer are cut into tokens apart, unlike for the accuracy."""
+    (task,) = read_tasks(bundle, examples=examples, only=["lambada_openai"])
+    start = [start_token(lm.tokenizer)]
+
+    def tokens(text: str) -> list[int]:
+        return lm.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    asked = [Scored(start + tokens(item["context"]), tokens(" " + item["continuation"])) for item in task.items]
+    sizes = [len(request.asked) for request in asked]
+    means = score(lm, asked)[:, 0].tolist()  # [depths][items]
+    nats = [sum(mean * size for mean, size in zip(of_depth, sizes)) for of_depth in means]
+    values = (math.exp(min(total / sum(sizes), 700)) for total in nats)
+    return {"lambada_openai perplexity": {"": {depth: (value, None) for depth, value in zip(lm.depths, values)}}}

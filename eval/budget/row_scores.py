@@ -1,0 +1,43 @@
+"""Scores of one model on rows of text, kept apart by row, so that bits per byte come with their standard error."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from recipes.common.ratios import ratio, standard_error
+
+
+@dataclass
+class RowScores:
+    """Sums over each row, float64; a row is a document or a window of a stream."""
+
+    nats: torch.Tensor  # [depths, rows] cross-entropy of all targets
+    byte_nats: torch.Tensor  # [depths, rows] of the targets that stand for bytes: not of special tokens
+    tokens: torch.Tensor  # [rows] targets
+    bytes: torch.Tensor  # [rows]
+
+    def perplexity(self) -> torch.Tensor:
+        """At each depth."""
+        return (self.nats.sum(-1) / self.tokens.sum()).clamp(max=700).exp()
+
+    def bits_per_byte(self) -> torch.Tensor:
+        return ratio(self.byte_nats, self.bytes) / math.log(2)
+
+    def bits_per_byte_error(self) -> torch.Tensor:
+        return standard_error(self.byte_nats, self.bytes) / math.log(2)
+
+    def less(self, other: "RowScores") -> tuple[torch.Tensor, torch.Tensor]:
+        """Bits per byte less those of another model on the same rows, and the standard error of the difference."""
+        difference = (self.byte_nats - other.byte_nats) / math.log(2)
+        return ratio(difference, self.bytes), standard_error(difference, self.bytes)
+
+    def tokens_for(self, error: float) -> int:
+        """Tokens at which the largest standard error over depths would be `error`, of more rows of the same kind."""
+        return math.ceil(self.tokens.sum().item() * (self.bits_per_byte_error().max().item() / error) ** 2)
+
+
+def mean_of(seeds: list[RowScores]) -> RowScores:
+    """Scores of several seeds of a model on the same rows."""
+    nats, byte_nats = (torch.stack([getattr(seed, name) for seed in seeds]).mean(0) for name in ("nats", "byte_nats"))
+    return RowScores(nats, byte_nats, seeds[0].tokens, seeds[0].bytes)

@@ -1,0 +1,122 @@
+"""Texts as one stream of tokens, scored in windows of equal length (Fully Looped, appendix A.4).
+
+Before every text, an empty one too, stands the token that documents begin with. A window is read without what came
+before it; its last target is the first input of the next. What does not fill a window at the end is left out.
+Perplexity counts every target, the tokens between texts too; bits per byte count those that stand for bytes.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from eval.harness.looped_lm import LoopedLM
+from recipes.common.token_losses import token_losses
+from recipes.data.tokenizers import Encoder, token_bytes
+
+from .row_scores import RowScores
+
+
+# what the public code of the Fully Looped Transformer evaluates as WikiText-2, a line of the corpus a text
+STREAMS = {
+    "wikitext_2": "https://huggingface.co/datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1/"
+    "test-00000-of-00001.parquet"
+}
+
+
+def parse_stream(argument: str) -> tuple[str, str]:
+    """NAME=FILE, or a NAME that is known, as (name, file)."""
+    name, equals, path = argument.partition("=")
+    if not equals and name in STREAMS:
+        return name, STREAMS[name]
+    if not name or not path:
+        raise ValueError(f"--stream {argument!r}: write NAME=FILE, or one of {', '.join(STREAMS)}")
+    if "://" not in path and not Path(path).is_file():
+        raise ValueError(f"--stream {argument!r}: there is no file {path!r}")
+    return name, path
+
+
+def texts_of(path: str) -> Iterator[str]:
+    """The field `text` of each row of a parquet file, or of each line of JSON."""
+    if path.endswith(".parquet"):
+        from datasets import load_dataset
+
+        rows = load_dataset("parquet", data_files=path, split="train", streaming=True)
+        if rows.column_names is not None and "text" not in rows.column_names:
+            raise ValueError(f"{path} has no column 'text'; it has {', '.join(rows.column_names)}")
+        yield from (row["text"] or "" for row in rows)
+        return
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = json.loads(line)["text"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: expected a JSON object with a field 'text'") from error
+            yield text
+
+
+def start_token(tokenizer) -> int:
+    """What documents begin with; where a tokenizer has no bos, its eos stands between them."""
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        raise ValueError("the tokenizer has neither a bos nor an eos token, so nothing begins a document: set one")
+    return start
+
+
+def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = None, group: int = 1) -> torch.Tensor:
+    """int64 [windows, length + 1], which overlap by the one token; `limit`: tokens to predict at most.
+
+    The number of windows is a multiple of `group`.
+    """
+    encoder = Encoder(tokenizer, "start")
+    encoder.starts = [start_token(tokenizer)]
+    pieces, size = [np.zeros(0, dtype=np.int64)], 0
+    for ids in encoder(texts):
+        pieces.append(np.array(ids, dtype=np.int64))
+        size += len(ids)
+        if limit is not None and size > limit:
+            break
+    size = size if limit is None else min(size, limit + 1)
+    count = (size - 1) // length // group * group
+    if count < 1:
+        raise ValueError(
+            f"the stream has {size} tokens, fewer than {group} window(s) of {length} and one more: give more text, or "
+            "a smaller --max_length"
+        )
+    return torch.from_numpy(np.concatenate(pieces)[: count * length + 1]).unfold(0, length + 1, length)
+
+
+@torch.no_grad()
+def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
+    """At every depth from one pass."""
+    num_bytes = token_bytes(lm.tokenizer)[rows[:, 1:]]
+    nats, byte_nats = torch.zeros(2, len(lm.depths), len(rows), dtype=torch.float64)
+    size = 8 if lm.batch_size == "auto" else lm.batch_size
+    for start in tqdm(range(0, len(rows), size), desc="Scoring windows", disable=lm.rank != 0):
+        part = slice(start, start + size)
+        with torch.autocast(lm.device.type, lm.mixed_precision_dtype, enabled=lm.mixed_precision_dtype is not None):
+            losses = losses_at(lm, rows[part].to(lm.device)).double().cpu()
+        nats[:, part] = losses.sum(-1)
+        byte_nats[:, part] = (losses * (num_bytes[part] > 0)).sum(-1)
+    tokens = torch.full((len(rows),), rows.shape[1] - 1, dtype=torch.float64)
+    return RowScores(nats, byte_nats, tokens, num_bytes.sum(-1).double())
+
+
+def losses_at(lm: LoopedLM, rows: torch.Tensor) -> torch.Tensor:
+    """[depths, rows, length]"""
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    if len(lm.depths) == 1:
+        logits = lm.model(inputs, num_loops=lm.depths[0], use_cache=False).logits
+        return token_losses(logits, targets)[None]
+    outputs = lm.model(
+        inputs,
+        shift_labels=targets,
+        num_loops=lm.depths[-1],
+        output_logits=False,
+        output_loop_losses=True,
+        use_cache=False,
+    )
+    return outputs.loop_token_losses[[depth - 1 for depth in lm.depths]]

@@ -1,0 +1,98 @@
+"""Talk to a model, or let it complete text, in a terminal: `python -m eval.chat runs/demo/final [--num-loops 8]`.
+
+A model whose tokenizer has a chat template answers in turns; any other completes each line by itself. Depth and exits
+are those saved with the model unless options say otherwise; after each answer stands how many loops its tokens took.
+Without a terminal, each line of the input is one prompt.
+"""
+
+import sys
+
+import torch
+from transformers import TextStreamer
+
+from eval.common.model_folder import open_config, open_tokenizer
+from modeling_looped import LoopedForCausalLM
+from recipes.common.command_line import Parser, run_command
+
+
+def parse(arguments: list[str] | None):
+    parser = Parser("eval.chat", __doc__)
+    parser.add_argument("model", help="a saved model, or the folder of its training run")
+    parser.add_argument("prompt", nargs="*", help="without one, prompts are read from the terminal")
+    parser.add_argument("--num-loops", type=int, help="the most loops a token may take; default: that of the model")
+    parser.add_argument("--exit-criterion", help="default: that saved with the model, if any")
+    parser.add_argument("--exit-threshold", type=float, help="default: the published one")
+    parser.add_argument("--min-loops", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
+    parser.add_argument("--seed", type=int, help="of sampling")
+    parser.add_argument("--system", help="what the model is told before a conversation")
+    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(arguments)
+
+
+class Conversation:
+    def __init__(self, model, tokenizer, settings: dict, system: str | None = None):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.answers_in_turns = bool(tokenizer.chat_template)
+        if system and not self.answers_in_turns:
+            raise ValueError("--system needs a tokenizer with a chat template, and this model's has none")
+        self.turns = [{"role": "system", "content": system}] if system else []
+
+    def ids_of(self, text: str) -> dict[str, torch.Tensor]:
+        if not self.answers_in_turns:
+            return self.tokenizer(text, return_tensors="pt").to(self.model.device)
+        self.turns.append({"role": "user", "content": text})
+        return self.tokenizer.apply_chat_template(
+            self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(self.model.device)
+
+    def answer(self, text: str) -> tuple[str, float]:
+        """What the model writes, printed as it comes, and the mean loops of its tokens."""
+        prompt = self.ids_of(text)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        outputs = self.model.generate(**prompt, **self.settings, streamer=streamer, return_dict_in_generate=True)
+        written = self.tokenizer.decode(outputs.sequences[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        if self.answers_in_turns:
+            self.turns.append({"role": "assistant", "content": written})
+        return written, outputs.token_loops.double().mean().item()
+
+
+def lines_of(terminal):
+    while True:
+        if terminal.isatty():
+            print("\n> ", end="", flush=True)
+        line = terminal.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def main(arguments: list[str] | None = None):
+    args = parse(arguments)
+    if args.max_new_tokens < 1 or args.temperature < 0:
+        raise ValueError(
+            f"--max-new-tokens must be at least 1 and --temperature at least 0, got {args.max_new_tokens} and "
+            f"{args.temperature}"
+        )
+    folder, config = open_config(args.model)
+    tokenizer = open_tokenizer(folder, args.tokenizer, config)
+    model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
+    names = ("num_loops", "exit_criterion", "exit_threshold", "min_loops")
+    settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    settings |= {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        settings["temperature"] = args.temperature
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    conversation = Conversation(model, tokenizer, settings, args.system)
+    for prompt in [" ".join(args.prompt)] if args.prompt else lines_of(sys.stdin):
+        _, loops = conversation.answer(prompt)
+        print(f"[{loops:.2f} loops a token]")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,121 @@
+"""What happens inside a pass, seen and changed by hooks on the modules of the model's own forward."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from recipes.common.token_losses import next_token_losses
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module):
+    """Eval mode, and afterwards every module's own mode again: measures are called in the middle of training."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield model
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def own_randomness(seed: int = 0):
+    """Random numbers from `seed`, and afterwards those that would have come without."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def hooks(*handles):
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
+
+
+@dataclass
+class Trace:
+    """States of one pass at one depth, [batch, length, d] each."""
+
+    embedded: list[torch.Tensor] = field(default_factory=list)  # embedding, after each prelude layer, e
+    entering: list[torch.Tensor] = field(default_factory=list)  # h_t, what each loop starts from
+    stages: list[list[torch.Tensor]] = field(default_factory=list)  # of each loop: injected, after each core layer
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """H_k after every loop."""
+        return [stages[-1] for stages in self.stages]
+
+    @property
+    def trajectory(self) -> list[torch.Tensor]:
+        """h_0, H_1, ..., H_K."""
+        return self.entering[:1] + self.states
+
+
+def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
+    """One pass of a causal LM, recorded; works also where the states of a deeper pass are no shallower passes."""
+    base, seen = model.model, Trace()
+
+    def enters(_, arguments):
+        seen.entering.append(arguments[0].detach())
+        if len(seen.entering) == 1:
+            seen.embedded.append(arguments[1].detach())
+
+    handles = [base.injection.register_forward_pre_hook(enters)]
+    handles.append(base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([a[0].detach()])))
+    for block in base.core:
+        handles.append(block.register_forward_hook(lambda _, a, output: seen.stages[-1].append(output.detach())))
+    if len(base.prelude):
+        handles.append(base.prelude[0].register_forward_pre_hook(lambda _, a: seen.embedded.append(a[0].detach())))
+    for block in base.prelude:
+        handles.append(block.register_forward_hook(lambda _, a, output: seen.embedded.append(output.detach())))
+    with hooks(*handles), evaluating(model), torch.no_grad():
+        base(**batch, num_loops=num_loops, use_cache=False)
+    return seen
+
+
+@contextmanager
+def last_state(model):
+    """A list that holds H after the last loop of the pass run inside."""
+    kept = [None]
+    with hooks(model.model.core[-1].register_forward_hook(lambda _, a, output: kept.__setitem__(0, output))):
+        yield kept
+
+
+@contextmanager
+def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]):
+    """`rewrite(loop, H)`, loops counted from 1, replaces H before readouts and later loops see it."""
+    loop = 0
+
+    def start(*_):
+        nonlocal loop
+        loop = 0
+
+    def replace(_, arguments, output):
+        nonlocal loop
+        loop += 1
+        return rewrite(loop, output)
+
+    base = model.model
+    with hooks(base.register_forward_pre_hook(start), base.core[-1].register_forward_hook(replace)):
+        yield
+
+
+def depth_of(model, num_loops: int | None) -> int:
+    """`num_loops`, or the depth that the model was trained at."""
+    if num_loops is None:
+        return model.config.num_loops
+    if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
+        raise ValueError(f"num_loops must be a whole number of at least 1, got {num_loops!r}")
+    return num_loops
+
+
+@torch.no_grad()
+def final_loss(model, batch: dict, num_loops: int) -> float:
+    """Mean cross-entropy of the readout after the last loop."""
+    logits = model(**batch, num_loops=num_loops, use_cache=False).logits
+    return next_token_losses(logits, batch["input_ids"]).mean().item()

@@ -1,0 +1,47 @@
+"""A saved model's config and tokenizer, opened before its weights, so that a mistake costs no loading."""
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from modeling_looped import LoopedConfig
+
+
+def open_config(target: str) -> tuple[Path, LoopedConfig]:
+    """`target`: a saved model, or the folder of its training run."""
+    folder = model_folder(target)
+    if folder is None:
+        raise ValueError(f"there is no folder {target!r}: name a saved model or its training run")
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
+    if model_type != LoopedConfig.model_type:
+        raise ValueError(f"{target!r} has model_type {model_type!r}, which has no loops")
+    return folder, LoopedConfig.from_pretrained(folder)
+
+
+def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
+    """name: of another tokenizer, for a model that comes without one."""
+    if name is None and not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(f"{folder} holds no tokenizer to read text with: save one there, or pass --tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(name or folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
+    return tokenizer
+
+
+def training_run(target: str) -> Path | None:
+    """The folder of the training run that `target` is, or that it is the final model of."""
+    path = Path(target).resolve()
+    runs = (path, path.parent) if path.name == "final" else (path,)
+    return next((run for run in runs if (run / "metrics.jsonl").is_file()), None)
+
+
+def model_folder(target: str) -> Path | None:
+    """The folder of a saved model, also inside that of its training run; None if it is no folder."""
+    path = Path(target)
+    if not path.is_dir():
+        return None
+    for folder in (path, path / "final"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"folder {target!r} holds neither a saved model (config.json) nor a finished run (final/)")

@@ -1,0 +1,120 @@
+"""What a run of recipes.pretrain left in its folder."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+
+from recipes.common.metrics import read_metrics
+
+
+LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
+
+
+class RunError(ValueError):
+    """A folder that holds no run to report on."""
+
+
+@dataclass
+class RunFolder:
+    folder: Path
+    name: str
+
+    def __post_init__(self):
+        if not self.folder.is_dir():
+            raise RunError(
+                f"there is no folder {self.folder}; `accelerate launch -m recipes.pretrain RECIPE` makes one"
+            )
+        if not (self.folder / "metrics.jsonl").is_file():
+            hint = "; give the folder above it" if (self.folder.parent / "metrics.jsonl").is_file() else ""
+            raise RunError(
+                f"{self.folder} holds no metrics.jsonl: it is no output folder (training.output_dir) of "
+                f"recipes.pretrain{hint}"
+            )
+        if not self.records:
+            raise RunError(f"{self.folder}/metrics.jsonl holds no whole line: the run has logged nothing yet")
+
+    @cached_property
+    def records(self) -> list[dict]:
+        return [record for record in read_metrics(self.folder / "metrics.jsonl") if "step" in record]
+
+    @cached_property
+    def unread_lines(self) -> int:
+        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        return len(lines) - len(read_metrics(self.folder / "metrics.jsonl"))
+
+    @cached_property
+    def recipe(self) -> dict:
+        path = self.folder / "recipe.yaml"
+        return yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.is_file() else {}
+
+    @cached_property
+    def config(self) -> dict:
+        path = self.folder / "final" / "config.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def setting(self, key: str, default=None):
+        section, _, name = key.partition(".")
+        return (self.recipe.get(section) or {}).get(name, default)
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric."""
+        found = [(record["step"], record[name]) for record in self.records if record.get(name) is not None]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def last(self, name: str):
+        return next((record[name] for record in reversed(self.records) if record.get(name) is not None), None)
+
+    def last_by_number(self, prefix: str) -> dict[int, float]:
+        """{k: value} of the last record that holds `prefix`k, e.g. the loss at every depth."""
+        pattern = re.compile(re.escape(prefix) + r"(\d+)$")
+        for record in reversed(self.records):
+            found = {int(match[1]): value for key, value in record.items() if (match := pattern.match(key))}
+            if found:
+                return dict(sorted(found.items()))
+        return {}
+
+    @property
+    def trained_loops(self) -> int | None:
+        return self.config.get("num_loops", self.setting("model.num_loops"))
+
+    @property
+    def steps(self) -> int:
+        return max(record["step"] for record in self.records) + 1
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        rows, length = self.setting("training.rows_per_step"), self.setting("data.sequence_length")
+        return rows * length if rows and length else None
+
+    @cached_property
+    def num_parameters(self) -> int | None:
+        if not self.config:
+            return None
+        from modeling_looped import LoopedConfig
+        from recipes.common.flops import sizes
+
+        return sizes(LoopedConfig.from_pretrained(self.folder / "final")).total
+
+    @cached_property
+    def status(self) -> str:
+        """finished, not finished, or at which step the loss stopped being a number."""
+        for record in self.records:
+            for key in ("loss", "validation/loss"):
+                if record.get(key) is not None and not math.isfinite(record[key]):
+                    return f"diverged: {key} is {record[key]} at step {record['step']}"
+        if (self.folder / "diverged.txt").is_file():
+            return "diverged: " + (self.folder / "diverged.txt").read_text(encoding="utf-8").strip()
+        return "finished" if self.config else f"not finished: {self.steps} steps so far"
+
+
+def open_runs(folders) -> list[RunFolder]:
+    """Runs, named by their folders; by their whole paths where two folders have the same name."""
+    folders = [Path(folder) for folder in folders]
+    names = [folder.resolve().name for folder in folders]
+    unique = len(set(names)) == len(names)
+    return [RunFolder(folder, name if unique else str(folder)) for folder, name in zip(folders, names)]

@@ -1,0 +1,1 @@
+"""CORE and CORE-extended."""

@@ -1,0 +1,199 @@
+"""CORE and CORE-extended (Parcae, appendix M) at every depth from one pass of the model:
+
+python -m eval.core MODEL --bundle eval_bundle --num-loops 1,2,4 --examples 500 --output core.json
+python -m eval.core MODEL --bundle eval_bundle --extended --seeds 1234,2345,3456     # as Parcae's tables 4, 5 and 6
+
+The mean over tasks of (a - r) / (1 - r), where r is what guessing scores. Of choices, and of contexts in a schema, the
+one with the least mean cross-entropy counts; language modelling is right if every token is the likeliest. Prompts are
+the bundle's, not lm-eval's. --extended takes the other tasks of appendix M as the eval_meta_data.csv there describes
+them, or from a list that it names.
+
+Without --seeds nothing is random. A seed chooses the shots and, in models whose first state is noise, draws that noise
+for every prompt (from its tokens, so that batches do not matter). Values then are means over the seeds, with their
+standard deviation (divided by the number of seeds, as the authors' code has it).
+"""
+
+import argparse
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from eval.common.curves import Curves, table
+from eval.harness.looped_lm import LoopedLM, check_question
+from recipes.common.command_line import Parser, names
+from recipes.common.provenance import write_json
+
+from .bundle import DESCRIBED, CoreTask, read_tasks
+from .scoring import accuracies
+
+
+# table 15, by the labels of the bundle
+EXTENDED = """
+    hellaswag_zeroshot hellaswag lambada_openai winograd winogrande bigbench_language_identification
+    bigbench_conlang_translation bigbench_conceptual_combinations jeopardy bigbench_qa_wikidata arc_easy arc_challenge
+    mmlu_zeroshot mmlu_fewshot bigbench_misconceptions copa commonsense_qa piqa openbook_qa siqa
+    bigbench_novel_concepts bigbench_strange_stories bigbench_strategy_qa bigbench_dyck_languages agi_eval_lsat_ar
+    bigbench_cs_algorithms bigbench_operators bigbench_repeat_copy_logic bigbench_elementary_math_qa
+    bigbench_logical_deduction simple_arithmetic_nospaces simple_arithmetic_withspaces math_qa logi_qa squad coqa boolq
+    pubmed_qa_labeled agi_eval_lsat_rc agi_eval_lsat_lr agi_eval_sat_en bigbench_understanding_fables
+    winogender_mc_female winogender_mc_male enterprise_pii_classification bbq
+""".split()
+
+
+class Suite(NamedTuple):
+    """Tasks that are asked, and those of them that a mean is over."""
+
+    tasks: dict[str, CoreTask]
+    means: dict[str, list[str]]  # "core", "core_extended": labels
+
+    def seeded(self, seed: int) -> "Suite":
+        return self._replace(tasks={label: replace(task, shots_seed=seed) for label, task in self.tasks.items()})
+
+
+def read_suite(bundle, examples: int | None, extended: str | None, only: list[str] | None) -> Suite:
+    lists = {"core": read_tasks(bundle, examples=examples)}
+    if extended:
+        lists["core_extended"] = read_extended(bundle, extended, examples)
+    tasks = {task.label: task for members in reversed(lists.values()) for task in members}
+    if only is None:
+        return Suite(tasks, {name: [task.label for task in members] for name, members in lists.items()})
+    unknown = [label for label in only if label not in tasks]
+    if unknown:
+        more = "" if extended else "; --extended brings more"
+        raise ValueError(f"there is no task {', '.join(unknown)}; known are {', '.join(tasks)}{more}")
+    return Suite({label: tasks[label] for label in only}, {})
+
+
+def core_scores(
+    model,
+    tokenizer,
+    bundle: Path | str,
+    loops: list[int] | None = None,
+    examples: int | None = None,
+    extended: str | None = None,
+    batch_size: int = 8,
+    device: str | None = None,
+    max_length: int | None = None,
+    tasks: list[str] | None = None,
+    seeds: list[int] | None = None,
+) -> dict[int, dict]:
+    """{depth: {"core", "core_extended" if asked for, "tasks": {label: {"accuracy", "centered"}}}}.
+
+    loops: depths; None is the model's own. examples: of each task; None is all. extended: name of the longer list, or
+    eval_meta_data.csv. max_length: longer prompts lose their beginning; None is the model's. tasks: labels of the only
+    ones that are asked; then there are no means over tasks.
+    seeds: every value is a mean over seeds with a "..._deviation" beside it, and "seeds" holds {seed: the above}.
+    """
+    suite = read_suite(bundle, examples, extended, tasks)
+    setup = {"batch_size": batch_size, "device": device, "max_length": max_length}
+    lm = LoopedLM(model, tokenizer=tokenizer, num_loops=loops, **setup)
+    if seeds is None:
+        return scores_of(lm, suite)
+    by_seed = {}
+    for seed in seeds:
+        lm.state_seed = seed if lm.config.state_init == "normal" else None
+        by_seed[seed] = scores_of(lm, suite.seeded(seed))
+    return {depth: over_seeds({seed: found[depth] for seed, found in by_seed.items()}) for depth in lm.depths}
+
+
+def scores_of(lm: LoopedLM, suite: Suite) -> dict[int, dict]:
+    found = {label: accuracies(lm, task) for label, task in suite.tasks.items()}
+    results = {}
+    for column, depth in enumerate(lm.depths):
+        of_tasks = {
+            label: {"accuracy": values[column], "centered": suite.tasks[label].centered(values[column])}
+            for label, values in found.items()
+        }
+        results[depth] = {name: mean_centered(of_tasks, labels) for name, labels in suite.means.items()}
+        results[depth]["tasks"] = of_tasks
+    return results
+
+
+def over_seeds(found: dict[int, dict]) -> dict:
+    """Of one depth."""
+    one = next(iter(found.values()))
+    result = {}
+    for name in (name for name in one if name != "tasks"):
+        result |= with_deviation(name, [of_seed[name] for of_seed in found.values()])
+    result["tasks"] = {}
+    for label, scores in one["tasks"].items():
+        of_task = result["tasks"][label] = {}
+        for name in scores:
+            of_task |= with_deviation(name, [of_seed["tasks"][label][name] for of_seed in found.values()])
+    return {**result, "seeds": found}
+
+
+def with_deviation(name: str, values: list[float]) -> dict[str, float]:
+    return {name: statistics.fmean(values), f"{name}_deviation": statistics.pstdev(values)}
+
+
+def read_extended(bundle, listed: str, examples: int | None) -> list[CoreTask]:
+    tasks = read_tasks(bundle, listed, examples, only=EXTENDED)
+    missing = sorted(set(EXTENDED) - {task.label for task in tasks})
+    if missing:
+        raise ValueError(f"{listed} of {bundle} lists no {', '.join(missing)}, which CORE-extended is a mean over")
+    return tasks
+
+
+def mean_centered(of_tasks: dict[str, dict], labels: list[str]) -> float:
+    return sum(of_tasks[label]["centered"] for label in labels) / len(labels)
+
+
+def curves_of(results: dict[int, dict], series: str = "") -> Curves:
+    curves: Curves = {}
+    for depth, found in results.items():
+        points = {"CORE": (found, "core"), "CORE-extended": (found, "core_extended")}
+        points |= {label: (scores, "accuracy") for label, scores in found["tasks"].items()}
+        for measure, (values, name) in points.items():
+            if name in values:
+                point = (values[name], values.get(f"{name}_deviation"))
+                curves.setdefault(measure, {}).setdefault(series, {})[depth] = point
+    return curves
+
+
+def parse_seeds(text: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(map(int, text.split(","))))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"seeds are whole numbers with commas between them, got {text!r}") from None
+
+
+def main(arguments: list[str] | None = None) -> dict[int, dict]:
+    parser = Parser("eval.core", __doc__, {"--loops": "--num-loops"})
+    parser.add_argument("model")
+    parser.add_argument("--bundle", required=True, help="the unpacked eval_bundle")
+    parser.add_argument("--num-loops", help="4, or 1,2,4, or 1..8; by default the model's own depth")
+    parser.add_argument("--examples", type=int, help="of each task, e.g. 500; by default all")
+    parser.add_argument(
+        "--extended",
+        metavar="YAML",
+        nargs="?",
+        const=DESCRIBED,
+        help="CORE-extended too; of a list in the bundle that holds all its tasks, or by default as the bundle says",
+    )
+    parser.add_argument("--tasks", type=names, help="these alone, e.g. arc_easy,copa")
+    parser.add_argument("--seeds", type=parse_seeds, help="of shots and first states, e.g. 1234,2345,3456")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-length", type=int, help="longer prompts lose their beginning; by default the model's")
+    parser.add_argument("--device", help="by default a GPU if there is one")
+    parser.add_argument("--output", type=Path, help="JSON to write")
+    options = parser.parse_args(arguments)
+    check_question(options.model, options.num_loops)
+    results = core_scores(
+        options.model,
+        None,
+        options.bundle,
+        options.num_loops,
+        options.examples,
+        options.extended,
+        options.batch_size,
+        options.device,
+        options.max_length,
+        options.tasks,
+        options.seeds,
+    )
+    print(table(curves_of(results)))
+    if options.output:
+        write_json(options.output, {"depths": results}, options.command)
+    return results

@@ -1,0 +1,85 @@
+"""How CORE asks and scores: prompts of the bundle, and the answer with the least mean cross-entropy."""
+
+from typing import NamedTuple
+
+import torch
+
+from eval.harness.looped_lm import LoopedLM
+
+from .bundle import CoreTask
+
+
+class Scored(NamedTuple):
+    """Tokens that are asked, after those that are given."""
+
+    given: list[int]
+    asked: list[int]
+
+
+def prompts(task: CoreTask, index: int) -> list[str]:
+    """Of each choice or context; of language modelling, without and with the answer."""
+    item, delimiter = task.items[index], task.delimiter
+    shots = "".join(answered(task.kind, shot, delimiter) + "\n\n" for shot in task.shots(index))
+    if task.kind == "multiple_choice":
+        return [shots + item["query"] + delimiter + choice for choice in item["choices"]]
+    if task.kind == "schema":
+        return [shots + context + delimiter + item["continuation"] for context in item["context_options"]]
+    question = shots + item["context"].strip() + delimiter
+    # space at the end may belong to the first token of the answer
+    return [question.strip(), question + item["continuation"]]
+
+
+def answered(kind: str, item: dict, delimiter: str) -> str:
+    if kind == "multiple_choice":
+        return item["query"] + delimiter + item["choices"][item["gold"]]
+    if kind == "schema":
+        return item["context_options"][item["gold"]] + delimiter + item["continuation"]
+    return item["context"].strip() + delimiter + item["continuation"]
+
+
+def common_length(first: list[int], *others: list[int]) -> int:
+    """Of the longest beginning that all share."""
+    length = min(len(first), *map(len, others)) if others else len(first)
+    return next((i for i in range(length) if any(other[i] != first[i] for other in others)), length)
+
+
+def scored(kind: str, tokens: list[list[int]]) -> list[Scored]:
+    """Cut each prompt in what is given and what is scored: all after the common beginning, or the common end."""
+    if kind == "schema":
+        length = common_length(*[row[::-1] for row in tokens])
+        starts = [len(row) - length for row in tokens]
+    else:
+        starts = [common_length(*tokens)] * len(tokens)
+    if kind == "language_modeling":
+        tokens, starts = tokens[1:], starts[1:]
+    # one token at least is given and one is scored, also where choices are each other's beginning
+    starts = [min(max(start, 1), len(row) - 1) for start, row in zip(starts, tokens)]
+    return [Scored(row[:start], row[start:]) for start, row in zip(starts, tokens)]
+
+
+def score(lm: LoopedLM, requests: list[Scored]) -> torch.Tensor:
+    """Mean cross-entropy of what is asked, and how many tokens are not the likeliest: [depths, 2, requests]."""
+    sums = torch.zeros(len(lm.depths), 3, len(requests), dtype=torch.float64)
+    mine = slice(lm.rank, None, lm.world_size)
+    sums[:, :, mine] = lm.score_tokens([("", *request) for request in requests[mine]])
+    if lm.world_size > 1:
+        sums = lm.accelerator.reduce(sums.to(lm.device), reduction="sum").cpu()
+    lengths = torch.tensor([len(request.asked) for request in requests])
+    return torch.stack([-sums[:, 0] / lengths, sums[:, 1]], dim=1)
+
+
+def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
+    """Of one task, at each depth."""
+    tokenizer = lm.tokenizer
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    requests = []
+    for index in range(len(task.items)):
+        tokens = [[start, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in prompts(task, index)]
+        requests.append(scored(task.kind, tokens))
+    scores = score(lm, [option for options in requests for option in options])
+    right, first = torch.zeros(len(lm.depths), dtype=torch.float64), 0
+    for item, options in zip(task.items, requests):
+        losses, misses = scores[:, :, first : first + len(options)].unbind(1)
+        right += (misses[:, 0] == 0) if task.kind == "language_modeling" else (losses.argmin(-1) == item["gold"])
+        first += len(options)
+    return (right / len(task.items)).tolist()

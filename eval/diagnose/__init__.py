@@ -1,0 +1,1 @@
+"""The papers' measurements on one model."""

@@ -1,0 +1,205 @@
+"""How the state, the loss and the gradients of one model move over loops.
+
+Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and gives a dict of numbers.
+Norms are Euclidean and averaged over tokens, as the papers give them; R is ||h|| / sqrt d.
+"""
+
+import copy
+import math
+
+import torch
+
+from eval.common.hooks import depth_of, evaluating, final_loss, hooks, own_randomness, trace
+from recipes.common.measures import (
+    gradient_norm,
+    largest_eigenvalue,
+    linear_maps,
+    mean_norm,
+    oscillation,
+    residual_norms,
+    spectral_norm,
+    token_rms,
+)
+
+
+def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """||h_t|| from the state before the first loop to H_K (residual scaling, figure 7; Fully Looped, figures 2 and 6).
+
+    The first Fully Looped figure follows one loop over training steps; those of a run are in its metrics.jsonl, from
+    the same function.
+    """
+    trajectory = trace(model, batch, depth_of(model, num_loops)).trajectory
+    norms = [mean_norm(state) for state in trajectory]
+    return {
+        "loop": list(range(len(norms))),
+        "norm": norms,
+        "R": residual_norms(trajectory),
+        "growth": norms[-1] / norms[1],
+        "trained_loops": model.config.num_loops,
+    }
+
+
+def losses_at_every_depth(model, batch: dict, depth: int) -> list[float]:
+    """Cross-entropy after loops 1..depth: from one pass, or from one each where a prefix is not a shallower pass."""
+    with evaluating(model), torch.no_grad():
+        if model.config.residual_depth == "run":
+            return [final_loss(model, batch, k) for k in range(1, depth + 1)]
+        outputs = model(
+            **batch,
+            labels=batch["input_ids"],
+            num_loops=depth,
+            output_loop_losses=True,
+            output_logits=False,
+            use_cache=False,
+        )
+        return outputs.loop_losses.tolist()
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def depth_curve(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """Loss at every depth, and what an early exit costs (readout tables 5, 11 and 14, figures 1 and 7; Fully Looped,
+    figure 5; Parcae, figure 7).
+
+    exit_gap = CE(1) - CE(N) at the trained depth N, or at the deepest that is run. Norms of the state before and after
+    the norm or damping between loops; beyond the last loop there is no after. By default twice the trained depth.
+    """
+    depth = depth_of(model, 2 * model.config.num_loops if num_loops is None else num_loops)
+    losses = losses_at_every_depth(model, batch, depth)
+    seen = trace(model, batch, depth)
+    at = min(depth, model.config.num_loops)
+    norms = [mean_norm(state) for state in seen.states]
+    return {
+        "loop": list(range(1, depth + 1)),
+        "ce": losses,
+        "ppl": [perplexity(loss) for loss in losses],
+        "norm_before": norms,
+        "norm_after": [mean_norm(state) for state in seen.entering[1:]],
+        "trained_loops": model.config.num_loops,
+        "exit_gap": losses[0] - losses[at - 1],
+        "final_norm": norms[at - 1],
+        "best_loop": 1 + min(range(depth), key=losses.__getitem__),
+    }
+
+
+def expansion(matrix: torch.Tensor, states: torch.Tensor) -> float:
+    """||M x|| / ||x||, averaged over tokens; a vector stands for a diagonal matrix."""
+    moved = states * matrix if matrix.ndim == 1 else states @ matrix.T
+    return (token_rms(moved) / token_rms(states).clamp(min=1e-30)).mean().item()
+
+
+def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """The linear maps of a loop, h -> A h + B e and C h (Parcae, table 1, figures 3, 18 and 19).
+
+    A: spectral radius (diagonal injection: its largest entry; concat: of the half of W that meets the state;
+    addition: the identity) and norm. B: norm. C, the map into the coda, where there is one. The expansions are what
+    the maps do to the states that occur: ||A h_t|| / ||h_t|| over the loops, ||C H_K|| / ||H_K||.
+    """
+    base, depth = model.model, depth_of(model, num_loops)
+    maps = linear_maps(base.injection)
+    if maps is None:
+        raise ValueError(
+            f"no linear map meets the state of a model with injection={model.config.injection!r}: spectral needs "
+            "injection 'diagonal', 'concat' or 'add'"
+        )
+    state, inputs = maps
+    entering = trace(model, batch, depth).entering
+    result = {
+        "injection": model.config.injection,
+        "A": {"spectral_radius": largest_eigenvalue(state), "spectral_norm": spectral_norm(state)},
+        "B": {"spectral_norm": spectral_norm(inputs)},
+    }
+    matrix = state.to(entering[0].dtype)
+    result["A"]["expansion"] = [expansion(matrix, h) if h.any() else None for h in entering]  # zeros at the first loop
+    if base.coda_proj is not None:
+        seen = []
+        with hooks(base.coda_proj.register_forward_pre_hook(lambda _, a: seen.append(a[0]))), evaluating(model):
+            with torch.no_grad():
+                base(**batch, num_loops=depth, use_cache=False)
+        weight = base.coda_proj.weight.detach()
+        result["C"] = {"spectral_norm": spectral_norm(weight.float()), "expansion": expansion(weight, seen[-1])}
+    return result
+
+
+def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """||h_T|| and ||h_T - h_{T-1}|| over T, and the norm at every stage of every loop (Parcae, figures 11, 20 to 22).
+
+    Stages of a loop: what it starts from, after the injection, after each layer. Prelude: the embedding, after each
+    prelude layer, and e as the loop gets it. By default 24 loops or the trained depth, whichever is more.
+    """
+    depth = depth_of(model, max(24, model.config.num_loops) if num_loops is None else num_loops)
+    seen = trace(model, batch, depth)
+    trajectory = seen.trajectory
+    layers = len(model.model.prelude)
+    prelude = ["embedding", *(f"prelude_{i}" for i in range(layers))] if layers else []
+    stages = ["start", "injected", *(f"core_{i}" for i in range(len(model.model.core)))]
+    per_loop = [[mean_norm(h) for h in (start, *loop)] for start, loop in zip(seen.entering, seen.stages)]
+    return {
+        "loop": list(range(1, depth + 1)),
+        "state_norm": [mean_norm(state) for state in trajectory[1:]],
+        "change": [mean_norm(after - before) for before, after in zip(trajectory, trajectory[1:])],
+        "stages": stages,
+        "stage_norms": per_loop,  # [loops][stages]
+        "prelude": dict(zip([*prelude, "input"], [mean_norm(state) for state in seen.embedded])),
+    }
+
+
+def default_blocks(model) -> list[str]:
+    """Head, first and middle MLP and middle attention of the core, an injection that learns (FLT, figure 7)."""
+    first, middle = 0, len(model.model.core) // 2
+    names = ["lm_head", f"model.core.{first}.mlp", f"model.core.{middle}.mlp", f"model.core.{middle}.self_attn"]
+    if any(True for _ in model.model.injection.parameters()):
+        names.append("model.injection")
+    return list(dict.fromkeys(names))
+
+
+def named_blocks(model, blocks: list[str] | None) -> dict[str, torch.nn.Module]:
+    known = dict(model.named_modules())
+    unknown = [name for name in blocks or [] if name not in known]
+    if unknown:
+        raise ValueError(
+            f"this model has no block {unknown[0]!r}; blocks are named as in model.named_modules(), e.g. "
+            f"{', '.join(default_blocks(model))}"
+        )
+    return {name: known[name] for name in blocks or default_blocks(model)}
+
+
+def gradient_norms(
+    model, batch: dict, *, blocks: list[str] | None = None, steps: int = 20, lr: float = 1e-4, rows_per_step: int = 1
+) -> dict:
+    """Gradient norms of named blocks before clipping, and how much they oscillate (Fully Looped, figures 2 and 7).
+
+    A copy of the model takes AdamW steps on the rows of the batch in turn. Oscillation: the standard deviation of
+    log(g_{t+1} / g_t). A run's own series, of every layer of the core, are in its metrics.jsonl.
+    """
+    if steps < 3 or not 1 <= rows_per_step <= len(batch["input_ids"]):
+        raise ValueError(
+            f"oscillation needs at least 3 steps and 1 to {len(batch['input_ids'])} rows per step, got "
+            f"steps={steps} and rows_per_step={rows_per_step}"
+        )
+    named_blocks(model, blocks)  # before the copy
+    model = copy.deepcopy(model).train()
+    watched = named_blocks(model, blocks)
+    optimizer = torch.optim.AdamW(model.parameter_groups(lr=lr), lr=lr, betas=(0.9, 0.95))
+    norms, losses = {name: [] for name in watched}, []
+    for step in range(steps):
+        chosen = torch.arange(step * rows_per_step, (step + 1) * rows_per_step) % len(batch["input_ids"])
+        rows = {key: tensor[chosen] for key, tensor in batch.items()}
+        with torch.enable_grad(), own_randomness(step):
+            loss = model(**rows, labels=rows["input_ids"], output_logits=False, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+        for name, module in watched.items():
+            norms[name].append(gradient_norm(module) or 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    result = {"step": list(range(steps)), "loss": losses, "lr": lr, "blocks": {}}
+    for name, series in norms.items():
+        result["blocks"][name] = {"norm": series, "mean": sum(series) / steps, "max": max(series)}
+        try:
+            result["blocks"][name]["oscillation"] = oscillation(series)
+        except ValueError as reason:
+            result["blocks"][name] |= {"oscillation": None, "why": str(reason)}
+    return result

@@ -1,0 +1,167 @@
+"""What a diagnosis looks at: a model, from a checkpoint or made from a config, and the tokens it reads."""
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import AutoTokenizer
+
+from eval.common.held_out import held_out_rows
+from eval.common.model_folder import model_folder, training_run
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from recipes.common.config import DataConfig
+from recipes.common.metrics import read_metrics
+from recipes.data.sources import training_source
+
+from .readout_probes import token_classes
+from .theory import built, random_tokens
+
+
+class SubjectError(ValueError):
+    """A model or text that cannot be diagnosed."""
+
+
+@dataclass
+class Subject:
+    model: LoopedForCausalLM
+    batch: dict  # arguments of forward: input_ids, and initial_state where one is drawn
+    where: dict  # what the model and the tokens are
+    records: list[dict]  # of the metrics.jsonl of a training run
+    tokenizer: str | Path | None = None
+
+    @property
+    def config(self) -> LoopedConfig:
+        return self.model.config
+
+    @cached_property
+    def classes(self) -> dict[str, torch.Tensor] | None:
+        """What each token is, white space or a word; None where tokens are random."""
+        if self.tokenizer is None:
+            return None
+        return token_classes(AutoTokenizer.from_pretrained(self.tokenizer), self.config.vocab_size)
+
+
+def subject(
+    target: str,
+    overrides: list[str] = (),
+    text: str | None = None,
+    tokenizer: str | None = None,
+    rows: int = 16,
+    length: int = 128,
+    seed: int = 0,
+    state_seed: int | None = None,
+    dtype: str = "float32",
+) -> Subject:
+    """`target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name.
+
+    `overrides` are key=value and change a config. Without a text, a trained model reads what its run held out, and a
+    fresh one the embedded corpus. Text is read with the model's tokenizer or the one that is named; where a fresh
+    model has none, tokens are random.
+    """
+    if rows < 1 or length < 2:
+        raise SubjectError(f"at least 1 row and 2 tokens in each are needed, got rows={rows} and length={length}")
+    folder = model_folder(target)
+    if folder is not None and overrides:
+        raise SubjectError(
+            f"{overrides[0]!r} would change the trained model {target}; to make a fresh one, pass "
+            f"{folder / 'config.json'}"
+        )
+    if folder is None:
+        config = make_config(config_fields(target), overrides)
+        model, made = built(config, seed), f"{target} {' '.join(overrides)}, initialised with seed {seed}".strip()
+    else:
+        model, made = LoopedForCausalLM.from_pretrained(folder), str(target)
+    model = model.to(getattr(torch, dtype)).eval()
+    if model.config.position_embedding == "learned":
+        length = min(length, model.config.max_position_embeddings)
+    run = training_run(target)
+    own = folder if folder is not None and (folder / "tokenizer_config.json").is_file() else None
+    if text is None and folder is not None:
+        ids, read = own_tokens(target, run, tokenizer, rows, length)
+        tokenizer = own
+    else:
+        tokenizer = own if tokenizer is None else tokenizer
+        ids, read = tokens(model.config, tokenizer, text, rows, length, seed)
+    batch = {"input_ids": ids}
+    if state_seed is not None:
+        batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
+    where = {"model": made, "text": read, "rows": rows, "length": length, "state_seed": state_seed, "dtype": dtype}
+    records = [] if run is None else read_metrics(run / "metrics.jsonl")
+    return Subject(model, batch, where, records, tokenizer)
+
+
+def config_fields(target: str) -> dict:
+    path = Path(target)
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        if target in LoopedConfig.preset_names():
+            return {"preset": target}
+        close = difflib.get_close_matches(target, LoopedConfig.preset_names(), n=1)
+        raise SubjectError(
+            f"{target!r} is no folder, no .json or .yaml file and no preset"
+            + (f"; did you mean {close[0]!r}?" if close else f"; presets: {', '.join(LoopedConfig.preset_names())}")
+        )
+    if not path.is_file():
+        raise SubjectError(f"there is no config {target!r}")
+    try:
+        fields = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise SubjectError(f"{target!r} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise SubjectError(f"{target!r} must hold fields of LoopedConfig, or a recipe, got {type(fields).__name__}")
+    fields = dict(fields["model"]) if isinstance(fields.get("model"), dict) else fields  # a recipe
+    for derived in ("num_hidden_layers", "layer_types"):
+        fields.pop(derived, None)
+    return fields
+
+
+def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
+    known = [field.name for field in dataclasses.fields(LoopedConfig)]
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise SubjectError(f"{override!r} does not change the config: write field=value, e.g. num_loops=8{hint}")
+        fields[key] = yaml.safe_load(value)
+    preset = fields.pop("preset", None)
+    return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+
+
+def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):
+    """[rows, length] of what the run of a trained model held out, and what was read."""
+    if run is None:
+        raise SubjectError(
+            f"{target!r} is in no training run, so what it was trained on is not known: pass --text with a text that "
+            "it was not trained on, or --text embedded"
+        )
+    if tokenizer is not None:
+        raise SubjectError(f"what {run} held out is read with its own tokenizer: pass --text with --tokenizer")
+    return held_out_rows(run, rows, length)
+
+
+def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: int):
+    """[rows, length] of text joined by the end token, and what was read."""
+    if tokenizer is None:
+        if text is not None:
+            raise SubjectError(
+                f"{text!r} cannot be read without a tokenizer, and this model has none: pass --tokenizer"
+            )
+        return random_tokens(config, rows, length, seed), f"random tokens with seed {seed}"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    if len(tokenizer) > config.vocab_size:
+        raise SubjectError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
+    ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for document in training_source(DataConfig(source=text or "embedded")).load():
+        ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
+        if len(ids) >= rows * length:
+            ids = torch.tensor(ids[: rows * length]).view(rows, length)
+            return ids, "embedded corpus (the training text of a demo model)" if text in (None, "embedded") else text
+    raise SubjectError(
+        f"{text or 'the embedded corpus'!r} holds {len(ids)} tokens, fewer than {rows} rows of {length}: "
+        "lower --rows or --length"
+    )

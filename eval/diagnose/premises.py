@@ -1,0 +1,115 @@
+"""What the theorems of On the Residual Scaling of Looped Transformers assume, measured on any model.
+
+A branch (attention or MLP) ends in a matrix W, which every loop shares: r_n = W u_n adds up to W U, U = sum_n u_n, so
+that the sum grows as N where activations u_n agree and W does not shrink U. The theorems prove the agreement from
+ReLU's signs (their positive cone); a model of this family has other activations, and here it is measured instead.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from eval.common.hooks import depth_of, evaluating, trace
+from recipes.common.measures import increment_products, spectral_norm, wide
+
+
+def overlap(total: torch.Tensor, squares: torch.Tensor, count: int) -> float:
+    """||sum of vectors||^2 / (count * sum of ||vector||^2): 1 if they are one vector, 1 / count if orthogonal."""
+    return (total.square().sum(-1) / (count * squares).clamp(min=1e-300)).mean().item()
+
+
+def cone_gain(matrix: torch.Tensor, starts: int = 16, steps: int = 300, seed: int = 0) -> tuple[float, float]:
+    """Least and largest ||W x|| / ||x|| found over x with no negative entry (theorem 1's c_W and C_W).
+
+    Both are local searches from `starts` random x, so that the least is an upper bound of c_W, and the largest a lower
+    bound of C_W.
+    """
+    gram = matrix.T @ matrix
+    top = torch.linalg.eigvalsh(gram)[-1]
+    x = torch.randn(starts, len(gram), generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype).abs()
+    ends = []
+    for map_of in (2 * top * torch.eye(len(gram), dtype=gram.dtype) - gram, gram):  # positive: each step gains
+        at = x
+        for _ in range(steps):
+            at = torch.nn.functional.normalize((at @ map_of).clamp(min=0), dim=-1)
+        ends.append((at @ matrix.T).norm(dim=-1))
+    return ends[0].min().item(), ends[1].max().item()
+
+
+@dataclass
+class Branch:
+    """Sums over loops, by token, of what a branch's last matrix reads and gives."""
+
+    name: str
+    linear: torch.nn.Linear
+    activations: torch.Tensor | float = 0.0  # U
+    outputs: torch.Tensor | float = 0.0  # W U
+    activation_squares: torch.Tensor | float = 0.0  # sum of ||u_n||^2
+    output_squares: torch.Tensor | float = 0.0
+    negative: float = 0.0
+
+    def add(self, _, arguments, output):
+        u, r = wide(arguments[0].detach()), wide(output.detach())
+        self.activations = self.activations + u
+        self.outputs = self.outputs + r
+        self.activation_squares = self.activation_squares + u.square().sum(-1)
+        self.output_squares = self.output_squares + r.square().sum(-1)
+        self.negative += (u < 0).float().mean().item()
+
+    def result(self, loops: int) -> dict:
+        total, inputs = self.activations, self.linear.in_features
+        gain = self.outputs.norm(dim=-1) / total.norm(dim=-1).clamp(min=1e-300)
+        return {
+            "mass": total.mean().item() / loops,  # m_-, where no entry is negative
+            "negative": self.negative / loops,  # share of entries outside the positive cone
+            "scale": self.activation_squares.mean().item() / inputs / loops,  # q_+
+            "activation_overlap": overlap(total, self.activation_squares, loops),
+            "residual_overlap": overlap(self.outputs, self.output_squares, loops),
+            "gain": gain.mean().item(),  # ||W U|| / ||U||, between c_W and C_W
+            "least_gain": gain.min().item(),
+            "spectral_norm": spectral_norm(wide(self.linear.weight.detach())),
+            "Y_squared": (self.outputs / loops).square().mean().item(),  # a_- and a_+ of theorem 3
+        }
+
+
+def branches(model) -> list[Branch]:
+    return [
+        Branch(f"core_{i}.{name}", linear)
+        for i, block in enumerate(model.model.core)
+        for name, linear in (("attention", block.self_attn.o_proj), ("mlp", block.mlp.down_proj))
+    ]
+
+
+def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """Mass, scale, overlap and gain of every branch, and how layers and loops add up (theorems 1 and 3).
+
+    Overlaps are ||sum||^2 over count times the sum of squares: 1 if all loops (layers) give one vector, 1/count if
+    they are orthogonal. Theorem 1 needs the residuals of loops to overlap whatever N, theorem 3 those of layers not to
+    (1/count). A norm on what a branch adds, where the model has one, comes after what is measured here.
+    """
+    depth = depth_of(model, num_loops)
+    if depth < 2:
+        raise ValueError(f"an overlap of loops needs at least 2 of them, got num_loops={depth}")
+    config, watched = model.config, branches(model)
+    with ExitStack() as stack, evaluating(model):
+        for branch in watched:
+            stack.callback(branch.linear.register_forward_hook(branch.add).remove)
+        states = trace(model, batch, depth).trajectory
+    _, products = increment_products(states)
+    of_layers = torch.stack([branch.outputs / depth for branch in watched])
+    found = {branch.name: branch.result(depth) for branch in watched}
+    squares = [of_branch["Y_squared"] for of_branch in found.values()]
+    eps = config.residual_factor(depth if config.residual_depth == "run" else config.num_loops)
+    return {
+        "num_loops": depth,
+        "eps": eps,
+        "beta": eps * depth,
+        "increment_overlap": (products.sum() / (depth * products.trace())).item(),
+        "loops_orthogonal": 1 / depth,
+        "layer_overlap": overlap(of_layers.sum(0), of_layers.square().sum((0, -1)), len(watched)),
+        "layers_orthogonal": 1 / len(watched),
+        "a_min": min(squares),
+        "a_max": max(squares),
+        "branches": found,
+    }

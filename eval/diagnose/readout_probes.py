@@ -1,0 +1,253 @@
+"""What readouts see of the state's scale (Dense Supervision Is Not Enough: The Readout Blind Spot).
+
+Every measure takes a causal LM and a batch, the keyword arguments of its forward pass, and gives a dict of numbers.
+"""
+
+import torch
+
+from eval.common.hooks import depth_of, evaluating, final_loss, rewritten_states, trace
+from recipes.common.measures import mean_norm, radial_fraction, spread, token_rms, update_parts
+from recipes.common.token_losses import next_token_losses
+
+
+SETTLED = 10  # table 12 averages from this loop on
+
+
+def entropy_and_margin(logits: torch.Tensor) -> tuple[float, float]:
+    """Entropy of the predicted distribution, and top logit minus second, averaged over tokens."""
+    log_probabilities = logits.double().log_softmax(-1)
+    top = logits.double().topk(2, dim=-1).values
+    entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+    return entropy.mean().item(), (top[..., 0] - top[..., 1]).mean().item()
+
+
+def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """How much of the readout's gradient points along the state (tables 3 and 6).
+
+    L_k is the cross-entropy of the readout after loop k, as a function of H_k alone: what comes later, and what later
+    losses say of H_k, is left out. With g = dL_k / dH_k,
+
+        r_k = mean over tokens of |<g, H_k>| / (||g|| ||H_k||),    g_k = <g, H_k> over all tokens = dL_k / dlog ||H_k||
+
+    Lemma 1: both are 0 for a readout that does not see scale, up to the norm's epsilon, O(eps / s^2).
+    """
+    depth = depth_of(model, num_loops)
+    result = {"loop": list(range(1, depth + 1)), "r": [], "g": [], "norm": [], "entropy": [], "margin": [], "ce": []}
+    for k in result["loop"]:
+        leaf = None
+
+        def cut(loop, state):
+            nonlocal leaf
+            leaf = state.detach().requires_grad_()  # of the last loop, in the end
+            return leaf
+
+        with evaluating(model), rewritten_states(model, cut), torch.enable_grad():
+            logits = model(**batch, num_loops=k, use_cache=False).logits
+            loss = next_token_losses(logits, batch["input_ids"]).mean()
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        entropy, margin = entropy_and_margin(logits.detach()[:, :-1])
+        result["r"].append(radial_fraction(gradient, leaf.detach()).mean().item())
+        result["g"].append((gradient.double() * leaf.detach().double()).sum().item())
+        result["norm"].append(mean_norm(leaf.detach()))
+        result["entropy"].append(entropy)
+        result["margin"].append(margin)
+        result["ce"].append(loss.item())
+    return {**result, "final_r": result["r"][-1], "final_g": result["g"][-1]}
+
+
+def scale_sweep(
+    model,
+    batch: dict,
+    *,
+    alphas: list[float] = (0.1, 0.2, 0.5, 0.8, 1.0, 1.25, 2.0, 5.0, 10.0),
+    num_loops: int | None = None,
+) -> dict:
+    """Cross-entropy of the final readout of alpha * H_K (figures 5 and 6): flat where scale is not seen."""
+    depth = depth_of(model, num_loops)
+    bad = [alpha for alpha in alphas if not 0 < alpha < float("inf")]
+    if bad or not len(alphas):
+        raise ValueError(f"alphas must be positive and finite, and at least one, got {list(alphas)}")
+    losses = []
+    for alpha in alphas:
+        with evaluating(model), rewritten_states(model, lambda k, h, a=alpha: h * a if k == depth else h):
+            losses.append(final_loss(model, batch, depth))
+    return {"alpha": list(alphas), "ce": losses, "ce_range": max(losses) - min(losses)}
+
+
+def freeze_scale():
+    """After loop 1 every token keeps its loop-1 RMS: H_k * s_1 / s_k."""
+    first = None
+
+    def rewrite(loop, state):
+        nonlocal first
+        if loop == 1:
+            first = token_rms(state)
+            return state
+        return (state * (first / token_rms(state))[..., None]).to(state.dtype)
+
+    return rewrite
+
+
+def remove_radial():
+    """After loop 1 only what turns the state is added: H_{k+1} = H_k + b_perp(H_k)."""
+    before = None
+
+    def rewrite(loop, state):
+        nonlocal before
+        before = state if loop == 1 else before + update_parts(before, state)["across"].to(state.dtype)
+        return before
+
+    return rewrite
+
+
+def radial_clamp(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """What the growth of scale is worth to the prediction (table 4).
+
+    Loop 1 runs as it is; then scale is held ("freeze") or the radial part of each update is left out
+    ("remove_radial"), before decoding and recurrence. Cross-entropy against the pass as it is, and norms of H_K as a
+    ratio.
+    """
+    depth = depth_of(model, num_loops)
+    if depth < 2:
+        raise ValueError(f"a clamp holds what later loops do to loop 1, so num_loops must be at least 2, got {depth}")
+    result = {"num_loops": depth}
+    for name, clamp in (("unclamped", None), ("freeze", freeze_scale()), ("remove_radial", remove_radial())):
+        norm = None
+
+        def rewrite(loop, state, clamp=clamp):
+            nonlocal norm
+            state = state if clamp is None else clamp(loop, state)
+            norm = mean_norm(state)
+            return state
+
+        with evaluating(model), rewritten_states(model, rewrite):
+            result[name] = {"ce": final_loss(model, batch, depth)}
+        result[name]["norm"] = norm
+        result[name]["norm_ratio"] = norm / result["unclamped"]["norm"]
+        result[name]["delta_ce"] = result[name]["ce"] - result["unclamped"]["ce"]
+    return result
+
+
+def lemma_2_premises(config) -> list[str]:
+    """What in this model is not the pre-norm residual loop of lemma 2."""
+    wanted = {"injection": "none", "block_norm": "pre", "inter_loop_norm": "none", "loop_damping": False}
+    return [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
+
+
+def update_decomposition(model, batch: dict, *, num_loops: int = 30) -> dict:
+    """The update of every loop along and across the state, and what lemma 2 makes of it (figure 3, table 12).
+
+    With H_k = s_k u_k, b_k = H_{k+1} - H_k = a_rad u_k + b_perp and s large,
+
+        s_{k+1} = s_k + a_rad + O(1 / s_k),    |u_{k+1} - u_k|_rms s_k = |b_perp|_rms + O(1 / s_k)
+
+    Averages over tokens at every loop; the table averages loops k >= 10.
+    """
+    depth = depth_of(model, num_loops)
+    if depth <= SETTLED:
+        raise ValueError(f"the table averages loops from {SETTLED} on: num_loops must be above {SETTLED}, got {depth}")
+    states = trace(model, batch, depth).states
+    names = ("scale", "a_rad", "b_perp", "b", "turn_times_scale")
+    result = {"loop": list(range(1, depth)), **{name: [] for name in names}}
+    for before, after in zip(states, states[1:]):
+        parts = update_parts(before, after)
+        for name in names:
+            result[name].append(parts[name].mean().item())
+    result["final_scale"] = token_rms(states[-1]).mean().item()
+    result["predicted_next_scale"] = [s + a for s, a in zip(result["scale"], result["a_rad"])]
+    settled = [i for i, k in enumerate(result["loop"]) if k >= SETTLED]
+    table = {name: sum(result[name][i] for i in settled) / len(settled) for name in ("a_rad", "b_perp", "b")}
+    increments = [b - a for a, b in zip(result["scale"], result["scale"][1:] + [result["final_scale"]])]
+    table["measured_increment"] = sum(increments[i] for i in settled) / len(settled)
+    table["b_over_a_rad"] = table["b"] / abs(table["a_rad"]) if table["a_rad"] else None
+    return {**result, "table": table, "not_as_in_lemma_2": lemma_2_premises(model.config)}
+
+
+def token_norms(model, batch: dict, classes: dict | None = None, *, num_loops: int | None = None) -> dict:
+    """||H_K|| of single tokens: mean, median, p99, max, std, of all and by what the token is (table 10)."""
+    depth = depth_of(model, num_loops)
+    state = trace(model, batch, depth).states[-1]
+    norms = token_rms(state) * state.shape[-1] ** 0.5
+    result = {"num_loops": depth, "tokens": norms.numel(), **spread(norms)}
+    if classes is not None:
+        of_classes = {name: norms[is_member[batch["input_ids"]]] for name, is_member in classes.items()}
+        result["classes"] = {name: {"tokens": n.numel(), **spread(n)} for name, n in of_classes.items() if n.numel()}
+    return result
+
+
+def token_classes(tokenizer, vocab_size: int) -> dict[str, torch.Tensor]:
+    """White space, words (anything with a letter or digit), punctuation and special tokens: bool [vocabulary] each."""
+    classes = {name: torch.zeros(vocab_size, dtype=torch.bool) for name in ("white_space", "words", "punctuation")}
+    classes["special"] = torch.ones(vocab_size, dtype=torch.bool)
+    for index in set(range(len(tokenizer))) - set(tokenizer.all_special_ids):
+        text = tokenizer.decode([index])
+        kind = "white_space" if text.isspace() else "words" if any(map(str.isalnum, text)) else "punctuation"
+        classes[kind][index], classes["special"][index] = True, False
+    return classes
+
+
+def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """Cross-entropy of the logits averaged over loops with the exit probabilities (table 6, Ouro's label path).
+
+    Beside it the mean of the loops' cross-entropies with the same weights, and that of the last loop.
+    """
+    if model.exit_gate is None:
+        raise ValueError("exit-weighted logits need an exit gate, but this model has exit_gate='none'")
+    depth = depth_of(model, num_loops)
+    with evaluating(model), torch.no_grad():
+        outputs = model(
+            **batch, num_loops=depth, output_loop_logits=True, output_exit_probabilities=True, use_cache=False
+        )
+    weights = outputs.exit_probabilities  # [batch, length, loops]
+    mixed = sum(logits * weights[..., k, None] for k, logits in enumerate(outputs.loop_logits))
+    losses = torch.stack([next_token_losses(logits, batch["input_ids"]) for logits in outputs.loop_logits], -1)
+    entropy, margin = entropy_and_margin(mixed[:, :-1])
+    return {
+        "num_loops": depth,
+        "ce": next_token_losses(mixed, batch["input_ids"]).mean().item(),
+        "entropy": entropy,
+        "margin": margin,
+        "expected_ce": (losses * weights[:, :-1]).sum(-1).mean().item(),
+        "last_ce": losses[..., -1].mean().item(),
+        "loop": list(range(1, depth + 1)),
+        "exit": weights[:, :-1].mean((0, 1)).tolist(),
+    }
+
+
+def future_signal(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """What the losses of later loops say of a loop's scale (equation 4).
+
+    signal[k][t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and what comes
+    later follows; size[k][t] is the sum over tokens of the absolute derivatives by each token's own log s. t = 0 is
+    the readout after the loop itself. The estimate says size <= C t / s_k, so C is at least
+
+        constant[k][t] = size[k][t] s_k / t,    t >= 1
+    """
+    depth = depth_of(model, num_loops)
+    factors, scale = [], []
+
+    def grow(_, state):
+        scale.append(token_rms(state.detach()).mean().item())
+        factors.append(torch.zeros(state.shape[:-1], dtype=state.dtype, device=state.device, requires_grad=True))
+        return state * factors[-1].exp()[..., None]
+
+    with evaluating(model), rewritten_states(model, grow), torch.enable_grad():
+        every_loop = model(**batch, num_loops=depth, output_loop_logits=True, use_cache=False).loop_logits
+    result = {"loop": list(range(1, depth + 1)), "scale": scale}
+    result |= {
+        "signal": [[] for _ in every_loop],
+        "size": [[] for _ in every_loop],
+        "constant": [[] for _ in every_loop],
+    }
+    for last, logits in enumerate(every_loop):
+        loss = next_token_losses(logits, batch["input_ids"]).mean()
+        for k, gradient in enumerate(torch.autograd.grad(loss, factors[: last + 1], retain_graph=True)):
+            size = gradient.double().abs().sum().item()
+            result["signal"][k].append(gradient.double().sum().item())
+            result["size"][k].append(size)
+            if last > k:
+                result["constant"][k].append(size * scale[k] / (last - k))
+    result["largest_immediate"] = max(sizes[0] for sizes in result["size"])
+    result["largest_future"] = max((size for sizes in result["size"] for size in sizes[1:]), default=None)
+    result["largest_constant"] = max((value for values in result["constant"] for value in values), default=None)
+    return result

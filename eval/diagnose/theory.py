@@ -1,0 +1,286 @@
+"""How the state and its updates grow with the number of loops (On the Residual Scaling of Looped Transformers).
+
+Models of this family, pre-norm by default (theorems.py has the theorems' own, without norms), are made from a config
+at several N and trained for a few steps on fixed random tokens, as in the paper's section 5.1: residual scaling "none"
+eps = 1, "sqrt" 1/sqrt N, "linear" 1/N, "factored" 1/(N sqrt L). "looped" applies L layers N times; "unshared" is a
+stack of N independent copies of the same L layers.
+"""
+
+import copy
+import math
+
+import torch
+
+from eval.common.hooks import depth_of, last_state, own_randomness, trace
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from recipes.common.measures import increment_products, power_law, residual_norms, token_rms
+
+
+RULES = ("none", "sqrt", "linear", "factored")
+LOOPS = (1, 2, 4, 8, 16, 32, 64)
+# exponents of N in theorems 1 to 3 and appendix 7.1; updates: eta eps N
+NORM_THEORY = {
+    "looped": {"none": 1.0, "sqrt": 0.5, "linear": 0.0, "factored": 0.0},
+    "unshared": {"none": 0.5, "sqrt": 0.0, "linear": None},  # None: it falls, to what h_0 is
+}
+UPDATE_THEORY = {"none": 1.0, "sqrt": 0.5, "linear": 0.0, "factored": 0.0}
+
+
+def with_fields(config: LoopedConfig, **fields) -> LoopedConfig:
+    config = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    config.validate()
+    return config
+
+
+def looped(config: LoopedConfig, num_loops: int, rule: str) -> LoopedConfig:
+    return with_fields(config, num_loops=num_loops, residual_scaling=rule)
+
+
+def why_not_unshared(config: LoopedConfig) -> str | None:
+    """A stack of independent layers is a model of this family only where the state alone is carried on."""
+    wanted = {"injection": "none", "inter_loop_norm": "none", "loop_damping": False}
+    wanted |= {"num_prelude_layers": 0, "num_coda_layers": 0, "value_embeddings": False}
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            return f"no unshared stack beside a model with {name}={getattr(config, name)!r}: it needs {value!r}"
+    return None
+
+
+def unshared(config: LoopedConfig, num_copies: int, rule: str) -> LoopedConfig:
+    """`num_copies` independent copies of the core, run once, with the eps that the rule gives at that depth."""
+    eps = looped(config, num_copies, rule).residual_factor(num_copies)
+    return with_fields(
+        config,
+        num_loops=1,
+        num_core_layers=config.num_core_layers * num_copies,
+        residual_scaling="linear",  # eps / 1
+        residual_scale=eps,
+    )
+
+
+ARRANGEMENTS = {"looped": looped, "unshared": unshared}
+
+
+def check_sweep(loops, rules, seeds: int, steps: int):
+    if len(loops) < 3 or len(set(loops)) < len(loops):
+        raise ValueError(f"a slope over N needs at least 3 different depths, got loops={list(loops)}")
+    if min(loops) < 1 or seeds < 1 or steps < 0:
+        raise ValueError(
+            f"depths and seeds must be at least 1 and steps at least 0, got loops={list(loops)}, seeds={seeds}, "
+            f"steps={steps}"
+        )
+    unknown = [rule for rule in rules if rule not in RULES]
+    if unknown or not rules:
+        raise ValueError(f"rules must be among {', '.join(RULES)}, got {list(rules)}")
+
+
+def random_tokens(config: LoopedConfig, rows: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def built(config: LoopedConfig, seed: int) -> LoopedForCausalLM:
+    with own_randomness(seed):
+        return LoopedForCausalLM(config)
+
+
+def optimizer_of(model, lr: float, correct_for_depth: bool = True):
+    groups = model.parameter_groups(lr=lr, weight_decay=0.1, correct_for_depth=correct_for_depth)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+
+
+def train_steps(model, ids: torch.Tensor, steps: int, lr: float):
+    """h_N on the same tokens before every step and after the last."""
+    optimizer = optimizer_of(model.train(), lr)
+    for step in range(steps + 1):
+        with torch.enable_grad(), last_state(model) as state:
+            loss = model(ids, labels=ids, output_logits=False, use_cache=False).loss
+        yield state[0].detach()
+        if step < steps:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+_early: dict = {}  # norms and update sizes come from the same runs
+
+
+def early_training(config: LoopedConfig, seed: int, steps: int, lr: float, num_tokens: int):
+    """R before every step and after the last, and the RMS change of h_N by every step."""
+    key = (config.to_json_string(use_diff=False), seed, steps, lr, num_tokens)
+    if key not in _early:
+        norms, updates, before = [], [], None
+        ids = random_tokens(config, 1, num_tokens, seed)
+        with own_randomness(seed):
+            for state in train_steps(built(config, seed), ids, steps, lr):
+                norms += residual_norms([state])
+                if before is not None:
+                    updates.append((state - before).square().mean().sqrt().item())
+                before = state
+        _early[key] = norms, updates
+    return _early[key]
+
+
+def mean_curves(config, arrangement, rule, which, loops, seeds, steps, lr, num_tokens) -> list[list[float]]:
+    """[steps][loops], averaged over seeds; `which` is 0 for norms and 1 for updates."""
+    curves = []
+    for num_loops in loops:
+        stack = ARRANGEMENTS[arrangement](config, num_loops, rule)
+        runs = [early_training(stack, seed, steps, lr, num_tokens)[which] for seed in range(seeds)]
+        curves.append(torch.tensor(runs, dtype=torch.float64).mean(0).tolist())
+    return [list(step) for step in zip(*curves)]
+
+
+def slopes(loops, curves, theory: float | None) -> dict:
+    """Exponents of N: at the first and the last step, over all N and over the deeper half, where h_0 weighs least."""
+    deep = max(3, (len(loops) + 1) // 2)
+    return {
+        "theory": theory,
+        "first_step": power_law(loops, curves[0]),
+        "last_step": power_law(loops, curves[-1]),
+        "first_step_deep": power_law(loops[-deep:], curves[0][-deep:]),
+        "last_step_deep": power_law(loops[-deep:], curves[-1][-deep:]),
+    }
+
+
+def residual_norm(
+    config: LoopedConfig,
+    *,
+    loops: list[int] = LOOPS,
+    rules: list[str] = RULES,
+    seeds: int = 10,
+    steps: int = 10,
+    lr: float = 1e-4,
+    num_tokens: int = 128,
+) -> dict:
+    """R = ||h_N|| / sqrt d over N in the first optimizer steps (figure 2; workshop, figure 1), and its slope.
+
+    Theorem 1: R grows as eps N where weights are shared, hence with exponents 1, 1/2, 0 of N under eps = 1, 1/sqrt N,
+    1/N; appendix 7.1: as eps sqrt N where they are not, 1/2 and 0 under the first two, and it falls under the third.
+    """
+    check_sweep(loops, rules, seeds, steps)
+    loops, reason = sorted(loops), why_not_unshared(config)
+    result = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens, "looped": {}}
+    for rule in rules:
+        curves = mean_curves(config, "looped", rule, 0, loops, seeds, steps, lr, num_tokens)
+        result["looped"][rule] = {"R": curves, "slope": slopes(loops, curves, NORM_THEORY["looped"][rule])}
+    if reason:
+        return {**result, "no_unshared": reason}
+    result["unshared"] = {}
+    for rule in rules:
+        if rule in NORM_THEORY["unshared"]:
+            curves = mean_curves(config, "unshared", rule, 0, loops, seeds, steps, lr, num_tokens)
+            result["unshared"][rule] = {"R": curves, "slope": slopes(loops, curves, NORM_THEORY["unshared"][rule])}
+    return result
+
+
+def update_size(
+    config: LoopedConfig,
+    *,
+    loops: list[int] = LOOPS,
+    rules: list[str] = RULES,
+    seeds: int = 10,
+    steps: int = 10,
+    lr: float = 1e-4,
+    num_tokens: int = 128,
+) -> dict:
+    """RMS change of h_N by each optimizer step over N at one learning rate (figures 4 and 9).
+
+    Theorem 2: ||Delta h_N|| / sqrt d = O(eta eps N), hence exponents 1, 1/2, 0 of N. The exponent of eta eps N itself
+    is fitted over the rules under which it varies; 1 is the theory's.
+    """
+    check_sweep(loops, rules, seeds, steps)
+    if steps < 1:
+        raise ValueError(f"the size of an update needs at least 1 step, got {steps}")
+    loops = sorted(loops)
+    result = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens, "looped": {}}
+    scale, change = [], []
+    for rule in rules:
+        curves = mean_curves(config, "looped", rule, 1, loops, seeds, steps, lr, num_tokens)
+        largest = max(max(step) / min(step) if min(step) > 0 else math.inf for step in curves)
+        result["looped"][rule] = {
+            "update": curves,
+            "slope": slopes(loops, curves, UPDATE_THEORY[rule]),
+            "largest_over_smallest": largest,
+        }
+        if UPDATE_THEORY[rule]:
+            scale += [lr * looped(config, n, rule).residual_factor(n) * n for n in loops]
+            change += curves[0]
+    if scale:
+        result["exponent_of_eta_eps_N"] = {"theory": 1.0, **power_law(scale, change)}
+    return result
+
+
+def increments(states, eps: float) -> dict:
+    """Cosines and energies of the increments of a trajectory h_0..h_N.
+
+    Workshop, equation 2: H_N = ||h_N||^2 / d = H_0 + 2/d sum <h_0, d_i> + 1/d sum_ij <d_i, d_j>, d_i = eps r_i.
+    """
+    cosines, products = increment_products(states)
+    first, last = states[0], states[-1]
+    off = cosines[~torch.eye(len(cosines), dtype=torch.bool)]
+    energy = {
+        "H_0": token_rms(first).square().mean().item(),
+        "linear": 2 * (first * (last - first)).mean(-1).mean().item(),
+        "quadratic": products.sum().item(),
+        "quadratic_diagonal": products.trace().item(),
+        "H_N": token_rms(last).square().mean().item(),
+    }
+    return {
+        "cosine": cosines.tolist(),
+        "product": products.tolist(),
+        "eps": eps,
+        "energy": energy,
+        "off_diagonal": {"min": off.min().item(), "mean": off.mean().item(), "max": off.max().item()},
+    }
+
+
+def increments_of_stack(
+    config: LoopedConfig, arrangement: str, num_loops: int, steps: int, lr: float, num_tokens: int
+):
+    """After `steps` optimizer steps; the increments of a whole pass through the L layers, shared or not."""
+    stack = ARRANGEMENTS[arrangement](config, num_loops, "none")
+    model, ids = built(stack, 0), random_tokens(config, 1, num_tokens, 0)
+    with own_randomness():
+        for _ in train_steps(model, ids, steps, lr):
+            pass
+    seen = trace(model, {"input_ids": ids}, stack.num_loops)
+    every = config.num_core_layers  # of the one loop of an unshared stack
+    states = seen.trajectory if arrangement == "looped" else seen.stages[0][::every]
+    return increments(states, 1.0)
+
+
+def loop_cosine(
+    model,
+    batch: dict,
+    *,
+    num_loops: int | None = None,
+    copies: int = 16,
+    steps: int = 10,
+    lr: float = 1e-4,
+    num_tokens: int = 128,
+) -> dict:
+    """Cosines between the increments of different loops (figures 3, 6, 8; workshop, figure 2).
+
+    "model": this model as it is, over `num_loops` (figures 6 and 8: after training). "looped" and "unshared": fresh
+    models of its config without residual scaling, `copies` passes of shared layers against as many independent
+    copies, after `steps` optimizer steps (figure 3); copies = 0 leaves them out. Shared weights give dense positive
+    cosines, independent ones give none; `energy` is R^2 and its parts.
+    """
+    depth = depth_of(model, num_loops)
+    if depth < 2 or copies == 1 or copies < 0:
+        raise ValueError(
+            f"cosines between loops need at least 2 of them, got num_loops={depth} and copies={copies} (0: none)"
+        )
+    config = model.config
+    eps = config.residual_factor(depth if config.residual_depth == "run" else config.num_loops)
+    result = {"num_loops": depth, "copies": copies, "steps": steps}
+    result["model"] = increments(trace(model, batch, depth).trajectory, eps)
+    if not copies:
+        return result
+    result["looped"] = increments_of_stack(config, "looped", copies, steps, lr, num_tokens)
+    reason = why_not_unshared(config)
+    if reason:
+        return {**result, "no_unshared": reason}
+    return {**result, "unshared": increments_of_stack(config, "unshared", copies, steps, lr, num_tokens)}

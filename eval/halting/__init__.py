@@ -1,0 +1,1 @@
+"""Exit thresholds for a budget of perplexity."""

@@ -1,0 +1,303 @@
+"""Early exit within a budget: `python -m eval.halting MODEL [TEXT...] [--budget 0.01] [--write]`.
+
+MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: what the run
+held out for validation). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose
+perplexity is at most 1 + budget times that of full depth; on another slice, without overlap, this is measured:
+
+    sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
+                (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
+    tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
+                in the model's generation_config.json, which generate then follows
+
+Prints perplexity, loops and speed-up, and writes halting.json and halting.png (perplexity over tokens/s).
+"""
+
+import argparse
+import itertools
+import math
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from eval.common.held_out import held_out_rows
+from eval.common.model_folder import open_config, open_tokenizer, training_run
+from eval.common.timing import least_seconds
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from recipes.common.command_line import Parser
+from recipes.common.config import DataConfig
+from recipes.common.flops import attention_flops, sizes
+from recipes.common.provenance import write_json
+from recipes.data.sources import training_source
+
+from .calibration import Units, calibrate, exit_loops, perplexity, perplexity_at
+from .measured_run import at_depth, measure, reads, with_halting, with_token_exits
+from .plots import draw
+
+
+BEST = "the cheapest"
+
+
+# What is asked
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("eval.halting", __doc__)
+    parser.add_argument("model")
+    parser.add_argument("text", nargs="*", help="default: what the training run held out")
+    budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture"
+    parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03], help=budgets)
+    parser.add_argument("--criteria", nargs="+", default=list(CRITERIA), help="default: all")
+    parser.add_argument("--num-loops", type=int, help="full depth; default: that of the model")
+    parser.add_argument("--min-loops", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=64, help="in each of the two slices")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2, help="of the timed runs, of which the fastest counts")
+    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
+    parser.add_argument("--seed", type=int, default=0, help="order of the documents")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
+    parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
+    parser.add_argument("--output", help="folder for halting.json and halting.png; default: runs/halting/<model>")
+    return parser.parse_args(arguments)
+
+
+def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
+    """The model's folder and config, the criteria that fit it, and notes; a mistake costs no loading."""
+    folder, config = open_config(args.model)
+    args.num_loops = config.num_loops if args.num_loops is None else args.num_loops
+    for budget in args.budget:
+        if not (0 <= budget < math.inf):
+            raise ValueError(f"--budget {budget} must be at least 0: 0.01 lets perplexity be 1 % worse")
+    if args.num_loops < 2:
+        raise ValueError(f"num_loops={args.num_loops}: with a single loop there is nothing to exit from")
+    if not 1 <= args.min_loops < args.num_loops:
+        raise ValueError(f"--min-loops {args.min_loops} must be at least 1 and below num_loops={args.num_loops}")
+    for name in ("sequences", "length", "batch_size", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
+        raise ValueError(
+            f"--length {args.length} is more than the max_position_embeddings={config.max_position_embeddings} "
+            "positions that this model has learned"
+        )
+    notes = []
+    if "gate" in args.criteria and config.exit_gate == "none" and len(args.criteria) > 1:
+        args.criteria = [name for name in args.criteria if name != "gate"]
+        notes.append("gate is left out: this model has none (exit_gate='none')")
+    for name in args.criteria:
+        exit_rule(config, name, 0, args.min_loops, num_loops=args.num_loops)
+    if args.write not in (None, BEST, *args.criteria):
+        raise ValueError(f"--write {args.write} is not among the measured criteria: {', '.join(args.criteria)}")
+    if config.loop_loss == "terminal":
+        notes.append("trained with loop_loss='terminal': exits before the last loop are not trained")
+    return folder, config, args.criteria, notes
+
+
+def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -> torch.Tensor:
+    """[count, length] of the texts, as much of each: documents in a drawn order, joined by the end token, and cut."""
+    ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for number, text in enumerate(texts, start=1):
+        wanted = -(-count * length * number // len(texts))
+        for document in training_source(DataConfig(source=text)).load().shuffle(seed=seed):
+            if len(ids) >= wanted:
+                break
+            ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
+        ids = ids[:wanted]
+    if len(ids) < count * length:
+        raise ValueError(
+            f"{', '.join(texts)} holds {len(ids)} tokens, fewer than two slices of {count // 2} sequences of {length} "
+            "tokens: lower --sequences or --length, or add text"
+        )
+    rows = torch.tensor(ids[: count * length]).view(count, length)
+    return rows[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
+
+
+def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to calibrate on, and other rows to measure on; args.read says where they are from."""
+    count, length = 2 * args.sequences, args.length + 1
+    if args.text:
+        tokenizer = open_tokenizer(folder, args.tokenizer, config)
+        rows, args.read = text_rows(args.text, tokenizer, count, length, args.seed), ", ".join(args.text)
+    else:
+        rows, args.read = held_out_rows(own_run(args), count, length, args.seed)
+    return rows.to(args.device).chunk(2)
+
+
+def own_run(args) -> Path:
+    """The training run of the model, which knows what was held out."""
+    run = training_run(args.model)
+    if run is None:
+        raise ValueError(
+            f"{args.model!r} is in no training run, so what it was trained on is not known: name a text that it was "
+            "not trained on"
+        )
+    if args.tokenizer is not None:
+        raise ValueError(f"what {run} held out is read with its own tokenizer: name a text with --tokenizer")
+    return run
+
+
+# What is measured
+
+
+def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float) -> float:
+    n = sizes(config)
+    once = 2 * n.outer + attention_flops(config, "prelude", length)
+    loop = 2 * n.core + attention_flops(config, "core", length)
+    readout = 2 * (n.coda + n.head) + attention_flops(config, "coda", length)
+    return once + mean_loops * loop + mean_readouts * readout
+
+
+def mean_readouts(rule, loops: torch.Tensor, reads_at, num_loops: int) -> float:
+    """How often a unit that ran so many loops went through coda and head: at each check on logits, and at its exit."""
+    if rule.criterion.needs != "logits":
+        return 1.0
+    before = torch.tensor([0] + [reads_at(loop) for loop in range(1, num_loops)]).cumsum(0)  # checks before a loop
+    return (before[loops.cpu() - 1] + 1).double().mean().item()
+
+
+def rules_of(units: Units, names: list[str], budgets: list[float], args, config) -> dict:
+    """{(criterion, budget): the calibrated rule}"""
+    rules = {}
+    for name, budget in itertools.product(names, budgets):
+        threshold = calibrate(name, units, budget, args.min_loops)
+        rules[name, budget] = exit_rule(config, name, threshold, args.min_loops, num_loops=args.num_loops)
+    return rules
+
+
+def result_row(budget: float, rule, units: Units, scored, fixed: float, reads_at, config, args) -> dict:
+    """units: of the slice of calibration; scored: the other slice; fixed: its perplexity at full depth."""
+    loops, found = scored.loops.double().mean().item(), perplexity(scored.losses)
+    calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses) / perplexity(units.losses[-1])
+    full = flops_per_token(config, args.length, args.num_loops, 1)
+    readouts = mean_readouts(rule, scored.loops, reads_at, args.num_loops)
+    return {
+        "criterion": rule.name,
+        "budget": budget,
+        "threshold": rule.threshold,
+        "calibrated_ratio": calibrated,
+        "perplexity": found,
+        "ratio": found / fixed,
+        "mean_loops": loops,
+        "predicted_speedup": full / flops_per_token(config, args.length, loops, readouts),
+    }
+
+
+def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[str], args) -> tuple[list, list]:
+    """Fixed depths and halting sequences, all timed in turn; one table for each."""
+    depths, size = range(1, args.num_loops + 1), args.batch_size
+    rules = rules_of(calibration, names, args.budget, args, model.config)
+    runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
+    for rule in set(rules.values()):  # budgets may share a threshold
+        runs[rule] = partial(with_halting, model, rule=rule, num_loops=args.num_loops, batch_size=size)
+    warm_ups = [partial(run, rows[:size]) for run in runs.values()]
+    seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
+    tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
+    at_full_depth = perplexity(scored[args.num_loops].losses)
+    fixed = []
+    for k in depths:
+        found = perplexity(scored[k].losses)
+        row = {"loops": k, "perplexity": found, "ratio": found / at_full_depth}
+        fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
+    halting = []
+    for (_, budget), rule in rules.items():
+        reads_at = partial(reads, rule)
+        row = result_row(budget, rule, calibration, scored[rule], at_full_depth, reads_at, model.config, args)
+        speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
+        halting.append(row | speed)
+    return fixed, halting
+
+
+def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str], fixed: float, args) -> list[dict]:
+    """Under the first budget, which is the one that can be written."""
+    found = []
+    for (_, budget), rule in rules_of(calibration, names, args.budget[:1], args, model.config).items():
+        scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
+        found.append(result_row(budget, rule, calibration, scored, fixed, rule.reads, model.config, args))
+    return found
+
+
+# What is left behind
+
+
+def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args) -> str:
+    """Let generate exit as calibrated for tokens; what was done, in words."""
+    if criterion == BEST:
+        row = max(rows, key=lambda row: row["predicted_speedup"])
+        if row["predicted_speedup"] <= 1:
+            return "nothing is written: no criterion is predicted to save more than it costs (name one to insist)"
+    else:
+        row = next(row for row in rows if row["criterion"] == criterion)
+    if not math.isfinite(row["threshold"]):
+        return f"nothing is written: within the budget no token may exit by {row['criterion']}"
+    chosen = {"exit_criterion": row["criterion"], "exit_threshold": row["threshold"], "min_loops": args.min_loops}
+    if args.num_loops != model.config.num_loops:
+        chosen["num_loops"] = args.num_loops
+    for name, value in chosen.items():
+        setattr(model.generation_config, name, value)
+    model.generation_config._from_model_config = False  # else it is made anew at loading, without these fields
+    model.generation_config.save_pretrained(folder)
+    return f"{folder / 'generation_config.json'}: " + ", ".join(f"{name}={value}" for name, value in chosen.items())
+
+
+def cell(key: str, value) -> str:
+    if key == "budget":
+        return f"{100 * value:g} %"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "never"
+    if isinstance(value, float):
+        digits = {"tokens_per_second": 0, "ratio": 4, "calibrated_ratio": 4}.get(key, 3)
+        return f"{value:,.{digits}f}" if key != "threshold" else f"{value:.4g}"
+    return str(value)
+
+
+def table(rows: list[dict]) -> str:
+    lines = [[key.replace("_", " ") for key in rows[0]], *([cell(*item) for item in row.items()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  " + "  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
+
+
+def exits(unit: str, rows: list[dict]) -> list[dict]:
+    return [{"exits": f"each {unit}", **row} for row in rows]
+
+
+def run(args) -> Path:
+    folder, config, names, notes = check(args)
+    calibration_rows, rows = two_slices(args, folder, config)
+    model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+
+    measured = measure(model, calibration_rows, args.num_loops, names, args.batch_size)
+    fixed, halting = sequence_level(model, measured.sequences(), rows, names, args)
+    tokens = token_level(model, measured.tokens(), rows, names, fixed[-1]["perplexity"], args)
+
+    print(f"{args.model}: two slices of {args.sequences} sequences of {args.length} tokens, {args.read}")
+    for note in notes:
+        print(f"note: {note}")
+    of_budget = [row for row in halting if row["budget"] == args.budget[0]]
+    print("\nfixed depth", table(fixed), sep="\n")
+    print("\nsequences that leave the batch when their mean score passes the threshold", table(of_budget), sep="\n")
+    print("\ntokens that exit by themselves, as in generate", table(tokens), sep="\n")
+
+    name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
+    output = Path(args.output or Path("runs/halting") / name)
+    output.mkdir(parents=True, exist_ok=True)
+    asked = {key: value for key, value in vars(args).items() if key not in ("output", "write", "read", "command")}
+    content = {
+        **asked,
+        "text": args.read,
+        "notes": notes,
+        "result": {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)},
+    }
+    write_json(output / "halting.json", content, args.command, digits=6)
+    draw(fixed, halting, args.budget[0], output / "halting.png")
+    print("", output / "halting.json", output / "halting.png", sep="\n")
+    if args.write is not None:
+        print(write_threshold(model, folder, args.write, tokens, args))
+    return output
+
+
+def main(arguments: list[str]):
+    run(parse(arguments))

@@ -1,0 +1,1 @@
+"""lm-eval at every depth from one pass."""

@@ -1,0 +1,137 @@
+"""lm-eval at every depth, from one pass of the model. The arguments are lm-eval's own, and its models are there too:
+
+python -m eval.harness --model looped --model_args pretrained=DIR,num_loops=1..8 --tasks arc_easy --output_path results
+
+--num-loops, --batch-size and --output, as every command here spells them, are taken too. Tasks are lm-eval's and those
+of eval/tasks. With --output_path, the results of each depth are what lm-eval would have
+written for it, in loops_1, loops_2, ...; beside them depth.md and depth.png. --use_cache keeps the answers of all
+depths in one file.
+"""
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+from lm_eval import simple_evaluate
+from lm_eval._cli import HarnessCLI
+from lm_eval.config.evaluate_config import EvaluatorConfig
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.utils import handle_non_serializable, setup_logging
+
+from eval.common.curves import Curves, draw, table
+from recipes.common.provenance import provenance, write_text
+
+from .looped_lm import LoopedLM, check_question
+
+
+TASKS = Path(__file__).parents[1] / "tasks"
+
+
+def as_lm_eval_spells(arguments: list[str]) -> list[str]:
+    """--batch-size becomes --batch_size, --output --output_path, and --num-loops goes into --model_args."""
+    spelt, rest = [], list(arguments)
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if re.fullmatch(r"--[a-z][a-z-]*", name):
+            name = {"--output": "--output_path"}.get(name, "--" + name[2:].replace("-", "_"))
+        if name == "--num_loops":
+            name, equals, value = "--model_args", " ", f"num_loops={value if equals else rest.pop(0) if rest else ''}"
+        spelt += [name, value] if equals == " " else [f"{name}{equals}{value}"]
+    return [join_depths(argument) for argument in spelt]
+
+
+def join_depths(argument: str) -> str:
+    """lm-eval parts arguments at commas; num_loops=1,2,4 becomes num_loops=1+2+4."""
+    return re.sub(r"\bnum_loops=[^,={}]*(,[^,={}]*)+(?=,|$)", lambda depths: depths[0].replace(",", "+"), argument)
+
+
+def check(config: EvaluatorConfig):
+    """What can be known before the model is loaded, but for the names of tasks."""
+    if "pretrained" not in config.model_args:
+        raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
+    if "num_loops" in config.gen_kwargs:
+        raise ValueError("what is generated has the depths of --model_args num_loops=...: leave it out of gen_kwargs")
+    if config.wandb_args or config.trackio_args:
+        raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
+    known = inspect.signature(check_question).parameters
+    check_question(**{name: value for name, value in config.model_args.items() if name in known})
+
+
+def options_of(config: EvaluatorConfig) -> dict:
+    """Arguments of `simple_evaluate`, as lm-eval's own command would give them."""
+    names = set(inspect.signature(simple_evaluate).parameters) - {"model", "model_args", "use_cache"}
+    options = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    options["cache_requests"] = False
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    return {**options, **config.cache_requests, **dict(zip(seeds, config.seed or [None] * 4))}
+
+
+def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **options) -> dict[int, dict]:
+    """lm-eval's results at each depth, saved if there is an output_path; nothing on other processes than the first."""
+    by_depth = {}
+    for depth in lm.depths:
+        path = tracker_args.get("output_path")
+        at_depth = {"output_path": str(Path(path) / f"loops_{depth}")} if path else {}
+        tracker = EvaluationTracker(**{**tracker_args, **at_depth})
+        arguments = {**model_args, "num_loops": depth}
+        results = simple_evaluate(lm.at(depth), model_args=arguments, evaluation_tracker=tracker, **options)
+        if results is None:
+            continue
+        results["config"]["model"] = tracker.general_config_tracker.model_source = "looped"
+        results |= provenance()
+        samples = results.pop("samples", None)
+        tracker.save_results_aggregated(results, samples)
+        for task in samples or ():
+            tracker.save_results_samples(task, samples[task])
+        by_depth[depth] = results
+    return by_depth
+
+
+def curves_of(results: dict[int, dict], series: str = "") -> Curves:
+    """Every metric of every task over depth, with its standard error."""
+    curves: Curves = {}
+    for depth, found in results.items():
+        for task, metrics in {**found["results"], **found.get("groups", {})}.items():
+            for name, value in metrics.items():
+                metric, _, filtered = name.partition(",")
+                if not filtered or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                    continue
+                error = metrics.get(f"{metric}_stderr,{filtered}")
+                measure = f"{task} {metric}" + (f" ({filtered})" if filtered != "none" else "")
+                point = (value, error if isinstance(error, (int, float)) else None)
+                curves.setdefault(measure, {}).setdefault(series, {})[depth] = point
+        if found["config"].get("mean_loops") is not None:
+            loops = (found["config"]["mean_loops"], None)
+            curves.setdefault("mean loops", {}).setdefault(series, {})[depth] = loops
+    return curves
+
+
+def main(arguments: list[str]):
+    setup_logging()
+    sys.argv[1:] = as_lm_eval_spells(arguments)  # lm-eval reads it again
+    cli = HarnessCLI()
+    args = cli.parse_args()
+    if args.command == "run":
+        args.include_path = [path for path in (TASKS, args.include_path) if path]  # the last one wins
+    config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
+    if config is None or config.model != "looped":
+        return cli.execute(args)
+    check(config)
+    options = options_of(config)
+    options["task_manager"] = config.process_tasks(config.metadata)
+    options["tasks"] = config.tasks
+    setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device")}
+    lm = LoopedLM.create_from_arg_obj({**config.model_args, "answers": config.use_cache}, setup)
+    tracker_args = {**config.hf_hub_log_args, **({"output_path": config.output_path} if config.output_path else {})}
+    results = results_by_depth(lm, config.model_args, tracker_args, **options)
+    if not results:  # another process has them
+        return
+    if config.show_config:
+        print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
+    curves = curves_of(results)
+    print(table(curves))
+    if config.output_path:
+        write_text(Path(config.output_path) / "depth.md", table(curves))
+        draw(curves, Path(config.output_path) / "depth.png")

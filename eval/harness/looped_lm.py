@@ -1,0 +1,409 @@
+"""`--model looped` of lm-eval: every depth is scored from one pass.
+
+A request is answered for all depths when the first of them asks, and the other depths recall the answer. So lm-eval
+evaluates depth after depth as it always does, and the model runs once. What is generated is generated at each depth.
+
+With an exit criterion a scored token takes its logits from the loop at which it exits, or from the depth that is
+evaluated if that comes first. All are logits of the one pass, in which every token runs to the end: only `generate`
+saves the compute, and there later tokens see what an exited token left.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from lm_eval.api.model import hash_args
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import Collator
+from lm_eval.models.utils_hf import pad_and_concat
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import PreTrainedConfig
+
+from modeling_looped import LoopedConfig
+from modeling_looped.checks import check_takes_initial_state
+from modeling_looped.exit_criteria import ExitRule, Reading, exit_rule
+from modeling_looped.samplers import generator_of
+from recipes.common.command_line import parse_depths
+
+
+class Question(NamedTuple):
+    """What is asked of a model, with all that config.json can refuse."""
+
+    depths: list[int]
+    rule: ExitRule | None
+
+
+def check_question(
+    pretrained, num_loops=None, exit_criterion=None, exit_threshold=None, min_loops: int = 1, revision: str = "main"
+) -> Question:
+    """Reads config.json alone, so that a mistake costs no loading."""
+    depths = None if num_loops is None else parse_depths(num_loops)
+    if isinstance(pretrained, str):
+        try:
+            fields, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
+        except OSError as error:
+            raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found") from error
+        if "model_type" not in fields:
+            raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found")
+        if fields["model_type"] != LoopedConfig.model_type:
+            raise ValueError(
+                f"pretrained={pretrained!r} has model_type {fields['model_type']!r}, which has no loops: use "
+                "--model hf"
+            )
+        config = LoopedConfig.from_pretrained(pretrained, revision=revision)
+    else:
+        config = pretrained.config
+    depths = depths or [config.num_loops]
+    if len(depths) > 1 and config.residual_depth == "run":
+        raise ValueError(
+            f"num_loops={num_loops}: with residual_depth='run' the first loops of a deeper run are not a shallower "
+            "run, so these depths cannot share a pass: evaluate one depth at a time"
+        )
+    if exit_criterion is None:
+        if exit_threshold is not None or min_loops != 1:
+            raise ValueError(
+                "exit_threshold and min_loops go with an exit_criterion, e.g. exit_criterion=logit_margin"
+            )
+        return Question(depths, None)
+    return Question(depths, exit_rule(config, exit_criterion, exit_threshold, min_loops, num_loops=depths[0]))
+
+
+class Answer(NamedTuple):
+    value: object  # what lm-eval wants: (log-likelihood, is greedy), log-likelihood, or text
+    loops: int = 0  # that its tokens took together
+    tokens: int = 0
+
+
+@register_model("looped")
+class LoopedLM(HFLM):
+    def __init__(
+        self,
+        pretrained,
+        num_loops=None,
+        exit_criterion: str | None = None,
+        exit_threshold: float | None = None,
+        min_loops: int = 1,
+        answers: str | None = None,
+        state_seed: int | None = None,
+        revision: str = "main",
+        device: str | None = None,
+        **kwargs,
+    ):
+        """As `HFLM`, and:
+
+        num_loops: depths, see `parse_depths`; by default the model's own.
+        exit_criterion, exit_threshold, min_loops: as in `generate`.
+        answers: file in which answers are kept, one for each process.
+        state_seed: draws the first state of every row that is scored; without it that state is zeros.
+        device: by default a GPU if there is one.
+        """
+        self.depths, self.rule = check_question(
+            pretrained, num_loops, exit_criterion, exit_threshold, min_loops, revision
+        )
+        super().__init__(pretrained, revision=revision, device=device or "auto", **kwargs)
+        if state_seed is not None:
+            check_takes_initial_state(self.config)
+        if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
+        self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
+        self.state_seed = state_seed
+        self._generated_loops = []  # (loops, tokens) of the rows that are being generated
+        self.at(self.depths[-1])
+
+    def __str__(self):
+        return "looped"
+
+    def at(self, depth: int) -> "LoopedLM":
+        """The depth for which requests are answered from now on."""
+        if depth not in self.depths:
+            raise ValueError(f"depth {depth} is not among those of this model, num_loops={self.depths}")
+        self.depth = depth
+        self._counted = torch.zeros(2, dtype=torch.float64)  # loops, tokens
+        self._counted_everywhere = None
+        return self
+
+    def get_model_info(self) -> dict:
+        info = {**super().get_model_info(), "num_loops": self.depth}
+        if self.rule is not None:
+            rule = {"exit_criterion": self.rule.name, "exit_threshold": self.rule.threshold}
+            info |= {**rule, "min_loops": self.rule.min_loops, "mean_loops": self.mean_loops}
+        return info
+
+    @property
+    def mean_loops(self) -> float | None:
+        """Of the tokens that were scored or generated at this depth."""
+        loops, tokens = (self._counted if self.world_size == 1 else self._counted_everywhere).tolist()
+        return loops / tokens if tokens else None
+
+    def barrier(self):  # the one call that all processes make after a kind of request
+        super().barrier()
+        if self.world_size > 1:
+            self._counted_everywhere = self.all_gather(self._counted.to(self.device)).view(-1, 2).sum(0)
+
+    def _create_tokenizer(self, pretrained, tokenizer, **kwargs):
+        try:
+            super()._create_tokenizer(pretrained, tokenizer, **kwargs)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"no tokenizer could be opened in {tokenizer or pretrained!r} ({error}): save one there, or name "
+                "another folder with tokenizer=..."
+            ) from error
+
+    # answers
+
+    def _key(self, kind: str, arguments, depth: int) -> str:
+        return hash_args(kind, [str(self.config._name_or_path), depth, self.rule, *self._seeded(), *arguments])
+
+    def _seeded(self) -> list:
+        return [] if self.state_seed is None else [f"state_seed={self.state_seed}"]
+
+    def _keep(self, kind: str, arguments, depth: int, answer: Answer):
+        self.answers[self._key(kind, arguments, depth)] = tuple(answer)
+
+    def _keep_generated(self, kind: str, arguments, text: str):
+        answer = Answer(text, *(self._generated_loops.pop(0) if self._generated_loops else ()))
+        if arguments[1].get("do_sample"):  # no second answer would be the same
+            self._count([answer])
+        else:
+            self._keep(kind, arguments, self.depth, answer)
+
+    def _count(self, answers: list[Answer]):
+        for answer in answers:
+            self._counted += torch.tensor([answer.loops, answer.tokens])
+
+    def _recall(self, kind: str, requests, score) -> list:
+        """Answers at this depth. `score` is asked for what is missing, and keeps what it finds."""
+        asked = {self._key(kind, request.args, self.depth): request for request in requests}
+        missing = [request for key, request in asked.items() if key not in self.answers]
+        if missing:
+            score(missing)
+        found = {key: Answer(*self.answers[key]) for key in asked}
+        self._count(list(found.values()))
+        return [found[self._key(kind, request.args, self.depth)].value for request in requests]
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self._recall("loglikelihood", requests, lambda missing: super(LoopedLM, self).loglikelihood(missing))
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        return self._recall("loglikelihood_rolling", requests, self._score_documents)
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        if any(request.args[1].get("do_sample") for request in requests):
+            return super().generate_until(requests, disable_tqdm)
+        return self._recall("generate_until", requests, super().generate_until)
+
+    # scoring
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None):
+        """Sums over the continuation of each (key, context, continuation), and keeps them: [depths, 3, requests]."""
+        return self.score_tokens(requests, disable_tqdm, self._keep_likelihoods)
+
+    def _keep_likelihoods(self, requests, numbers, sums):
+        for number in numbers:
+            arguments, _, continuation = requests[number]
+            for depth, (log_p, misses, loops) in zip(self.depths, sums[:, :, number].tolist()):
+                answer = Answer((log_p, misses == 0), int(loops), len(continuation))
+                self._keep("loglikelihood", arguments, depth, answer)
+
+    def _score_documents(self, requests):
+        documents = [self.tok_encode(request.args[0]) for request in requests]
+        for request, document, sums in zip(requests, documents, self.score_documents(documents)):
+            for depth, (log_p, _, loops) in zip(self.depths, sums.tolist()):
+                answer = Answer(log_p, int(loops), len(document))
+                self._keep("loglikelihood_rolling", request.args, depth, answer)
+
+    def score_documents(self, documents: list[list[int]]) -> list[torch.Tensor]:
+        """Each token is predicted once, from as much of its document as fits: [depths, 3] sums of each document.
+
+        The columns are log-likelihood, tokens that greedy decoding misses (not counted here), loops.
+        """
+        windows = []
+        for number, document in enumerate(documents):
+            for window in get_rolling_token_windows(document, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((number, *make_disjoint_window(window)))
+        sums = torch.zeros(len(self.depths), 3, len(documents), dtype=torch.float64)
+        owners = torch.tensor([number for number, *_ in windows], dtype=torch.long)
+        sums.index_add_(2, owners, self.score_tokens(windows, is_text=True))
+        return list(sums.unbind(2))
+
+    @torch.no_grad()
+    def score_tokens(self, requests, disable_tqdm: bool = False, keep=None, is_text: bool = False) -> torch.Tensor:
+        """Over each request's continuation: log-likelihood, greedy misses, loops. [depths, 3, requests].
+
+        Requests whose inputs are equal, as with choices of one token, share a row. is_text: long continuations, no
+        greedy misses: the logits are not kept.
+        """
+        groups = defaultdict(list)
+        for number, (_, context, continuation) in enumerate(requests):
+            if not context or not 1 <= len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"a context of {len(context)} and a continuation of {len(continuation)} tokens cannot be scored: "
+                    f"one needs at least 1, the other between 1 and max_length={self.max_length}"
+                )
+            shares = self.logits_cache and not is_text
+            groups[(tuple(context + continuation[:-1]), None if shares else number)].append(number)
+        ordered = sorted(groups.values(), key=lambda numbers: -len(requests[numbers[0]][1] + requests[numbers[0]][2]))
+        sums = torch.zeros(len(self.depths), 3, len(requests), dtype=torch.float64)
+        automatic = self.batch_size == "auto"
+        first_of_each = [requests[numbers[0]] for numbers in ordered]
+        chunks = Collator.get_chunks(
+            ordered,
+            n=0 if automatic else self.batch_size,
+            fn=(lambda position, _: self._batch_scheduler(position, first_of_each)) if automatic else None,
+        )
+        if automatic:
+            self.batch_sizes = {}  # found for other requests
+        progress = tqdm(total=len(requests), desc="Scoring", disable=disable_tqdm or self.rank != 0)
+        for chunk in chunks:
+            tokens = self._tokens_of(chunk, requests)
+            with torch.autocast(
+                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+            ):
+                scores = self._from_losses(tokens) if self._keeps_no_logits(is_text) else self._from_logits(tokens)
+            sums.index_add_(2, tokens.owners, scores.double().cpu())
+            numbers = [number for group in chunk for number in group]
+            if keep is not None:
+                keep(requests, numbers, sums)
+            progress.update(len(numbers))
+        progress.close()
+        return sums
+
+    def _keeps_no_logits(self, is_text: bool) -> bool:
+        return is_text and self.rule is None and len(self.depths) > 1
+
+    def _tokens_of(self, chunk: list[list[int]], requests) -> "ScoredTokens":
+        """The rows of a chunk, padded right, and where in them the continuations are predicted."""
+        rows, places, targets, owners, inputs = [], [], [], [], []
+        for row, group in enumerate(chunk):
+            for number in group:
+                _, context, continuation = requests[number]
+                tokens = (context + continuation)[-(self.max_length + 1) : -1]
+                rows += [row] * len(continuation)
+                places += range(len(tokens) - len(continuation), len(tokens))
+                targets += continuation
+                owners += [number] * len(continuation)
+            inputs.append(torch.tensor(tokens, device=self.device))
+        states = None if self.state_seed is None else pad_sequence([self._first_state(x) for x in inputs], True)
+        input_ids = pad_and_concat(max(map(len, inputs)), inputs, padding_side="right")
+        rows, places, targets = (torch.tensor(x, device=self.device) for x in (rows, places, targets))
+        return ScoredTokens(input_ids, rows, places, targets, torch.tensor(owners), states)
+
+    def _first_state(self, tokens: torch.Tensor) -> torch.Tensor:
+        """h_0 of a row, drawn by its own tokens, so that the other rows of its batch change nothing."""
+        key = ("initial_state", self.state_seed, tuple(tokens.tolist()))
+        return self.model.sample_initial_state(1, len(tokens), generator_of(*key, device=self.device))[0]
+
+    def _from_losses(self, tokens: "ScoredTokens") -> torch.Tensor:
+        """[depths, 3, tokens] from the cross-entropy after every loop."""
+        labels = torch.full_like(tokens.input_ids, -100)
+        labels[tokens.rows, tokens.places] = tokens.targets
+        outputs = self.model(
+            tokens.input_ids,
+            shift_labels=labels,
+            num_loops=self.depths[-1],
+            initial_state=tokens.initial_state,
+            output_logits=False,
+            output_loop_losses=True,
+            use_cache=False,
+        )
+        depths = torch.tensor(self.depths, device=labels.device)
+        log_p = -outputs.loop_token_losses[depths - 1][:, tokens.rows, tokens.places]
+        return torch.stack([log_p, torch.zeros_like(log_p), depths[:, None].expand_as(log_p)], dim=1)
+
+    def _from_logits(self, tokens: "ScoredTokens") -> torch.Tensor:
+        """[depths, 3, tokens] from the logits after every loop, at the positions of the continuations alone."""
+        length = tokens.input_ids.shape[1]
+        asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share one
+        every_loop = len(self.depths) > 1 or self.rule is not None
+        outputs = self.model.get_decoder()(
+            tokens.input_ids,
+            num_loops=self.depths[-1],
+            initial_state=tokens.initial_state,
+            output_loop_readout_states=every_loop,
+            output_loop_hidden_states=self.rule is not None and self.rule.criterion.needs != "logits",
+            use_cache=False,
+        )
+        loops = range(1, self.depths[-1] + 1) if every_loop else self.depths
+        log_p, misses = [], []
+        watch = ExitCount(self.rule, len(tokens.targets), self.depths[-1], self.device)
+        for loop in loops:
+            states = outputs.loop_readout_states[loop - 1] if every_loop else outputs.last_hidden_state
+            states = states.flatten(0, 1)[asked][None]  # [1, positions, width]
+            logits = self.model.decode(states, loop - 1) if every_loop else self.model.logits(states)
+            logits = logits[0, answers]  # [tokens, vocabulary]
+            log_p.append(
+                F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]
+            )
+            misses.append(logits.argmax(-1) != tokens.targets)
+            if self.rule is not None and self.rule.reads(loop):
+                seen = outputs.loop_hidden_states
+                watch.read(loop, self._reading(logits, seen and seen[loop - 1][tokens.rows, tokens.places]))
+        taken = torch.stack([watch.loops.clamp(max=depth) for depth in self.depths])  # [depths, tokens]
+        chosen = taken - 1 if every_loop else torch.zeros_like(taken)
+        log_p, misses = (torch.stack(of_loops).gather(0, chosen) for of_loops in (log_p, misses))
+        return torch.stack([log_p.double(), misses.double(), taken.double()], dim=1)
+
+    def _reading(self, logits, state) -> Reading:
+        needs = self.rule.criterion.needs
+        return Reading(
+            **{needs: {"logits": logits, "state": state}[needs] if needs != "gate" else self.model.gate(state)}
+        )
+
+    # generation
+
+    def _model_generate(self, context, max_length, stop, **generation_kwargs):
+        if self.state_seed is not None:
+            raise ValueError(f"state_seed={self.state_seed} is for what is scored: generation starts from zeros")
+        if self.rule is None:
+            return super()._model_generate(context, max_length, stop, num_loops=self.depth, **generation_kwargs)
+        outputs = super()._model_generate(
+            context,
+            max_length,
+            stop,
+            num_loops=self.depth,
+            exit_criterion=self.rule.name,
+            exit_threshold=self.rule.threshold,
+            min_loops=self.rule.min_loops,
+            return_dict_in_generate=True,
+            **generation_kwargs,
+        )
+        loops = outputs.token_loops
+        self._generated_loops = list(zip(loops.sum(1).tolist(), (loops > 0).sum(1).tolist()))
+        return outputs.sequences
+
+
+class ScoredTokens(NamedTuple):
+    input_ids: torch.Tensor  # [rows, length]
+    rows: torch.Tensor  # [tokens] of input_ids
+    places: torch.Tensor  # [tokens] in the row, where the target is predicted
+    targets: torch.Tensor  # [tokens]
+    owners: torch.Tensor  # [tokens] number of the request, on the CPU
+    initial_state: torch.Tensor | None  # [rows, length, width]
+
+
+class ExitCount:
+    """After how many loops each token exits; without a rule, after the last."""
+
+    def __init__(self, rule: ExitRule | None, tokens: int, deepest: int, device):
+        self.rule, self.memory = rule, {}
+        self.loops = torch.full((tokens,), deepest, device=device)
+        self.running = torch.ones_like(self.loops, dtype=torch.bool)
+
+    def read(self, loop: int, reading: Reading):
+        score, self.memory = self.rule.criterion.score(reading, self.memory)
+        if self.rule.checks(loop):
+            exits = self.running & self.rule.exits(score)
+            self.loops[exits] = loop
+            self.running &= ~exits
+
+
+def open_answers(path: str):
+    from sqlitedict import SqliteDict
+
+    return SqliteDict(path, autocommit=True)

@@ -1,0 +1,171 @@
+"""Scaling laws of looping from a table of runs: `python -m eval.laws LAW RUNS.csv|jsonl [options]`.
+
+isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu) and their power laws;
+              the best run of each budget beside those of fixed depth 1
+parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens; with the frontier, the mean
+              depth of least loss at each FLOP budget
+test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
+unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning learned (gamma), one (1) or none (0)
+conditioning  those three decays above the floor that the parametric law gives
+collect       makes the table: `python -m eval.laws collect RUN... --output runs.csv`, from folders of recipes.pretrain
+
+Columns of the table: see eval/laws/run_table.py. N counts the tables of value embeddings and FLOPs do not, unless
+--effective-parameters or --flops names another column; the result says which it was. Runs of mean depth 1 are the
+baseline of figure 6, and no law is fitted to them.
+
+The laws are those of Parcae (section 5, appendices K and L). Each writes LAW.json and LAW.png to --output. A fit that
+did not converge, or that the runs do not determine, says so and gives no number. Intervals are 95 % of --bootstrap
+refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
+"""
+
+import argparse
+from pathlib import Path
+
+from recipes.common.command_line import Parser
+from recipes.common.provenance import write_json
+
+from .fits import conditioning, isoflop, parametric, test_time, unified
+from .fitting import Fit, FitError
+from .forms import CONDITIONING
+from .frontier import is_fixed_depth
+from .plots import draw
+from .run_table import Table, collect, read_table, write_table
+
+
+# Parabolas at fixed FLOPs
+
+
+# Laws of many runs
+
+
+# Test-time curves, one run at a time
+
+
+# Command line
+
+
+def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit | None]:
+    restarts = {} if args.restarts is None else {"restarts": args.restarts}
+    if law == "isoflop":
+        return isoflop(table, args.bootstrap, args.seed), None
+    if law == "test_time":
+        return test_time(table, **restarts, resamples=args.bootstrap, seed=args.seed), None
+    if law == "conditioning":
+        return conditioning(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed), None
+    if law == "unified":
+        return unified(table, held_out, args.conditioning, **restarts, resamples=args.bootstrap, seed=args.seed)
+    return parametric(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed)
+
+
+def show(result: dict, indent: str = ""):
+    """The result as lines: numbers to five digits, predictions left to the JSON."""
+    for key, value in result.items():
+        if key == "rows" and isinstance(value, list):
+            continue
+        if isinstance(value, dict):
+            print(f"{indent}{key}")
+            show(value, indent + "  ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            print(f"{indent}{key}")
+            for item in value:
+                print(f"{indent}  " + "  ".join(f"{name} {number(each)}" for name, each in item.items()))
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            print(f"{indent}{key}")
+            for line in value:
+                print(f"{indent}  {line}")
+        elif value not in ([], {}):
+            print(f"{indent}{key:24} {number(value)}")
+
+
+def number(value) -> str:
+    if isinstance(value, (list, tuple)):
+        return " .. ".join(map(number, value))
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = Parser("eval.laws", __doc__)
+    laws = ("isoflop", "parametric", "test_time", "unified", "conditioning", "collect")
+    parser.add_argument("law", choices=laws, metavar="LAW", help=" | ".join(laws))
+    parser.add_argument("inputs", nargs="+", metavar="RUNS", help="a table of runs; run folders for collect")
+    parser.add_argument(
+        "--output", default=None, help="folder of LAW.json and LAW.png (runs/laws); collect: the table"
+    )
+    parser.add_argument("--held-out", metavar="RUNS", help="a table of runs to predict")
+    parser.add_argument("--by", metavar="COLUMN", help="fit the runs of each value of a column apart, e.g. parameters")
+    parser.add_argument("--min-depth", type=float, default=0.0, help="leave out runs with a mean depth below this")
+    parser.add_argument(
+        "--effective-parameters",
+        metavar="COLUMN",
+        default="effective_parameters",
+        help="N of the laws, e.g. effective_parameters_without_value_tables",
+    )
+    parser.add_argument(
+        "--flops", metavar="COLUMN", default="flops", help="C of the laws, e.g. flops_with_value_tables"
+    )
+    parser.add_argument("--conditioning", choices=CONDITIONING, default="learned", help="unified: gamma")
+    parser.add_argument("--restarts", type=int, help="default: 500; unified 1000; test_time 100 a curve")
+    parser.add_argument("--bootstrap", type=int, default=200, help="resamples for 95%% intervals; 0: none")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def collect_all(folders: list[str], output: str | None):
+    names = [Path(folder).resolve().name for folder in folders]
+    unique = len(set(names)) == len(names)  # runs of several sweeps may have the same names
+    rows = [
+        {**row, "run": name if unique else str(folder)}
+        for folder, name in zip(folders, names)
+        for row in collect(folder)
+    ]
+    path = Path(output or "runs/laws/runs.csv")
+    write_table(rows, path)
+    print(f"{len(rows)} rows of {len(folders)} runs: {path}")
+
+
+def counted(table: Table, args) -> Table:
+    """N and C of the laws are the columns that the command names."""
+    named = {"effective_parameters": args.effective_parameters, "flops": args.flops}
+    table.need(*(column for name, column in named.items() if column != name))
+    rows = [{**row, **{name: row[column] for name, column in named.items() if column in row}} for row in table.rows]
+    return Table(rows, table.source)
+
+
+def main(arguments: list[str]) -> int:
+    args = parser().parse_args(arguments)
+    if args.restarts is not None and args.restarts < 1:
+        raise FitError(f"--restarts must be at least 1, got {args.restarts}")
+    if args.bootstrap < 0:
+        raise FitError(f"--bootstrap must be at least 0, got {args.bootstrap}")
+    if args.law == "collect":
+        collect_all(args.inputs, args.output)
+        return 0
+    if len(args.inputs) != 1:
+        raise FitError(f"{args.law} reads one table, got {', '.join(args.inputs)}; `collect` makes one of run folders")
+    table = counted(read_table(args.inputs[0]), args)
+    held_out = counted(read_table(args.held_out), args) if args.held_out else None
+    if args.min_depth:
+        table.need("mean_depth")
+        table = table.where(lambda row: is_fixed_depth(row) or row["mean_depth"] >= args.min_depth)
+    if args.law != "isoflop":
+        table = table.where(lambda row: not is_fixed_depth(row))
+    if not len(table):
+        raise FitError(f"{args.inputs[0]} holds no looped runs of mean depth {args.min_depth:g} or more")
+    parts = {"": table} if args.by is None else table.need(args.by).by(args.by)
+    others = {"": held_out} if args.by is None or held_out is None else held_out.need(args.by).by(args.by)
+    output = Path(args.output or "runs/laws")
+    output.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for value, part in parts.items():
+        name = args.law if args.by is None else f"{args.law}_{args.by}={number(value)}"
+        result, fitted = run(args.law, part, others.get(value), args)
+        result["columns"] = {"N": args.effective_parameters, "C": args.flops}
+        result |= {"seed": args.seed}
+        write_json(output / f"{name}.json", result, args.command)
+        show(result)
+        if result.get("converged", True):
+            draw(args.law, result, part, fitted, output / f"{name}.png")
+        else:
+            failed = True
+        print(f"written: {output / name}.json")
+    return int(failed)

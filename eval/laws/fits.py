@@ -1,0 +1,303 @@
+"""The laws of looping fitted to tables of runs, each as a dict of what was found."""
+
+import math
+
+import numpy as np
+import torch
+
+from recipes.common.measures import power_law
+
+from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
+from .forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
+from .frontier import frontier, is_fixed_depth, measured_frontier
+from .run_table import Table
+
+
+def budgets_of(table: Table, tolerance: float = 0.1) -> dict[float, Table]:
+    """Runs whose FLOPs follow each other within `tolerance` belong to one budget, named by their geometric mean."""
+    ordered = sorted(table.rows, key=lambda row: row["flops"])
+    groups = [[ordered[0]]]
+    for row in ordered[1:]:
+        near = row["flops"] <= groups[-1][-1]["flops"] * (1 + tolerance)
+        groups[-1].append(row) if near else groups.append([row])
+    tables = [Table(rows, table.source) for rows in groups]
+    return {group["flops"].log().mean().exp().item(): group for group in tables}
+
+
+def lowest(x: np.ndarray, loss: np.ndarray) -> tuple[float, float]:
+    """(x, loss) at the minimum of a parabola through loss over log x; FitError where there is none among the runs."""
+    curve = np.polynomial.Polynomial.fit(np.log(x), loss, 2).convert()
+    _, slope, bend = curve.coef
+    if not bend > 0:
+        raise FitError("the parabola has no minimum")
+    best = -slope / (2 * bend)
+    if not np.log(x.min()) <= best <= np.log(x.max()):
+        raise FitError(f"the parabola's minimum, {math.exp(best):.4g}, lies outside the runs; add runs beyond it")
+    return math.exp(best), float(curve(best))
+
+
+def optima(budgets: dict[float, Table], draw=None) -> tuple[list[dict], list[str]]:
+    """Each budget's best loops and tokens, and what is wrong with the budgets that have none."""
+    found, problems = [], []
+    for flops, group in budgets.items():
+        rows = np.arange(len(group)) if draw is None else draw.integers(len(group), size=len(group))
+        loss, depth, tokens = (group[name].numpy()[rows] for name in ("loss", "mean_depth", "tokens"))
+        try:
+            if len(np.unique(depth)) < (4 if draw is None else 3):
+                raise FitError(f"{len(np.unique(depth))} different depths; a parabola needs 4")
+            (best_depth, least), (best_tokens, _) = lowest(depth, loss), lowest(tokens, loss)
+        except FitError as problem:
+            problems.append(f"{flops:.3g} FLOPs left out: {problem}")
+            continue
+        found.append({"flops": flops, "mean_depth": best_depth, "tokens": best_tokens, "loss": least})
+    return found, problems
+
+
+def power_laws(found: list[dict]) -> dict:
+    """Of the best loops and the best tokens: scale * FLOPs ** exponent."""
+    flops = [best["flops"] for best in found]
+    laws = {}
+    for name in ("mean_depth", "tokens"):
+        values = [best[name] for best in found]
+        exponent = power_law(flops, values)["slope"]
+        laws[name] = {"exponent": exponent, "scale": math.exp(np.log(values).mean() - exponent * np.log(flops).mean())}
+    return laws
+
+
+def isoflop(table: Table, resamples: int = 0, seed: int = 0) -> dict:
+    """Parabolas through the looped runs of each budget, and what looping gains over runs of fixed depth."""
+    table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
+    budgets = budgets_of(table)
+    looped = {flops: group.where(lambda row: not is_fixed_depth(row)) for flops, group in budgets.items()}
+    looped = {flops: group for flops, group in looped.items() if len(group)}
+    found, problems = optima(looped)
+    if len(found) < 3:
+        raise FitError(
+            "; ".join([f"a power law needs the optimum of at least 3 FLOP budgets, got {len(found)}", *problems])
+        )
+    result = {"law": "isoflop", "optima": found, "left_out": problems, "power_laws": power_laws(found)}
+    result["frontier"] = measured_frontier(budgets)
+    draw = np.random.default_rng(seed)
+    again = [optima(looped, draw)[0] for _ in range(resamples)]
+    again = [power_laws(each) for each in again if len(each) == len(found)]
+    for name, law in result["power_laws"].items():
+        if len(again) >= 20:
+            law["interval"] = interval(torch.tensor([each[name]["exponent"] for each in again], dtype=torch.float64))
+    return result | ({"resamples_used": len(again)} if resamples else {})
+
+
+def summary(name: str, fitted: Fit) -> dict:
+    facts = {
+        "law": name,
+        "formula": fitted.law.formula,
+        "rows": len(fitted.huber),
+        "restarts": fitted.restarts,
+        "converged": fitted.converged and not fitted.problem,
+    }
+    if fitted.refits is not None:
+        facts["resamples_used"] = int(fitted.refits.isfinite().all(1).sum())
+    if fitted.problem:
+        return {**facts, "reason": fitted.problem}
+    return {
+        **facts,
+        "agreeing_restarts": fitted.agreeing,
+        "coefficients": fitted.coefficients,
+        "intervals": fitted.intervals,
+        "huber": fitted.huber.sum().item(),
+    }
+
+
+def errors(predicted: torch.Tensor, table: Table) -> dict:
+    """Mean and largest absolute error in percent, and every prediction."""
+    percent = 100 * (predicted / table["loss"] - 1).abs()
+    return {
+        "mean_percent": percent.mean().item(),
+        "max_percent": percent.max().item(),
+        "huber": huber(predicted, table["loss"]).sum().item(),
+        "rows": [
+            {"run": row["run"], "test_depth": row.get("test_depth"), "loss": row["loss"], "predicted": value}
+            for row, value in zip(table.rows, predicted.tolist())
+        ],
+    }
+
+
+def fit_table(law, table: Table, restarts: int, resamples: int, seed: int) -> Fit:
+    columns = table.columns(law.columns)
+    fitted = fit(law, columns, table["loss"], restarts, seed)
+    return bootstrap(fitted, columns, table["loss"], resamples, draw_runs(table.numbered("run"), resamples, seed))
+
+
+def parametric(table: Table, held_out: Table | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0):
+    """The training law at T = mu, and what it predicts of `held_out`."""
+    wanted = ("loss", *PARAMETRIC.columns)
+    table = table.need(*wanted).at_training_depth()
+    held_out = None if held_out is None else held_out.need(*wanted).at_training_depth()
+    fitted = fit_table(PARAMETRIC, table, restarts, resamples, seed)
+    result = summary("parametric", fitted)
+    if result["converged"]:
+        try:
+            result["frontier"] = frontier(fitted, table)
+        except FitError as reason:
+            result["no_frontier"] = str(reason)
+    if held_out is not None and result["converged"]:
+        result["held_out"] = errors(fitted.predict(held_out.columns(PARAMETRIC.columns)), held_out)
+    return result, fitted
+
+
+def unified(
+    table: Table,
+    held_out: Table | None = None,
+    conditioning: str = "learned",
+    restarts: int = 1000,
+    resamples: int = 0,
+    seed: int = 0,
+):
+    """The law of training and test depth, all parameters jointly (Parcae, equation 4)."""
+    law = UNIFIED[conditioning]
+    wanted = ("loss", "mean_depth", *law.columns)
+    table = table.need(*wanted)
+    held_out = None if held_out is None else held_out.need(*wanted)
+    measured = None if held_out is None else at_training_depth_of_each(held_out)
+    fitted = fit_table(law, table, restarts, resamples, seed)
+    result = {**summary("unified", fitted), "conditioning": conditioning}
+    if held_out is not None and result["converged"]:
+        columns = held_out.columns(law.columns)
+        result["held_out"] = errors(fitted.predict(columns), held_out)
+        decay = fitted.law.term_logs(fitted.free[None], columns)[0, :, -1].exp()
+        result["held_out_above_measured"] = errors(measured + decay, held_out)
+    return result, fitted
+
+
+def at_training_depth_of_each(table: Table) -> torch.Tensor:
+    """[n]: the measured loss at T = mu of each row's run."""
+    loss = {row["run"]: row["loss"] for row in table.at_training_depth().rows}
+    return torch.tensor([loss[row["run"]] for row in table.rows], dtype=torch.float64)
+
+
+def conditioning(
+    table: Table, held_out: Table | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0
+) -> dict:
+    """How the decay should depend on the training depth: three forms above the training law's floor (table 14).
+
+    A resample draws runs with all their depths, and refits the floor as well as the forms above it.
+    """
+    wanted = ("loss", "mean_depth", "test_depth", *PARAMETRIC.columns)
+    table.need(*wanted)
+    if held_out is not None:
+        held_out.need(*wanted)
+    training, floor = parametric(table, None, restarts, resamples, seed)
+    result = {"law": "conditioning", "training_law": training, "forms": {}}
+    if not training["converged"]:
+        return {**result, "converged": False, "reason": training["reason"]}
+    weights = draw_runs(table.numbered("run"), resamples, seed)  # the same runs as under the training law
+
+    def with_floor(part: Table, law, predict) -> dict:
+        columns = part.columns([name for name in law.columns if name != "floor"])
+        return {**columns, "floor": predict(part.columns(PARAMETRIC.columns))}
+
+    for name in CONDITIONING:
+        law = ABOVE_FLOOR[name]
+        fitted = fit(law, with_floor(table, law, floor.predict), table["loss"], restarts, seed)
+        if resamples:
+            bootstrap(fitted, with_floor(table, law, floor.predict_again), table["loss"], resamples, weights)
+        form = result["forms"][name] = summary(name, fitted)
+        if not fitted.converged:
+            continue
+        form["converged"] = True  # forms are compared by their misfit, also where coefficients are not determined
+        for key, part, drawn in (("huber", table, weights), ("held_out_huber", held_out, 1.0)):
+            if part is None:
+                continue
+            predicted = fitted.predict(with_floor(part, law, floor.predict))
+            form[key] = huber(predicted, part["loss"]).sum().item()
+            if fitted.refits is not None:
+                predicted = fitted.predict_again(with_floor(part, law, floor.predict_again))
+                form[f"{key}_interval"] = interval((drawn * huber(predicted, part["loss"])).sum(1))
+    good = {name: form["huber"] for name, form in result["forms"].items() if "huber" in form}
+    return {**result, "converged": bool(good), "best": min(good, key=good.get, default=None)}
+
+
+def test_time(table: Table, restarts: int = 100, resamples: int = 0, seed: int = 0) -> dict:
+    """Four forms on the curve of every run, on all depths and on T <= mu (tables 12 and 13).
+
+    A curve has few depths, and they are chosen: the intervals of its coefficients come from residuals drawn anew, as
+    if these were independent. Those of means over curves come from curves drawn anew.
+    """
+    table.need("loss", "mean_depth", "test_depth")
+    curves = table.by("run")
+    result = {"law": "test_time", "curves": {}, "forms": {}, "left_out": []}
+    scores = {name: {"in_range": [], "extrapolated": []} for name in TEST_TIME}
+    for run, curve in curves.items():
+        fits = {name: curve_fit(law, curve, restarts, seed) for name, law in TEST_TIME.items()}
+        result["curves"][run] = curve_summary(curve_bootstrap(fits["exponential"], curve, resamples, seed), curve)
+        keep_together(
+            scores, "in_range", {name: each.huber.mean().item() for name, each in fits.items() if each.converged}
+        )
+        known, beyond = (
+            curve.where(lambda row: row["test_depth"] <= row["mean_depth"]),
+            curve.where(lambda row: row["test_depth"] > row["mean_depth"]),
+        )
+        if len(known) < 4 or not len(beyond):
+            result["left_out"].append(
+                f"{run}: {len(known)} depths up to mu and {len(beyond)} beyond; extrapolating needs 4 and 1"
+            )
+            continue
+        keep_together(scores, "extrapolated", extrapolated(known, beyond, restarts, seed))
+    for name, by_range in scores.items():
+        result["forms"][name] = {"formula": TEST_TIME[name].formula} | {
+            key: {**over_curves("huber", values, resamples, seed), "curves": len(values)}
+            for key, values in by_range.items()
+            if values
+        }
+    recovered = [curve["floor_percent"] for curve in result["curves"].values() if "floor_percent" in curve]
+    if recovered:
+        means = over_curves("mean_percent", recovered, resamples, seed)
+        result["floor_against_loss_at_mu"] = {**means, "max_percent": max(recovered)}
+    return result
+
+
+def over_curves(name: str, values: list[float], resamples: int, seed: int) -> dict:
+    """The mean, and its interval over curves drawn anew, where there are at least 3."""
+    means = {name: float(np.mean(values))}
+    if resamples and len(values) >= 3:
+        drawn = np.random.default_rng(seed).choice(values, (resamples, len(values)))
+        means["interval"] = interval(torch.from_numpy(drawn.mean(1)))
+    return means
+
+
+def curve_bootstrap(fitted: Fit, curve: Table, resamples: int, seed: int) -> Fit:
+    if not (fitted.converged and resamples):
+        return fitted
+    columns = curve.columns(fitted.law.columns)
+    losses = draw_residuals(fitted.predict(columns), curve["loss"], len(fitted.law.names), resamples, seed)
+    return bootstrap(fitted, columns, losses, resamples, criterion="squares")
+
+
+def curve_fit(law, curve: Table, restarts: int, seed: int) -> Fit:
+    try:
+        return fit(law, curve.columns(law.columns), curve["loss"], restarts, seed, criterion="squares")
+    except FitError as error:
+        raise FitError(f"run {curve.rows[0]['run']}: {error}") from None
+
+
+def curve_summary(fitted: Fit, curve: Table) -> dict:
+    facts = {"mean_depth": curve.rows[0]["mean_depth"], **summary("exponential", fitted)}
+    trained = [row["loss"] for row in curve.rows if row["test_depth"] == row["mean_depth"]]
+    if facts["converged"] and trained:
+        facts["floor_percent"] = 100 * abs(fitted.coefficients["L_inf"] / trained[0] - 1)
+    return facts
+
+
+def keep_together(scores: dict, key: str, values: dict):
+    """Forms are compared on the curves that all of them fit."""
+    if len(values) == len(scores):
+        for name, value in values.items():
+            scores[name][key].append(value)
+
+
+def extrapolated(known: Table, beyond: Table, restarts: int, seed: int) -> dict[str, float]:
+    values = {}
+    for name, law in TEST_TIME.items():
+        fitted = curve_fit(law, known, restarts, seed)
+        if fitted.converged:
+            values[name] = huber(fitted.predict(beyond.columns(law.columns)), beyond["loss"]).mean().item()
+    return values

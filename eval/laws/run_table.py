@@ -1,0 +1,183 @@
+"""The table of runs that the scaling laws read: one row per run and test depth, as CSV or JSON lines.
+
+| column | what |
+|---|---|
+| run | its name |
+| mean_depth | mean loops in training, mu |
+| tokens | D |
+| loss | validation cross-entropy at test_depth |
+| test_depth | loops of the evaluation, T; without this column every loss is the one at the training depth |
+| flops | C of the whole training (Parcae, appendix D): tables of value embeddings are lookups and do not count |
+| flops_with_value_tables | the same with 6 a token for each of their parameters |
+| effective_parameters | N(mu): without the embedding, the core counted mu times, each value table once |
+| effective_parameters_without_value_tables | the same without these |
+
+Other columns are kept and may be asked for by name. `collect` makes the table from folders of recipes.pretrain.
+"""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from .fitting import FitError
+
+
+POSITIVE = ("mean_depth", "tokens", "loss", "test_depth", "flops", "effective_parameters")
+
+
+class Table:
+    """Rows as dicts; numeric columns as float64 tensors."""
+
+    def __init__(self, rows: list[dict], source: str):
+        self.rows, self.source = rows, source
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.tensor([row[name] for row in self.rows], dtype=torch.float64)
+
+    def columns(self, names) -> dict[str, torch.Tensor]:
+        return {name: self[name] for name in names}
+
+    def where(self, keep) -> "Table":
+        return Table([row for row in self.rows if keep(row)], self.source)
+
+    def by(self, name: str) -> dict:
+        """A table for each value of a column, in ascending order."""
+        values = sorted({row[name] for row in self.rows}, key=lambda value: (isinstance(value, str), value))
+        return {value: self.where(lambda row, value=value: row[name] == value) for value in values}
+
+    def numbered(self, name: str) -> torch.Tensor:
+        """[n]: which distinct value of a column each row has, in ascending order."""
+        order = {value: i for i, value in enumerate(self.by(name))}
+        return torch.tensor([order[row[name]] for row in self.rows])
+
+    def need(self, *names: str) -> "Table":
+        """Raises for columns or numbers that are missing or out of range."""
+        present = {key for row in self.rows for key in row}
+        missing = [name for name in names if name not in present]
+        if missing:
+            raise FitError(
+                f"{self.source} lacks {plural(len(missing), 'column')} {', '.join(missing)}; "
+                f"it has {', '.join(sorted(present)) or 'none'}"
+            )
+        for number, row in enumerate(self.rows, start=1):
+            for name in names:
+                if name in POSITIVE:
+                    check_positive(row.get(name), name, f"{self.source}, row {number} ({row['run']})")
+        return self
+
+    def at_training_depth(self) -> "Table":
+        """The loss of every run at T = mu."""
+        if not any("test_depth" in row for row in self.rows):
+            return self
+        self.need("test_depth", "mean_depth")
+        kept = self.where(lambda row: row["test_depth"] == row["mean_depth"])
+        lost = sorted({row["run"] for row in self.rows} - {row["run"] for row in kept.rows})
+        if lost:
+            raise FitError(
+                f"{self.source}: no row with test_depth equal to mean_depth for {', '.join(lost[:5])}"
+                f"{' and others' if len(lost) > 5 else ''}; evaluate these runs at their training depth"
+            )
+        return kept
+
+
+def plural(count: int, noun: str) -> str:
+    return noun if count == 1 else noun + "s"
+
+
+def check_positive(value, name: str, where: str):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise FitError(f"{where}: {name} must be a number, got {value!r}")
+    if not (math.isfinite(value) and value > 0):
+        raise FitError(f"{where}: {name} must be positive and finite, got {value!r}; leave diverged runs out")
+
+
+def as_number(text: str):
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def read_table(path: str | Path) -> Table:
+    path = Path(path)
+    if path.suffix not in (".csv", ".jsonl"):
+        raise FitError(f"a table of runs is a .csv or .jsonl, got {str(path)!r}")
+    if not path.is_file():
+        raise FitError(f"there is no table {path}; `python -m eval.laws collect RUN... --output {path}` makes one")
+    if path.suffix == ".csv":
+        with open(path, newline="") as file:
+            rows = [
+                {key: as_number(value) for key, value in row.items() if key and value not in (None, "")}
+                for row in csv.DictReader(file)
+            ]
+    else:
+        rows = [json_row(line, f"{path}, line {i}") for i, line in enumerate(path.read_text().splitlines(), 1) if line]
+    if not rows:
+        raise FitError(f"{path} holds no runs")
+    for number, row in enumerate(rows, start=1):
+        row["run"] = str(row.get("run", f"row {number}"))
+    return Table(rows, path.name)
+
+
+def json_row(line: str, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise FitError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise FitError(f"{where} must hold an object, got {line[:60]!r}")
+    return row
+
+
+def write_table(rows: list[dict], path: str | Path):
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def collect(folder: str | Path) -> list[dict]:
+    """The rows of one finished run of recipes.pretrain: its last validation, at every depth."""
+    from modeling_looped import LoopedConfig
+    from recipes.common.config import load_recipe
+    from recipes.common.flops import effective_parameters, sizes, training_flops_per_token
+    from recipes.common.metrics import read_metrics
+
+    folder = Path(folder)
+    for part in ("recipe.yaml", "metrics.jsonl", "final/config.json"):
+        if not (folder / part).exists():
+            raise FitError(
+                f"{folder} has no {part}: it is no finished run of recipes.pretrain; the same command continues it"
+            )
+    recipe, config = load_recipe(folder / "recipe.yaml"), LoopedConfig.from_pretrained(folder / "final")
+    last = next((r for r in reversed(read_metrics(folder / "metrics.jsonl")) if "validation/loss" in r), None)
+    if last is None:
+        raise FitError(f"{folder}/metrics.jsonl holds no validation loss; train with evaluation.rows above 0")
+    depth, window, length = recipe.mean_depth(config), recipe.backprop_loops(config), recipe.data.sequence_length
+    tokens = (last["step"] + 1) * recipe.training.rows_per_step * length
+    facts = {
+        "run": folder.name,
+        "parameters": sizes(config).total,
+        "effective_parameters": effective_parameters(config, depth),
+        "effective_parameters_without_value_tables": effective_parameters(config, depth, value_tables=False),
+        "mean_depth": depth,
+        "depth_sampler": recipe.depth.sampler,
+        "tokens": tokens,
+        "flops": tokens * training_flops_per_token(config, length, depth, window),
+        "flops_with_value_tables": tokens * training_flops_per_token(config, length, depth, window, value_tables=True),
+        "seed": recipe.training.seed,
+    }
+    prefix = "validation/loss_at_"
+    depths = sorted(int(key.removeprefix(prefix)) for key in last if key.startswith(prefix))
+    return [{**facts, "test_depth": k, "loss": last[f"{prefix}{k}"]} for k in depths]

@@ -1,0 +1,1 @@
+"""A page where every token is coloured by its loops."""

@@ -1,0 +1,180 @@
+"""How long a model thinks over each token: `python -m eval.show_loops MODEL "prompt" [--output page.html]`.
+
+Lets the model write with early exit, prints the text with every token coloured by the loops it took, and writes one
+HTML page, without scripts and without a network, that also shows each token's logit margin over loops under the
+pointer. The criterion is that of --exit-criterion, else that of the model's generation_config.json (see
+`eval.halting --write`), else kl at its published threshold.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from eval.common.model_folder import open_config, open_tokenizer
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.exit_criteria import ExitRule, exit_rule
+from recipes.common.command_line import Parser
+from recipes.common.provenance import write_text
+
+from .page import Piece, Shown, Token, color, ink, page, plural, visible
+
+
+LONGEST_CHARACTER = 4  # bytes, so tokens that only together are text
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("eval.show_loops", __doc__)
+    parser.add_argument("model")
+    parser.add_argument("prompt")
+    parser.add_argument("--exit-criterion")
+    parser.add_argument("--exit-threshold", type=float, help="default: the published one")
+    parser.add_argument("--min-loops", type=int)
+    parser.add_argument("--num-loops", type=int, help="the most loops a token may take; default: that of the model")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", default="loops.html")
+    return parser.parse_args(arguments)
+
+
+def rule_of(args, folder: Path, config) -> ExitRule:
+    """From the arguments, else from generation_config.json; and args.num_loops with it."""
+    stored = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    if args.num_loops is None:
+        args.num_loops = getattr(stored, "num_loops", None) or config.num_loops
+    criterion, threshold, min_loops = args.exit_criterion, args.exit_threshold, args.min_loops
+    if criterion is None and getattr(stored, "exit_criterion", None):
+        criterion = stored.exit_criterion
+        threshold = getattr(stored, "exit_threshold", None) if threshold is None else threshold
+        min_loops = getattr(stored, "min_loops", None) if min_loops is None else min_loops
+    if criterion is None and threshold is not None:
+        raise ValueError(f"--exit-threshold {threshold} without --exit-criterion: name one, e.g. logit_margin")
+    min_loops = 1 if min_loops is None else min_loops
+    return exit_rule(config, criterion or "kl", threshold, min_loops, num_loops=args.num_loops)
+
+
+def check(args, config, prompt_length: int):
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature must be at least 0, got {args.temperature}")
+    if prompt_length == 0:
+        raise ValueError(f"the prompt {args.prompt!r} holds no tokens: write something to go on from")
+    length = prompt_length + args.max_new_tokens
+    if config.position_embedding == "learned" and length > config.max_position_embeddings:
+        raise ValueError(
+            f"{prompt_length} tokens of prompt and {args.max_new_tokens} new ones are more than the "
+            f"max_position_embeddings={config.max_position_embeddings} that this model has learned"
+        )
+
+
+def write(model, ids: torch.Tensor, rule: ExitRule, args) -> tuple[list[int], list[int]]:
+    """New tokens and the loops of each."""
+    torch.manual_seed(args.seed)
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    outputs = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=args.max_new_tokens,
+        num_loops=args.num_loops,
+        exit_criterion=rule.name,
+        exit_threshold=rule.threshold,
+        min_loops=rule.min_loops,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    return outputs.sequences[0, ids.shape[1] :].tolist(), outputs.token_loops[0].tolist()
+
+
+@torch.no_grad()
+def margins(model, ids: torch.Tensor, num_new: int, num_loops: int) -> list[list[float]]:
+    """Of each of the last `num_new` tokens, where it was predicted: logit margin after every loop."""
+    places = torch.arange(ids.shape[1] - num_new, ids.shape[1], device=ids.device) - 1
+    outputs = model(
+        ids,
+        num_loops=num_loops,
+        logits_to_keep=places,
+        output_logits=False,
+        output_loop_logits=True,
+        use_cache=False,
+    )
+    best = torch.stack([logits[0].float().topk(2).values for logits in outputs.loop_logits])  # [loops, new, 2]
+    return (best[..., 0] - best[..., 1]).T.tolist()
+
+
+def split(tokenizer, prompt: list[int], new: list[int]) -> list[tuple[str, list[int]]]:
+    """The new text in pieces, each with the numbers of its tokens: those that share a character stay together."""
+
+    def decode(ids):
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    pieces, waiting, before = [], [], decode(prompt).rstrip("\ufffd")
+    for number in range(len(new)):
+        waiting.append(number)
+        after = decode(prompt + new[: number + 1])
+        is_whole = not after.endswith("\ufffd") or len(waiting) == LONGEST_CHARACTER
+        if is_whole or number == len(new) - 1:
+            pieces.append((after[len(before) :], waiting))
+            waiting, before = [], after
+    return pieces
+
+
+def painted(shown: Shown) -> str:
+    """For a terminal that knows colours."""
+
+    def paint(text: str, loops: float) -> str:
+        background = color(loops, shown.num_loops)
+        start = "\x1b[48;2;{};{};{};38;2;{};{};{}m".format(*background, *ink(background))
+        return "\n".join(f"{start}{line}\x1b[0m" if line else "" for line in visible(text).split("\n"))
+
+    text = "".join(paint(piece.text, piece.loops) for piece in shown.pieces)
+    keys = " ".join(paint(f" {k} ", k) + f" {count}" for k, count in shown.counts().items())
+    return f"\x1b[2m{visible(shown.prompt)}\x1b[0m{text}\n\nloops: {keys}"
+
+
+def plain(shown: Shown) -> str:
+    text = "".join(visible(piece.text) for piece in shown.pieces)
+    keys = ", ".join(f"{k}: {count}" for k, count in shown.counts().items())
+    return f"{visible(shown.prompt)}{text}\n\ntokens by loops: {keys}"
+
+
+def has_colors(stream) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def show(args) -> Shown:
+    folder, config = open_config(args.model)
+    rule = rule_of(args, folder, config)
+    tokenizer = open_tokenizer(folder, args.tokenizer, config)
+    prompt = tokenizer(args.prompt)["input_ids"]
+    check(args, config, len(prompt))
+    model = LoopedForCausalLM.from_pretrained(folder).to(args.device).eval()
+    ids = torch.tensor([prompt], device=args.device)
+    new, loops = write(model, ids, rule, args)
+    curves = margins(model, torch.tensor([prompt + new], device=args.device), len(new), args.num_loops)
+    tokens = [Token(*pair) for pair in zip(loops, curves)]
+    pieces = [Piece(text, [tokens[i] for i in numbers]) for text, numbers in split(tokenizer, prompt, new)]
+    sign = "≥" if rule.criterion.exits_above else "≤"
+    words = f"a token exits where {rule.name} {sign} {rule.threshold:.4g}" + (
+        f", after {plural(rule.min_loops, 'loop')} at the earliest" if rule.min_loops > 1 else ""
+    )
+    facts = {"model": args.model, "decoding": f"temperature {args.temperature:g}" if args.temperature else "greedy"}
+    threshold = rule.threshold if rule.name == "logit_margin" else None
+    return Shown(args.prompt, pieces, args.num_loops, words, threshold, facts)
+
+
+def main(arguments: list[str]) -> Shown:
+    args = parse(arguments)
+    shown = show(args)
+    print(painted(shown) if has_colors(sys.stdout) else plain(shown))
+    print(f"{shown.mean_loops:.2f} of {shown.num_loops} loops in the mean; {shown.rule}")
+    output = Path(args.output)
+    write_text(output, page(shown))
+    print(output)
+    return shown

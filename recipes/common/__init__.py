@@ -1,0 +1,1 @@
+"""What training and evaluation share: recipes, metrics, measures, results as JSON, command lines."""

@@ -1,0 +1,23 @@
+"""A folder that one process at a time may write to."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+@contextmanager
+def alone(folder: Path, when_taken: Callable[[FileLock], None]):
+    """`when_taken` waits for the lock or raises; the operating system frees the lock of a process that was killed."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        when_taken(lock)
+    except NotImplementedError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        lock.release()

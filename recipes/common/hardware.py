@@ -1,0 +1,31 @@
+"""The rate against which a run's use of the hardware is reported."""
+
+import time
+
+import torch
+
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12, "V100": 125e12}
+
+
+def matmul_rate(accelerator) -> float:
+    """Floating-point operations per second of one device: the maker's bf16 figure for known GPUs, else measured."""
+    if accelerator.device.type == "cuda":
+        name = torch.cuda.get_device_name(accelerator.device)
+        for key, rate in PEAK_FLOPS.items():
+            if key in name:
+                return rate
+    return measured_rate(
+        accelerator.device, torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    )
+
+
+def measured_rate(device, dtype: torch.dtype, size: int = 1024, repeats: int = 4) -> float:
+    """Floating-point operations per second of a matrix product."""
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        (a @ a).sum().item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,113 @@
+"""Where a result comes from: each one that is written says which command, commit, versions and hardware made it."""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "modeling-looped")
+ROOT = Path(__file__).parents[2]
+
+
+def provenance(command: str | None = None) -> dict:
+    """command: what a user typed; by default what started this process."""
+    return {
+        "command": command or own_command(),
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+
+
+def own_command() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+    return f"{program} {shlex.join(sys.argv[1:])}".strip()
+
+
+@cache
+def commit() -> str:
+    """Of this code, with a plus sign where it was changed since."""
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@cache
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def write_json(path: str | Path, result: dict, command: str | None = None, digits: int | None = None):
+    """The result after its provenance, one line for each innermost entry. digits: of numbers, matrices to 4."""
+    content = {**provenance(command), **result}
+    write_text(path, compact(finite(content if digits is None else rounded(content, digits))) + "\n")
+
+
+def write_text(path: str | Path, text: str):
+    """The file appears whole or not at all, its folders with it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def finite(value):
+    """JSON has no infinities: null in their place."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rounded(value, digits: int = 6):
+    """To so many significant digits, matrices to 4."""
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item, 4 if isinstance(item, (list, tuple)) else digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def compact(result: dict) -> str:
+    """JSON with one line for each entry that holds no further entries."""
+    if not any(isinstance(value, dict) for value in result.values()):
+        return json.dumps(result, default=str)
+    lines = [
+        f"{json.dumps(key)}: {compact(value) if isinstance(value, dict) else json.dumps(value, default=str)}"
+        for key, value in result.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}"

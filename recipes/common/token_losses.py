@@ -1,0 +1,15 @@
+"""Cross-entropy of single tokens."""
+
+import torch
+from torch.nn.functional import cross_entropy
+
+
+def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """logits [batch, length, vocabulary], targets and losses [batch, length]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+def next_token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Of the next token at every position that has one: [batch, length - 1]."""
+    return token_losses(logits[:, :-1], input_ids[:, 1:])

@@ -1,0 +1,1 @@
+"""From documents to rows of tokens: sources, tokenizers, packing, shards, and the order of rows."""

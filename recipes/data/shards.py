@@ -1,0 +1,294 @@
+"""Prepared data: a folder of memory-mapped token shards, the tokenizer, and a manifest that says what they are.
+
+The manifest is written last, when all parts are there: a folder without it is not whole, and preparing again goes on
+with what is missing.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from recipes.common.config import DataConfig, RecipeError
+from recipes.common.files import alone
+from recipes.common.provenance import provenance
+
+from .packing import PackedRows
+from .part_files import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_json, write_shard
+from .shuffle import rows_of_step
+from .sources import Documents, Source, readable, training_source, validation_source
+from .tokenizers import Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_identity
+
+
+__all__ = ["Prepared", "PackedRows", "open_prepared", "prepare", "rows_of_step"]
+
+FORMAT = 1  # raised when the same settings give other shards
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+
+
+@dataclass
+class Prepared:
+    folder: Path
+    manifest: dict
+    tokenizer: PreTrainedTokenizerBase
+    train: PackedRows
+    validation: PackedRows
+    token_bytes: torch.Tensor  # int64 [vocabulary], 0 for special tokens
+
+
+def prepare(data: DataConfig) -> Prepared:
+    """Open the shards of these settings; make them first, or what is missing of them, if need be."""
+    training, validation = training_source(data), validation_source(data)
+    settings = _settings(data, training, validation)
+    folder = _folder(data, settings)
+    with _writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not _is_whole(folder):
+            with alone(folder, _wait):
+                if not _is_whole(folder):  # else another process was quicker
+                    _build(folder, data, settings, training, validation)
+    return open_prepared(folder, data, settings)
+
+
+def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = None) -> Prepared:
+    """Prepared data in `folder`, after checking that it is whole and what `data` (or `settings`) asks for."""
+    folder = Path(folder)
+    if settings is None:
+        settings = _settings(data, training_source(data), validation_source(data))
+    manifest = _read_manifest(folder)
+    _check_settings(folder, manifest["settings"], settings)
+    for shard in (shard for split in SPLITS for shard in manifest["shards"][split]):
+        path = folder / shard["file"]
+        size = path.stat().st_size if path.exists() else 0
+        if size != shard["size"]:
+            raise RecipeError(
+                f"shard {path} has {size} bytes, but {shard['size']} were written: it was cut or replaced. Delete "
+                "this file and prepare again: only it is made anew"
+            )
+    tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER)
+    if tokenizer_hash(tokenizer) != manifest["tokenizer"]["sha256"]:
+        raise RecipeError(
+            f"the shards in {folder} were made with another tokenizer than the one in {folder / TOKENIZER} (it was "
+            "replaced): put the old one back, or delete the folder and prepare again"
+        )
+    lengths = token_bytes(tokenizer)
+    rows = {split: _rows(folder, manifest["shards"][split], data, tokenizer, lengths) for split in SPLITS}
+    for split in SPLITS:
+        if len(rows[split]) == 0:
+            _refuse_empty(split, data, manifest)
+        manifest["counts"][split]["rows"] = len(rows[split])
+    return Prepared(folder, manifest, tokenizer, rows["train"], rows["validation"], lengths)
+
+
+# What the shards are made of
+
+
+def _settings(data: DataConfig, training: Source, validation: Source | None) -> dict:
+    """Everything that decides the bytes of the shards, and nothing else.
+
+    Concatenated documents are one stream however it is cut later, so recipes of any length and stride share it.
+    """
+    settings = {
+        "format": FORMAT,
+        "source": training.identity(),
+        "validation": {"fraction": data.validation_fraction} if validation is None else validation.identity(),
+        "tokenizer": tokenizer_identity(data),
+        "packing": data.packing,
+    }
+    if data.packing == "best_fit":
+        settings |= {"sequence_length": data.sequence_length, "cropped": data.cropped}
+    if data.document_tokens != "both":
+        settings["document_tokens"] = data.document_tokens
+    return settings
+
+
+def _folder(data: DataConfig, settings: dict) -> Path:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(data.source).name).strip("-")[:40] or "data"
+    return Path(data.cache_dir).expanduser() / f"{name}-{fingerprint(settings)[:12]}"
+
+
+# Making shards
+
+
+def _build(folder: Path, data: DataConfig, settings: dict, training: Source, validation: Source | None):
+    for leftover in folder.glob("*.tmp"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    documents = training.load()
+    validation_documents = None if validation is None else validation.load()
+    held_out = HeldOut(fraction=data.validation_fraction)
+    if data.joined_by is not None:
+        held_out = HeldOut()
+    elif validation is not None:
+        hashes = frozenset(document_hash(text) for text in _texts(validation_documents, validation.name))
+        held_out = HeldOut(hashes=hashes)
+
+    training_texts = (text for text in _texts(documents, training.name) if text not in held_out)
+    tokenizer = _tokenizer(folder, data, training_texts if data.joined_by is None else training.rows())
+    maker = PartMaker(
+        folder=folder,
+        encode=Encoder(tokenizer, data.document_tokens if data.joined_by is None else "none"),
+        held_out=held_out,
+        outside="validation" if validation is None else None,
+        row_length=data.sequence_length if data.packing == "best_fit" else None,
+        keep=data.cropped == "keep",
+        dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
+    )
+    parts = make_parts(maker, "part", documents, training.name, data.num_proc)
+    if validation is not None:
+        maker = dataclasses.replace(maker, held_out=HeldOut(fraction=2.0), outside="validation")
+        parts += make_parts(maker, "validation", validation_documents, validation.name, data.num_proc)
+    _write_manifest(folder, settings, tokenizer, maker, parts)
+
+
+def _texts(documents: Documents, name: str) -> Iterator[str]:
+    with readable(name):
+        for row in documents:
+            if row["text"] and not row["text"].isspace():
+                yield row["text"]
+
+
+def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) -> PreTrainedTokenizerBase:
+    path = folder / TOKENIZER
+    if not path.exists():
+        tokenizer = make_tokenizer(data, training_texts)
+        temporary = path.with_suffix(".tmp")
+        try:
+            tokenizer.save_pretrained(temporary)
+        except Exception as error:  # the library written in Rust has no kinds of errors, only texts
+            shutil.rmtree(temporary, ignore_errors=True)
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number:
+                raise OSError(int(number[1]), str(error)) from error
+            raise
+        os.replace(temporary, path)
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _write_manifest(
+    folder: Path, settings: dict, tokenizer: PreTrainedTokenizerBase, maker: PartMaker, parts: list[str]
+):
+    facts = [json.loads((folder / f"{part}.json").read_text()) for part in parts]
+    counts = {
+        split: {key: sum(fact["counts"][split][key] for fact in facts) for key in ("documents", "tokens", "bytes")}
+        for split in SPLITS
+    }
+    shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
+    for split in SPLITS:
+        left = []
+        for shard in (fact["shards"][split] for fact in facts if split in fact["shards"]):
+            shards[split].append(shard)
+            stream = np.load(folder / shard["file"], mmap_mode="r")
+            begins = np.cumsum([shard["tokens"], *shard["left"]])
+            left += [np.array(stream[begin:end]) for begin, end in zip(begins, begins[1:])]
+        if left:
+            shards[split].append(write_shard(folder / f"remainders.{split}.npy", *maker.pack(left)))
+        counts[split]["packed_tokens"] = sum(shard["tokens"] for shard in shards[split])
+    manifest = {
+        "fingerprint": fingerprint(settings),
+        "settings": settings,
+        "tokenizer": {
+            "sha256": tokenizer_hash(tokenizer),
+            "vocab_size": len(tokenizer),
+            **{name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")},
+        },
+        "counts": counts,
+        "overlapping_documents": sum(fact["overlapping_documents"] for fact in facts),
+        "dtype": maker.dtype,
+        "shards": shards,
+        "made_by": provenance(),
+    }
+    write_json(folder / MANIFEST, manifest)
+
+
+# Opening shards
+
+
+def _read_manifest(folder: Path) -> dict:
+    path = folder / MANIFEST
+    if not path.exists():
+        raise RecipeError(f"{folder} holds no {MANIFEST}: it was not prepared to the end; prepare it again")
+    try:
+        manifest = json.loads(path.read_text())
+        if fingerprint(manifest["settings"]) == manifest["fingerprint"]:
+            return manifest
+    except (json.JSONDecodeError, KeyError, TypeError):
+        pass
+    raise RecipeError(f"{path} is damaged: delete it and prepare again; shards that are whole are kept")
+
+
+def _check_settings(folder: Path, found: dict, wanted: dict):
+    different = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
+    if different:
+        listed = "; ".join(f"{key} was {found.get(key)}, is now {wanted.get(key)}" for key in different)
+        raise RecipeError(
+            f"the shards in {folder} were made with other settings: {listed}. Set data.cache_dir to another folder, "
+            "or delete this one"
+        )
+
+
+def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths: torch.Tensor) -> PackedRows:
+    return PackedRows(
+        [np.load(folder / shard["file"], mmap_mode="r")[: shard["tokens"]] for shard in shards],
+        sequence_length=data.sequence_length,
+        stride=data.stride or data.sequence_length,
+        start=tokenizer.bos_token_id,
+        token_bytes=lengths,
+        learn_start=tokenizer.bos_token_id == tokenizer.eos_token_id or data.document_tokens != "both",
+        document_masking=data.document_masking,
+        start_ends=data.document_tokens == "end",
+    )
+
+
+def _refuse_empty(split: str, data: DataConfig, manifest: dict):
+    counts, overlapping = manifest["counts"], manifest["overlapping_documents"]
+    fewer = (
+        f"{counts[split]['documents']} documents for {split} hold {counts[split]['tokens']} tokens, fewer than one "
+        f"row: data.sequence_length={data.sequence_length} is longer than all of them; make it shorter"
+    )
+    if split == "train":
+        also = f" ({overlapping} more were left out because they are also in validation)" if overlapping else ""
+        raise RecipeError(f"{fewer}, or give more text{also}")
+    raise RecipeError(
+        f"{fewer}, raise data.validation_fraction={data.validation_fraction} (for training there are "
+        f"{counts['train']['documents']} documents), or name a data.validation_source"
+    )
+
+
+def _is_whole(folder: Path) -> bool:
+    """All shards of the manifest are there; a shard that is there but damaged is for a person to look at."""
+    if not (folder / MANIFEST).exists():
+        return False
+    shards = _read_manifest(folder)["shards"]
+    return all((folder / shard["file"]).exists() for split in SPLITS for shard in shards[split])
+
+
+# Writing
+
+
+@contextlib.contextmanager
+def _writable(folder: Path):
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RecipeError(
+                f"no space left for {folder} ({error}); what is finished is kept. Free some space and run again, or "
+                "set data.cache_dir to another disk"
+            ) from error
+        raise RecipeError(f"can not write {folder}: {error}; set data.cache_dir to a folder you may write") from error
+
+
+def _wait(lock):
+    print(f"another process is preparing {Path(lock.lock_file).parent}; waiting for it", flush=True)
+    lock.acquire()

@@ -1,0 +1,346 @@
+"""Where documents come from: any `datasets` name, local files, or what every Python carries with itself.
+
+Everything is read through `datasets` and comes out as one column `text`. A document is a row of the source, with two
+exceptions: plain text files (a file, or pieces of a long one) and sources that hold one line per row, such as
+WikiText, whose lines `document_start` joins. With `joined_by` there are no documents: all rows are one text.
+"""
+
+import contextlib
+import glob
+import hashlib
+import importlib
+import inspect
+import os
+import platform
+import re
+import sysconfig
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from datasets import Dataset, DatasetDict, IterableDataset, Value, load_dataset, load_from_disk
+from datasets.exceptions import DatasetGenerationError
+
+from recipes.common.config import DataConfig, RecipeError
+
+
+Documents = Dataset | IterableDataset
+
+BUILDERS = {
+    ".txt": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2"}
+TEXT_DOCUMENT = 16_384  # characters from which a text file is cut at the next blank line
+WIKITEXT = {"Salesforce/wikitext", "wikitext"}
+WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+# modules written in C, whose documentation is only in the running interpreter
+COMPILED = (
+    "array",
+    "binascii",
+    "builtins",
+    "cmath",
+    "itertools",
+    "math",
+    "mmap",
+    "sys",
+    "time",
+    "unicodedata",
+    "zlib",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    config: str | None
+    split: str
+    text_field: str
+    streaming: bool
+    max_documents: int | None
+    document_start: str | None
+    joined_by: str | None = None
+
+    def identity(self) -> dict:
+        """What decides the documents, found without reading them; a changed file changes it."""
+        fields = {**vars(self), "document_start": self._document_start()}
+        if self.joined_by is None:
+            del fields["joined_by"]
+        if self.name == "embedded":
+            sizes = [[name, path.stat().st_size] for name, path in library_files()]
+            return {
+                "name": self.name,
+                "python": platform.python_version(),
+                "files": _digest(sizes),
+                "max_documents": self.max_documents,
+                "document_start": self.document_start,
+                **({} if self.joined_by is None else {"joined_by": self.joined_by}),
+            }
+        files = local_files(self.name)
+        if files is not None:
+            stats = [(path, path.stat()) for path in files]
+            fields["files"] = _digest([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
+            fields["name"] = str(Path(self.name).expanduser().absolute())
+        return fields
+
+    def load(self) -> Documents:
+        """The documents, or the pieces of the one text, one column `text`, in an order that never changes."""
+        with readable(self.name):
+            documents = self._rows()
+            if self._document_start() is not None:
+                joined = {"rows": documents, "document_start": self._document_start()}
+                documents = _kind(documents).from_generator(join_lines, gen_kwargs=joined)
+            if self.joined_by is not None:
+                joined = {"rows": documents, "joined_by": self.joined_by}
+                documents = _kind(documents).from_generator(join_rows, gen_kwargs=joined)
+            if self.max_documents is not None:
+                documents = documents.take(min(self.max_documents, _length(documents, self.max_documents)))
+            if next(iter(documents), None) is None:
+                raise RecipeError(f"{self.name!r} holds no documents: nothing to train on")
+            return documents
+
+    def rows(self) -> Iterator[str]:
+        """Texts as they are in the source, without those that are empty."""
+        with readable(self.name):
+            yield from islice(filter(None, (row["text"] for row in self._rows())), self.max_documents)
+
+    def _rows(self) -> Documents:
+        if self.name == "embedded":
+            return Dataset.from_dict({"text": embedded_documents()})
+        return self._rename(self._open())
+
+    def _document_start(self) -> str | None:
+        if self.joined_by is not None:
+            return None
+        return WIKITEXT_ARTICLE if self.document_start is None and self.name in WIKITEXT else self.document_start
+
+    def _open(self) -> Documents:
+        files = local_files(self.name)
+        if files is None:
+            return load_dataset(self.name, self.config, split=self.split, streaming=self.streaming)
+        folder = Path(self.name).expanduser()
+        if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
+            saved = load_from_disk(folder)
+            return _split_of(saved, self.split) if isinstance(saved, DatasetDict) else saved
+        builder = _builder(self.name, files)
+        options = {"split": self.split, "streaming": self.streaming}
+        if builder == "text":
+            options["sample_by"] = "document"
+        if folder.is_dir():  # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
+            documents = load_dataset(str(folder), self.config, **options)
+        else:
+            documents = load_dataset(builder, data_files=[str(path) for path in files], **options)
+        if builder == "text" and self.text_field == "text":
+            documents = documents.map(_cut_texts, batched=True, batch_size=16)
+        return documents
+
+    def _rename(self, documents: Documents) -> Documents:
+        columns = documents.column_names or list(next(iter(documents), {self.text_field: None}))
+        if self.text_field not in columns:
+            raise RecipeError(
+                f"{self.name!r} has no column {self.text_field!r}; it has {', '.join(map(repr, columns))}: "
+                "set data.text_field to the one that holds the text"
+            )
+        feature = (documents.features or {}).get(self.text_field)
+        if isinstance(feature, Value) and feature.dtype == "null":
+            raise RecipeError(f"{self.name!r} holds no documents: column {self.text_field!r} is empty in every row")
+        if feature is not None and not (isinstance(feature, Value) and "string" in feature.dtype):
+            raise RecipeError(
+                f"column {self.text_field!r} of {self.name!r} holds {feature}, not text; it has the columns "
+                f"{', '.join(map(repr, columns))}: set data.text_field to the one that holds the text"
+            )
+        documents = documents.select_columns([self.text_field])
+        return documents if self.text_field == "text" else documents.rename_column(self.text_field, "text")
+
+
+def training_source(data: DataConfig) -> Source:
+    return _source(data, data.source, data.source_config, data.split)
+
+
+def validation_source(data: DataConfig) -> Source | None:
+    """The source of its own that validation has, or None: then documents of the training source are held out."""
+    if data.validation_source is None and data.validation_split is None:
+        return None
+    own = data.validation_source is not None
+    config = None if own and data.validation_source != data.source else data.source_config
+    return _source(data, data.validation_source or data.source, config, data.validation_split or "train")
+
+
+def _source(data: DataConfig, name: str, config: str | None, split: str) -> Source:
+    limits = (data.streaming, data.max_documents)
+    return Source(name, config, split, data.text_field, *limits, data.document_start, data.joined_by)
+
+
+@contextlib.contextmanager
+def readable(name: str):
+    """`datasets` and pyarrow raise many kinds of errors; whatever goes wrong in reading is about the source."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except StopIteration as error:
+        raise RecipeError(f"{name!r} holds no documents: nothing to train on") from error
+    except Exception as error:
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        if name != "embedded" and local_files(name) is None:
+            advice = "it is no file here either; check the name, data.source_config, data.split and the connection"
+        else:
+            advice = "check data.split, data.source_config and the files"
+        raise RecipeError(f"can not read {name!r}: {type(reason).__name__}: {reason}; {advice}") from error
+
+
+def local_files(name: str) -> list[Path] | None:
+    """The data files that `name` stands for, sorted; None if it is a name on the hub."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [
+            file for file in path.rglob("*") if file.is_file() and _builder_of(file) and file.name not in METADATA
+        ]
+        if not found:
+            raise RecipeError(f"folder {name!r} holds no data files ({', '.join(BUILDERS)})")
+        return sorted(found)
+    if glob.has_magic(name):
+        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
+        if not any(file.is_file() for file in found):
+            raise RecipeError(f"no file matches {name!r} (looked from {Path.cwd()})")
+        return sorted(file for file in found if file.is_file())
+    if looks_like_path(name):
+        raise RecipeError(f"there is no file or folder {name!r} (looked from {Path.cwd()})")
+    return None
+
+
+def looks_like_path(name: str) -> bool:
+    """Hub names are `name` or `owner/name`."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or _builder_of(Path(name)) is not None
+
+
+def _builder_of(path: Path) -> str | None:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in COMPRESSIONS]
+    return BUILDERS.get(suffixes[-1]) if suffixes else None
+
+
+def _builder(name: str, files: list[Path]) -> str:
+    kinds = sorted({_builder_of(path) or f"unknown ({path.name})" for path in files})
+    if len(kinds) > 1 or kinds[0].startswith("unknown"):
+        raise RecipeError(
+            f"{name!r} stands for files of kind {', '.join(kinds)}; name files of one kind, with a pattern such as "
+            f"'folder/**/*.jsonl' (known are {', '.join(BUILDERS)})"
+        )
+    if not any(path.stat().st_size for path in files):
+        raise RecipeError(f"{name!r} is empty: nothing to train on")
+    return kinds[0]
+
+
+def _split_of(saved: DatasetDict, split: str) -> Dataset:
+    if split not in saved:
+        raise RecipeError(f"there is no split {split!r}, only {', '.join(map(repr, saved))}: set data.split")
+    return saved[split]
+
+
+def _kind(documents: Documents) -> type:
+    return IterableDataset if isinstance(documents, IterableDataset) else Dataset
+
+
+def _length(documents: Documents, unknown: int) -> int:
+    return unknown if isinstance(documents, IterableDataset) else len(documents)
+
+
+def _digest(value) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def join_lines(rows: Iterable[dict], document_start: str) -> Iterator[dict]:
+    """Lines of one document, which begins where `document_start` matches, put together again."""
+    begins = re.compile(document_start).match
+    lines: list[str] = []
+    for row in rows:
+        line = row["text"] or ""
+        if begins(line) and lines:
+            yield {"text": "".join(lines)}
+            lines = []
+        lines.append(line if line.endswith("\n") else line + "\n")
+    if lines:
+        yield {"text": "".join(lines)}
+
+
+def join_rows(rows: Iterable[dict], joined_by: str) -> Iterator[dict]:
+    """Pieces of `joined_by.join(rows)`, empty rows left out; each ends with the white space that follows its row.
+
+    So no word and no run of white space is cut in two, and a tokenizer finds in the pieces what it would in the whole.
+    """
+    piece = ""
+    for line in filter(None, (row["text"] for row in rows)):
+        words = line.lstrip()
+        space = line[: len(line) - len(words)]
+        piece += (joined_by if piece else "") + space
+        if words and piece and not piece.isspace():
+            yield {"text": piece}
+            piece = ""
+        piece += words
+    if piece:
+        yield {"text": piece}
+
+
+def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:
+    """Pieces that join to `text`: cut at the first blank line after `size` characters, at 2 * size at the latest."""
+    pieces, piece, length = [], [], 0
+    for line in text.splitlines(keepends=True):
+        for start in range(0, len(line), 2 * size):
+            piece.append(line[start : start + 2 * size])
+            length += len(piece[-1])
+            if length >= 2 * size or (length >= size and not line.strip()):
+                pieces.append("".join(piece))
+                piece, length = [], 0
+    return pieces + ["".join(piece)] if piece else pieces
+
+
+def _cut_texts(batch: dict) -> dict:
+    return {"text": [piece for text in batch["text"] for piece in cut_at_blank_lines(text)]}
+
+
+def library_files() -> list[tuple[str, Path]]:
+    """The standard library's own modules by name, sorted: without its tests and its tables of encodings."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, subfolders, names in os.walk(library):
+        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]
+        paths = [Path(folder, name) for name in names if name.endswith(".py")]
+        files += [(path.relative_to(library).as_posix(), path) for path in paths]
+    if not files:
+        raise RecipeError(f"this Python has no library sources in {library}: set data.source to a file or a dataset")
+    return sorted(files)
+
+
+def embedded_documents() -> list[str]:
+    """The language reference by topic, what the modules written in C say of themselves, and the library's sources."""
+    documents = [topics[name] for name in sorted(topics)]
+    documents += [_describe(importlib.import_module(name)) for name in COMPILED]
+    for _, path in library_files():
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
+            documents.append(file.read())
+    return [text for text in documents if text.strip()]
+
+
+def _describe(module) -> str:
+    """Documentation of a module, its members and theirs, without addresses or anything else that differs by run."""
+    parts = [f"{module.__name__}\n\n{inspect.getdoc(module)}"]
+    for name in sorted(vars(module)):
+        member = vars(module)[name]
+        if name.startswith("_") or not callable(member):
+            continue
+        parts.append(f"{module.__name__}.{name}\n\n{inspect.getdoc(member)}")
+        if inspect.isclass(member):
+            methods = [key for key in sorted(vars(member)) if not key.startswith("_")]
+            parts += [f"{name}.{key}\n\n{inspect.getdoc(vars(member)[key])}" for key in methods]
+    return "\n\n".join(parts) + "\n"

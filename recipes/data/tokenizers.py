@@ -1,0 +1,254 @@
+"""Tokenizers: two that are trained here on the training documents, and any fast one of the hub or a folder.
+
+Whichever it is, it comes back with bos, eos and pad set: a document is `bos text eos`, or `eos text` where the
+tokenizer has no bos of its own (one token then both ends a document and begins the next). `data.document_tokens`
+leaves one or both out; the tokenizer that is saved then begins texts as the documents begin. With `data.joined_by`
+there are no documents, and neither of the two tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from recipes.common.config import DataConfig, RecipeError
+
+from .sources import looks_like_path
+
+
+SPECIAL_TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+UNKNOWN = "<unk>"
+DOCUMENT_CHARACTERS = 10_000  # of each document, so that a few long ones do not decide the vocabulary (Parcae)
+DEFAULT_CHARACTERS = 2_000_000_000  # in all (Parcae)
+WORD_MIN_FREQUENCY = 2
+
+# GPT-4's way to cut a text before byte pairs are merged: merges never cross these pieces
+GPT4_PIECES = (
+    r"(?i:'s|'d|'m|'t|'ll|'ve|'re)",  # English endings
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",  # letters, with the one space or sign before them
+    r"\p{N}{1,3}",  # digits in threes
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # signs, with the line ends after them
+    r"\s*[\r\n]+",  # line ends, with the space before them
+    r"\s+(?!\S)",  # space, but for the last one, which goes to the next word
+    r"\s+",
+)
+# white space, words, and any single character but letters and digits outside of ASCII, which no token stands for;
+# spelt out because Python's \s and \w, which the readout paper's release uses, are not those of the library
+WORD_PIECES = (r"[\s\x1c-\x1f]+", r"[A-Za-z0-9_]+", r"[^\p{L}\p{N}_\s\x1c-\x1f]")
+
+
+def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE as in Parcae's appendix R: no normalisation, every byte a token, so that nothing is unknown."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("|".join(GPT4_PIECES)), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text[:DOCUMENT_CHARACTERS] for text in documents), trainer)
+    return _finished(tokenizer)
+
+
+def train_word(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """The readout paper's: runs of white space, words and single signs, the most frequent ones, the rest <unk>."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORD_PIECES)), behavior="removed", invert=True)
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=vocab_size,
+        min_frequency=WORD_MIN_FREQUENCY,
+        special_tokens=[UNKNOWN, *SPECIAL_TOKENS.values()],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return _finished(tokenizer, unk_token=UNKNOWN)
+
+
+TRAINERS = {"bpe": train_bpe, "word": train_word}
+
+
+def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a recipe; `documents` are those of the training split."""
+    if data.tokenizer not in TRAINERS:
+        return mark_documents(load_tokenizer(data.tokenizer), data)
+    if data.start_token is not None:
+        raise RecipeError(
+            f"data.start_token={data.start_token!r} is for a tokenizer that is brought along; one that is trained "
+            f"here begins documents with {SPECIAL_TOKENS['bos_token']}: leave it out"
+        )
+    limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
+    tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit), data.tokenizer_vocab_size)
+    if data.joined_by is not None:  # prompts have no bos either
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="$A", pair="$A $B", special_tokens=[]
+        )
+    if len(tokenizer) > data.tokenizer_vocab_size:
+        raise RecipeError(
+            f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single bytes "
+            f"alone are {len(tokenizer)}"
+        )
+    return mark_documents(tokenizer, data)
+
+
+def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
+    """One token for both ends where documents have one, and prompts that begin as documents do.
+
+    So whoever reads the tokenizer later, to score or to generate, joins and ends texts as in training.
+    """
+    if data.start_token is None and data.document_tokens == "both":
+        return tokenizer
+    if data.start_token is not None:
+        if data.start_token not in tokenizer.get_vocab():
+            raise RecipeError(
+                f"data.start_token={data.start_token!r} is no token of {data.tokenizer!r}; its special tokens are "
+                f"{', '.join(sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}))}"
+            )
+        tokenizer.bos_token = data.start_token
+    if data.document_tokens == "start":
+        tokenizer.eos_token = tokenizer.bos_token
+    if data.document_tokens == "end":
+        tokenizer.bos_token = tokenizer.eos_token
+    _begin_prompts(tokenizer, with_bos=data.document_tokens != "none")
+    return tokenizer
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    if looks_like_path(name) and not Path(name).expanduser().exists():
+        raise RecipeError(
+            f"there is no tokenizer folder {name!r} (looked from {Path.cwd()}); set data.tokenizer to a folder, a "
+            f"name on the hub, or one of {', '.join(TRAINERS)} to train one"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(Path(name).expanduser() if Path(name).exists() else name)
+    except Exception as error:  # the hub, the folder and the file each have their own
+        raise RecipeError(
+            f"can not load tokenizer {name!r}: {error}; set data.tokenizer to a folder that holds a tokenizer.json, a "
+            f"name on the hub, or one of {', '.join(TRAINERS)} to train one"
+        ) from error
+    if not tokenizer.is_fast:
+        raise RecipeError(f"tokenizer {name!r} has no fast version (tokenizer.json), which preparing data needs")
+    if tokenizer.eos_token is None and tokenizer.bos_token is None:
+        raise RecipeError(
+            f"tokenizer {name!r} has neither a bos nor an eos token, so nothing separates documents: set its "
+            "eos_token "
+            "and save it anew"
+        )
+    tokenizer.eos_token = tokenizer.eos_token or tokenizer.bos_token
+    tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def tokenizer_identity(data: DataConfig) -> dict:
+    """What decides the tokenizer beside the documents, found without loading or training it."""
+    start = {} if data.start_token is None else {"start_token": data.start_token}
+    if data.tokenizer in TRAINERS:
+        return {
+            "name": data.tokenizer,
+            "vocab_size": data.tokenizer_vocab_size,
+            "max_characters": data.tokenizer_max_characters,
+            **({"pieces": list(WORD_PIECES)} if data.tokenizer == "word" else {}),
+        }
+    if Path(data.tokenizer).expanduser().exists() or looks_like_path(data.tokenizer):
+        return {"name": data.tokenizer, **start, "sha256": tokenizer_hash(load_tokenizer(data.tokenizer))}
+    return {"name": data.tokenizer, **start}
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Equal for tokenizers that give equal tokens; unchanged by saving and loading."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {token["content"]: token["id"] for token in parts["added_tokens"]}
+    decisive = [parts["model"], parts["normalizer"], parts["pre_tokenizer"], added]
+    decisive += [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+class Encoder:
+    """Documents to tokens. A text that happens to contain `<|bos|>` is text: no document can forge a special token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, document_tokens: str = "both"):
+        self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = True
+        start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+        if document_tokens == "both" and start == end:
+            document_tokens = "start"
+        self.starts = [start] if document_tokens in ("both", "start") else []
+        self.ends = [end] if document_tokens in ("both", "end") else []
+
+    def __call__(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        texts = iter(texts)
+        while chunk := list(islice(texts, 128)):  # what the library keeps for a token is many times the token
+            for encoding in self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
+                yield [*self.starts, *encoding.ids, *self.ends]
+
+    def __getstate__(self):  # the setting below is not part of the library's own state
+        return {**vars(self), "tokenizer": self.tokenizer.to_str()}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self.tokenizer = Tokenizer.from_str(state["tokenizer"])
+        self.tokenizer.encode_special_tokens = True
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Bytes of UTF-8 that each token stands for, int64 [vocabulary]; special tokens stand for none.
+
+    What a word tokenizer drops or does not know is in no token: bits per byte compare tokenizers that keep every byte.
+    """
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    kinds = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
+    added = {token["id"]: token for token in parts["added_tokens"]}
+    special = {token["id"] for token in added.values() if token["special"]} | set(tokenizer.all_special_ids)
+    lengths = torch.zeros(len(tokenizer), dtype=torch.int64)
+    for token, index in tokenizer.get_vocab().items():
+        if index in special or index >= len(lengths):
+            continue
+        if index in added:
+            lengths[index] = len(token.encode())
+        elif '"ByteLevel"' in kinds:  # one character for every byte
+            lengths[index] = len(token)
+        elif '"ByteFallback"' in kinds and len(token) == 6 and token.startswith("<0x"):
+            lengths[index] = 1
+        else:
+            text = token.replace("▁", " ") if "▁" in kinds else token
+            lengths[index] = len(text.removeprefix("##").encode() if '"WordPiece"' in kinds else text.encode())
+    return lengths
+
+
+def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS, **special
+    )
+    _begin_prompts(tokenizer)
+    return tokenizer
+
+
+def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
+    """Prompts begin as documents do, with bos, unless add_special_tokens=False."""
+    bos = [tokenizer.bos_token] if with_bos else []
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*bos, "$A"], pair=[*bos, "$A", *bos, "$B"], special_tokens=[(b, tokenizer.bos_token_id) for b in bos]
+    )
+
+
+def _up_to(documents: Iterable[str], num_characters: int) -> Iterator[str]:
+    for text in documents:
+        if num_characters <= 0:
+            return
+        yield text
+        num_characters -= len(text)

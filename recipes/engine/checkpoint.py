@@ -1,0 +1,265 @@
+"""Checkpoints that are whole or not there.
+
+    checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes of the files
+                              *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
+    checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
+
+A checkpoint is written beside the others, forced to disk, marked, and only then renamed to its name; older ones go
+after that. It opens with any number of processes, under DDP or FSDP2. All processes must see the folder.
+"""
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_state_dict,
+)
+
+from recipes.common.provenance import provenance
+
+from .distributed import bare, to_shards
+from .resume import comparable, refuse_other_config
+from .saving import CheckpointError, is_main_process, on_main_process, root_cause, save_error, sync
+
+
+MARKER = "checkpoint.json"
+NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # .2 and so on: the same step saved again
+
+
+# Saving
+
+
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    extra: dict,
+    keep_last: int = 2,
+    is_best: bool = False,
+    config: dict | None = None,
+) -> Path:
+    """Save a step, then remove all but the newest `keep_last` and the newest best. Every process calls it.
+
+    extra: what `load_checkpoint` gives back, as JSON. config: what a run must share to continue from here; by default
+    the model's.
+    """
+    folder = Path(folder)
+    marker = {
+        "step": step,
+        "is_best": is_best,
+        "config": comparable(bare(model).config.to_dict() if config is None else config),
+        "extra": extra,
+        "made_by": provenance(),
+    }
+    name, temporary = on_main_process(lambda: begin(folder, step, model, optimizers), folder)
+    state = training_state(model, optimizers)
+    try:
+        with quiet():
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException) as error:
+        # every process gets here, with the reason of the one that failed
+        if is_main_process():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise save_error(folder, root_cause(error)) from error
+
+    def finish():
+        write_marker(temporary, marker)
+        os.rename(temporary, folder / name)
+        sync(folder)
+        remove_old(folder, name, keep_last)
+
+    on_main_process(finish, folder)
+    return folder / name
+
+
+def begin(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[str, Path]:
+    """An empty folder to write to, and its name once it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in [*folder.glob(".saving-*"), *folder.glob(".deleting-*")]:
+        shutil.rmtree(leftover)
+    later = [path.name for path in whole_checkpoints(folder) if step_of(path)[0] > step]
+    if later:
+        raise CheckpointError(
+            f"{folder} holds {later[-1]} of another run, which would be taken for the newest when this one, now at "
+            f"step {step}, resumes: remove it, or choose another training.output_dir"
+        )
+    check_space(folder, model, optimizers)
+    attempts = [
+        step_of(path)[1] for path in folder.iterdir() if NAME.fullmatch(path.name) and step_of(path)[0] == step
+    ]
+    name = f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
+    temporary = folder / f".saving-{name}"
+    temporary.mkdir()
+    return name, temporary
+
+
+def check_space(folder: str | Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]):
+    """An error if a checkpoint would not fit on the disk of `folder`."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in bare(model).parameters())
+    for optimizer in optimizers:
+        moments = 1 if any(group.get("name") == "muon" for group in optimizer.param_groups) else 2
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        size += moments * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    existing = next(path for path in [Path(folder).absolute(), *Path(folder).absolute().parents] if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < size:
+        raise CheckpointError(
+            f"a checkpoint takes {in_bytes(size)}, but the disk of {folder} has {in_bytes(free)} left: free some, or "
+            "choose another training.output_dir"
+        )
+
+
+def in_bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as_template: bool = False) -> dict:
+    """Model and optimizers under names that do not depend on how they are distributed.
+
+    `get_state_dict` gives an optimizer that has not stepped a state, of a step without gradients. As a template to
+    load into that is right; else it is taken back.
+    """
+    to_shards(model)
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # inside accelerate's
+    fresh = [not optimizer.state for optimizer in optimizers]
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    groups = iter(optimizer_state["param_groups"])
+    for optimizer, is_fresh in zip(optimizers, fresh):
+        names = [name for _ in optimizer.param_groups for name in next(groups)["params"]]
+        if is_fresh and not as_template:
+            optimizer.state.clear()
+            for name in names:
+                del optimizer_state["state"][name]
+    return {"model": model_state, "optimizers": optimizer_state}
+
+
+def write_marker(folder: Path, marker: dict):
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    with open(folder / MARKER, "w") as stream:
+        json.dump({**marker, "files": files}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync(folder)
+
+
+def remove_old(folder: Path, saved: str, keep_last: int):
+    found = whole_checkpoints(folder)
+    kept = {saved, *(path.name for path in found[-keep_last:])}
+    best = best_checkpoint(folder)
+    if best is not None:
+        kept.add(best.name)
+    for path in found:
+        is_again = path.name != saved and step_of(path)[0] == step_of(folder / saved)[0]
+        if path.name not in kept or is_again:
+            gone = folder / f".deleting-{path.name}"
+            os.rename(path, gone)  # first, so that what is half deleted has no name
+            shutil.rmtree(gone)
+
+
+# Finding
+
+
+def step_of(path: Path) -> tuple[int, int]:
+    """(step, attempt) in the name of a checkpoint."""
+    step, attempt = NAME.fullmatch(path.name).groups()
+    return int(step), int(attempt or 1)
+
+
+def read_marker(path: Path) -> dict | None:
+    """The marker of a whole checkpoint; None if anything is missing or shorter than it was."""
+    try:
+        marker = json.loads((path / MARKER).read_text())
+        sizes = {name: (path / name).stat().st_size for name in marker["files"]}
+    except (OSError, ValueError, KeyError):
+        return None
+    return marker if sizes == marker["files"] else None
+
+
+def whole_checkpoints(folder: str | Path) -> list[Path]:
+    """Oldest first."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    named = sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
+    return [path for path in named if read_marker(path) is not None]
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest whole checkpoint."""
+    return next(reversed(whole_checkpoints(folder)), None)
+
+
+def best_checkpoint(folder: str | Path) -> Path | None:
+    """The newest whole checkpoint that was the best when it was saved."""
+    return next((path for path in reversed(whole_checkpoints(folder)) if read_marker(path)["is_best"]), None)
+
+
+# Loading
+
+
+def load_checkpoint(
+    path: str | Path,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    config: dict | None = None,
+    may_change: Callable[[str], bool] = lambda name: False,
+) -> dict:
+    """Load model and optimizers, and return `extra` and the step. Every process calls it.
+
+    may_change: whether a field of the config, of a dotted name, may differ from what was saved. Settings of the
+    optimizers stay those they were built with.
+    """
+    path = Path(path)
+    marker = read_marker(path)
+    if marker is None:
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint; the newest whole one is {latest_checkpoint(path.parent)}"
+        )
+    config = comparable(bare(model).config.to_dict() if config is None else config)
+    refuse_other_config(path, marker["config"], config, may_change)
+    reader = dcp.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    state = training_state(model, optimizers, as_template=True)
+    moments = state["optimizers"]["state"]
+    # parameters that had no gradient until then have no state: none is read, and what the template has is taken back
+    without = {name for name in moments if not any(key.startswith(f"optimizers.state.{name}.") for key in saved)}
+    state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
+    try:
+        with quiet():
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (RuntimeError, ValueError, CheckpointException) as error:
+        reason = str(root_cause(error)).strip().splitlines()[0]
+        raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
+    state["optimizers"]["state"] = {**moments, **state["optimizers"]["state"]}
+    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
+    for group, own in zip((group for optimizer in optimizers for group in optimizer.param_groups), settings):
+        group.update(own)
+    for name, parameter in bare(model).named_parameters():
+        if name in without:
+            for optimizer in optimizers:
+                optimizer.state.pop(parameter, None)
+    return {**marker["extra"], "step": marker["step"]}
+
+
+@contextmanager
+def quiet():
+    """Without the remark that one process is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,129 @@
+"""One process or many: what accelerate needs to be told about looped models.
+
+Under FSDP2 the whole model is one unit: its weights are gathered once per pass, not once per layer and loop, and kept
+until the backward pass has used them. Gradients, optimizer states and the weights between steps are sharded. Looped
+models have few weights for their compute, and processes whose rows run to different depths never wait for each other
+in the middle of a loop, where they would gather different layers.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from recipes.common.config import RecipeError
+
+
+def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
+    """The accelerator that `accelerate launch` asks for.
+
+    Also without GPUs, where accelerate would silently answer FSDP2 with DDP, and several processes of a config for
+    GPUs with as many separate runs, all in one folder.
+    """
+    ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
+    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if num_processes > 1 and not torch.accelerator.is_available():
+        kwargs["cpu"] = True
+    accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
+    if accelerator.num_processes != num_processes:
+        raise RecipeError(
+            f"{num_processes} processes were launched, but they do not find each other: accelerate counts "
+            f"{accelerator.num_processes}; see `accelerate env` and recipes/accelerate/"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
+        _check_plugin(plugin)
+        if accelerator.distributed_type == DistributedType.MULTI_CPU:
+            accelerator.state.distributed_type = DistributedType.FSDP
+            accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def prepare(
+    accelerator: Accelerator, model: nn.Module, build: Callable[[nn.Module], list[torch.optim.Optimizer]]
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """The model on its device(s), and the optimizers that `build` makes of it."""
+    if not accelerator.is_fsdp2:
+        model, *optimizers = accelerator.prepare(model, *build(model))
+        return model, optimizers
+    # accelerate would give head and norm units of their own, and find parameters again by address, which those that
+    # are smaller than the number of processes share
+    return shard(accelerator, model), [accelerator.prepare_optimizer(optimizer) for optimizer in build(model)]
+
+
+def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """`model`, in place, with every parameter a DTensor."""
+    plugin = accelerator.state.fsdp_plugin
+    model = model.to(accelerator.device)
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, src=0)
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is not None:
+        mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    # no mp_policy: autocast keeps the residual stream in fp32, as on one process
+    fully_shard(model, mesh=mesh, offload_policy=plugin.cpu_offload)
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+    model.forward = with_autocast(accelerator, model.forward)
+    return model
+
+
+def with_autocast(accelerator: Accelerator, forward: Callable) -> Callable:
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        with accelerator.autocast():
+            return forward(*args, **kwargs)
+
+    return wrapper
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside DDP."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def to_shards(model: nn.Module):
+    """Under FSDP2, free the gathered weights that an evaluation leaves, so that parameters are what the optimizers
+    hold."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: int | None) -> bool:
+    """Whether a backward pass may leave a parameter without gradient, here or on another process."""
+    shallow = sampled_depth or model_config.num_loops == 1 or backprop_loops == 1
+    between_loops = model_config.loop_damping or model_config.inter_loop_norm != "none"
+    return (
+        (model_config.injection == "none" and backprop_loops is not None)  # the embedding, beyond the window
+        or (model_config.exit_gate != "none" and model_config.loop_loss in ("terminal", "per_loop"))
+        or model_config.loop_loss == "gate"
+        or (between_loops and shallow)
+        or (model_config.readout_norm == "final_only" and sampled_depth)
+        or model_config.readout_norm in ("final_raw", "final_alpha")  # the norm where no loop before the last reads it
+    )
+
+
+def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
+    """A gradient of zero where none arrived: an optimizer then does the same whether it was one process that saw none,
+    or some of several. Before clipping."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def _check_plugin(plugin: FullyShardedDataParallelPlugin):
+    advice = "start from recipes/accelerate/fsdp2.yaml"
+    if plugin.fsdp_version != 2:
+        raise RecipeError(f"fsdp_version={plugin.fsdp_version} is not supported, only 2; {advice}")
+    if plugin.activation_checkpointing:
+        raise RecipeError(f"use training.gradient_checkpointing instead of fsdp_activation_checkpointing; {advice}")
+    if plugin.cpu_ram_efficient_loading:
+        raise RecipeError(f"every process makes the model: set fsdp_cpu_ram_efficient_loading to false; {advice}")

@@ -1,0 +1,219 @@
+"""Optimizers, learning rate schedules, and what else an optimizer changes with the step.
+
+AdamW takes everything, or with `name: muon` or `normuon` what is not a matrix of a block: embeddings, head, norms,
+gates, biases, injection and readout projection (Parcae, table 20). What changes with the step is set from the step
+alone, so that a resumed run needs nothing but its number.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_wsd_schedule,
+)
+
+from recipes.common.config import OptimizerConfig, RecipeError, ScheduleConfig
+
+from .muon import NorMuon
+from .stable_adamw import StableAdamW
+
+
+def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int) -> list[torch.optim.Optimizer]:
+    """[AdamW] or [Muon, AdamW]; without the one that has nothing to train."""
+    model = getattr(model, "module", model)  # inside DDP
+    _check(model, config)
+    groups = adamw_groups(model, config)
+    optimizers = []
+    if config.name in MUONS:
+        matrices = block_matrices(model, config.muon_value_gates)
+        group = muon_group(model, config, matrices)
+        if group["params"]:
+            optimizers.append(MUONS[config.name]([group], lr=config.muon_lr, momentum=config.muon_momentum))
+        groups = without(groups, matrices)
+    if groups:
+        optimizers.append(adamw(groups, config))
+    if not optimizers:
+        raise RecipeError("the model has no parameter that requires gradients: there is nothing to train")
+    apply_step_settings(optimizers, 0, config, total_steps)
+    return optimizers
+
+
+# both multiply the update by sqrt(max(1, rows / columns)), as the rates of the papers expect
+MUONS = {"muon": partial(torch.optim.Muon, adjust_lr_fn="original"), "normuon": NorMuon}
+
+
+def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    if not (config.update_clipping or config.atan2):
+        return torch.optim.AdamW(groups, **settings)
+    return StableAdamW(groups, **settings, clipping=config.update_clipping, atan2=config.atan2)
+
+
+def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
+    """`model.parameter_groups`, with groups of their own for embeddings and head where they have their own rates, and
+    for what does not decay."""
+    groups = groups_by_rate(model, config)
+    if config.decay_all:
+        return groups
+    exempt = not_to_decay(model)
+    others = [parameter for group in without(groups, exempt) for parameter in group["params"]]
+    lasting = [
+        {**group, "name": f"{group['name']}, no decay", "weight_decay": 0.0} for group in without(groups, others)
+    ]
+    return without(groups, exempt) + lasting
+
+
+def not_to_decay(model: nn.Module) -> list[nn.Parameter]:
+    """Norms, biases and other vectors; B and C of Parcae."""
+    matrices = [
+        module.weight for module in model.modules() if getattr(module, "init_role", None) in ("identity", "readout")
+    ]
+    return matrices + [parameter for parameter in model.parameters() if parameter.ndim < 2]
+
+
+def groups_by_rate(model: nn.Module, config: OptimizerConfig) -> list[dict]:
+    groups = model.parameter_groups(
+        config.lr, config.weight_decay, config.eps, config.keep_decay_product, config.correct_for_depth
+    )
+    if config.embedding_lr is None and config.head_lr is None and config.reference_width is None:
+        return groups
+    width_factor = 1.0
+    if config.reference_width is not None:
+        width_factor = (config.reference_width / model.config.hidden_size) ** 0.5
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = without([{"params": list(model.lm_head.parameters())}], embeddings)  # a tied head is an embedding
+    head = head[0]["params"] if head else []
+    own_rates = [
+        ("embedding", embeddings, config.lr if config.embedding_lr is None else config.embedding_lr),
+        ("head", head, config.lr if config.head_lr is None else config.head_lr),
+    ]
+    for name, parameters, rate in own_rates:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        groups = without(groups, trained)
+        if trained:
+            rate = rate * width_factor
+            decay = config.weight_decay * config.lr / rate if config.keep_decay_product else config.weight_decay
+            groups.append({"name": name, "params": trained, "lr": rate, "weight_decay": decay, "eps": config.eps})
+    return groups
+
+
+def block_matrices(model: nn.Module, value_gates: bool = False) -> list[nn.Parameter]:
+    """What Muon takes: projections of attention and MLP. Gates of value embeddings are matrices but stay with
+    AdamW unless they are asked for."""
+    trunk = getattr(model, model.base_model_prefix, model)
+    return [
+        module.weight
+        for section in (trunk.prelude, trunk.core, trunk.coda)
+        for module in section.modules()
+        if isinstance(module, nn.Linear) and (value_gates or module.init_role != "value_gate")
+        if module.weight.requires_grad
+    ]
+
+
+def muon_group(model: nn.Module, config: OptimizerConfig, matrices: list[nn.Parameter]) -> dict:
+    """Rate and decay follow depth as AdamW's do; `decay_factor` is that of the decay, which changes with the step."""
+    blocks = model.parameter_groups(
+        config.muon_lr,
+        1.0,
+        keep_decay_product=config.keep_decay_product,
+        correct_for_depth=config.correct_for_depth,
+    )
+    blocks = {group["name"]: group for group in blocks}.get("blocks", {"lr": config.muon_lr, "weight_decay": 1.0})
+    return {"name": "muon", "params": matrices, "lr": blocks["lr"], "decay_factor": blocks["weight_decay"]}
+
+
+def without(groups: list[dict], parameters: list[nn.Parameter]) -> list[dict]:
+    """`groups` less `parameters`, and less groups that this leaves empty."""
+    gone = {id(parameter) for parameter in parameters}
+    groups = [{**group, "params": [p for p in group["params"] if id(p) not in gone]} for group in groups]
+    return [group for group in groups if group["params"]]
+
+
+def apply_step_settings(optimizers: list[torch.optim.Optimizer], step: int, config: OptimizerConfig, total_steps: int):
+    """Momentum and weight decay of Muon at `step`, which counts from 0. Before every optimizer step."""
+    warmed = 1.0 if config.muon_momentum_steps < 1 else min(1.0, step / config.muon_momentum_steps)
+    momentum = (1 - warmed) * config.muon_momentum_start + warmed * config.muon_momentum
+    decay = config.muon_weight_decay
+    if config.muon_weight_decay_end is not None:
+        done = min(1.0, step / total_steps)
+        decay = (1 - done) * decay + done * config.muon_weight_decay_end
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group.get("name") == "muon":
+                group["momentum"] = momentum
+                group["weight_decay"] = decay * group["decay_factor"]
+
+
+def build_schedulers(
+    optimizers: list[torch.optim.Optimizer], config: ScheduleConfig, total_steps: int
+) -> list[LambdaLR]:
+    """One schedule per optimizer, the same multiple of every base rate. `set_learning_rates` moves them to a step."""
+    decay_steps = _decay_steps(config, total_steps)
+    _check_schedule(config, decay_steps, total_steps)
+    schedulers = []
+    for optimizer in optimizers:
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
+        if config.name == "constant":
+            scheduler = get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
+        elif config.name == "cosine":
+            scheduler = get_cosine_with_min_lr_schedule_with_warmup(
+                optimizer, config.warmup_steps, total_steps, min_lr_rate=config.final_ratio
+            )
+        else:
+            scheduler = get_wsd_schedule(
+                optimizer,
+                config.warmup_steps,
+                decay_steps,
+                total_steps,
+                decay_type="linear",
+                min_lr_ratio=config.final_ratio,
+            )
+        schedulers.append(scheduler)
+    return schedulers
+
+
+def set_learning_rates(schedulers: list[LambdaLR], step: int):
+    """The learning rates of `step`, which counts from 0, whatever step was before."""
+    for scheduler in schedulers:
+        scheduler.last_epoch = step
+        rates = [base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates):
+            group["lr"] = rate
+        scheduler._last_lr = rates  # what get_last_lr returns
+
+
+def _decay_steps(config: ScheduleConfig, total_steps: int) -> int:
+    if config.name != "wsd":
+        return 0
+    return config.decay_steps if config.decay_steps is not None else round(config.decay_fraction * total_steps)
+
+
+def _check(model: nn.Module, config: OptimizerConfig):
+    if config.head_lr is not None and model.config.tie_word_embeddings:
+        raise RecipeError(
+            f"optimizer.head_lr={config.head_lr} has no weight of its own to act on: the head is tied to the "
+            "embedding (tie_word_embeddings), whose rate is optimizer.embedding_lr"
+        )
+    if config.eps <= 0:
+        raise RecipeError(
+            f"optimizer.eps must be positive, got {config.eps}: where no gradient arrived, as in the embeddings of "
+            "tokens not yet seen, AdamW would divide 0 by 0. 1e-10 is as good as none"
+        )
+    for name in ("lr", "embedding_lr", "head_lr", "muon_lr", "reference_width"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise RecipeError(f"optimizer.{name} must be positive, got {value}")
+
+
+def _check_schedule(config: ScheduleConfig, decay_steps: int, total_steps: int):
+    if config.warmup_steps + decay_steps > total_steps:
+        raise RecipeError(
+            f"schedule.warmup_steps={config.warmup_steps} and {decay_steps} steps of decay do not fit into a run of "
+            f"{total_steps} steps"
+        )
+    if not 0 <= config.final_ratio <= 1:
+        raise RecipeError(f"schedule.final_ratio must lie between 0 and 1, got {config.final_ratio}")

@@ -1,0 +1,93 @@
+"""The model card of a run, and pushing its folder to the Hub."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+from recipes.common.config import Recipe, RecipeError
+from recipes.common.flops import sizes
+from recipes.common.metrics import read_metrics
+
+
+CARD = """---
+library_name: transformers
+tags: [looped, {injection}]
+license: apache-2.0
+---
+
+# {name}
+
+A looped language model: {layers} unique layers ({prelude} before the loop, {core} in it, {coda} after), trained with
+{loops} loops. {parameters:,} parameters. Made with Looped; every number below is from this run.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+model.generate(**inputs, num_loops=2)  # another depth than {loops}
+```
+
+## Validation at every depth
+
+| loops | cross-entropy | bits per byte |
+|---|---|---|
+{table}
+
+{steps} steps of {tokens_per_step:,} tokens of `{source}`, seed {seed}.
+
+## Recipe
+
+```yaml
+{recipe}
+```
+"""
+
+
+def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str) -> str:
+    """The README of an exported model, filled from its run."""
+    records = read_metrics(metrics_path)
+    last = next((record for record in reversed(records) if "validation/loss" in record), {})
+    depths = sorted(int(key.rsplit("_", 1)[1]) for key in last if key.startswith("validation/loss_at_"))
+    rows = (
+        f"| {k} | {last[f'validation/loss_at_{k}']:.4f} | {last[f'validation/bits_per_byte_at_{k}']:.4f} |"
+        for k in depths
+    )
+    return CARD.format(
+        name=name,
+        injection=config.injection,
+        layers=config.num_layers,
+        prelude=config.num_prelude_layers,
+        core=config.num_core_layers,
+        coda=config.num_coda_layers,
+        loops=config.num_loops,
+        parameters=sizes(config).total,
+        table="\n".join(rows),
+        steps=last.get("step", -1) + 1,
+        tokens_per_step=recipe.training.rows_per_step * recipe.data.sequence_length,
+        source=recipe.data.source,
+        seed=recipe.training.seed,
+        recipe=yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip(),
+    )
+
+
+def create_repository(name: str):
+    """Before training, so that a name or login that does not work is found then."""
+    with hub(f"can not push to {name!r}", "run `hf auth login`, or leave training.push_to_hub out"):
+        HfApi().create_repo(name, exist_ok=True)
+
+
+def push(folder: str | Path, name: str) -> str:
+    """Upload an exported folder; its address."""
+    with hub(f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"):
+        return str(HfApi().upload_folder(repo_id=name, folder_path=str(folder)))
+
+
+@contextmanager
+def hub(what: str, advice: str):
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, HfHubHTTPError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RecipeError(f"{what}: {reason}; {advice}") from error

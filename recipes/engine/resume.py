@@ -1,0 +1,92 @@
+"""What makes a run the run it is: a checkpoint goes on only under settings that agree with those it was saved under.
+
+Refused if different: the model, the tokens, their order and depths, the kind of optimizer. Rates, other settings of
+optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of the run at any
+time; what was changed is printed. Everything else (logging, evaluation, saving, compiling, processes, micro batches)
+changes no step beyond rounding, and is not compared.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from recipes.common.config import Recipe
+
+from .saving import CheckpointError
+
+
+NUM_SAMPLED_ROWS = 64
+LENGTH = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter", "count_embedding")
+VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # of a model's config
+TRAINING = ("seed", "rows_per_step", "initialize_from", "freeze_all_but_gate", "taper_start", "taper_end", *LENGTH)
+
+
+def identity(recipe: Recipe, model_config: dict, data) -> dict:
+    """Everything that is compared, in sections; `data` is what `shards.prepare` returns."""
+    return {
+        "model": model_config,
+        "data": {
+            "sequence_length": recipe.data.sequence_length,
+            "stride": recipe.data.stride or recipe.data.sequence_length,
+            "document_masking": recipe.data.document_masking,
+            "rows": len(data.train),
+            "sampled_rows": sample_of_rows(data.train),
+        },
+        "tokenizer": data.manifest["tokenizer"]["sha256"],
+        "depth": dataclasses.asdict(recipe.depth),
+        "optimizer": dataclasses.asdict(recipe.optimizer),
+        "schedule": dataclasses.asdict(recipe.schedule),
+        "training": {name: getattr(recipe.training, name) for name in TRAINING},
+    }
+
+
+def sample_of_rows(rows) -> str:
+    """A hash of rows spread over all: the same text gives it wherever the files lie."""
+    digest = hashlib.sha256()
+    for index in sorted(set(np.linspace(0, len(rows) - 1, NUM_SAMPLED_ROWS).astype(int).tolist())):
+        digest.update(rows.tokens(index).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def may_change(name: str, resume: bool | str) -> bool:
+    """Whether a run may go on although this setting, of a dotted name, is another."""
+    if name in {f"training.{key}" for key in LENGTH}:
+        return True
+    on_purpose = name.startswith(("optimizer.", "schedule.")) and name != "optimizer.name"
+    return on_purpose and resume == "changed"
+
+
+def comparable(config: dict) -> dict:
+    """As JSON gives it back, without what depends on how and with what the model was loaded."""
+    config = {key: value for key, value in config.items() if key not in VOLATILE}
+    return json.loads(json.dumps(config, default=str, sort_keys=True))
+
+
+def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Callable[[str], bool]):
+    refused = [difference for difference in differing(saved, config) if not may_change(difference[0])]
+    if refused:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another config: {shown(refused)}. Go back to that config, choose another "
+            "training.output_dir, or, if only rates or the schedule differ, set training.resume=changed"
+        )
+
+
+def shown(differences: list[tuple[str, object, object]], limit: int = 8) -> str:
+    listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differences[:limit])
+    return listed + (f"; and {len(differences) - limit} more" if len(differences) > limit else "")
+
+
+def differing(old: dict, new: dict, prefix: str = "") -> list[tuple[str, object, object]]:
+    """(dotted name, old value, new value) where two nested dicts differ; a missing key counts as None."""
+    found = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differing(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append((f"{prefix}{key}", before, after))
+    return found

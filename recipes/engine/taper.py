@@ -1,0 +1,42 @@
+"""A readout norm that a run takes away (model.readout_norm: taper).
+
+The gate of the norm is a function of the step alone: 1 up to `training.taper_start`, from there a half cosine down to
+0 at `training.taper_end`, both parts of the whole run. At the first, the linear map that is left in the end is fitted
+to the norm, on the rows of that step: a function of the step too, whatever the processes and micro batches.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from recipes.common.config import Recipe
+
+
+LEAST, MOST = 1e-6, 1e6  # of the fitted constant
+
+
+class Taper:
+    def __init__(self, norm, recipe: Recipe, total_steps: int):
+        self.norm = norm
+        self.start = round(recipe.training.taper_start * total_steps)
+        self.end = round(recipe.training.taper_end * total_steps)
+
+    def gate(self, step: int) -> float:
+        if step < self.start:
+            return 1.0
+        if step >= self.end:
+            return 0.0
+        return 0.5 * (1 + math.cos(math.pi * (step - self.start) / (self.end - self.start)))
+
+    def move_to(self, step: int, terms: Callable[[], torch.Tensor]):
+        """Before anything is computed at `step`. terms: what `fit_terms` adds up to over the rows of the step."""
+        if step == self.start:
+            above, below = terms().tolist()
+            self.norm.linearise(min(max(above / below, LEAST), MOST) if below > 0 else 1.0)
+        self.norm.gate.fill_(self.gate(step))
+
+    def fit_terms(self, readouts: Iterable[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        """Of what the norm reads after every loop, [rows, length, hidden], where there is a label to predict."""
+        labelled = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
+        return sum(self.norm.fit_terms(state[labelled]).double() for state in readouts)

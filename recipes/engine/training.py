@@ -1,0 +1,469 @@
+"""One training run: a function of its recipe.
+
+Which tokens, depths and noise a step sees depends on (seed, step, row of the global batch), so a run resumes bit for
+bit after any interruption, and the number of processes does not matter.
+"""
+
+import json
+import math
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate.utils import set_seed
+from torch.nn.functional import pad
+from tqdm import tqdm
+
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.samplers import balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
+from recipes.common.config import Recipe, RecipeError
+from recipes.common.flops import sizes, training_flops_per_token
+from recipes.common.hardware import matmul_rate
+from recipes.common.metrics import MetricsLog
+from recipes.common.provenance import provenance
+from recipes.common.ratios import ratio, standard_error
+from recipes.common.token_losses import next_token_losses
+from recipes.data.shards import prepare, rows_of_step
+from recipes.data.sources import looks_like_path
+from recipes.engine.checkpoint import check_space, latest_checkpoint, load_checkpoint, read_marker, save_checkpoint
+from recipes.engine.distributed import (
+    bare,
+    fill_missing_gradients,
+    gradients_may_be_missing,
+    make_accelerator,
+    to_shards,
+)
+from recipes.engine.distributed import prepare as distribute
+from recipes.engine.export import export_model
+from recipes.engine.monitor import Monitor
+from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from recipes.engine.publish import create_repository, model_card, push
+from recipes.engine.resume import comparable, differing, identity, may_change, shown
+from recipes.engine.saving import on_main_process, only_run
+from recipes.engine.taper import Taper
+
+
+class Divergence(RuntimeError):
+    """The training loss is no longer a number."""
+
+
+class Pretraining:
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        training = recipe.training
+        self.output = Path(training.output_dir)
+        gaps = gradients_may_be_missing(
+            recipe.model_config(), recipe.depths_vary, recipe.backprop_loops(recipe.model_config())
+        )
+        self.accelerator = make_accelerator(
+            find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
+        )
+        self.check_batches()
+        self.check_trackers()
+        self.check_start()
+        with self.accelerator.main_process_first():
+            self.data = prepare(recipe.data)
+
+        set_seed(training.seed)
+        self.model = self.build_model()
+        self.config = self.model.config
+        num_rows = len(self.data.train)
+        self.backprop_loops = recipe.backprop_loops(self.config)
+        self.flops_per_token = training_flops_per_token(
+            self.config, recipe.data.sequence_length, recipe.mean_depth(self.config), self.backprop_loops
+        )
+        self.total_steps = recipe.num_steps(sizes(self.config), self.flops_per_token, num_rows)
+        self.model.train()
+        if training.gradient_checkpointing:
+            # its name from transformers 5.23 on, and before
+            getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
+        if training.compile:
+            for block in [*self.model.model.prelude, *self.model.model.core, *self.model.model.coda]:
+                block.compile()
+        self.model, self.optimizers = distribute(
+            self.accelerator,
+            self.model,
+            lambda model: build_optimizers(model, recipe.optimizer, self.total_steps),
+        )
+        self.bare = bare(self.model)
+        self.schedulers = build_schedulers(self.optimizers, recipe.schedule, self.total_steps)
+        tapers = self.config.readout_norm == "taper"
+        self.taper = Taper(self.bare.model.norm, recipe, self.total_steps) if tapers else None
+        self.monitor = Monitor()
+        self.step = 0
+        self.best = self.last_validation = math.inf
+        self.metrics = MetricsLog(self.output / "metrics.jsonl", self.accelerator)
+
+    # Setting up
+
+    def check_batches(self):
+        training, world = self.recipe.training, self.accelerator.num_processes
+        if training.rows_per_step % world:
+            raise RecipeError(
+                f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; "
+                "change one"
+            )
+
+    def check_trackers(self):
+        """accelerate leaves out, without a word, trackers that are not installed."""
+        found = {str(getattr(tracker, "value", tracker)) for tracker in self.accelerator.log_with}
+        missing = [name for name in self.recipe.logging.trackers if name not in found]
+        if missing:
+            raise RecipeError(
+                f"logging.trackers={self.recipe.logging.trackers}: {', '.join(missing)} is not installed; install it "
+                f"(pip install {' '.join(missing)}), or leave it out"
+            )
+
+    def check_start(self):
+        start = self.recipe.training.initialize_from
+        if start is not None and looks_like_path(start) and not (Path(start) / "config.json").is_file():
+            raise RecipeError(
+                f"training.initialize_from={start!r} holds no saved model (looked from {Path.cwd()}): train that one "
+                "first, or name another"
+            )
+
+    def build_model(self) -> LoopedForCausalLM:
+        recipe, tokenizer = self.recipe, self.data.tokenizer
+        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, self.trained_positions())}
+        if recipe.training.initialize_from is not None:
+            model = LoopedForCausalLM.from_pretrained(recipe.training.initialize_from, **self.changes_to_start())
+        else:
+            if "vocab_size" not in recipe.model and "preset" not in recipe.model:
+                fields["vocab_size"] = -(-len(tokenizer) // 64) * 64
+            model = LoopedForCausalLM(recipe.model_config(**fields))
+        if len(tokenizer) > model.config.vocab_size:
+            raise RecipeError(
+                f"the tokenizer has {len(tokenizer)} entries, but the model's vocab_size is "
+                f"{model.config.vocab_size}: raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+            )
+        if recipe.training.freeze_all_but_gate:
+            if model.exit_gate is None:
+                raise RecipeError("training.freeze_all_but_gate needs a model with an exit gate: set model.exit_gate")
+            model.requires_grad_(False)
+            model.exit_gate.requires_grad_(True)
+        return model
+
+    def trained_positions(self) -> int:
+        """Positions that the recipe or its preset asks for; learned ones are as many as asked for, no more."""
+        if "max_position_embeddings" in self.recipe.model or "preset" in self.recipe.model:
+            return self.recipe.model_config().max_position_embeddings
+        return 0
+
+    def changes_to_start(self) -> dict:
+        """Fields of the recipe's model that change a saved model, e.g. its loss; a gate that is new starts fresh."""
+        changes = {key: value for key, value in self.recipe.model.items() if key != "preset"}
+        return {**changes, "strict": "exit_gate" not in changes}
+
+    # One step
+
+    def depth_settings(self, step: int) -> tuple[float, int | None]:
+        """The mean depth, and the number of loops with gradients."""
+        depth, mean = self.recipe.depth, self.recipe.mean_depth(self.config)
+        if depth.curriculum is None:
+            return mean, self.backprop_loops
+        shape, target = depth.curriculum, depth.curriculum_target
+        return curriculum(shape, target, depth.curriculum_steps, step, mean, self.backprop_loops)
+
+    def depths(self, step: int) -> list[int]:
+        """Of every row of the step."""
+        depth, training = self.recipe.depth, self.recipe.training
+        mean, window = self.depth_settings(step)
+        return depths_of_step(
+            depth.sampler,
+            mean,
+            training.seed,
+            step,
+            range(training.rows_per_step),
+            per=depth.per,
+            backprop_loops=window,
+            split=depth.split,
+            maximum=depth.maximum,
+            rows_per_draw=depth.rows_per_draw,
+        )
+
+    def micro_batches(self, step: int):
+        """This process's rows of a step, as (batch, depths, initial state); every process makes equally many."""
+        training, accelerator = self.recipe.training, self.accelerator
+        data_rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
+        depths = self.depths(step)  # of the rows of the global batch
+        mine = balanced_ranks(depths, accelerator.num_processes)[accelerator.process_index]
+        for start in range(0, len(mine), training.micro_batch_size):
+            rows = mine[start : start + training.micro_batch_size]
+            batch = self.data.train.batch([data_rows[row] for row in rows])
+            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+            yield batch, [depths[row] for row in rows], self.noise(step, rows)
+
+    def noise(self, step: int, rows: list[int]):
+        if self.config.state_init != "normal":
+            return None
+        length = self.recipe.data.sequence_length
+        return initial_state_of_step(self.bare, self.recipe.training.seed, step, rows, length, self.accelerator.device)
+
+    def go_to(self, step: int):
+        """What of the model follows the number of steps that are done."""
+        self.step = step
+        if self.taper is not None:
+            self.taper.move_to(step, self.taper_terms)
+
+    @torch.no_grad()
+    def taper_terms(self) -> torch.Tensor:
+        """What the taper is fitted to: the rows of this step, without dropout."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
+        self.model.eval()
+        for batch, depths, noise in self.micro_batches(self.step):
+            arguments = {"num_loops": depths, "initial_state": noise, "output_logits": False, "use_cache": False}
+            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            outputs = self.model(**inputs, **arguments, output_loop_readout_states=True)
+            total += self.taper.fit_terms(outputs.loop_readout_states, batch["labels"])
+        self.model.train()
+        to_shards(self.model)
+        return self.accelerator.reduce(total, reduction="sum")
+
+    def train_step(self, step: int, watch: bool) -> dict:
+        """Forward, backward and update on all rows of a step; `watch` measures the states and gradients too."""
+        accelerator, recipe = self.accelerator, self.recipe
+        set_seed(generator_of("dropout", recipe.training.seed, step, accelerator.process_index).initial_seed() % 2**32)
+        micro_batches = list(self.micro_batches(step))
+        _, window = self.depth_settings(step)
+        labelled = sum((batch["labels"][:, 1:] != -100).sum() for batch, _, _ in micro_batches)
+        labelled = accelerator.reduce(labelled, reduction="sum").clamp(min=1)
+        total, states = torch.zeros((), device=accelerator.device), None
+        for i, (batch, depths, noise) in enumerate(micro_batches):
+            last = i == len(micro_batches) - 1
+            with accelerator.no_sync(self.model) if not last else nullcontext():
+                outputs = self.model(
+                    **batch,
+                    num_loops=depths if len(set(depths)) > 1 else depths[0],
+                    backprop_loops=window,
+                    initial_state=noise,
+                    # gradients are averaged over processes, so each divides by its share of the labels
+                    num_items_in_batch=labelled / accelerator.num_processes,
+                    output_logits=False,
+                    output_loop_hidden_states=watch and last and self.depths_in_one_pass,
+                    use_cache=False,
+                )
+                accelerator.backward(outputs.loss)
+            total += outputs.loss.detach()
+            states = outputs.loop_hidden_states
+        loss = accelerator.reduce(total, reduction="mean").item()
+        if not math.isfinite(loss):
+            rows = rows_of_step(recipe.training.seed, step, recipe.training.rows_per_step, len(self.data.train))
+            raise Divergence(
+                f"the loss of step {step} is {loss} on training rows {rows}; the last checkpoint is intact. "
+                "Lower optimizer.lr (training.resume=changed goes on with it), or control the state (norm_penalty, "
+                "inter_loop_norm, injection, residual_scaling) in another run."
+            )
+        metrics = {"loss": loss, "loops": sum(self.depths(step)) / recipe.training.rows_per_step}
+        if self.taper is not None:
+            metrics["taper_gate"] = self.taper.gate(step)
+        if watch:
+            metrics.update(self.monitor.measure(self.bare, states or ()))
+        fill_missing_gradients(self.optimizers)
+        if recipe.optimizer.clip is not None:
+            norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
+            metrics["gradient_norm"] = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
+        apply_step_settings(self.optimizers, step, recipe.optimizer, self.total_steps)
+        set_learning_rates(self.schedulers, step)
+        metrics["lr"] = self.optimizers[0].param_groups[0]["lr"]
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return metrics
+
+    # The run
+
+    def train(self):
+        with only_run(self.output):
+            return self.run()
+
+    def run(self):
+        self.start()
+        self.last_step = min(self.total_steps, self.recipe.training.stop_after or self.total_steps)
+        quiet = not self.accelerator.is_main_process
+        with tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar:
+            self.take_steps(bar)
+        if self.step < self.total_steps:
+            self.accelerator.print(
+                f"left off after step {self.step} of {self.total_steps}, as training.stop_after says"
+            )
+            return self.output
+        return self.finish()
+
+    def take_steps(self, bar):
+        recipe = self.recipe
+        peak = matmul_rate(self.accelerator) * self.accelerator.num_processes
+        tokens = recipe.training.rows_per_step * recipe.data.sequence_length
+        clock, since = time.perf_counter(), 0
+        while self.step < self.last_step:
+            step = self.step
+            watch = step % recipe.logging.monitor_every == 0
+            metrics = self.train_step(step, watch)
+            self.go_to(step + 1)
+            since += 1
+            for message in self.monitor.warnings(metrics):
+                if self.accelerator.is_main_process:
+                    bar.write(f"step {step}: {message}")
+            done = self.step == self.last_step
+            if watch or done or self.step % recipe.logging.every == 0:
+                speed = tokens * since / (time.perf_counter() - clock)
+                clock, since = time.perf_counter(), 0
+                metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
+                self.metrics.write(step, metrics)
+                bar.set_postfix_str(
+                    f"loss {metrics['loss']:.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
+                    f"{metrics['loops']:.1f} loops"
+                )
+            bar.update(1)
+            if done or self.step % recipe.evaluation.every == 0:
+                self.evaluate()
+                clock = time.perf_counter()
+            if done or self.step % recipe.training.save_every == 0:
+                self.save()
+                clock = time.perf_counter()
+
+    def start(self):
+        """Continue from the newest whole checkpoint, or begin."""
+        recipe = self.recipe
+        found = latest_checkpoint(self.output / "checkpoints")
+        if found is not None and not recipe.training.resume:
+            raise RecipeError(
+                f"training.resume=false, but {self.output} holds {found.name}: choose another training.output_dir, or "
+                "remove that run"
+            )
+        check_space(self.output / "checkpoints", self.model, self.optimizers)
+        if found is None:
+            self.go_to(0)
+        else:
+            self.go_on_from(found)
+        if recipe.training.push_to_hub:
+            on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)
+        self.metrics.start(self.step)
+        if self.accelerator.is_main_process:
+            recipe.save(self.output / "recipe.yaml")
+            with open(self.output / "provenance.jsonl", "a") as file:  # a line for each launch
+                file.write(json.dumps({"step": self.step, **provenance()}) + "\n")
+        if recipe.logging.trackers:
+            self.accelerator.init_trackers(recipe.logging.project, config=flat(recipe.to_dict()))
+
+    def identity(self) -> dict:
+        return comparable(identity(self.recipe, comparable(self.config.to_dict()), self.data))
+
+    def go_on_from(self, checkpoint: Path):
+        own = self.identity()
+        changes = differing(read_marker(checkpoint)["config"], own)
+        resume = self.recipe.training.resume
+        extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
+        self.go_to(extra["step"])
+        self.best = extra["best"]
+        self.monitor.load_state_dict(extra["monitor"])
+        said = f"; changed: {shown(changes)}" if changes else ""
+        self.accelerator.print(f"continuing from {checkpoint} at step {self.step}{said}")
+
+    def save(self):
+        extra = {"step": self.step, "best": self.best, "monitor": self.monitor.state_dict()}
+        is_best = self.recipe.training.keep_best and self.last_validation <= self.best
+        save_checkpoint(
+            self.output / "checkpoints",
+            self.step,
+            self.model,
+            self.optimizers,
+            extra,
+            keep_last=self.recipe.training.keep_last,
+            is_best=is_best,
+            config=self.identity(),
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> dict:
+        """Cross-entropy and bits per byte on the validation rows, at every depth from one pass."""
+        accelerator, recipe = self.accelerator, self.recipe
+        validation = self.data.validation
+        count = min(recipe.evaluation.rows, len(validation))
+        mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
+        loops = recipe.evaluation.loops or list(range(1, self.config.num_loops + 1))
+        sums = torch.zeros(len(loops), device=accelerator.device, dtype=torch.float64)
+        nats = torch.zeros(len(loops), count, device=accelerator.device, dtype=torch.float64)
+        labels, bytes_of_rows = torch.zeros_like(sums[0]), torch.zeros_like(nats[0])
+        self.model.eval()
+        for i in range(self.equal_batches(count)):
+            rows = mine[i * recipe.training.micro_batch_size : (i + 1) * recipe.training.micro_batch_size]
+            # a process without rows left still takes part, FSDP gathers in every pass
+            batch = self.data.validation.batch(rows or [0])
+            num_bytes = self.data.validation.num_bytes(rows or [0]).to(accelerator.device)
+            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+            losses = self.losses_at(loops, batch)
+            labelled = torch.zeros_like(losses[0])
+            labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
+            has_bytes = labelled * (num_bytes > 0)
+            if rows:
+                sums += (losses * labelled).sum((1, 2))
+                labels += labelled.sum()
+                nats[:, rows] = (losses * has_bytes).sum(-1)
+                bytes_of_rows[rows] = (num_bytes * has_bytes).sum(-1)
+        self.model.train()
+        to_shards(self.model)
+        sums, labels, nats, bytes_of_rows = (
+            accelerator.reduce(t, reduction="sum") for t in (sums, labels, nats, bytes_of_rows)
+        )
+        bits, errors = (f(nats, bytes_of_rows) / math.log(2) for f in (ratio, standard_error))
+        metrics = {}
+        for i, k in enumerate(loops):
+            metrics[f"validation/loss_at_{k}"] = (sums[i] / labels).item()
+            metrics[f"validation/bits_per_byte_at_{k}"] = bits[i].item()
+        if count > 1:  # standard error over rows, at the depth where it is largest
+            metrics["validation/bits_per_byte_error"] = errors.max().item()
+        final = max((k for k in loops if k <= self.config.num_loops), default=min(loops))
+        self.last_validation = metrics[f"validation/loss_at_{final}"]
+        metrics["validation/loss"] = self.last_validation
+        self.metrics.write(self.step - 1, metrics)
+        self.best = min(self.best, self.last_validation)
+        limit = recipe.training.max_loss
+        if self.step == self.total_steps and limit is not None and not self.last_validation <= limit:
+            accelerator.print(f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged")
+        return metrics
+
+    @property
+    def depths_in_one_pass(self) -> bool:
+        """Whether the states of a pass are those of shallower passes."""
+        return self.config.residual_depth == "trained"
+
+    def losses_at(self, loops: list[int], batch: dict) -> torch.Tensor:
+        """Cross-entropy at every depth and position, 0 at the last, which has no target: [depths, rows, length]."""
+        if self.depths_in_one_pass:
+            outputs = self.model(
+                **batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False
+            )
+            return outputs.loop_token_losses.double()[[k - 1 for k in loops]]
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        passes = (self.model(**inputs, num_loops=k, use_cache=False).logits for k in loops)
+        return torch.stack([pad(next_token_losses(logits, batch["labels"]), (0, 1)) for logits in passes]).double()
+
+    def equal_batches(self, count: int) -> int:
+        """Forward passes that every process makes over `count` rows."""
+        per_process = -(-count // self.accelerator.num_processes)
+        return -(-per_process // self.recipe.training.micro_batch_size)
+
+    def finish(self) -> Path:
+        final = self.output / "final"
+        repository = self.recipe.training.push_to_hub
+        card = model_card(self.recipe, self.config, self.metrics.path, repository or str(final))
+        export_model(final, self.model, self.data.tokenizer, readme=card)
+        if repository:
+            address = on_main_process(lambda: push(final, repository), final)
+            self.accelerator.print(f"pushed to {address}")
+        if self.recipe.logging.trackers:
+            self.accelerator.end_training()
+        self.accelerator.print(f"saved {final}; open it with from_pretrained")
+        return final
+
+
+def flat(nested: dict, prefix: str = "") -> dict:
+    result = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            result.update(flat(value, f"{prefix}{key}."))
+        else:
+            result[prefix + key] = value if isinstance(value, (int, float, str, bool)) else str(value)
+    return result
