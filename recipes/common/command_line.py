@@ -11,7 +11,12 @@ from collections.abc import Callable
 TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
 
 
-class Parser(argparse.ArgumentParser):
+class OneLineErrors(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
+
+
+class Parser(OneLineErrors):
     """Options have hyphens; underscores are taken for them, and so are former names, `renamed`.
 
     The result has `command`, what was typed.
@@ -24,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         self.renamed = renamed or {}
 
     def add_subparsers(self, **kwargs):
-        return super().add_subparsers(parser_class=argparse.ArgumentParser, **kwargs)
+        return super().add_subparsers(parser_class=OneLineErrors, **kwargs)
 
     def parse_args(self, arguments: list[str] | None = None, namespace=None) -> argparse.Namespace:
         arguments = sys.argv[1:] if arguments is None else list(arguments)
@@ -57,7 +62,7 @@ class Depths(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         try:
-            setattr(namespace, self.dest, parse_depths(values))
+            setattr(namespace, self.dest, parse_depths(",".join(values)))
         except ValueError as error:
             raise argparse.ArgumentError(self, str(error)) from None
 

@@ -1,0 +1,207 @@
+"""Commands: how they are found, read options, report errors, and say where a result comes from."""
+
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval import chat
+from eval.harness.command import as_lm_eval_spells
+from modeling_looped import console
+from recipes.common import provenance
+from recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
+
+from .helpers import tiny_model, tiny_tokenizer
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def own_parser(**options) -> Parser:
+    parser = Parser("eval.own", "About it.", {"--loops": "--num-loops"})
+    parser.add_argument("--num-loops", nargs="+", action=Depths)
+    parser.add_argument("--batch-size", type=int)
+    return parser
+
+
+# The console script
+
+
+def test_every_command_is_listed_and_there(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["looped"])
+    console.main()
+    shown = capsys.readouterr().out
+    for name, (module, about) in console.COMMANDS.items():
+        assert importlib.util.find_spec(module) is not None
+        assert re.search(rf"^  {name} +{re.escape(about)}$", shown, re.M)
+    entries = {path for path in ROOT.glob("recipes/*.py")} | {path.parent for path in ROOT.glob("eval/*/__main__.py")}
+    entries |= {path for path in ROOT.glob("eval/*.py")}
+    modules = {"/".join((path.parent.name, path.stem)) for path in entries if path.name != "__init__.py"}
+    assert modules == {module.replace(".", "/") for module, _ in console.COMMANDS.values()}
+
+
+def test_a_misspelt_command_is_told_its_nearest(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["looped", "pretrian"])
+    with pytest.raises(SystemExit, match="no command 'pretrian'; did you mean 'pretrain'"):
+        console.main()
+
+
+def test_without_a_clone_it_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["looped", "plan"])
+    monkeypatch.setattr(console, "clone", lambda: None)
+    with pytest.raises(SystemExit, match="run from a clone"):
+        console.main()
+
+
+def test_a_command_runs_in_its_place(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["looped", "plan", str(ROOT / "recipes/smoke/lt.yaml"), "model.num_loops=2"])
+    with pytest.raises(SystemExit) as stop:
+        console.main()
+    assert stop.value.code == 0 and "training FLOPs per token" in capsys.readouterr().out
+
+
+# Options and errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-loops", "1", "2", "4", "--batch-size", "3"],
+        ["--num_loops", "4,1,2", "--batch_size=3"],
+        ["--loops", "1..2", "4", "--batch-size=3"],
+        ["--loops=1,2,4", "--batch_size", "3"],
+    ],
+)
+def test_one_spelling_and_the_former_ones(arguments):
+    args = own_parser().parse_args(arguments)
+    assert (args.num_loops, args.batch_size) == ([1, 2, 4], 3)
+    assert args.command == "python -m eval.own " + " ".join(arguments)
+
+
+def test_depths_that_are_none_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        own_parser().parse_args(["--num-loops", "1", "0..2"])
+    assert "num_loops=['1', '0..2'] is no depth: write 4 or 1,2,4,8 or 1..8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ValueError("two\nlines"), FileNotFoundError(2, "not there", "x.txt")])
+def test_an_error_is_one_line(error, monkeypatch):
+    def main(arguments):
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(main)
+    assert stop.value.code.startswith(type(error).__name__) and "\n" not in stop.value.code
+    monkeypatch.setenv(TRACEBACK, "1")
+    with pytest.raises(type(error)):
+        run_command(main)
+
+
+def test_a_mistake_of_our_own_is_shown_whole():
+    with pytest.raises(KeyError):
+        run_command(lambda arguments: {}["nothing"])
+
+
+def test_the_status_of_a_command():
+    for returned, status in ((None, 0), (1, 1), (Path("x"), 0)):
+        with pytest.raises(SystemExit) as stop:
+            run_command(lambda arguments, returned=returned: returned)
+        assert stop.value.code == status
+
+
+def test_options_of_lm_eval_in_our_spelling():
+    ours = ["--batch-size", "8", "--output=out", "--num-loops", "1,2", "--model_args", "pretrained=a,num_loops=1,4"]
+    assert as_lm_eval_spells(ours) == [
+        *("--batch_size", "8", "--output_path=out", "--model_args", "num_loops=1+2"),
+        *("--model_args", "pretrained=a,num_loops=1+4"),
+    ]
+    assert as_lm_eval_spells(["--num-loops=1..4", "--limit", "-1"]) == [
+        "--model_args",
+        "num_loops=1..4",
+        "--limit",
+        "-1",
+    ]
+
+
+# Results
+
+
+def test_a_result_says_where_it_comes_from(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    result = {"result": {"a": [1.23456789, float("inf")], "b": [[1.23456789]]}, "depths": {2: 0.5}}
+    provenance.write_json(path, result, "python -m eval.own", digits=3)
+    content = json.loads(path.read_text())
+    assert content.pop("versions")["torch"] == torch.__version__
+    assert content.pop("commit") and content.pop("hardware")
+    assert content == {
+        "command": "python -m eval.own",
+        "result": {"a": [1.23, None], "b": [[1.235]]},
+        "depths": {"2": 0.5},
+    }
+
+
+def test_numbers_are_whole_without_digits(tmp_path):
+    provenance.write_json(tmp_path / "result.json", {"x": 1 / 3})
+    assert json.loads((tmp_path / "result.json").read_text())["x"] == 1 / 3
+
+
+def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):
+    provenance.write_json(tmp_path / "result.json", {"x": 1})
+
+    def full(*arguments):
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        provenance.write_json(tmp_path / "result.json", {"x": 2})
+    assert json.loads((tmp_path / "result.json").read_text())["x"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+# Chat
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    tiny_model(eos_token_id=2).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+GREEDY = ("--temperature", "0", "--max-new-tokens", "4", "--device", "cpu")
+
+
+def test_chat_completes_each_line_by_itself(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a b\n\nc\n"))
+    chat.main([str(folder), *GREEDY, "--num-loops", "2"])
+    shown = capsys.readouterr().out
+    assert shown.count("[2.00 loops a token]") == 2
+    chat.main([str(folder), "a", "b", *GREEDY, "--num-loops", "2"])
+    assert shown.startswith(capsys.readouterr().out)
+
+
+def test_chat_remembers_the_turns_of_a_conversation(folder, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
+    model = tiny_model(eos_token_id=2)
+    conversation = chat.Conversation(model, tokenizer, {"max_new_tokens": 3, "do_sample": False}, "be kind")
+    said, loops = conversation.answer("a b")
+    assert loops == model.config.num_loops and said.strip() in capsys.readouterr().out
+    ids = conversation.ids_of("c")["input_ids"]
+    expected = tokenizer(f"s be kind u a b a {said} u c ", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert torch.equal(ids, expected)
+
+
+def test_chat_refuses_what_it_cannot_do(folder):
+    with pytest.raises(ValueError, match="--system needs a tokenizer with a chat template"):
+        chat.main([str(folder), "a", "--system", "be kind"])
+    with pytest.raises(ValueError, match="--max-new-tokens must be at least 1.*got 0"):
+        chat.main([str(folder), "a", "--max-new-tokens", "0"])
+    with pytest.raises(ValueError, match="there is no folder"):
+        chat.main([str(folder / "nothing"), "a"])
