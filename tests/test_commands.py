@@ -87,7 +87,8 @@ def test_one_spelling_and_the_former_ones(arguments):
 def test_depths_that_are_none_are_refused(capsys):
     with pytest.raises(SystemExit):
         own_parser().parse_args(["--num-loops", "1", "0..2"])
-    assert "num_loops=['1', '0..2'] is no depth: write 4 or 1,2,4,8 or 1..8" in capsys.readouterr().err
+    assert "num_loops=1,0..2 is no depth: write 4 or 1,2,4,8 or 1..8" in (shown := capsys.readouterr().err)
+    assert len(shown.splitlines()) == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("two\nlines"), FileNotFoundError(2, "not there", "x.txt")])

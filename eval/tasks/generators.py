@@ -39,7 +39,7 @@ def generator(task: str, split: str, seed: int, number: int) -> random.Random:
 def draw_cycle(rng: random.Random, symbols: int, hops: int, answer: int | None = None) -> tuple[list[str], str, str]:
     """An order in which each symbol is followed by the next, the last by the first; where the walk starts and ends."""
     start, *others = rng.sample(SYMBOLS[:symbols], symbols)
-    if answer is not None:  # the so manieth of the others, so that answers are balanced
+    if answer is not None:  # the others in order, counted round, so that answers are balanced
         place, wanted = hops - 1, others.index(sorted(others)[answer % len(others)])
         others[place], others[wanted] = others[wanted], others[place]
     return [start, *others], start, others[hops - 1]

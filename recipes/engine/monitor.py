@@ -1,4 +1,4 @@
-"""What looped models die of, watched while they train."""
+"""Divergence monitor: what grows or vanishes before a looped model fails, watched while it trains."""
 
 import statistics
 
