@@ -8,7 +8,7 @@ import torch
 
 from eval.common.run_folder import RunFolder
 from eval.diagnose import command as diagnose
-from eval.diagnose.model_and_text import SubjectError, subject
+from eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
 from eval.report import command as report
 from modeling_looped import LoopedForCausalLM
 from recipes.engine.monitor import Monitor
@@ -104,36 +104,37 @@ def test_quadrant_beside_other_models(tmp_path):
     assert (second / "depth_curve.png").read_bytes() != (first / "depth_curve.png").read_bytes()
     (tmp_path / "other.json").write_text('{"measure": "spectral", "result": {}}')
     for path, message in (("none.json", "cannot be read"), ("other.json", "holds no depth curve")):
-        with pytest.raises(SubjectError, match=message):
+        with pytest.raises(DiagnoseError, match=message):
             diagnose.main([*arguments, str(second), "--beside", str(tmp_path / path)])
 
 
 def test_models_from_every_place(run_folder, tmp_path):
-    trained = subject(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=2, length=16)
+    trained = open_model_and_text(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=2, length=16)
     letters = trained.batch["input_ids"][0, :9]
     assert letters[:8].tolist() == list(range(4, 12)) and trained.config.injection == "diagonal"
     assert torch.equal(
-        trained.model.lm_head.weight, subject(str(run_folder / "final"), rows=1, length=4).model.lm_head.weight
+        trained.model.lm_head.weight,
+        open_model_and_text(str(run_folder / "final"), rows=1, length=4).model.lm_head.weight,
     )
-    fresh = subject(
+    fresh = open_model_and_text(
         str(run_folder / "final/config.json"), ["num_loops=5", "residual_scaling=linear"], rows=2, length=8
     )
     assert fresh.config.num_loops == 5 and fresh.where["text"] == "random tokens with seed 0"
     text, tokenizer = str(tmp_path / "text.jsonl"), str(run_folder / "final")
-    borrowed = subject("lt", OVERRIDES, text=text, tokenizer=tokenizer, rows=2, length=16)
+    borrowed = open_model_and_text("lt", OVERRIDES, text=text, tokenizer=tokenizer, rows=2, length=16)
     assert torch.equal(borrowed.batch["input_ids"], trained.batch["input_ids"])
     (tmp_path / "recipe.yaml").write_text("model: {preset: parcae, num_loops: 2, hidden_size: 32, vocab_size: 50, "
                                           "num_attention_heads: 4, intermediate_size: 48}\n")  # fmt: skip
-    recipe = subject(str(tmp_path / "recipe.yaml"), rows=2, length=8, state_seed=3)
+    recipe = open_model_and_text(str(tmp_path / "recipe.yaml"), rows=2, length=8, state_seed=3)
     assert recipe.config.injection == "diagonal" and recipe.batch["initial_state"].shape == (2, 8, 32)
-    again = subject(str(tmp_path / "recipe.yaml"), rows=2, length=8, state_seed=3)
+    again = open_model_and_text(str(tmp_path / "recipe.yaml"), rows=2, length=8, state_seed=3)
     assert torch.equal(again.batch["initial_state"], recipe.batch["initial_state"])
     assert torch.equal(again.model.lm_head.weight, recipe.model.lm_head.weight)
 
 
 def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsys):
     """Documents without their start tokens, and the output says what was read."""
-    of = subject(str(run_folder), rows=3, length=16)
+    of = open_model_and_text(str(run_folder), rows=3, length=16)
     assert of.batch["input_ids"].tolist() == [list(range(11, 3, -1)) * 2] * 3  # h to a; training text is z to w
     assert of.where["text"] == f"validation split of {run_folder} ({run_folder / 'held_out.jsonl'})"
     options = ["--rows", "3", "--length", "16", "--output", str(tmp_path)]
@@ -142,15 +143,15 @@ def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsy
     assert json.loads((tmp_path / "token_norms.json").read_text())["text"] == of.where["text"]
 
     with pytest.raises(ValueError, match=r"holds 481 tokens, fewer than 31 rows of 16: ask for fewer"):
-        subject(str(run_folder), rows=31, length=16)
-    with pytest.raises(SubjectError, match="pass --text with --tokenizer"):
-        subject(str(run_folder), tokenizer=str(run_folder / "final"))
+        open_model_and_text(str(run_folder), rows=31, length=16)
+    with pytest.raises(DiagnoseError, match="pass --text with --tokenizer"):
+        open_model_and_text(str(run_folder), tokenizer=str(run_folder / "final"))
     (run_folder / "recipe.yaml").unlink()
     with pytest.raises(ValueError, match=r"holds no recipe.yaml.*name a text"):
-        subject(str(run_folder))
+        open_model_and_text(str(run_folder))
     (run_folder / "metrics.jsonl").unlink()
-    with pytest.raises(SubjectError, match="in no training run.*pass --text"):
-        subject(str(run_folder / "final"))
+    with pytest.raises(DiagnoseError, match="in no training run.*pass --text"):
+        open_model_and_text(str(run_folder / "final"))
 
 
 @pytest.mark.parametrize(
@@ -168,21 +169,21 @@ def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsy
 )
 def test_bad_models_are_refused(target, overrides, options, message):
     with pytest.raises(ValueError, match=message):
-        subject(target, overrides, **options)
+        open_model_and_text(target, overrides, **options)
 
 
 def test_bad_folders_and_texts_are_refused(run_folder, tmp_path):
     with pytest.raises(ValueError, match="neither a saved model"):
-        subject(str(tmp_path))
-    with pytest.raises(SubjectError, match="would change the trained model.*config.json"):
-        subject(str(run_folder), ["num_loops=3"])
-    with pytest.raises(SubjectError, match=r"holds \d+ tokens, fewer than 99 rows of 128"):
-        subject(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=99)
-    with pytest.raises(SubjectError, match="tokenizer has 30 tokens, but the model vocab_size=20"):
-        subject("lt", [*OVERRIDES, "vocab_size=20"], tokenizer=str(run_folder / "final"))
+        open_model_and_text(str(tmp_path))
+    with pytest.raises(DiagnoseError, match="would change the trained model.*config.json"):
+        open_model_and_text(str(run_folder), ["num_loops=3"])
+    with pytest.raises(DiagnoseError, match=r"holds \d+ tokens, fewer than 99 rows of 128"):
+        open_model_and_text(str(run_folder), text=str(tmp_path / "text.jsonl"), rows=99)
+    with pytest.raises(DiagnoseError, match="tokenizer has 30 tokens, but the model vocab_size=20"):
+        open_model_and_text("lt", [*OVERRIDES, "vocab_size=20"], tokenizer=str(run_folder / "final"))
     (tmp_path / "broken.yaml").write_text("a: [")
-    with pytest.raises(SubjectError, match="cannot be read"):
-        subject(str(tmp_path / "broken.yaml"))
+    with pytest.raises(DiagnoseError, match="cannot be read"):
+        open_model_and_text(str(tmp_path / "broken.yaml"))
 
 
 def test_monitoring_metrics_are_these_measures():

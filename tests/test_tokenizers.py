@@ -20,7 +20,7 @@ from recipes.data.tokenizers import (
     make_tokenizer,
     token_bytes,
     tokenizer_hash,
-    tokenizer_identity,
+    tokenizer_settings,
     train_bpe,
     train_word,
 )
@@ -197,7 +197,7 @@ def test_settings_of_the_tokenizer_decide_what_shards_are_shared(tmp_path):
     _foreign(tmp_path / "one", eos_token="<end>")
     _foreign(tmp_path / "two", eos_token="a")
     identities = [
-        tokenizer_identity(data)
+        tokenizer_settings(data)
         for data in (
             DataConfig(),
             DataConfig(tokenizer="word"),

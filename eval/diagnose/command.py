@@ -29,7 +29,7 @@ from recipes.common.command_line import Depths, Parser
 from recipes.common.provenance import finite, provenance, rounded, write_json, write_text
 
 from . import dynamics, figures, premises, readout_probes, theorems, theory, transfer
-from .model_and_text import Subject, SubjectError, subject
+from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
 
 
 GIVEN = ("model", "batch", "config", "classes")  # of the subject, to measures that take them
@@ -52,7 +52,7 @@ class Measure(NamedTuple):
     def reads_a_model(self) -> bool:
         return not {"model", "config"}.isdisjoint(inspect.signature(self.function).parameters)
 
-    def __call__(self, of: Subject | None, **options) -> dict:
+    def __call__(self, of: ModelAndText | None, **options) -> dict:
         wanted = [name for name in inspect.signature(self.function).parameters if name in GIVEN] if of else []
         return self.function(*(getattr(of, name) for name in wanted), **options)
 
@@ -103,7 +103,7 @@ def training_series(records: list[dict], prefix: str) -> dict[str, dict]:
 
 
 def run_measure(
-    name: str, of: Subject | None, folder: Path, beside: dict[str, dict], command: str | None = None, **options
+    name: str, of: ModelAndText | None, folder: Path, beside: dict[str, dict], command: str | None = None, **options
 ) -> tuple[dict, list[Path]]:
     """Measure, write, draw; returns the result and its figures."""
     measure, image = MEASURES[name], folder / f"{name}.png"
@@ -126,7 +126,7 @@ def run_measure(
     return result, images
 
 
-def run_all(of: Subject, folder: Path, command: str | None = None) -> Path:
+def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> Path:
     sections = []
     for name, measure in MEASURES.items():
         if not measure.reads_a_model:
@@ -190,9 +190,9 @@ def read_result(path: str) -> dict:
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise SubjectError(f"{path!r} cannot be read: {error}") from error
+        raise DiagnoseError(f"{path!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("measure") != "depth_curve":
-        raise SubjectError(f"{path!r} holds no depth curve; `python -m eval.diagnose depth_curve MODEL` makes one")
+        raise DiagnoseError(f"{path!r} holds no depth curve; `python -m eval.diagnose depth_curve MODEL` makes one")
     return content["result"]
 
 
@@ -240,7 +240,7 @@ def main(arguments: list[str]):
     target, *overrides = args.model
     beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
-    of = subject(target, overrides, **{name: getattr(args, name) for name in names})
+    of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else default_folder(target)
     if args.measure == "all":
         print(f"text: {of.where['text']}")
@@ -249,7 +249,7 @@ def main(arguments: list[str]):
     measure_and_say(args, of, folder, beside)
 
 
-def measure_and_say(args: argparse.Namespace, of: Subject | None, folder: Path, beside: dict[str, dict]):
+def measure_and_say(args: argparse.Namespace, of: ModelAndText | None, folder: Path, beside: dict[str, dict]):
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
     result, images = run_measure(args.measure, of, folder, beside, args.command, **options)
     if of is not None:

@@ -22,12 +22,12 @@ from .readout_probes import token_classes
 from .theory import built, random_tokens
 
 
-class SubjectError(ValueError):
+class DiagnoseError(ValueError):
     """A model or text that cannot be diagnosed."""
 
 
 @dataclass
-class Subject:
+class ModelAndText:
     model: LoopedForCausalLM
     batch: dict  # arguments of forward: input_ids, and initial_state where one is drawn
     where: dict  # what the model and the tokens are
@@ -46,7 +46,7 @@ class Subject:
         return token_classes(AutoTokenizer.from_pretrained(self.tokenizer), self.config.vocab_size)
 
 
-def subject(
+def open_model_and_text(
     target: str,
     overrides: list[str] = (),
     text: str | None = None,
@@ -56,7 +56,7 @@ def subject(
     seed: int = 0,
     state_seed: int | None = None,
     dtype: str = "float32",
-) -> Subject:
+) -> ModelAndText:
     """`target`: a saved model, a training run's folder, a config (JSON or YAML), or a preset's name.
 
     `overrides` are key=value and change a config. Without a text, a trained model reads what its run held out, and a
@@ -64,10 +64,10 @@ def subject(
     model has none, tokens are random.
     """
     if rows < 1 or length < 2:
-        raise SubjectError(f"at least 1 row and 2 tokens in each are needed, got rows={rows} and length={length}")
+        raise DiagnoseError(f"at least 1 row and 2 tokens in each are needed, got rows={rows} and length={length}")
     folder = model_folder(target)
     if folder is not None and overrides:
-        raise SubjectError(
+        raise DiagnoseError(
             f"{overrides[0]!r} would change the trained model {target}; to make a fresh one, pass "
             f"{folder / 'config.json'}"
         )
@@ -92,7 +92,7 @@ def subject(
         batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
     where = {"model": made, "text": read, "rows": rows, "length": length, "state_seed": state_seed, "dtype": dtype}
     records = [] if run is None else read_metrics(run / "metrics.jsonl")
-    return Subject(model, batch, where, records, tokenizer)
+    return ModelAndText(model, batch, where, records, tokenizer)
 
 
 def config_fields(target: str) -> dict:
@@ -101,18 +101,18 @@ def config_fields(target: str) -> dict:
         if target in LoopedConfig.preset_names():
             return {"preset": target}
         close = difflib.get_close_matches(target, LoopedConfig.preset_names(), n=1)
-        raise SubjectError(
+        raise DiagnoseError(
             f"{target!r} is no folder, no .json or .yaml file and no preset"
             + (f"; did you mean {close[0]!r}?" if close else f"; presets: {', '.join(LoopedConfig.preset_names())}")
         )
     if not path.is_file():
-        raise SubjectError(f"there is no config {target!r}")
+        raise DiagnoseError(f"there is no config {target!r}")
     try:
         fields = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
     except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise SubjectError(f"{target!r} cannot be read: {error}") from error
+        raise DiagnoseError(f"{target!r} cannot be read: {error}") from error
     if not isinstance(fields, dict):
-        raise SubjectError(f"{target!r} must hold fields of LoopedConfig, or a recipe, got {type(fields).__name__}")
+        raise DiagnoseError(f"{target!r} must hold fields of LoopedConfig, or a recipe, got {type(fields).__name__}")
     fields = dict(fields["model"]) if isinstance(fields.get("model"), dict) else fields  # a recipe
     for derived in ("num_hidden_layers", "layer_types"):
         fields.pop(derived, None)
@@ -126,7 +126,7 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
         if not equals or key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise SubjectError(f"{override!r} does not change the config: write field=value, e.g. num_loops=8{hint}")
+            raise DiagnoseError(f"{override!r} does not change the config: write field=value, e.g. num_loops=8{hint}")
         fields[key] = yaml.safe_load(value)
     preset = fields.pop("preset", None)
     return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
@@ -135,12 +135,12 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
 def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):
     """[rows, length] of what the run of a trained model held out, and what was read."""
     if run is None:
-        raise SubjectError(
+        raise DiagnoseError(
             f"{target!r} is in no training run, so what it was trained on is not known: pass --text with a text that "
             "it was not trained on, or --text embedded"
         )
     if tokenizer is not None:
-        raise SubjectError(f"what {run} held out is read with its own tokenizer: pass --text with --tokenizer")
+        raise DiagnoseError(f"what {run} held out is read with its own tokenizer: pass --text with --tokenizer")
     return held_out_rows(run, rows, length)
 
 
@@ -148,20 +148,20 @@ def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: in
     """[rows, length] of text joined by the end token, and what was read."""
     if tokenizer is None:
         if text is not None:
-            raise SubjectError(
+            raise DiagnoseError(
                 f"{text!r} cannot be read without a tokenizer, and this model has none: pass --tokenizer"
             )
         return random_tokens(config, rows, length, seed), f"random tokens with seed {seed}"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     if len(tokenizer) > config.vocab_size:
-        raise SubjectError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
+        raise DiagnoseError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for document in training_source(DataConfig(source=text or "embedded")).load():
         ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
         if len(ids) >= rows * length:
             ids = torch.tensor(ids[: rows * length]).view(rows, length)
             return ids, "embedded corpus (the training text of a demo model)" if text in (None, "embedded") else text
-    raise SubjectError(
+    raise DiagnoseError(
         f"{text or 'the embedded corpus'!r} holds {len(ids)} tokens, fewer than {rows} rows of {length}: "
         "lower --rows or --length"
     )

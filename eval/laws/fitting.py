@@ -87,7 +87,7 @@ def line_search(objective, rows, x, value, gradient, direction, tries: int = 20)
     direction = torch.where(downhill[:, None], direction, -gradient)
     slope = torch.where(downhill, slope, -gradient.square().sum(1))
     low, high = torch.zeros_like(value), torch.full_like(value, torch.inf)
-    length = (4.0 / direction.abs().amax(1)).clamp(max=1.0)  # logarithms: a longer step leaves where the gradient holds
+    length = (4.0 / direction.abs().amax(1)).clamp(max=1.0)  # logarithms: no step beyond e^4
     best_x, best_value, best_gradient = x.clone(), value.clone(), gradient.clone()
     open_rows = torch.arange(len(rows))
     for _ in range(tries):

@@ -27,7 +27,7 @@ from .packing import PackedRows
 from .part_files import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_json, write_shard
 from .shuffle import rows_of_step
 from .sources import Documents, Source, readable, training_source, validation_source
-from .tokenizers import Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_identity
+from .tokenizers import Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_settings
 
 
 __all__ = ["Prepared", "PackedRows", "open_prepared", "prepare", "rows_of_step"]
@@ -101,9 +101,9 @@ def _settings(data: DataConfig, training: Source, validation: Source | None) -> 
     """
     settings = {
         "format": FORMAT,
-        "source": training.identity(),
-        "validation": {"fraction": data.validation_fraction} if validation is None else validation.identity(),
-        "tokenizer": tokenizer_identity(data),
+        "source": training.settings(),
+        "validation": {"fraction": data.validation_fraction} if validation is None else validation.settings(),
+        "tokenizer": tokenizer_settings(data),
         "packing": data.packing,
     }
     if data.packing == "best_fit":

@@ -70,7 +70,7 @@ class Source:
     document_start: str | None
     joined_by: str | None = None
 
-    def identity(self) -> dict:
+    def settings(self) -> dict:
         """What decides the documents, found without reading them; a changed file changes it."""
         fields = {**vars(self), "document_start": self._document_start()}
         if self.joined_by is None:

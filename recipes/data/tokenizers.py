@@ -152,7 +152,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def tokenizer_identity(data: DataConfig) -> dict:
+def tokenizer_settings(data: DataConfig) -> dict:
     """What decides the tokenizer beside the documents, found without loading or training it."""
     start = {} if data.start_token is None else {"start_token": data.start_token}
     if data.tokenizer in TRAINERS:

@@ -25,7 +25,7 @@ VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map"
 TRAINING = ("seed", "rows_per_step", "initialize_from", "freeze_all_but_gate", "taper_start", "taper_end", *LENGTH)
 
 
-def identity(recipe: Recipe, model_config: dict, data) -> dict:
+def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
     """Everything that is compared, in sections; `data` is what `shards.prepare` returns."""
     return {
         "model": model_config,

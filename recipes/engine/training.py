@@ -39,7 +39,7 @@ from recipes.engine.export import export_model
 from recipes.engine.monitor import Monitor
 from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
 from recipes.engine.publish import create_repository, model_card, push
-from recipes.engine.resume import comparable, differing, identity, may_change, shown
+from recipes.engine.resume import comparable, compared_settings, differing, may_change, shown
 from recipes.engine.saving import on_main_process, only_run
 from recipes.engine.taper import Taper
 
@@ -347,11 +347,11 @@ class Pretraining:
         if recipe.logging.trackers:
             self.accelerator.init_trackers(recipe.logging.project, config=flat(recipe.to_dict()))
 
-    def identity(self) -> dict:
-        return comparable(identity(self.recipe, comparable(self.config.to_dict()), self.data))
+    def compared_settings(self) -> dict:
+        return comparable(compared_settings(self.recipe, comparable(self.config.to_dict()), self.data))
 
     def go_on_from(self, checkpoint: Path):
-        own = self.identity()
+        own = self.compared_settings()
         changes = differing(read_marker(checkpoint)["config"], own)
         resume = self.recipe.training.resume
         extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
@@ -372,7 +372,7 @@ class Pretraining:
             extra,
             keep_last=self.recipe.training.keep_last,
             is_best=is_best,
-            config=self.identity(),
+            config=self.compared_settings(),
         )
 
     @torch.no_grad()

@@ -1,0 +1,100 @@
+"""Imports run one way: from evaluation to training to the model family, and in these from commands to common files."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("modeling_looped", "recipes", "eval")
+# a config names the classes that open it, and they take a config: transformers' remote code wants both in one place
+DELIBERATE = {"auto_classes", "causal_lm", "configuration_looped", "heads", "modeling_looped"}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_of(path): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+
+
+def imported(module: str) -> set[str]:
+    """Modules of ours that a file imports, also inside functions."""
+    path, found = FILES[module], set()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in FILES else base for name in names}
+    return (found & FILES.keys()) - {module}
+
+
+IMPORTS = {module: imported(module) for module in FILES}
+
+
+def room(module: str) -> str:
+    """The package that a file lies in; a command that is one file is a room of its own."""
+    package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+    return module if package in ("eval", "recipes") else package
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of nodes that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen, rest = set(), [start]
+        while rest:
+            for target in graph[rest.pop()] - seen:
+                seen.add(target)
+                rest.append(target)
+        return seen
+
+    reach = {node: reached(node) for node in graph}
+    groups = {frozenset(other for other in reach[node] if node in reach[other]) for node in graph}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+@pytest.mark.parametrize(
+    "package,others",
+    [
+        ("modeling_looped", ("recipes", "eval")),
+        ("recipes", ("eval",)),
+        ("recipes.common", ("recipes.data", "recipes.engine")),
+        ("recipes.data", ("recipes.engine",)),
+    ],
+)
+def test_arrows_run_one_way(package, others):
+    inside = [module for module in FILES if f"{module}.".startswith(f"{package}.") and module != "recipes.demo"]
+    wrong = [(a, b) for a in inside for b in IMPORTS[a] if any(f"{b}.".startswith(f"{other}.") for other in others)]
+    assert inside and wrong == []
+
+
+def test_no_circle_but_the_deliberate_one():
+    assert circles(IMPORTS) == [{f"modeling_looped.{name}" for name in DELIBERATE}]
+
+
+def test_no_circle_of_rooms():
+    rooms = {room(module): set() for module in FILES}
+    for module, targets in IMPORTS.items():
+        rooms[room(module)] |= {room(target) for target in targets} - {room(module)}
+    assert circles(rooms) == []
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert circles(graph) == [{"b", "c"}]
+
+
+def test_the_model_family_is_flat_and_imports_by_one_dot():
+    """Code that is loaded from a saved folder resolves nothing else."""
+    for path in (ROOT / "modeling_looped").rglob("*.py"):
+        assert path.parent == ROOT / "modeling_looped"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level <= 1 and (node.level == 0 or node.module and "." not in node.module), path.name
