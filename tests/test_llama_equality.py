@@ -153,7 +153,7 @@ def test_packed_documents():
 @pytest.fixture(params=["usual", "fast"])
 def kernels(request, monkeypatch):
     """torch's own, whose results are Llama's to the last bit; or those of cpu.py, to rounding."""
-    monkeypatch.setattr("modeling_looped.cpu.SMALL", 2**30 if request.param == "usual" else 0)
+    monkeypatch.setattr("modeling_looped.cpu_gradients.MIN_SIZE", 2**30 if request.param == "usual" else 0)
     if request.param == "usual":
         monkeypatch.setattr("modeling_looped.cpu.FEW_ROWS", 0)
     return request.param
