@@ -139,10 +139,11 @@ class RMSNorm(torch.autograd.Function):
 
 def gradients_by_autograd(ctx, x, weight, grad):
     """Those of RMSNorm by torch's own formula, which has further derivatives."""
-    needed = ctx.needs_input_grad
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        y = F.rms_norm(x, x.shape[-1:], weight, ctx.eps)
-    inputs = [tensor for tensor, is_needed in zip((x, weight), needed) if is_needed]
-    found = iter(torch.autograd.grad(y, inputs, grad, create_graph=create_graph))
-    return *(next(found) if is_needed else None for is_needed in needed[:2]), None
+        # views, since x may itself have been made with this weight, in the loop before
+        inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, weight)]
+        y = F.rms_norm(inputs[0], x.shape[-1:], inputs[1], ctx.eps)
+    needed = [tensor for tensor, is_needed in zip(inputs, ctx.needs_input_grad) if is_needed]
+    found = iter(torch.autograd.grad(y, needed, grad, create_graph=create_graph))
+    return *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:2]), None

@@ -1,12 +1,14 @@
 """What is done faster on CPUs is what torch does, to rounding: against float64, and beside torch's own kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import Linear
 from torch.nn import functional as F
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu, cpu_gradients
-from modeling_looped.cpu import RepeatedProduct, decoding, project
+from modeling_looped.cpu import RepeatedProduct, decoding, fast_paths, project
 from modeling_looped.cpu_gradients import CausalAttention, RMSNorm
 from modeling_looped.layers import attend_on_cpu
 
@@ -144,6 +146,20 @@ def test_second_derivatives_and_transforms_of_the_norm(monkeypatch):
     torch.testing.assert_close(torch.func.grad(loss)(embedded.detach()), gradient.detach(), rtol=1e-5, atol=1e-7)
 
 
+def test_gradients_of_shared_weights_that_have_gradients_themselves(monkeypatch):
+    """The norm of a loop reads what the same weight gave in the loop before."""
+    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
+    model, ids = tiny_model().train(), random_ids(2, 9)
+    model.model.core[0].input_layernorm.weight.requires_grad_(False)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, learned, create_graph=True)
+    with fast_paths(False):
+        expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, learned)
+    for mine, torchs in zip(found, expected, strict=True):
+        assert mine.requires_grad
+        torch.testing.assert_close(mine.detach(), torchs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (3, 1), (8,), (2, 4), (9, 1)])
 def test_few_rows_from_the_left(shape, bias):
@@ -183,6 +199,25 @@ def read_often(layer, x):
 
 HAS_ORDER = read_often(Linear(256, 256).bfloat16(), torch.zeros(1, 256).bfloat16())[1] is not None
 needs_order = pytest.mark.skipif(not HAS_ORDER, reason="oneDNN with bfloat16 on x86")
+OPERATORS = {
+    "_is_mkldnn_bf16_supported": lambda: True,
+    "_reorder_linear_weight": lambda weight, rows: weight.clone(),
+    "_linear_pointwise": lambda x, weight, bias, *_: F.linear(x, weight, bias),
+}
+
+
+def stand_in(monkeypatch, **operators):
+    """Operators in place of oneDNN's, which few processors have."""
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
+
+
+@pytest.fixture(params=["onednn", "stand-in"])
+def has_order(request, monkeypatch):
+    if request.param == "stand-in":
+        stand_in(monkeypatch, **OPERATORS)
+    elif not HAS_ORDER:
+        pytest.skip("oneDNN with bfloat16 on x86")
 
 
 @needs_order
@@ -201,8 +236,7 @@ def test_ordered_weights_multiply_as_the_layer_does(shape, bias, monkeypatch):
         assert error(found, exact) < max(1.1 * error(usual, exact), 3e-3)
 
 
-@needs_order
-def test_weights_are_ordered_only_where_they_stay_what_they_are():
+def test_weights_are_ordered_only_where_they_stay_what_they_are(has_order):
     x = torch.randn(2, 256).bfloat16()
     hooked, offloaded, parametrized = (Linear(256, 256).bfloat16() for _ in range(3))
     hooked.register_forward_pre_hook(lambda *_: None)
@@ -228,8 +262,7 @@ def test_a_head_for_another_vocabulary_is_made_like_the_one_before(tied):
     assert model(random_ids(2, 5)).logits.shape == (2, 5, 120)
 
 
-@needs_order
-def test_ordered_weights_have_gradients_as_usual():
+def test_ordered_weights_have_gradients_as_usual(has_order):
     layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
     with decoding(layer):
         with torch.no_grad():
@@ -252,7 +285,6 @@ def test_an_assistant_keeps_its_order_between_its_drafts():
         assert cpu._products.get() is outer
 
 
-@needs_order
 @pytest.mark.parametrize(
     "how",
     [
@@ -263,7 +295,7 @@ def test_an_assistant_keeps_its_order_between_its_drafts():
         {"draft_loops": 1},
     ],
 )
-def test_generation_with_ordered_weights_says_what_it_says_without(how, monkeypatch):
+def test_generation_with_ordered_weights_says_what_it_says_without(how, has_order, monkeypatch):
     torch.manual_seed(0)
     config = LoopedConfig(
         vocab_size=97,
@@ -281,8 +313,9 @@ def test_generation_with_ordered_weights_says_what_it_says_without(how, monkeypa
     ordered, multiply = [], RepeatedProduct.multiply_ordered
 
     def watched(product, x):
+        is_due = product.reads == cpu.READS_BEFORE_ORDERING
         y = multiply(product, x)
-        ordered.extend([y is not None] * (product.reads == cpu.READS_BEFORE_ORDERING))
+        ordered.extend([y is not None] * is_due)
         return y
 
     monkeypatch.setattr(RepeatedProduct, "multiply_ordered", watched)
