@@ -59,8 +59,10 @@ def operator(namespace: str, name: str):
 
 def may_be_transformed() -> bool:
     """Whether torch.func transforms what runs now; where torch does not say, it may."""
-    is_active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return is_active is None or is_active()
+    try:
+        return torch._C._are_functorch_transforms_active()
+    except AttributeError:
+        return True
 
 
 # the layers that this generation may multiply with by themselves; None outside of generations
@@ -71,14 +73,15 @@ _products: ContextVar[dict[nn.Module, "RepeatedProduct"] | None] = ContextVar("p
 def decoding(model: nn.Module):
     """Around `generate`: here weights are read again and again, and few rows may be rounded otherwise.
 
-    Which layers are plain is looked up before anything runs: FSDP shows plain weights while a block runs, and sharded
-    or none before.
+    Which weights are plain is looked up before anything runs: those that FSDP and offloading show while a layer runs
+    are not.
     """
     outer = _products.get()
     products = {} if outer is None else outer  # an assistant's are kept while the model it helps decodes
     if fast_paths_are_on():
-        new = {m: RepeatedProduct(m) for m in model.modules() if m not in products and is_plain(m)}
-        announce(new.values())
+        layers = [layer for layer in model.modules() if layer not in products and is_plain(layer)]
+        new = {layer: RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)}
+        announce([layer.weight for layer in new if layer.weight.dtype == torch.bfloat16])
         products.update(new)
     token = _products.set(products)
     try:
@@ -87,11 +90,11 @@ def decoding(model: nn.Module):
         _products.reset(token)
 
 
-def announce(products):
-    if size := sum(product.layer.weight.nbytes for product in products if product.can_be_ordered):
+def announce(weights: list[torch.Tensor]):
+    if weights:
         logger.info(
-            f"Decoding keeps bfloat16 weights a second time, in the order that oneDNN reads: up to {size} bytes more, "
-            f"until generate returns. {SWITCH}=0 decodes without."
+            "Decoding keeps bfloat16 weights a second time, in the order that oneDNN reads: up to "
+            f"{sum(weight.nbytes for weight in weights)} bytes more, until generate returns. {SWITCH}=0 goes without."
         )
 
 
@@ -101,34 +104,53 @@ def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(x)
     products = _products.get()
     product = products.get(layer) if products and _is_on else None
-    if product is None or type(x) is not torch.Tensor or not is_plain(layer) or may_be_transformed():
+    if product is None or not product.is_what_happens(x):
         return layer(x)
     y = product(x)
     return layer(x) if y is None else y
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether calling it is a product with weights of its own on a CPU, and nobody watches or changes the call.
+    """Whether calling it is x W^T + b, and nobody watches or changes the call.
 
-    Adapted, quantised and parametrized layers are of other types, offloaded ones have another forward, sharded ones
-    other weights.
+    Adapted, quantised and parametrized layers are of other types, offloaded ones have another forward.
     """
     if type(layer) is not nn.Linear or "forward" in layer.__dict__ or layer._compiled_call_impl is not None:
         return False
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return False
-    weight = layer.weight
-    return type(weight) is nn.Parameter and weight.device.type == "cpu" and not has_global_hooks()
+    return not has_global_hooks()
 
 
 def has_global_hooks() -> bool:
     """Of torch, for all modules; where torch does not say, it may have some."""
-    has_any = getattr(nn.modules.module, "_has_any_global_hook", None)
-    return has_any is None or bool(has_any())
+    try:
+        return bool(nn.modules.module._has_any_global_hook())
+    except AttributeError:
+        return True
+
+
+def has_faster_product(weight: torch.Tensor) -> bool:
+    if type(weight) is not nn.Parameter or weight.device.type != "cpu":  # sharded, or elsewhere
+        return False
+    return weight.dtype == torch.float32 or can_be_ordered(weight)
+
+
+def can_be_ordered(weight: torch.Tensor) -> bool:
+    """Whether oneDNN here has an order of its own for weights of this kind, which gain by it."""
+    if weight.dtype != torch.bfloat16 or weight.numel() < MIN_ORDERED_SIZE:
+        return False
+    mkldnn = torch.backends.mkldnn
+    if platform.machine() not in ("x86_64", "AMD64") or not (mkldnn.is_available() and mkldnn.enabled):
+        return False
+    try:
+        return operator("mkldnn", "_is_mkldnn_bf16_supported")()
+    except NotImplementedError:
+        return False
 
 
 class RepeatedProduct:
-    """x W^T + b for one plain layer in one generation.
+    """x W^T + b of one plain layer in one generation.
 
     Few rows of fp32 are multiplied with the weights on the left. bfloat16 weights that are read often are kept a
     second time, in the order that oneDNN reads, which takes about two thirds of the time and gives equal results;
@@ -136,32 +158,34 @@ class RepeatedProduct:
     """
 
     def __init__(self, layer: nn.Linear):
-        self.layer = layer
-        self.can_be_ordered = may_be_ordered(layer.weight)
-        self.reads, self.source, self.ordered = 0, None, None  # ordered: a copy of source
+        self.layer, self.weight = layer, layer.weight
+        self.reads, self.ordered, self.is_refused = 0, None, False  # by oneDNN
+
+    def is_what_happens(self, x: torch.Tensor) -> bool:
+        """Whether calling the layer is still this product and nothing else."""
+        is_same = type(x) is torch.Tensor and self.layer._parameters.get("weight") is self.weight
+        return is_same and x.dtype == self.weight.dtype and is_plain(self.layer) and not may_be_transformed()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """None where torch does as well."""
         if x.dtype == torch.float32:
             is_few = x.numel() <= FEW_ROWS * self.layer.in_features
             return multiply_weight_with_rows(self.layer, x) if is_few else None
-        if self.can_be_ordered and x.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+        if x.dtype == torch.bfloat16 and not torch.is_grad_enabled() and not self.is_refused:
             return self.multiply_ordered(x)
         return None
 
     def multiply_ordered(self, x: torch.Tensor) -> torch.Tensor | None:
-        """None as long as the copy is not worth its price, and where torch cannot do it."""
-        if self.ordered is None and self.reads < READS_BEFORE_ORDERING:
-            self.reads += 1
-            return None
-        weight = self.layer.weight
+        """None as long as the copy is not worth its price, and where torch has no such operator."""
         try:
-            if self.source is not weight:
-                self.ordered = operator("mkldnn", "_reorder_linear_weight")(weight.detach(), FEW_ROWS)
-                self.source = weight
+            if self.ordered is None:
+                if self.reads < READS_BEFORE_ORDERING:
+                    self.reads += 1
+                    return None
+                self.ordered = operator("mkldnn", "_reorder_linear_weight")(self.weight.detach(), FEW_ROWS)
             return operator("mkldnn", "_linear_pointwise")(x, self.ordered, self.layer.bias, "none", [], "")
         except NotImplementedError:
-            self.can_be_ordered, self.source, self.ordered = False, None, None
+            self.is_refused, self.ordered = True, None
             return None
 
 
@@ -173,18 +197,6 @@ def multiply_weight_with_rows(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor
         rows = torch.cat((rows, rows))  # one row is the slow case, and two are the fastest
     y, bias = torch.mm(layer.weight, rows.t()).t()[:count].contiguous(), layer.bias
     return (y if bias is None else y + bias).view(*x.shape[:-1], layer.out_features)
-
-
-def may_be_ordered(weight: torch.Tensor) -> bool:
-    if weight.dtype != torch.bfloat16 or weight.numel() < MIN_ORDERED_SIZE:
-        return False
-    mkldnn = torch.backends.mkldnn
-    if platform.machine() not in ("x86_64", "AMD64") or not (mkldnn.is_available() and mkldnn.enabled):
-        return False
-    try:
-        return operator("mkldnn", "_is_mkldnn_bf16_supported")()
-    except NotImplementedError:
-        return False
 
 
 def is_slow_single_query(queries: torch.Tensor) -> bool:
