@@ -21,6 +21,9 @@ logger = logging.get_logger(__name__)
 
 SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
+# one row is what MKL is slowest at with AVX512, and what it does well without
+FEWEST_ROWS = 1 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 2
+MIN_SIZE = 2**14  # elements of fp32 weights: smaller ones are multiplied sooner than anything is turned around
 MIN_ORDERED_SIZE = 2**16  # elements of weights that gain by being ordered
 READS_BEFORE_ORDERING = 8  # to order weights takes as long as some ten products with them
 
@@ -133,7 +136,7 @@ def has_global_hooks() -> bool:
 def has_faster_product(weight: torch.Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.device.type != "cpu":  # sharded, or elsewhere
         return False
-    return weight.dtype == torch.float32 or can_be_ordered(weight)
+    return (weight.dtype == torch.float32 and weight.numel() >= MIN_SIZE) or can_be_ordered(weight)
 
 
 def can_be_ordered(weight: torch.Tensor) -> bool:
@@ -169,8 +172,8 @@ class RepeatedProduct:
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """None where torch does as well."""
         if x.dtype == torch.float32:
-            is_few = x.numel() <= FEW_ROWS * self.layer.in_features
-            return multiply_weight_with_rows(self.layer, x) if is_few else None
+            rows = x.numel() // self.layer.in_features
+            return multiply_weight_with_rows(self.layer, x) if FEWEST_ROWS <= rows <= FEW_ROWS else None
         if x.dtype == torch.bfloat16 and not torch.is_grad_enabled() and not self.is_refused:
             return self.multiply_ordered(x)
         return None

@@ -54,6 +54,13 @@ def watched_calls(monkeypatch) -> list:
     return calls
 
 
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch):
+    """Whatever the processor and the size, few rows are multiplied with fp32 weights on the left."""
+    monkeypatch.setattr(cpu, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(cpu, "MIN_SIZE", 0)
+
+
 @pytest.fixture
 def ordering(monkeypatch):
     """bfloat16 weights of any size are ordered at once, by operators that every processor has."""
