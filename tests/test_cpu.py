@@ -280,7 +280,7 @@ def test_ordered_weights_have_gradients_as_usual(has_order):
     torch.testing.assert_close(layer.weight.grad[0], x.sum(0))
 
 
-def test_an_assistant_keeps_its_order_between_its_drafts():
+def test_an_assistant_keeps_its_order_between_its_drafts(few_rows):
     model, assistant = Linear(2, 2), Linear(2, 2)
     with decoding(model):
         outer, of_model = cpu._products.get(), cpu._products.get()[model]
