@@ -20,6 +20,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .checks import check_inputs
 from .configuration_looped import LoopedConfig
+from .cpu import project
 from .depth import check_depths
 from .exit_criteria import ExitRule
 from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_pieces
@@ -216,18 +217,15 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         )
 
     def _get_resized_lm_head(self, old_lm_head, *args, **kwargs):
-        """transformers makes a plain layer for a vocabulary of another size; ours is as it was made at first."""
-        plain = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
-        if plain is old_lm_head:
-            return plain
-        with torch.device("meta"):
-            head = linear(plain.in_features, plain.out_features, "head")
-        head.weight, head._is_hf_initialized = plain.weight, True
+        """transformers makes a layer for a vocabulary of another size, which does not say yet what it is for."""
+        head = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        if head is not old_lm_head:
+            head.init_role, head.init_width, head._is_hf_initialized = "head", None, True
         return head
 
     def logits(self, hidden_states):
         """From normed states to logits."""
-        return self.softcapped(self.lm_head(hidden_states))
+        return self.softcapped(project(self.lm_head, hidden_states))
 
     def softcapped(self, logits):
         if self.config.logit_softcap is None:
@@ -258,7 +256,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             state = self.model.norm(state)
         if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
             state = state.detach()
-        return self.exit_gate(state).squeeze(-1)
+        return project(self.exit_gate, state).squeeze(-1)
 
     def save_pretrained(self, *args, **kwargs):
         self._keep_depth_fields()

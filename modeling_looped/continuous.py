@@ -11,7 +11,6 @@ from transformers.cache_utils import QuantizedCache
 from .cache import LoopedCache
 from .checks import check_length
 from .context import PassContext
-from .cpu import Linear
 from .emission import Emission, batch_bound
 from .exit_criteria import BLANK, Reading
 from .outputs import LoopedGenerateOutput
@@ -255,7 +254,7 @@ class ContinuousDecoder:
             return rows
         candidates = self.memory["candidates"][self.emission.index(screened)]
         normed, head = self.normed(screened, state, at), self.model.lm_head
-        if type(head) in (Linear, torch.nn.Linear) and not head.weight.is_meta:
+        if type(head) is torch.nn.Linear and not head.weight.is_meta:
             weights = head.weight[candidates]  # [rows, candidates, hidden]
             logits = self.model.softcapped(torch.matmul(normed, weights.transpose(1, 2)))[:, 0]
         else:  # adapted, quantized or offloaded

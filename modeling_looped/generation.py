@@ -99,7 +99,7 @@ class LoopedGenerationMixin(GenerationMixin):
         """
         names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
         check_prompt(kwargs[names[0]] if names else args[0] if args else None)
-        with decoding():
+        with decoding(self):
             return super().generate(*args, **kwargs)
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):

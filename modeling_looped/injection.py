@@ -11,6 +11,7 @@ import math
 import torch
 from torch import nn
 
+from .cpu import project
 from .layers import block_norm, linear
 
 
@@ -55,7 +56,7 @@ class ConcatInjection(NoInjection):
         self.proj = linear(config.state_size + config.hidden_size, config.state_size, "adapter")
 
     def forward(self, state, embedded):
-        return self.normed(self.proj(torch.cat([state, embedded], dim=-1)))
+        return self.normed(project(self.proj, torch.cat([state, embedded], dim=-1)))
 
 
 class DiagonalInjection(NoInjection):
@@ -79,7 +80,7 @@ class DiagonalInjection(NoInjection):
 
     def forward(self, state, embedded):
         decay, step = (factor.to(state.dtype) for factor in self.decay_and_step())
-        return self.normed(decay * state + step * self.input_proj(embedded))
+        return self.normed(decay * state + step * project(self.input_proj, embedded))
 
 
 class ResidualAllInjection(NoInjection):

@@ -9,7 +9,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
-from .cpu import Linear, RMSNorm, attend, learns_slowly
+from .cpu import attend_single_query, is_slow_single_query, project
+from .cpu_gradients import attend_causally, rms_norm
 
 
 VALUE_GATE_CHANNELS = 32
@@ -42,10 +43,10 @@ class LoopedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if affine else None
 
     def forward(self, x):
-        weight = self.weight if self.weight is None else self.weight.to(x.dtype)
-        if learns_slowly(x):
-            return RMSNorm.apply(x, weight, self.eps)
-        return nn.functional.rms_norm(x, self.size, weight, self.eps)
+        weight = self.weight
+        if weight is not None and weight.dtype != x.dtype:
+            weight = weight.to(x.dtype)
+        return rms_norm(x, weight, self.eps)
 
     def extra_repr(self):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
@@ -58,9 +59,16 @@ def block_norm(config, size: int | None = None) -> LoopedRMSNorm:
 def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
     """A linear layer that tells the init schemes what it is for, see initialization.py. width: of the stream that it
     belongs to, where that is not hidden_size."""
-    module = Linear(in_features, out_features, bias=bias)
+    module = nn.Linear(in_features, out_features, bias=bias)
     module.init_role, module.init_width = role, width
     return module
+
+
+def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor | None:
+    """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch does as well."""
+    if is_slow_single_query(queries):
+        return attend_single_query(queries, keys, values, mask, scaling)
+    return attend_causally(queries, keys, values, scaling) if mask is None else None
 
 
 class AttentionSite:
@@ -135,12 +143,13 @@ class LoopedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         source = hidden_states
         if self.kv_down_proj is not None:
-            source = self.kv_latent_norm(self.kv_down_proj(hidden_states))
-        queries = self.heads(self.q_proj(query_states))
-        keys = self.heads(self.k_proj(source))
-        values = self.heads(self.v_proj(source))
+            source = self.kv_latent_norm(project(self.kv_down_proj, hidden_states))
+        queries = self.heads(project(self.q_proj, query_states))
+        keys = self.heads(project(self.k_proj, source))
+        values = self.heads(project(self.v_proj, source))
         if value_embedding is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(hidden_states[..., : self.value_gate.in_features]))
+            read = hidden_states[..., : self.value_gate.in_features]
+            gate = 2 * torch.sigmoid(project(self.value_gate, read))
             values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
 
         if self.qk_norm == "learned":
@@ -160,12 +169,13 @@ class LoopedAttention(nn.Module):
 
         if isinstance(keys, list):  # rows at loops and positions of their own
             output = past_key_values.attend(queries, keys, self.scaling)
-            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), None
+            return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         implementation, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
         if implementation == "sdpa" and not dropout and not kwargs.keys() & {"cache", "is_causal"}:
-            output = attend(queries, keys, values, attention_mask, self.scaling)
+            output = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
             if output is not None:
-                return self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
+                output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
+                return project(self.o_proj, output), None
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention_interface(
@@ -179,7 +189,7 @@ class LoopedAttention(nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
+        return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 class LoopedMLP(nn.Module):
@@ -196,10 +206,10 @@ class LoopedMLP(nn.Module):
 
     def forward(self, x):
         if self.gate_proj is None:
-            x = self.activation(self.up_proj(x))
+            x = self.activation(project(self.up_proj, x))
         else:
-            x = self.activation(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(x if self.scale == 1 else x * self.scale)
+            x = self.activation(project(self.gate_proj, x)) * project(self.up_proj, x)
+        return project(self.down_proj, x if self.scale == 1 else x * self.scale)
 
 
 class LoopedBlock(GradientCheckpointingLayer):

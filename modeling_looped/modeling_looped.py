@@ -34,6 +34,7 @@ from .cache import CacheView, view_for_pass
 from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
+from .cpu import project
 from .depth import DepthPlan, plan_depths
 from .exit_watch import ExitWatch
 from .initialization import init_module
@@ -288,7 +289,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if self.config.coda_input == "norm":
             state = self.norm(state)
         elif self.coda_proj is not None:
-            state = self.coda_proj(state)
+            state = project(self.coda_proj, state)
         scale = self.config.residual_factor(1)
         for block in self.coda:
             state = context.of_first_rows(len(state)).run(block, state, scale, block.first_slot)

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .cache import RoomyLayer, shared_slots
-from .cpu import is_slow_alone
+from .cpu import is_slow_single_query
 from .slots import core_slot, slot_at, split_slot, structural_layer_types
 
 
@@ -225,7 +225,7 @@ class Cursor:
 
         In bfloat16 a row is copied to fp32 first, all rows into the same memory, which stays in the processor's cache.
         """
-        exact = is_slow_alone(queries)
+        exact = is_slow_single_query(queries)
         grouped = queries.shape[1] != views[0].shape[1]
         outputs = []
         for query, view in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), views):

@@ -1,11 +1,16 @@
 """What is done faster on CPUs is what torch does, to rounding: against float64, and beside torch's own kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn import Linear
 from torch.nn import functional as F
 
-from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu
-from modeling_looped.cpu import CausalAttention, Linear, RMSNorm, attend, decoding
+from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu, cpu_gradients
+from modeling_looped.cpu import RepeatedProduct, decoding, fast_paths, project
+from modeling_looped.cpu_gradients import CausalAttention, RMSNorm
+from modeling_looped.layers import attend_on_cpu
 
 from .helpers import random_ids, tiny_model
 
@@ -41,7 +46,7 @@ def test_gradients_of_the_norm(dtype, affine):
 
 @pytest.mark.parametrize("length", [192, 300, 767])
 def test_gradients_of_causal_attention(length, monkeypatch):
-    monkeypatch.setattr(cpu, "SCORES", 2**17)  # several blocks of heads too
+    monkeypatch.setattr(cpu_gradients, "SCORES_PER_BLOCK", 2**17)  # several blocks of heads too
     torch.manual_seed(0)
     shape = (2, length, 3, 16)
     queries, keys, values, grad = (torch.randn(shape).bfloat16().transpose(1, 2) for _ in range(4))
@@ -74,14 +79,14 @@ def test_a_model_learns_with_them_what_it_learns_without(key_value_heads, monkey
     )
     torch.manual_seed(0)
     model, ids = LoopedForCausalLM(config).train(), torch.randint(3, 64, (2, 200))
-    monkeypatch.setattr(cpu, "SMALL", 0)
+    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
     gradients, calls = {}, []
     backward = CausalAttention.backward
     monkeypatch.setattr(CausalAttention, "backward", lambda *args: calls.append(1) or backward(*args))
     for kind in ("exact", "fast", "usual"):
         model.to(torch.float64 if kind == "exact" else torch.bfloat16).zero_grad()
         if kind == "usual":
-            monkeypatch.setattr(cpu, "SMALL", 2**30)
+            monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 2**30)
         model(ids, labels=ids, use_cache=False).loss.backward()
         gradients[kind] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
     assert len(calls) == 4  # layers times loops, once
@@ -96,7 +101,7 @@ def test_attention_of_single_queries(key_value_heads, mask_heads):
     queries = torch.randn(3, 6, 1, 16).bfloat16()
     keys, values = (torch.randn(3, key_value_heads, 50, 16).bfloat16()[:, :, :41] for _ in range(2))
     mask = torch.rand(3, mask_heads, 1, 41) > 0.3 if mask_heads else None
-    found = attend(queries, keys, values, mask, 0.3)
+    found = attend_on_cpu(queries, keys, values, mask, 0.3)
     assert found.shape == queries.shape
     exact_keys, exact_values = (x.double().repeat_interleave(6 // key_value_heads, 1) for x in (keys, values))
     scores = 0.3 * queries.double() @ exact_keys.mT
@@ -106,23 +111,23 @@ def test_attention_of_single_queries(key_value_heads, mask_heads):
 
 
 def test_the_usual_where_torch_does_as_well(monkeypatch):
-    monkeypatch.setattr(cpu, "SMALL", 0)
+    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
     queries, keys, values = (torch.randn(2, 4, 200, 16).bfloat16() for _ in range(3))
     with torch.no_grad():
-        assert attend(queries, keys, values, None, 1.0) is None
+        assert attend_on_cpu(queries, keys, values, None, 1.0) is None
     learnt = queries.clone().requires_grad_()
     with torch.enable_grad():
-        assert attend(learnt, keys, values, None, 1.0) is not None
-        assert attend(learnt, keys, values, torch.ones(1, 1, 200, 200, dtype=torch.bool), 1.0) is None
-        assert attend(learnt.float(), keys.float(), values.float(), None, 1.0) is None
-        assert attend(learnt[:, :, :100], keys, values, None, 1.0) is None
-        monkeypatch.setattr(cpu, "SMALL", learnt.numel() + 1)
-        assert attend(learnt, keys, values, None, 1.0) is None
-    assert attend(queries[:, :, :1].float(), keys.float(), values.float(), None, 1.0) is None
+        assert attend_on_cpu(learnt, keys, values, None, 1.0) is not None
+        assert attend_on_cpu(learnt, keys, values, torch.ones(1, 1, 200, 200, dtype=torch.bool), 1.0) is None
+        assert attend_on_cpu(learnt.float(), keys.float(), values.float(), None, 1.0) is None
+        assert attend_on_cpu(learnt[:, :, :100], keys, values, None, 1.0) is None
+        monkeypatch.setattr(cpu_gradients, "MIN_SIZE", learnt.numel() + 1)
+        assert attend_on_cpu(learnt, keys, values, None, 1.0) is None
+    assert attend_on_cpu(queries[:, :, :1].float(), keys.float(), values.float(), None, 1.0) is None
 
 
 def test_second_derivatives_and_transforms_of_the_norm(monkeypatch):
-    monkeypatch.setattr(cpu, "SMALL", 0)
+    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
     config = LoopedConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_core_layers=1, num_loops=2
     )
@@ -141,46 +146,92 @@ def test_second_derivatives_and_transforms_of_the_norm(monkeypatch):
     torch.testing.assert_close(torch.func.grad(loss)(embedded.detach()), gradient.detach(), rtol=1e-5, atol=1e-7)
 
 
+def test_gradients_of_shared_weights_that_have_gradients_themselves(monkeypatch):
+    """The norm of a loop reads what the same weight gave in the loop before."""
+    monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
+    model, ids = tiny_model().train(), random_ids(2, 9)
+    model.model.core[0].input_layernorm.weight.requires_grad_(False)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, learned, create_graph=True)
+    with fast_paths(False):
+        expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, learned)
+    for mine, torchs in zip(found, expected, strict=True):
+        assert mine.requires_grad
+        torch.testing.assert_close(mine.detach(), torchs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Whatever the processor and the size, few rows are multiplied with the weights on the left."""
+    monkeypatch.setattr(cpu, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(cpu, "MIN_SIZE", 0)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (3, 1), (8,), (2, 4), (9, 1)])
-def test_few_rows_from_the_left(shape, bias):
+def test_few_rows_from_the_left(shape, bias, few_rows):
     torch.manual_seed(0)
     layer, x = Linear(48, 20, bias=bias), torch.randn(*shape, 48)
     usual = F.linear(x, layer.weight, layer.bias)
-    assert torch.equal(layer(x), usual)
-    with decoding():
-        found = layer(x)
+    assert torch.equal(project(layer, x), usual)
+    with decoding(layer):
+        found = project(layer, x)
     assert found.shape == usual.shape and found.is_contiguous()
     torch.testing.assert_close(found, usual, rtol=1e-5, atol=1e-6)
-    assert torch.equal(layer(x), usual)
-    with decoding():  # as usual in other precisions
-        assert torch.equal(layer.double()(x.double()), F.linear(x.double(), layer.weight, layer.bias))
+    assert torch.equal(project(layer, x), usual)
+    with decoding(layer):  # as usual in other precisions
+        assert torch.equal(project(layer.double(), x.double()), F.linear(x.double(), layer.weight, layer.bias))
 
 
 def test_few_rows_end_with_the_generation():
-    with pytest.raises(RuntimeError, match="stop"), decoding():
+    with pytest.raises(RuntimeError, match="stop"), decoding(Linear(2, 2)):
         raise RuntimeError("stop")
-    assert cpu._reads.get() is None
+    assert cpu._products.get() is None
+
+
+def kept_for(layer):
+    """The ordered copy of its weights, if this generation has one."""
+    product = cpu._products.get().get(layer)
+    return None if product is None else product.ordered
 
 
 def read_often(layer, x):
     """What the layer says once it has been read often, and how its weights are kept then."""
-    with decoding(), torch.no_grad():
-        for _ in range(cpu.READS_BEFORE_ORDER):
-            assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
-            assert isinstance(cpu._reads.get()[layer], int)
-        return layer(x), cpu._reads.get().get(layer)
+    with decoding(layer), torch.no_grad():
+        for _ in range(cpu.READS_BEFORE_ORDERING):
+            assert torch.equal(project(layer, x), layer(x))
+            assert kept_for(layer) is None
+        return project(layer, x), kept_for(layer)
 
 
 HAS_ORDER = read_often(Linear(256, 256).bfloat16(), torch.zeros(1, 256).bfloat16())[1] is not None
 needs_order = pytest.mark.skipif(not HAS_ORDER, reason="oneDNN with bfloat16 on x86")
+OPERATORS = {
+    "_is_mkldnn_bf16_supported": lambda: True,
+    "_reorder_linear_weight": lambda weight, rows: weight.clone(),
+    "_linear_pointwise": lambda x, weight, bias, *_: F.linear(x, weight, bias),
+}
+
+
+def stand_in(monkeypatch, **operators):
+    """Operators in place of oneDNN's, which few processors have."""
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
+
+
+@pytest.fixture(params=["onednn", "stand-in"])
+def has_order(request, monkeypatch):
+    if request.param == "stand-in":
+        stand_in(monkeypatch, **OPERATORS)
+    elif not HAS_ORDER:
+        pytest.skip("oneDNN with bfloat16 on x86")
 
 
 @needs_order
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 67), (8, 67), (16, 1000), (512, 8192)])
 def test_ordered_weights_multiply_as_the_layer_does(shape, bias, monkeypatch):
-    monkeypatch.setattr(cpu, "WORTH_ORDERING", 0)
+    monkeypatch.setattr(cpu, "MIN_ORDERED_SIZE", 0)
     torch.manual_seed(0)
     layer = Linear(*shape, bias=bias).bfloat16()
     for size in [(1,), (1, 1), (3, 1), (2, 5), (40, 1)]:
@@ -192,8 +243,7 @@ def test_ordered_weights_multiply_as_the_layer_does(shape, bias, monkeypatch):
         assert error(found, exact) < max(1.1 * error(usual, exact), 3e-3)
 
 
-@needs_order
-def test_weights_are_ordered_only_where_they_stay_what_they_are():
+def test_weights_are_ordered_only_where_they_stay_what_they_are(has_order):
     x = torch.randn(2, 256).bfloat16()
     hooked, offloaded, parametrized = (Linear(256, 256).bfloat16() for _ in range(3))
     hooked.register_forward_pre_hook(lambda *_: None)
@@ -219,27 +269,29 @@ def test_a_head_for_another_vocabulary_is_made_like_the_one_before(tied):
     assert model(random_ids(2, 5)).logits.shape == (2, 5, 120)
 
 
-@needs_order
-def test_ordered_weights_have_gradients_as_usual():
+def test_ordered_weights_have_gradients_as_usual(has_order):
     layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
-    with decoding():
+    with decoding(layer):
         with torch.no_grad():
-            for _ in range(cpu.READS_BEFORE_ORDER + 1):
-                layer(x)
-        assert torch.is_tensor(cpu._reads.get()[layer])
-        layer(x).sum().backward()
+            for _ in range(cpu.READS_BEFORE_ORDERING + 1):
+                project(layer, x)
+        assert torch.is_tensor(kept_for(layer))
+        project(layer, x).sum().backward()
     torch.testing.assert_close(layer.weight.grad[0], x.sum(0))
 
 
-def test_an_assistant_keeps_its_order_between_its_drafts():
-    with decoding():
-        outer = cpu._reads.get()
-        with decoding():
-            assert cpu._reads.get() is outer
-        assert cpu._reads.get() is outer
+def test_an_assistant_keeps_its_order_between_its_drafts(few_rows):
+    model, assistant = Linear(2, 2), Linear(2, 2)
+    with decoding(model):
+        outer, of_model = cpu._products.get(), cpu._products.get()[model]
+        with decoding(assistant):
+            of_assistant = outer[assistant]
+            assert cpu._products.get() is outer and outer[model] is of_model
+        with decoding(assistant):
+            assert outer[assistant] is of_assistant
+        assert cpu._products.get() is outer
 
 
-@needs_order
 @pytest.mark.parametrize(
     "how",
     [
@@ -250,7 +302,7 @@ def test_an_assistant_keeps_its_order_between_its_drafts():
         {"draft_loops": 1},
     ],
 )
-def test_generation_with_ordered_weights_says_what_it_says_without(how, monkeypatch):
+def test_generation_with_ordered_weights_says_what_it_says_without(how, has_order, monkeypatch):
     torch.manual_seed(0)
     config = LoopedConfig(
         vocab_size=97,
@@ -265,18 +317,25 @@ def test_generation_with_ordered_weights_says_what_it_says_without(how, monkeypa
     )
     model = LoopedForCausalLM(config).bfloat16().eval()
     prompt = torch.randint(3, 97, (3, 9))
-    ordered, can_be_ordered = [], Linear.can_be_ordered
-    monkeypatch.setattr(Linear, "can_be_ordered", lambda layer: ordered.append(can_be_ordered(layer)) or ordered[-1])
+    ordered, multiply = [], RepeatedProduct.multiply_ordered
+
+    def watched(product, x):
+        is_due = product.reads == cpu.READS_BEFORE_ORDERING
+        y = multiply(product, x)
+        ordered.extend([y is not None] * is_due)
+        return y
+
+    monkeypatch.setattr(RepeatedProduct, "multiply_ordered", watched)
 
     def generate():
         settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **how}
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
 
     for _ in range(2):
-        monkeypatch.setattr(cpu, "WORTH_ORDERING", 0)
+        monkeypatch.setattr(cpu, "MIN_ORDERED_SIZE", 0)
         found = generate()
         assert ordered and all(ordered)
-        monkeypatch.setattr(cpu, "WORTH_ORDERING", float("inf"))
+        monkeypatch.setattr(cpu, "MIN_ORDERED_SIZE", float("inf"))
         assert torch.equal(found, generate())
         ordered.clear()
         with torch.no_grad():  # the next generation knows nothing of this one's copies

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.cpu import fast_paths
 
 
 SIZES = {
@@ -153,10 +154,10 @@ def test_packed_documents():
 @pytest.fixture(params=["usual", "fast"])
 def kernels(request, monkeypatch):
     """torch's own, whose results are Llama's to the last bit; or those of cpu.py, to rounding."""
-    monkeypatch.setattr("modeling_looped.cpu.SMALL", 2**30 if request.param == "usual" else 0)
-    if request.param == "usual":
-        monkeypatch.setattr("modeling_looped.cpu.FEW_ROWS", 0)
-    return request.param
+    for name, value in {"cpu.MIN_SIZE": 0, "cpu.FEWEST_ROWS": 1, "cpu_gradients.MIN_SIZE": 0}.items():
+        monkeypatch.setattr(f"modeling_looped.{name}", value)
+    with fast_paths(request.param == "fast"):
+        yield request.param
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
