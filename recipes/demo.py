@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.report.command import make_report
 from recipes.common.canvas import canvas
-from recipes.common.command_line import run_command
+from recipes.common.command_line import print_help, run_command
 from recipes.common.config import load_recipe
 from recipes.common.metrics import read_metrics
 from recipes.engine.training import Divergence, Pretraining
@@ -58,6 +58,7 @@ def write(folder: Path, loops: list[int]):
 
 
 def main(overrides: list[str]) -> Path:
+    print_help(overrides, __doc__, least=0)
     use_half_precision()
     run = Pretraining(load_recipe(Path(__file__).with_suffix(".yaml"), overrides))
     config = run.config

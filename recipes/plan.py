@@ -5,7 +5,7 @@ count in the effective parameters and not in the operations, as the laws want it
 is named beside it. For a `*.sweep.yaml`, one line per run.
 """
 
-from recipes.common.command_line import run_command
+from recipes.common.command_line import print_help, run_command
 from recipes.common.config import DataConfig, Recipe, RecipeError, load_recipe
 from recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
 from recipes.sweep import is_sweep, load_sweep
@@ -54,9 +54,7 @@ def show(value) -> str:
 
 
 def main(arguments: list[str]):
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0 if arguments else 2)
+    print_help(arguments, __doc__)
     path, overrides = arguments[0], arguments[1:]
     if not is_sweep(path):
         for name, value in plan(load_recipe(path, overrides)).items():

@@ -7,15 +7,13 @@ Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpo
 
 from pathlib import Path
 
-from recipes.common.command_line import run_command
+from recipes.common.command_line import print_help, run_command
 from recipes.common.config import load_recipe
 from recipes.engine.training import Divergence, Pretraining
 
 
 def main(arguments: list[str]) -> Path:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0 if arguments else 2)
+    print_help(arguments, __doc__)
     return Pretraining(load_recipe(arguments[0], arguments[1:])).train()
 
 

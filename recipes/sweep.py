@@ -26,7 +26,7 @@ import yaml
 
 from modeling_looped.optimization import depth_correction
 from recipes.common.canvas import canvas
-from recipes.common.command_line import run_command
+from recipes.common.command_line import print_help, run_command
 from recipes.common.config import Recipe, RecipeError, as_number, load_recipe
 from recipes.common.metrics import read_metrics
 from recipes.common.optimum import optimum, shifts, written
@@ -201,9 +201,7 @@ def draw_optimum(axis, found: dict, points: list[tuple[float, float]], color):
 
 
 def main(arguments: list[str]):
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0 if arguments else 2)
+    print_help(arguments, __doc__)
     runs = load_sweep(arguments[0], arguments[1:])
     results = run_all(runs)
     folder = Path(runs[0].recipe.training.output_dir).parent

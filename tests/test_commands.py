@@ -91,6 +91,14 @@ def test_depths_that_are_none_are_refused(capsys):
     assert len(shown.splitlines()) == 1
 
 
+def test_a_device_that_is_not_there_is_refused_at_once():
+    parser = Parser("eval.own", "About it.")
+    parser.add_argument("--device", default="cpu")
+    assert parser.parse_args([]).device == "cpu"
+    with pytest.raises(ValueError, match="--device warp is not there.*pass cpu"):
+        parser.parse_args(["--device", "warp"])
+
+
 @pytest.mark.parametrize("error", [ValueError("two\nlines"), FileNotFoundError(2, "not there", "x.txt")])
 def test_an_error_is_one_line(error, monkeypatch):
     def main(arguments):

@@ -129,7 +129,10 @@ def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:
             raise DiagnoseError(f"{override!r} does not change the config: write field=value, e.g. num_loops=8{hint}")
         fields[key] = yaml.safe_load(value)
     preset = fields.pop("preset", None)
-    return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+    try:
+        return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+    except TypeError as error:
+        raise DiagnoseError(f"{' '.join(overrides)} makes no config: {error}") from error
 
 
 def own_tokens(target: str, run: Path | None, tokenizer: str | None, rows: int, length: int):

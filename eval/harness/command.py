@@ -21,6 +21,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
 from eval.common.curves import Curves, draw, table
+from recipes.common.command_line import check_device
 from recipes.common.provenance import provenance, write_text
 
 from .looped_lm import LoopedLM, check_question
@@ -56,6 +57,7 @@ def check(config: EvaluatorConfig):
     if config.wandb_args or config.trackio_args:
         raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
     known = inspect.signature(check_question).parameters
+    check_device(config.device)
     check_question(**{name: value for name, value in config.model_args.items() if name in known})
 
 

@@ -7,6 +7,8 @@ import shlex
 import sys
 from collections.abc import Callable
 
+import torch
+
 
 TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
 
@@ -35,6 +37,7 @@ class Parser(OneLineErrors):
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         args = super().parse_args([self.canonical(argument) for argument in arguments], namespace)
         args.command = f"{self.prog} {shlex.join(arguments)}"
+        check_device(getattr(args, "device", None))
         return args
 
     def canonical(self, argument: str) -> str:
@@ -43,6 +46,21 @@ class Parser(OneLineErrors):
             return argument
         name = option[0].replace("_", "-")
         return self.renamed.get(name, name) + argument[option.end() :]
+
+
+def check_device(name: str | None):
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} is not there ({reason}): leave the option out, or pass cpu") from None
+
+
+def print_help(arguments: list[str], text: str, least: int = 1):
+    """Of a command that takes a recipe and section.key=value, and no options."""
+    if len(arguments) < least or {"-h", "--help"} & set(arguments):
+        print(text)
+        raise SystemExit(0 if arguments else 2)
 
 
 def parse_depths(num_loops) -> list[int]:
