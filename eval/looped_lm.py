@@ -25,10 +25,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from modeling_looped import LoopedConfig
+from modeling_looped import LoopedConfig, generator_of
 from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule, Reading, exit_rule
-from modeling_looped.samplers import generator_of
 
 
 def parse_depths(num_loops) -> list[int]:

@@ -48,10 +48,8 @@ from .layers import (
     rotary_tables,
 )
 from .loading import StrictLoadingMixin
-from .outputs import LoopedModelOutputWithPast
+from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
-from .recording import unrecorded
-from .slots import coda_slot, core_slot, prelude_slot, structural_layer_types
 
 
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
@@ -100,10 +98,10 @@ class LoopedModel(LoopedPreTrainedModel):
             self.rotary_emb = LoopedRotaryEmbedding(config)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
 
-        prelude, core, coda = structural_layer_types(config)
-        self.prelude = self._blocks("prelude", prelude, first_layer=0, first_slot=prelude_slot(config, 0))
-        self.core = self._blocks("core", core, first_layer=len(prelude), first_slot=core_slot(config, 0, 0))
-        self.coda = self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=coda_slot(config, 0))
+        prelude, core, coda = config.section_layer_types()
+        self.prelude = self._blocks("prelude", prelude, first_layer=0, first_slot=0)
+        self.core = self._blocks("core", core, first_layer=len(prelude), first_slot=config.core_slot(0))
+        self.coda = self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=len(prelude))
         if config.value_embeddings:
             self.value_embeds = nn.ModuleDict()
             for block in (*self.prelude, *self.core, *self.coda):

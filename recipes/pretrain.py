@@ -18,8 +18,14 @@ from tqdm import tqdm
 
 from eval.hooks import token_losses
 from eval.row_scores import ratio, standard_error
-from modeling_looped import LoopedForCausalLM
-from modeling_looped.samplers import balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
+from modeling_looped import (
+    LoopedForCausalLM,
+    balanced_ranks,
+    curriculum,
+    depths_of_step,
+    generator_of,
+    initial_state_of_step,
+)
 
 from .checkpoint import (
     alone,

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
+from modeling_looped import balanced_ranks, depths_of_step, initial_state_of_step
 from recipes.checkpoint import CheckpointError, export_model, load_checkpoint, save_checkpoint
 from recipes.config import OptimizerConfig, ScheduleConfig
 from recipes.distributed import (

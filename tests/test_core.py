@@ -17,8 +17,7 @@ from eval import core
 from eval.core import EXTENDED, core_scores, prompts, scored
 from eval.core_bundle import read_tasks
 from eval.looped_lm import LoopedLM
-from modeling_looped import LoopedForCausalLM
-from modeling_looped.samplers import generator_of
+from modeling_looped import LoopedForCausalLM, generator_of
 from tests.helpers import shake, tiny_config
 
 

@@ -1,5 +1,4 @@
-"""What transformers does after a forward pass of decoding, for rows that get there at different times: processing the
-scores, choosing tokens, streaming them, stopping."""
+"""Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops."""
 
 import torch
 from transformers.generation import logits_process, stopping_criteria
@@ -37,19 +36,12 @@ CRITERIA = tuple(
 )
 
 
-OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
+# criteria that look at a row's last token alone, and so may be shown rows of any lengths
+CRITERIA_OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
 
 
-def says_nothing_yet(criterion, length: int) -> bool:
-    """Whether it stops no sequence of this length, and has no warning to give."""
-    if not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
-        return False
-    known = criterion.max_position_embeddings
-    return length < criterion.max_length and (known is None or length <= known)
-
-
-def batch_bound(processors, criteria) -> str | None:
-    """The first of them that may look at more than one row, or nothing."""
+def whole_batch_part(processors, criteria) -> str | None:
+    """The name of the first of them that may look at more than one row, or None."""
     for part, known in ((processors, PROCESSORS), (criteria, CRITERIA)):
         for each in part:
             if type(each) not in known:
@@ -57,14 +49,21 @@ def batch_bound(processors, criteria) -> str | None:
     return None
 
 
-class Emission:
+def cannot_stop(criterion, length: int) -> bool:
+    """Whether it stops no sequence of this length, and has no warning to give."""
+    if not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+        return False
+    known = criterion.max_position_embeddings
+    return length < criterion.max_length and (known is None or length <= known)
+
+
+class TokenSelector:
     """The sequences so far, and how they grow."""
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
         self.processors, self.config, self.streamer = processors, config, streamer
-        # those that look at a row's last token alone are asked for rows of any lengths at once
-        self.of_tokens = [each for each in criteria if isinstance(each, OF_LAST_TOKEN)]
-        self.of_sequences = [each for each in criteria if not isinstance(each, OF_LAST_TOKEN)]
+        self.of_tokens = [each for each in criteria if isinstance(each, CRITERIA_OF_LAST_TOKEN)]
+        self.of_sequences = [each for each in criteria if not isinstance(each, CRITERIA_OF_LAST_TOKEN)]
         self.num_rows, self.prompt_length = input_ids.shape
         # transformers 5.23: the penalty leaves out the padding of each row
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
@@ -83,13 +82,13 @@ class Emission:
         return [row for row, runs in enumerate(self.unfinished) if runs]
 
     def last_tokens(self, rows: list[int], ahead: int = 0) -> torch.Tensor:
-        """[rows, 1]; or the guesses so many tokens after them."""
+        """[rows, 1]; or the guesses `ahead` tokens after them."""
         if not ahead:
             return torch.tensor([[self.last[row]] for row in rows], device=self.ids.device)
         return self.ids[rows, [self.lengths[row] - 1 + ahead for row in rows]][:, None]
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
-        """The next token of `rows`, from logits [rows, vocabulary] after so many loops; noise: see `choose`."""
+        """The next token of `rows`, from logits [rows, vocabulary]. loops: that it took. noise: see `choose`."""
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         if not self.processors and not self.config.do_sample:
             scores, tokens = logits, logits.argmax(-1)
@@ -122,7 +121,7 @@ class Emission:
         return all_scores, all_tokens
 
     def propose(self, rows: list[int], logits: torch.Tensor, ahead: int, noise: torch.Tensor | None):
-        """Write what `rows` would say next, `ahead` tokens beyond what has been said; a guess, not an emission."""
+        """Write what `rows` would say `ahead` tokens beyond their last; a guess, not an emission."""
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         for length, members in self.by_length(rows):
             group, length = [rows[i] for i in members], length + ahead
@@ -131,7 +130,7 @@ class Emission:
             self.ids[self.index(group), length] = self.choose(scores, None if noise is None else noise[members])
 
     def process(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
-        """Scores of `rows`, so many tokens long. A processor that keeps a number for each row is shown them all."""
+        """Scores of `rows`, all of this length. A processor that keeps a number for each row is shown them all."""
         if not self.processors:
             return logits
         if len(rows) == self.num_rows or not self.knows_rows:
@@ -180,7 +179,7 @@ class Emission:
             stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]
         for length, members in self.by_length(rows):
             for criterion in self.of_sequences:
-                if says_nothing_yet(criterion, length):
+                if cannot_stop(criterion, length):
                     continue
                 sequences = self.ids[self.index([rows[i] for i in members]), :length]
                 for i, stop in zip(members, criterion(sequences, None).tolist()):
