@@ -72,8 +72,7 @@ class PreallocatedLayer(DynamicLayer):
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
         """To buffers of the cache, of which it holds the first tokens; it goes on writing there."""
         self.buffers = (keys, values)
-        if length:
-            self.keys, self.values = keys[..., :length, :], values[..., :length, :]
+        self.keys, self.values = keys[..., :length, :], values[..., :length, :]
 
     def reset(self):
         super().reset()
@@ -103,7 +102,7 @@ class LoopedCache(DynamicCache):
         super().__init__(config=config)
         self.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.buffers: list[torch.Tensor] = []
-        self.max_length = 0  # beyond which buffers need no room
+        self.max_length = 0  # of the generation that fills the buffers
         prelude, core, coda = config.section_layer_types()
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
@@ -115,74 +114,43 @@ class LoopedCache(DynamicCache):
 
     @property
     def capacity(self) -> int:
-        """Tokens for which there is room."""
-        return self.buffers[0].shape[-2] if self.buffers else 0
+        """Tokens for which the buffers have room."""
+        return self.buffers[0].shape[-2]
 
-    def allocate(self, length: int, like: torch.Tensor):
-        """New buffers, for `length` tokens and more. like: keys of any length, [rows, heads, tokens, head_dim]"""
-        num_unique_layers = self.model_config.core_slot(1)
-        self.buffers = [like.new_empty(0)] * num_unique_layers
-        for layer in range(num_unique_layers):
+    def load(self, cache: Cache, max_length: int):
+        """Into buffers, what a cache (this one, or another) holds: layer by layer, so that little is held twice.
+
+        A static layer holds more than the tokens so far, a sliding one less, its window. max_length: of a generation.
+        """
+        self.max_length, length, self.buffers = max_length, int(cache.get_seq_length()), []
+        for layer in range(self.model_config.core_slot(1)):
             loops = self.num_stored_loops if layer >= self.model_config.core_slot(0) else 1
-            shape = (len(like), loops, like.shape[1], 2, self.with_room(length), like.shape[-1])
-            self.buffers[layer] = like.new_zeros(shape)
+            slots = [cache.layers[self.model_config.slot_at(layer, loop)] for loop in range(loops)]
+            rows, heads, _, head_dim = slots[0].keys.shape
+            buffer = slots[0].keys.new_zeros(rows, loops, heads, 2, self.with_room(length), head_dim)
+            for slot, of_loop in zip(slots, buffer.unbind(1)):
+                for tensor, room in zip((slot.keys, slot.values), of_loop.unbind(2)):
+                    tensor = tensor[..., :length, :]
+                    room[..., length - tensor.shape[-2] : length, :] = tensor
+            self.buffers.append(buffer)
+            self.share(layer, length)
 
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
         extra = self.with_room(length) - self.capacity
         for layer, before in enumerate(self.buffers) if length > self.capacity else ():
-            # one by one, so that memory holds no more than one layer twice
             self.buffers[layer] = torch.nn.functional.pad(before, (0, 0, 0, extra))
-            self.share(layer)
+            self.share(layer, self.layers[layer].get_seq_length())
 
     def with_room(self, length: int) -> int:
         return max(length, min(length + max(length // 2, 64), self.max_length))
 
-    def share(self, layer: int, length: int | None = None):
-        """The slots of a unique layer become views of its buffer, its first tokens; by default as many as before."""
+    def share(self, layer: int, length: int):
+        """What the slots of a unique layer hold are the first tokens of its buffer."""
         for loop, buffer in enumerate(self.buffers[layer].unbind(1)):
             slot = self.layers[self.model_config.slot_at(layer, loop)]
-            held = slot.get_seq_length() if length is None else length
-            if type(slot) is PreallocatedLayer and (slot.is_initialized or not held):
-                slot.move(*buffer.unbind(2), held)
-
-    def expect_prompt(self, length: int, max_length: int, like: torch.Tensor):
-        """Before a pass over a prompt: it is to write its keys and values where they will be read.
-
-        Should keys turn out to be of another kind than `like`, no harm is done.
-        """
-        self.max_length = max_length
-        self.allocate(length, like)
-        for layer in range(len(self.buffers)):
-            self.share(layer, 0)
-
-    def load(self, cache: Cache, max_length: int):
-        """Take over what a cache (this one, or another) holds, where it is not in the buffers already.
-
-        A static layer holds more than the tokens so far, a sliding one less, its window.
-        """
-        self.max_length = max_length
-        length, like = int(cache.get_seq_length()), cache.layers[0].keys
-        if not self.fits(length, like):
-            self.allocate(length, like)
-        for layer, buffer in enumerate(self.buffers):
-            for loop in range(buffer.shape[1]):
-                slot = cache.layers[self.model_config.slot_at(layer, loop)]
-                for tensor, room in zip((slot.keys, slot.values), buffer[:, loop].unbind(2)):
-                    if tensor.data_ptr() == room.data_ptr():
-                        continue
-                    tensor = tensor[..., :length, :]
-                    start = length - tensor.shape[-2]
-                    room[..., :start, :] = 0
-                    room[..., start:length, :] = tensor
-            self.share(layer, length)
-
-    def fits(self, length: int, like: torch.Tensor) -> bool:
-        if length > self.capacity:
-            return False
-        buffer = self.buffers[0]
-        same_shape = (len(buffer), buffer.shape[2], buffer.shape[-1]) == (len(like), like.shape[1], like.shape[-1])
-        return same_shape and (buffer.dtype, buffer.device) == (like.dtype, like.device)
+            if type(slot) is PreallocatedLayer and slot.is_initialized:
+                slot.move(*buffer.unbind(2), length)
 
     def store_back(self, cache: Cache, length: int):
         """`cache` (this one, or another) is to hold the tokens up to `length` of all rows."""

@@ -7,13 +7,13 @@ decoding costs, are read once a tick for the whole batch.
 
 import torch
 
-from .engine import RowEngine
+from .engine import RowEngine, Tokens
 from .exit_criteria import INITIAL
 
 
 def decode_continuously(*arguments):
     """`_sample` of transformers, in continuous depth. arguments: of `RowEngine`."""
-    decoder = ContinuousDecoder(RowEngine(*arguments), rule=arguments[-1].get("exit_rule"))
+    decoder = ContinuousDecoder(RowEngine(*arguments))
     starting = decoder.selector.running()
     while starting or decoder.selector.running():
         decoder.begin(starting)
@@ -39,6 +39,8 @@ class RowTensors(dict):
 
     def put(self, rows: list[int], tensors: dict[str, torch.Tensor]):
         for name, values in tensors.items():
+            if values is None:
+                continue
             if len(rows) < self.num_rows:
                 index = torch.tensor(rows, device=values.device)
                 if name not in self:
@@ -52,13 +54,13 @@ class RowTensors(dict):
 
 
 class ContinuousDecoder:
-    def __init__(self, engine: RowEngine, rule):
-        self.engine, self.selector, self.model, self.rule = engine, engine.selector, engine.model, rule
+    def __init__(self, engine: RowEngine):
+        self.engine, self.selector, self.rule = engine, engine.selector, engine.rule
         self.loops = [0] * engine.num_rows  # that the token of each row has run
-        self.running = RowTensors(engine.num_rows)  # ids, embedded and state of that token
+        self.held = RowTensors(engine.num_rows)  # of that token: state, ids, embedded, rotary
         self.memory = RowTensors(engine.num_rows, INITIAL)  # of the criterion
         if engine.warm_state is not None:
-            self.running["state"] = engine.warm_state
+            self.held["state"] = engine.warm_state
 
     def begin(self, rows: list[int]):
         """The next token of `rows`."""
@@ -66,24 +68,22 @@ class ContinuousDecoder:
             return
         for row in rows:
             self.loops[row] = 0
-        ids = self.selector.last_tokens(rows)
-        tensors = {"ids": ids, "embedded": self.engine.enter(rows, ids, self.engine.last_places(rows))}
+        tokens = self.engine.enter(rows, self.selector.last_tokens(rows), self.engine.last_places(rows))
+        self.held.put(rows, {"ids": tokens.ids, "embedded": tokens.embedded, "rotary": tokens.rotary})
         if self.engine.warm_state is None:
-            tensors["state"] = self.engine.trunk.initial_state(tensors["embedded"], None)
-        self.running.put(rows, tensors)
+            self.held.put(rows, {"state": self.engine.trunk.initial_state(tokens.embedded, None)})
         self.memory.clear_rows(rows)
 
     def tick(self) -> list[int]:
         """One loop of every running row; those that emitted a token and go on."""
         rows = self.selector.running()
-        loops = [self.loops[row] for row in rows]
-        state = self.engine.run_loop(
-            rows, places=self.engine.last_places(rows), loops=loops, **self.running.take(rows)
-        )
+        held = self.held.take(rows)
+        state, tokens = held.pop("state"), Tokens(rows, self.engine.last_places(rows), **held)
+        state = self.engine.run_loop(tokens, [self.loops[row] for row in rows], state)
         for row in rows:
             self.loops[row] += 1
         exits = self.exits(rows, state)
-        self.running.put(rows, {"state": self.engine.trunk.between(state)})
+        self.held.put(rows, {"state": self.engine.trunk.between(state)})
         return [row for row in exits if self.selector.unfinished[row]]
 
     def exits(self, rows: list[int], state: torch.Tensor) -> list[int]:
@@ -97,7 +97,7 @@ class ContinuousDecoder:
             logits = self.logits(read_out, of_rows(read_out, rows, state))
         if due:
             score, memory = rule.criterion.after_loop(
-                self.model,
+                self.engine.model,
                 of_rows(due, rows, state)[:, 0],
                 lambda: of_rows(due, read_out, logits),
                 self.memory.take(due),
@@ -117,8 +117,9 @@ class ContinuousDecoder:
 
     def logits(self, rows: list[int], state: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary]"""
-        ids, loops = self.running.take(rows)["ids"], [self.loops[row] for row in rows]
-        return self.engine.logits(rows, ids, self.engine.last_places(rows), loops, state)[:, -1]
+        held = self.held.take(rows)
+        tokens = Tokens(rows, self.engine.last_places(rows), held["ids"], rotary=held.get("rotary"))
+        return self.engine.logits(tokens, [self.loops[row] for row in rows], state)[:, -1]
 
 
 def of_rows(wanted: list[int], held: list[int], tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Cursor:
         together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         self.by_row = device.type == "cpu" and not together and length == 1 and padding.starts is not None
-        self.vectors, self.spans = {}, {}
+        self.places, self.spans = {}, {}
 
     @property
     def row_attention(self) -> Callable | None:
@@ -87,43 +87,30 @@ class Cursor:
         return room[..., :length, :].copy_(view)
 
     def write(self, buffer: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-        """The new tokens into their places among all vectors of a buffer."""
+        """The new tokens into their places in a buffer."""
         loops_stored = buffer.shape[1]
-        if loops_stored not in self.vectors:  # the same in all layers of a section
-            capacity, head_dim = buffer.shape[-2:]
-            firsts = [offset // head_dim for offset in self.offsets(buffer, self.positions)]
-            of_heads = torch.arange(0, 2 * buffer.shape[2] * capacity, capacity, device=buffer.device)
-            vectors = torch.tensor(firsts, device=buffer.device)[:, None] + of_heads
-            if self.length > 1:
-                vectors = vectors[:, :, None] + torch.arange(self.length, device=buffer.device)
-            self.vectors[loops_stored] = vectors.flatten()  # [rows * heads * 2 * length]
-        new = torch.stack([keys, values], dim=2)
-        buffer.flatten(0, -2).index_copy_(0, self.vectors[loops_stored], new.flatten(0, -2))
+        if loops_stored not in self.places:  # the same in all layers of a section
+            loops = [loop % loops_stored for loop in self.loops]
+            rows, loops, firsts = torch.tensor([self.rows, loops, self.positions], device=buffer.device)[:, :, None]
+            self.places[loops_stored] = rows, loops, firsts + torch.arange(self.length, device=buffer.device)
+        rows, loops, places = self.places[loops_stored]  # [rows, 1], [rows, 1], [rows, length]
+        buffer[rows, loops, :, :, places] = torch.stack([keys, values], dim=2).permute(0, 3, 1, 2, 4)
 
     def seen(self, slot: int) -> list[tuple]:
         """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         kind = buffer.shape[1], window
         if kind not in self.spans:  # the same in all layers of a kind
-            starts = self.padding.starts
-            starts = [starts[row] for row in self.rows]  # after the padding, and inside the window
-            if window is not None:
-                starts = [max(start, place + 1 - window) for start, place in zip(starts, self.positions)]
             heads, head_dim = buffer.shape[2], buffer.shape[-1]
-            of_row, _, *strides = buffer.stride()
-            self.spans[kind] = [
-                ((1, heads, 2, place + 1 - start, head_dim), (of_row, *strides), offset)
-                for start, place, offset in zip(starts, self.positions, self.offsets(buffer, starts))
-            ]
+            of_row, of_loop, *strides = buffer.stride()
+            spans = self.spans[kind] = []
+            for row, loop, position in zip(self.rows, self.loops, self.positions):
+                start = self.padding.starts[row]
+                if window is not None:
+                    start = max(start, position + 1 - window)
+                offset = row * of_row + loop % buffer.shape[1] * of_loop + start * head_dim
+                spans.append(((1, heads, 2, position + 1 - start, head_dim), (of_row, *strides), offset))
         return self.spans[kind]
-
-    def offsets(self, buffer: torch.Tensor, places: list[int]) -> list[int]:
-        """Where each row's token at its place begins in the memory of a buffer."""
-        of_row, of_loop, _, _, of_place, _ = buffer.stride()
-        return [
-            row * of_row + loop % buffer.shape[1] * of_loop + place * of_place
-            for row, loop, place in zip(self.rows, self.loops, places)
-        ]
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
         """What each token may see, [rows, 1, length, tokens so far], per kind of attention.

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .cache import num_shared_slots, sharing_of
+from .checks import refuse_if
 from .depth import check_count, check_depths, from_numpy
 from .exit_criteria import ExitRule, exit_rule
 
@@ -60,73 +61,67 @@ class DepthOptions:
 
     def check(self, model_config, asked: dict):
         """Refuse what does not go together, or not with this model. asked: the fields that the call sets."""
+        has_depths = torch.is_tensor(self.num_loops)
         if self.exit_criterion is None:
-            if alone := [name for name in OF_EXITS if asked.get(name) not in (None, DEPTH_FIELDS[name])]:
-                raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+            alone = [name for name in OF_EXITS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
+            names = ", ".join(alone)
+            refuse_if(names != "", f"{names} without exit_criterion: name the criterion, e.g. 'logit_margin'")
         if self.draft_loops is not None:
-            self.check_draft(model_config)
-        elif asked.get("draft_tokens") is not None:
-            raise ValueError(f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft")
+            self.check_draft(model_config, has_depths)
+        else:
+            reason = f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft"
+            refuse_if(asked.get("draft_tokens") is not None, reason)
         if not isinstance(self.warm_start, bool):
             raise TypeError(f"warm_start must be True or False, got {self.warm_start!r}")
-        if self.warm_start and self.draft_loops is not None:
-            raise ValueError("warm_start cannot be drafted: leave out draft_loops")
-        if self.warm_start and torch.is_tensor(self.num_loops):
-            raise ValueError("warm_start needs one num_loops for all rows")
-        if self.warm_start and model_config.state_init == "embedding":
-            raise ValueError(
-                "warm_start needs a state that does not begin as the input: this model has state_init='embedding'"
-            )
+        if self.warm_start:
+            refuse_if(self.draft_loops is not None, "warm_start cannot be drafted: leave out draft_loops")
+            refuse_if(has_depths, "warm_start needs one num_loops for all rows")
+            reason = "warm_start needs a state that does not begin as the input: this model has state_init='embedding'"
+            refuse_if(model_config.state_init == "embedding", reason)
 
-    def check_draft(self, model_config):
+    def check_draft(self, model_config, has_depths: bool):
         draft_loops, depth = check_count("draft_loops", self.draft_loops), self.deepest(model_config)
         check_count("draft_tokens", self.draft_tokens)
-        if draft_loops >= depth:
-            raise ValueError(
-                f"draft_loops={draft_loops} must be below num_loops={depth}, or a draft costs a full run: lower it, "
-                "or pass draft_loops=None"
-            )
-        if torch.is_tensor(self.num_loops):
-            raise ValueError("draft_loops needs one num_loops for all rows")
-        if self.exit_criterion is not None:
-            raise ValueError(
-                f"draft_loops={draft_loops} gives the output of full depth and exit_criterion={self.exit_criterion!r} "
-                "that of early exits: pass one of the two as None"
-            )
-        if model_config.residual_depth == "run":
-            raise ValueError(
-                "with residual_depth='run' the first loops of a deep run are not a shallow run, so it cannot be "
-                "drafted"
-            )
+        refuse_if(
+            draft_loops >= depth,
+            f"draft_loops={draft_loops} must be below num_loops={depth}, or a draft costs a full run: lower it, or "
+            "pass draft_loops=None",
+        )
+        refuse_if(has_depths, "draft_loops needs one num_loops for all rows")
+        refuse_if(
+            self.exit_criterion is not None,
+            f"draft_loops={draft_loops} gives the output of full depth and exit_criterion={self.exit_criterion!r} "
+            "that of early exits: pass one of the two as None",
+        )
+        reason = "the first loops of a deep run are not a shallow run, so it cannot be drafted"
+        refuse_if(model_config.residual_depth == "run", f"with residual_depth='run' {reason}")
 
-    def check_cache(self, cache, generation_config):
-        """Refuse shared slots where they cannot be. cache: the one that was passed, or None."""
+    def check_cache(self, cache, config):
+        """Refuse shared slots where they cannot be. cache: the one that was passed, or None. config: of generation."""
         sharing = sharing_of(cache) if self.cache_sharing == "none" else self.cache_sharing
         if num_shared_slots(sharing) is None:
             return
         contradictions = {
             "past_key_values": cache is not None and sharing_of(cache) != sharing,
-            f"cache_implementation={generation_config.cache_implementation!r}": (
-                generation_config.cache_implementation is not None
-            ),
-            "use_cache=False": generation_config.use_cache is False,
+            f"cache_implementation={config.cache_implementation!r}": config.cache_implementation is not None,
+            "use_cache=False": config.use_cache is False,
         }
-        for name, contradicts in contradictions.items():
-            if contradicts:
-                raise ValueError(
-                    f"cache_sharing={sharing!r} makes its own cache, which {name} contradicts: leave one out"
-                )
+        for name, stands in contradictions.items():
+            refuse_if(
+                stands, f"cache_sharing={sharing!r} makes its own cache, which {name} contradicts: leave one out"
+            )
         if self.draft_loops is not None:
             refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
 
     def refuse_for(self, mode: str):
-        """Refuse what a way of decoding cannot do."""
+        """Refuse what another way of decoding cannot do."""
         for name in ("draft_loops", "warm_start"):
-            if (value := getattr(self, name)) not in (None, False):
-                raise ValueError(
-                    f"{name}={value} goes with greedy decoding and sampling, and not with {mode}: leave one out, or "
-                    f"pass {name}=None"
-                )
+            value = getattr(self, name)
+            refuse_if(
+                value not in (None, False),
+                f"{name}={value} goes with greedy decoding and sampling, and not with {mode}: leave one out, or pass "
+                f"{name}=None",
+            )
 
 
 DEPTH_FIELDS = {field.name: field.default for field in fields(DepthOptions)}
@@ -154,8 +149,8 @@ def depth_argument(num_loops) -> int | torch.LongTensor:
 
 
 def refuse_sharing(sharing: str, mode: str):
-    if sharing != "none":
-        raise ValueError(
-            f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and "
-            f"{mode} cuts it otherwise: use one of the two"
-        )
+    refuse_if(
+        sharing != "none",
+        f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and {mode} "
+        "cuts it otherwise: use one of the two",
+    )

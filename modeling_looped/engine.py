@@ -3,6 +3,8 @@
 `continuous.py` and `speculation.py` decide which rows run which loop of which token; here it is run.
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 from transformers.cache_utils import QuantizedCache
 
@@ -37,49 +39,58 @@ def obstacle_to_rows_apart(
     return found[0] if found else whole_batch_part(processors, criteria)
 
 
-class RowEngine:
-    """A prompt, and then any loop of any token of any rows. `model` is the causal LM.
+@dataclass
+class Tokens:
+    """Tokens of some rows, [rows, length, ...] each, and what all loops of them read."""
 
-    place: of a token in the cache; a position leaves out padding. Tensors of tokens are [rows, length, ...].
-    """
+    rows: list[int]
+    places: list[int]  # in the cache, of the first token of each row
+    ids: torch.Tensor
+    embedded: torch.Tensor | None = None
+    rotary: torch.Tensor | None = None  # cos and sin, [rows, length, 2, 1, head_dim]
+
+
+def joined(parts: list[Tokens]) -> Tokens:
+    """Tokens that follow each other, of the same rows."""
+    ids, embedded = (torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("ids", "embedded"))
+    rotary = None if parts[0].rotary is None else torch.cat([part.rotary for part in parts], dim=1)
+    return Tokens(parts[0].rows, parts[0].places, ids, embedded, rotary)
+
+
+class RowEngine:
+    """A prompt, and then any loop of any tokens. `model` is the causal LM."""
 
     def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs):
         self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
-        self.num_rows, device = len(input_ids), input_ids.device
+        self.num_rows, self.rule = len(input_ids), model_kwargs.get("exit_rule")
         depths = model_kwargs.get("num_loops", model.config.num_loops)  # repeated with the prompts, unlike config's
         self.limits = [depths] * self.num_rows if isinstance(depths, int) else depths.tolist()
         runs = model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
         self.scale = model.config.residual_factor(runs)
-        self.rotary_tables = None  # cos and sin by position, [positions, 1, head_dim] each
 
-        mask, positions, given = (model_kwargs.get(n) for n in ("attention_mask", "position_ids", "past_key_values"))
-        self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
-        self.cache = given
-        if not isinstance(given, LoopedCache):  # of another kind: taken over after the prompt, given back at the end
-            self.cache = LoopedCache(model.config, num_loops=max(self.limits))
-        elif not self.config.cache_is_given:
-            shape = (self.num_rows, model.config.num_key_value_heads, 0, model.config.head_dim)
-            keys = torch.empty(shape, dtype=model.dtype, device=device)
-            self.cache.expect_prompt(input_ids.shape[1], config.max_length, keys)
         outputs = self.prefill(input_ids, model_kwargs)
-        self.given_cache, self.prompt_length = outputs.past_key_values, int(outputs.past_key_values.get_seq_length())
+        self.given_cache = outputs.past_key_values
+        is_ours = isinstance(self.given_cache, LoopedCache)
+        self.cache = self.given_cache if is_ours else LoopedCache(model.config, num_loops=max(self.limits))
         self.cache.load(self.given_cache, config.max_length)
-        self.shifts = [0] * self.num_rows  # from a place to its position
+        self.prompt_length = int(self.given_cache.get_seq_length())
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
+        self.shifts = [0] * self.num_rows  # from a place to its position, which leaves out padding
         if positions is not None:
             shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
             self.shifts = shifts * (self.num_rows // len(positions))
 
-        rule = model_kwargs.get("exit_rule")
-        limit = max(self.limits) if rule is None or rule.prompt_loops is None else rule.prompt_loops
+        limit = max(self.limits) if self.rule is None or self.rule.prompt_loops is None else self.rule.prompt_loops
         prompt_loops = [min(loops, limit) for loops in self.limits]
         self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], prompt_loops)
 
     def prefill(self, input_ids, model_kwargs: dict):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
-        rule, self.warm_state = model_kwargs.get("exit_rule"), None
-        if rule is not None and rule.prompt_loops is None:  # nothing of the prompt exits: a plain pass
+        if self.rule is not None and self.rule.prompt_loops is None:  # nothing of the prompt exits: a plain pass
             model_kwargs = {name: value for name, value in model_kwargs.items() if name != "exit_rule"}
+        self.warm_state = None
         if not self.options.warm_start:
             return self.model._prefill(input_ids, self.config, model_kwargs)
         states = []
@@ -96,71 +107,40 @@ class RowEngine:
         before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
         return [self.selector.lengths[row] - 1 + before for row in rows]
 
-    def enter(self, rows: list[int], ids: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """What the loops of new tokens read: through embedding and prelude."""
+    def enter(self, rows: list[int], ids: torch.Tensor, places: list[int]) -> Tokens:
+        """New tokens, one of each row, through embedding and prelude."""
         check_length(self.model.config, max(places) + 1)
-        inputs = self.trunk.embed_tokens(ids)
-        x = self.trunk.embed(inputs, self.positions(rows, places, ids))
-        context = self.context(rows, ids, places, [0] * len(rows)) if len(self.trunk.prelude) else None
-        return self.trunk.run_prelude(x, context)
+        positions = torch.tensor([[place + self.shifts[row]] for row, place in zip(rows, places)], device=ids.device)
+        x = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
+        rotary = self.trunk.rotary(x, positions)
+        tokens = Tokens(rows, places, ids, rotary=None if rotary is None else torch.stack(rotary, dim=2))
+        context = self.context(tokens, [0] * len(rows)) if len(self.trunk.prelude) else None
+        return replace(tokens, embedded=self.trunk.run_prelude(x, context))
 
-    def run_loop(
-        self,
-        rows: list[int],
-        ids: torch.Tensor,
-        places: list[int],
-        loops: list[int],
-        state: torch.Tensor,
-        embedded: torch.Tensor,
-    ) -> torch.Tensor:
-        """From h_t to H_{t+1}. loops: t of each row. places: of the first token of each row."""
+    def run_loop(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
+        """From h_t to H_{t+1}. loops: t of each row."""
         first = loops[0] == 0
         if self.trunk.injection.looks_at_first and any((loop == 0) != first for loop in loops):
-            first = torch.tensor([loop == 0 for loop in loops], device=ids.device)[:, None, None]
-        context = self.context(rows, ids, places, loops)
-        return self.trunk.core_pass(state, embedded, 0, first, self.scale, context)
+            first = torch.tensor([loop == 0 for loop in loops], device=state.device)[:, None, None]
+        return self.trunk.core_pass(state, tokens.embedded, 0, first, self.scale, self.context(tokens, loops))
 
-    def logits(self, rows: list[int], ids: torch.Tensor, places: list[int], loops: list[int], state: torch.Tensor):
-        """Of H after `loops` loops. What the coda writes stands if this is the token's last loop, else it is
-        overwritten."""
-        context = self.context(rows, ids, places, [0] * len(rows)) if len(self.trunk.coda) else None
+    def logits(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
+        """Of H after so many loops. What the coda writes stands if they are a token's last, else it is overwritten."""
+        context = self.context(tokens, [0] * len(loops)) if len(self.trunk.coda) else None
         return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops))
 
-    def context(self, rows: list[int], ids: torch.Tensor, places: list[int], loops: list[int]) -> PassContext:
-        cursor = Cursor(self.cache, self.padding, rows, loops, places, ids.shape[1])
+    def context(self, tokens: Tokens, loops: list[int]) -> PassContext:
+        cursor = Cursor(self.cache, self.padding, tokens.rows, loops, tokens.places, tokens.ids.shape[1])
         eager = self.model.config._attn_implementation == "eager"
         return PassContext(
-            num_rows=len(rows),
+            num_rows=len(loops),
             masks=cursor.masks(self.model.dtype if eager else None),
             position_ids=None,
-            position_embeddings=self.rotary(rows, places, ids),
-            value_embeddings=self.trunk.value_embeddings(ids),
+            position_embeddings=None if tokens.rotary is None else tokens.rotary.unbind(2),
+            value_embeddings=self.trunk.value_embeddings(tokens.ids),
             past_key_values=cursor,
             options={"row_attention": cursor.row_attention},
         )
-
-    def positions(self, rows: list[int], places: list[int], ids: torch.Tensor) -> torch.Tensor:
-        """[rows, length]"""
-        firsts = torch.tensor([[place + self.shifts[row]] for row, place in zip(rows, places)], device=ids.device)
-        return firsts if ids.shape[1] == 1 else firsts + torch.arange(ids.shape[1], device=ids.device)
-
-    def rotary(self, rows: list[int], places: list[int], ids: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """Looked up by position. Kinds that change with the length of the sequence (dynamic, longrope) give every
-        position what it has when the sequence gets there."""
-        if self.trunk.config.position_embedding != "rope":
-            return None
-        known = 0 if self.rotary_tables is None else len(self.rotary_tables[0])
-        end = max(place + self.shifts[row] for row, place in zip(rows, places)) + ids.shape[1]
-        if end > known:
-            kind = self.trunk.rotary_emb.rope_type
-            if "dynamic" not in kind and kind != "longrope":
-                end = max(end, self.cache.capacity)
-            like = torch.empty(0, dtype=self.model.dtype, device=ids.device)
-            positions = torch.arange(known, end, device=ids.device)
-            new = [table[:, 0] for table in self.trunk.rotary(like, positions[:, None])]
-            self.rotary_tables = new if known == 0 else [torch.cat(tables) for tables in zip(self.rotary_tables, new)]
-        positions = self.positions(rows, places, ids)
-        return tuple(table[positions] for table in self.rotary_tables)
 
     def output(self):
         """What `_sample` of transformers returns."""

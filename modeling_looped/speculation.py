@@ -9,7 +9,7 @@ the distribution of every token that of plain sampling.
 
 import torch
 
-from .engine import RowEngine
+from .engine import RowEngine, Tokens, joined
 
 
 ACCEPTANCE_DECAY = 0.9  # of the running acceptance rate, per drafted token
@@ -67,27 +67,27 @@ class Speculator:
         rows = self.selector.running()
         drafts, places = self.draft_length(rows), self.engine.last_places(rows)
         noises = [self.noise(rows) for _ in range(drafts + 1)] if self.config.do_sample else [None] * (drafts + 1)
-        tokens = []  # the last one and the drafts after it: ids, state, and what loops read again
+        parts, states = [], []  # the last token and the drafts after it
         for ahead in range(drafts + 1):
             ids, here = self.selector.last_tokens(rows, ahead), [place + ahead for place in places]
-            embedded = self.engine.enter(rows, ids, here)
-            state = self.engine.trunk.initial_state(embedded, None)
+            tokens = self.engine.enter(rows, ids, here)
+            state = self.engine.trunk.initial_state(tokens.embedded, None)
             if drafts:
-                state = self.run_loops(rows, ids, here, state, embedded, 0, self.draft_loops)
+                state = self.run_loops(tokens, state, 0, self.draft_loops)
                 if ahead < drafts:
-                    logits = self.engine.logits(rows, ids, here, [self.draft_loops] * len(rows), state)
+                    logits = self.engine.logits(tokens, [self.draft_loops] * len(rows), state)
                     self.selector.propose(rows, logits[:, -1], ahead, noises[ahead])
                 state = self.engine.trunk.between(state)
-            tokens.append((ids, state, embedded))
+            parts.append(tokens)
+            states.append(state)
         guesses = {
             row: self.selector.ids[row, self.selector.lengths[row] : self.selector.lengths[row] + drafts].tolist()
             for row in rows
         }
-        ids, state, embedded = (torch.cat(parts, dim=1) for parts in zip(*tokens))
+        tokens, loops = joined(parts), [self.num_loops] * len(rows)
         first = self.draft_loops if drafts else 0
-        state = self.run_loops(rows, ids, places, state, embedded, first, self.num_loops)
-        loops = [self.num_loops] * len(rows)
-        logits = self.engine.logits(rows, ids, places, loops, state)
+        state = self.run_loops(tokens, torch.cat(states, dim=1), first, self.num_loops)
+        logits = self.engine.logits(tokens, loops, state)
         self.engine.cache.leave_in_deeper_loops(rows, loops, places, drafts + 1)
         self.emit(rows, logits, guesses, noises)
 
@@ -95,11 +95,11 @@ class Speculator:
         shape = (len(rows), self.engine.model.config.vocab_size)
         return torch.empty(shape, device=self.selector.ids.device).exponential_()
 
-    def run_loops(self, rows: list[int], ids, places: list[int], state, embedded, first: int, end: int):
-        """H after loop `end`, from what loop `first` starts from."""
+    def run_loops(self, tokens: Tokens, state: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """H after `end` loops, from what loop `first` starts from."""
         for loop in range(first, end):
             state = state if loop == first else self.engine.trunk.between(state)
-            state = self.engine.run_loop(rows, ids, places, [loop] * len(rows), state, embedded)
+            state = self.engine.run_loop(tokens, [loop] * len(tokens.rows), state)
         return state
 
     def emit(self, rows: list[int], logits: torch.Tensor, guesses: dict[int, list[int]], noises: list):

@@ -5,37 +5,18 @@ from transformers.generation import logits_process, stopping_criteria
 
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
-PROCESSORS = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "RepetitionPenaltyLogitsProcessor",
-        "TopPLogitsWarper",
-        "TopKLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "NoRepeatNGramLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "NoBadWordsLogitsProcessor",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "ExponentialDecayLengthPenalty",
-        "LogitNormalization",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    )
-)
+PROCESSORS = """
+    MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper RepetitionPenaltyLogitsProcessor
+    TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper
+    NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor ForcedBOSTokenLogitsProcessor
+    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
+    SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
+"""
+PROCESSORS = tuple(getattr(logits_process, name) for name in PROCESSORS.split())
 CRITERIA = tuple(
     getattr(stopping_criteria, name)
     for name in ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
 )
-
-
 # criteria that look at a row's last token alone, and so may be shown rows of any lengths
 CRITERIA_OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
 
@@ -70,7 +51,7 @@ class TokenSelector:
         pad = config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.ids = torch.nn.functional.pad(input_ids.long(), (0, 64), value=self.pad)
-        self.loops = [[] for _ in range(self.num_rows)]  # of each row's new tokens
+        self.loops = torch.zeros_like(self.ids)  # that the new tokens took
         self.lengths = [self.prompt_length] * self.num_rows
         self.last = input_ids[:, -1].tolist()  # token of each row
         self.unfinished = [True] * self.num_rows
@@ -96,9 +77,7 @@ class TokenSelector:
             scores, tokens = self.choose_by_length(rows, logits, noise)
         self.keep(self.scores, rows, scores)
         self.keep(self.logits, rows, logits)
-        self.append(rows, tokens)
-        for row, count in zip(rows, loops):
-            self.loops[row].append(count)
+        self.append(rows, tokens, loops)
         self.stream()
 
     def choose_by_length(self, rows: list[int], logits: torch.Tensor, noise: torch.Tensor | None):
@@ -160,11 +139,12 @@ class TokenSelector:
             return (p / noise).argmax(-1)
         return torch.multinomial(p, num_samples=1).squeeze(1)
 
-    def append(self, rows: list[int], tokens: torch.Tensor):
+    def append(self, rows: list[int], tokens: torch.Tensor, loops: list[int]):
         """`rows` grow by a token each."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
-        self.ids[torch.tensor([rows, ends], device=self.ids.device).unbind()] = tokens
+        members, places, loops = torch.tensor([rows, ends, loops], device=self.ids.device).unbind()
+        self.ids[members, places], self.loops[members, places] = tokens, loops
         for row, token, end in zip(rows, tokens.tolist(), ends):
             self.last[row], self.lengths[row] = token, end + 1
         for row, stop in zip(rows, self.stops(rows, tokens)):
@@ -190,6 +170,7 @@ class TokenSelector:
         if length > self.ids.shape[1]:
             extra = max(64, length // 2)
             self.ids = torch.nn.functional.pad(self.ids, (0, extra), value=self.pad)
+            self.loops = torch.nn.functional.pad(self.loops, (0, extra))
 
     def keep(self, kept: list | None, rows: list[int], values: torch.Tensor):
         """For the output: [rows, vocabulary] of every new token, zero for rows that have finished."""
@@ -206,18 +187,13 @@ class TokenSelector:
         ready = min((self.lengths[row] for row in self.running()), default=max(self.lengths))
         for position in range(self.streamed, ready):
             if hasattr(self.streamer, "put_loops"):
-                self.streamer.put_loops(self.token_loops(position, position + 1)[:, 0])
+                self.streamer.put_loops(self.loops[:, position].cpu())
             self.streamer.put(self.ids[:, position].cpu())
         self.streamed = max(self.streamed, ready)
 
-    def finish(self):
-        """Sequences and the loops of their new tokens."""
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences, and the loops of their new tokens: 0 behind the end of a row."""
         if self.streamer is not None:
             self.streamer.end()
         length = max(self.lengths)
-        return self.ids[:, :length], self.token_loops(self.prompt_length, length).to(self.ids.device)
-
-    def token_loops(self, start: int, end: int) -> torch.Tensor:
-        """Of the new tokens at these positions, [rows, end - start]; 0 behind the end of a row."""
-        start, end = start - self.prompt_length, end - self.prompt_length
-        return torch.tensor([[loops[i] if i < len(loops) else 0 for i in range(start, end)] for loops in self.loops])
+        return self.ids[:, :length], self.loops[:, self.prompt_length : length]
