@@ -131,6 +131,7 @@ class ExitRule(NamedTuple):
     interval: int = 1  # check at min_loops and at every n-th loop after it
     prompt_length: int = 0  # tokens of the sequence that are prompt: they run to a fixed depth
     prompt_loops: int | None = None  # by default that of the pass
+    per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
 
     @property
     def criterion(self) -> Criterion:
@@ -138,7 +139,7 @@ class ExitRule(NamedTuple):
 
     def reads(self, loop: int) -> bool:
         """Whether the criterion looks at the state after `loop` loops (counted from 1)."""
-        if self.criterion.every_loop:
+        if self.criterion.every_loop or (self.per_sequence and self.criterion.compares):
             return True
         warm_up = 0  # readings before the first check, so that it has something to compare with
         if self.name == "argmax_stability":

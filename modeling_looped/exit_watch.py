@@ -41,8 +41,9 @@ class ExitWatch:
     def is_done(self) -> bool:
         return bool(self.exited.all())
 
-    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """`state` with exited tokens as they were. Those exit that the criterion or their limit stops at `loop`."""
+    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext):
+        """`state` with exited tokens as they were; no row leaves the batch. Those tokens exit that the criterion or
+        their limit stops at `loop`."""
         if self.final is not None:
             state = torch.where(self.exited.unsqueeze(-1), self.final, state)
         self.final = state
@@ -53,7 +54,7 @@ class ExitWatch:
                 exits = exits | (self.rule.exits(score) & ~self.is_prompt)
         self.token_loops = torch.where(~self.exited & exits, loop, self.token_loops)
         context.past_key_values.frozen = self.exited
-        return state
+        return state, None
 
     def score(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
         def logits() -> torch.Tensor:

@@ -42,11 +42,8 @@ class LoopedGenerationMixin(GenerationMixin):
         """
         names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
         check_prompt(kwargs[names[0]] if names else args[0] if args else None)
-        if kwargs.get("exit_candidates") is not None:
-            raise ValueError(
-                f"exit_candidates={kwargs['exit_candidates']} is no longer known, and it never changed an exit: "
-                "leave it out"
-            )
+        if (count := kwargs.get("exit_candidates")) is not None:
+            raise ValueError(f"exit_candidates={count} is no longer known: leave it out")
         with decoding():
             return super().generate(*args, **kwargs)
 
