@@ -3,7 +3,7 @@
 Any transformers cache serves a looped model: a slot per (loop, core layer), see `LoopedConfig.core_slot`. Three things
 need more than that. Rows of a batch that run to different depths, passes that are shallower than what the cache
 already holds, and slots that loops share: `CacheView`. Rows at positions and loops of their own: the buffers of
-`LoopedCache`, on which `cursor.py` opens.
+`LoopedCache`, on which `row_view.py` opens.
 
 A token that stops at loop k leaves its keys and values of loop k in every deeper slot, so that all slots have the same
 length and later tokens that run deeper read what that token last knew.

@@ -83,7 +83,7 @@ class ContinuousDecoder:
         for row in rows:
             self.loops[row] += 1
         exits = self.exits(rows, state)
-        self.held.put(rows, {"state": self.engine.trunk.between(state)})
+        self.held.put(rows, {"state": self.engine.trunk.to_next_loop(state)})
         return [row for row in exits if self.selector.unfinished[row]]
 
     def exits(self, rows: list[int], state: torch.Tensor) -> list[int]:

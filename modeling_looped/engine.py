@@ -11,8 +11,8 @@ from transformers.cache_utils import QuantizedCache
 from .cache import LoopedCache
 from .checks import check_length
 from .context import PassContext
-from .cursor import Cursor, Padding
 from .outputs import LoopedGenerateOutput
+from .row_view import Padding, RowView
 from .token_selector import TokenSelector, whole_batch_part
 
 
@@ -99,11 +99,11 @@ class RowEngine:
             outputs = self.model._prefill(input_ids, self.config, model_kwargs)
         finally:
             hook.remove()
-        self.warm_state = self.trunk.between(states[-1])
+        self.warm_state = self.trunk.to_next_loop(states[-1])
         return outputs
 
     def last_places(self, rows: list[int]) -> list[int]:
-        """Of the last token that each row has said."""
+        """Of the last token of each row."""
         before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
         return [self.selector.lengths[row] - 1 + before for row in rows]
 
@@ -125,21 +125,21 @@ class RowEngine:
         return self.trunk.core_pass(state, tokens.embedded, 0, first, self.scale, self.context(tokens, loops))
 
     def logits(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-        """Of H after so many loops. What the coda writes stands if they are a token's last, else it is overwritten."""
+        """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
         context = self.context(tokens, [0] * len(loops)) if len(self.trunk.coda) else None
         return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops))
 
     def context(self, tokens: Tokens, loops: list[int]) -> PassContext:
-        cursor = Cursor(self.cache, self.padding, tokens.rows, loops, tokens.places, tokens.ids.shape[1])
+        view = RowView(self.cache, self.padding, tokens.rows, loops, tokens.places, tokens.ids.shape[1])
         eager = self.model.config._attn_implementation == "eager"
         return PassContext(
             num_rows=len(loops),
-            masks=cursor.masks(self.model.dtype if eager else None),
+            masks=view.masks(self.model.dtype if eager else None),
             position_ids=None,
             position_embeddings=None if tokens.rotary is None else tokens.rotary.unbind(2),
             value_embeddings=self.trunk.value_embeddings(tokens.ids),
-            past_key_values=cursor,
-            options={"row_attention": cursor.row_attention},
+            past_key_values=view,
+            options={"row_attention": view.row_attention},
         )
 
     def output(self):

@@ -37,7 +37,7 @@ class LoopedGenerationMixin(GenerationMixin):
         cache_sharing: "none", "last" or "cyclic-S".
 
         All are also fields of `generation_config`; None in a call undoes a saved one. With return_dict_in_generate the
-        output has `token_loops`; a streamer with a method `put_loops` is told them before each `put` (but not by
+        output has `token_loops`; a streamer with a method `put_loops` receives them before each `put` (but not by
         assisted decoding).
         """
         names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
@@ -236,7 +236,7 @@ def mark_prompt(input_ids, generation_config, model_kwargs: dict):
 
 
 class LoopRecord:
-    """Loops of the new tokens, pass by pass; a streamer that wants them is told before the tokens come."""
+    """Loops of the new tokens, pass by pass; a streamer that takes them gets them before the tokens."""
 
     def __init__(self, depths: torch.Tensor, put_loops):
         """depths: of rows that do not exit."""

@@ -156,7 +156,7 @@ class LoopedModel(LoopedPreTrainedModel):
     ) -> LoopedModelOutputWithPast:
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
-        backprop_loops: gradients flow through each row's last so many loops; the states before them are constants.
+        backprop_loops: gradients flow through this number of last loops of each row; states before them are constants.
         initial_state: h_0, [batch, length, config.state_size], where `state_init` is "normal".
         exit_watch: decides after every loop which tokens, or which rows, stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
@@ -260,7 +260,7 @@ class LoopedModel(LoopedPreTrainedModel):
                 if tick.next_rows < tick.rows:
                     finished.append(x[tick.next_rows :])
                 if tick.next_rows:
-                    running = self.between(x[: tick.next_rows])
+                    running = self.to_next_loop(x[: tick.next_rows])
         return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), ticks
 
     def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):
@@ -273,7 +273,7 @@ class LoopedModel(LoopedPreTrainedModel):
                 break
             if rows is not None:
                 embedded, context = embedded[rows], context.of_rows(rows, len(rows))
-            state = self.between(state)
+            state = self.to_next_loop(state)
         return watch.final
 
     def core_pass(self, state, embedded, loop: int, first: bool | torch.Tensor, scale, context: PassContext):
@@ -286,7 +286,7 @@ class LoopedModel(LoopedPreTrainedModel):
             x = context.run(block, x, scale, block.first_slot + slots_before, queries)
         return x
 
-    def between(self, state):
+    def to_next_loop(self, state):
         """What the next loop starts from."""
         if self.config.inter_loop_norm == "shared":
             state = self.norm(state)

@@ -10,7 +10,7 @@ from transformers.utils.output_capturing import _active_collector
 
 
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
-    """As an index: the last so many positions, 0 for all of them, or those that are named."""
+    """As an index: a number of last positions, 0 for all of them, or the positions that are named."""
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 

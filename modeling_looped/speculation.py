@@ -77,7 +77,7 @@ class Speculator:
                 if ahead < drafts:
                     logits = self.engine.logits(tokens, [self.draft_loops] * len(rows), state)
                     self.selector.propose(rows, logits[:, -1], ahead, noises[ahead])
-                state = self.engine.trunk.between(state)
+                state = self.engine.trunk.to_next_loop(state)
             parts.append(tokens)
             states.append(state)
         guesses = {
@@ -98,7 +98,7 @@ class Speculator:
     def run_loops(self, tokens: Tokens, state: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """H after `end` loops, from what loop `first` starts from."""
         for loop in range(first, end):
-            state = state if loop == first else self.engine.trunk.between(state)
+            state = state if loop == first else self.engine.trunk.to_next_loop(state)
             state = self.engine.run_loop(tokens, [loop] * len(tokens.rows), state)
         return state
 

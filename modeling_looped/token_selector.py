@@ -100,7 +100,7 @@ class TokenSelector:
         return all_scores, all_tokens
 
     def propose(self, rows: list[int], logits: torch.Tensor, ahead: int, noise: torch.Tensor | None):
-        """Write what `rows` would say `ahead` tokens beyond their last; a guess, not an emission."""
+        """Write the guess of each of `rows` for the token `ahead` places after its next one; nothing is emitted."""
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         for length, members in self.by_length(rows):
             group, length = [rows[i] for i in members], length + ahead
@@ -153,7 +153,7 @@ class TokenSelector:
                 self.ids[row, self.lengths[row] :] = self.pad  # where there were guesses
 
     def stops(self, rows: list[int], tokens: torch.Tensor) -> list[bool]:
-        """Which of `rows` end with the tokens that they have just said."""
+        """Which of `rows` end with these tokens, which are their last."""
         stops = [False] * len(rows)
         for criterion in self.of_tokens:
             stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]

@@ -28,7 +28,7 @@ class Padding:
         return pad(self.mask, (0, length - self.mask.shape[1]), value=True)[rows, None]
 
 
-class Cursor:
+class RowView:
     """A pass over `rows` of a cache, each at its own loop and position.
 
     loops: one number per row, counted from 0. positions: of the first token of the pass, `length` tokens each.
