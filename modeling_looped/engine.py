@@ -68,6 +68,7 @@ class RowEngine:
         self.limits = [depths] * self.num_rows if isinstance(depths, int) else depths.tolist()
         runs = model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
         self.scale = model.config.residual_factor(runs)
+        self.rotary_table = None  # by position
 
         outputs = self.prefill(input_ids, model_kwargs)
         self.given_cache = outputs.past_key_values
@@ -110,12 +111,24 @@ class RowEngine:
     def enter(self, rows: list[int], ids: torch.Tensor, places: list[int]) -> Tokens:
         """New tokens, one of each row, through embedding and prelude."""
         check_length(self.model.config, max(places) + 1)
-        positions = torch.tensor([[place + self.shifts[row]] for row, place in zip(rows, places)], device=ids.device)
+        positions = [[place + self.shifts[row]] for row, place in zip(rows, places)]
+        furthest, positions = max(positions)[0], torch.tensor(positions, device=ids.device)
         x = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
-        rotary = self.trunk.rotary(x, positions)
-        tokens = Tokens(rows, places, ids, rotary=None if rotary is None else torch.stack(rotary, dim=2))
+        tokens = Tokens(rows, places, ids, rotary=self.rotary(x, positions, furthest))
         context = self.context(tokens, [0] * len(rows)) if len(self.trunk.prelude) else None
         return replace(tokens, embedded=self.trunk.run_prelude(x, context))
+
+    def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
+        """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
+        if self.model.config.position_embedding == "learned":
+            return None
+        kind = self.trunk.rotary_emb.rope_type
+        if "dynamic" in kind or kind == "longrope":
+            return torch.stack(self.trunk.rotary(x, positions), dim=2)
+        if self.rotary_table is None or furthest >= len(self.rotary_table):
+            every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]
+            self.rotary_table = torch.stack(self.trunk.rotary(x, every), dim=2)
+        return self.rotary_table[positions[:, 0]]
 
     def run_loop(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
         """From h_t to H_{t+1}. loops: t of each row."""
