@@ -8,6 +8,7 @@ from .causal_lm import LoopedForCausalLM
 from .configuration_looped import LoopedConfig, LoopedConfigError
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
+from .samplers import SAMPLERS, balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
 
 
 __version__ = "0.1.0"
@@ -26,4 +27,10 @@ __all__ = [
     "LoopedForTokenClassification",
     "LoopedModel",
     "LoopedPreTrainedModel",
+    "SAMPLERS",
+    "balanced_ranks",
+    "curriculum",
+    "depths_of_step",
+    "generator_of",
+    "initial_state_of_step",
 ]

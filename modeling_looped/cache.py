@@ -1,8 +1,9 @@
-"""Key/value caches under a loop.
+"""The key/value cache of a looped model, and what a pass sees of it.
 
-Any transformers cache serves a looped model: a slot per (loop, core layer), see slots.py. Three things need more than
-that, and `CacheView` gives them: rows of a batch that run to different depths, passes that are shallower than what the
-cache already holds, and caches that share slots between loops (`LoopedCache`).
+Any transformers cache serves a looped model: a slot per (loop, core layer), see `LoopedConfig.core_slot`. Three things
+need more than that. Rows of a batch that run to different depths, passes that are shallower than what the cache
+already holds, and slots that loops share: `CacheView`. Rows at positions and loops of their own: the buffers of
+`LoopedCache`, on which `row_view.py` opens.
 
 A token that stops at loop k leaves its keys and values of loop k in every deeper slot, so that all slots have the same
 length and later tokens that run deeper read what that token last knew.
@@ -13,10 +14,8 @@ import copy
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .slots import core_slot, num_slots, slot_at, split_slot
 
-
-def shared_slots(sharing: str) -> int | None:
+def num_shared_slots(sharing: str) -> int | None:
     """How many loops have slots of their own under a sharing policy; None if all do."""
     if sharing == "none":
         return None
@@ -30,7 +29,11 @@ def shared_slots(sharing: str) -> int | None:
     )
 
 
-class RoomyLayer(DynamicLayer):
+def sharing_of(cache) -> str:
+    return getattr(cache, "sharing", "none")
+
+
+class PreallocatedLayer(DynamicLayer):
     """A dynamic layer that writes new tokens in place; one that concatenates copies all the past for each of them."""
 
     room = 64  # tokens
@@ -67,10 +70,9 @@ class RoomyLayer(DynamicLayer):
         return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
-        """To buffers of somebody else, of which it holds the first tokens; it goes on writing there."""
+        """To buffers of the cache, of which it holds the first tokens; it goes on writing there."""
         self.buffers = (keys, values)
-        if length:
-            self.keys, self.values = keys[..., :length, :], values[..., :length, :]
+        self.keys, self.values = keys[..., :length, :], values[..., :length, :]
 
     def reset(self):
         super().reset()
@@ -83,16 +85,92 @@ class LoopedCache(DynamicCache):
     sharing: "none"; "last" (past positions are seen as their last loop left them); "cyclic-S" (loop t uses slot t mod
     S). Tokens of the same pass always see each other at their own loop. So with sharing, which takes 1/N or S/N of the
     memory, what a token sees depends on how the sequence was cut into passes: that is the approximation.
+
+    Where rows decode apart, keys and values lie in one buffer per unique layer, in the order of slots:
+    [rows, loops, heads, 2, capacity, head_dim]; the 2 are key and value. The layers of this cache are views of them
+    (but for sliding ones, which hold their window alone). What lies beyond a row's position is of no consequence: no
+    query sees it, and it is overwritten when the row gets there. So a check that does not exit, or a draft that is
+    rejected, needs no undoing.
     """
 
     def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
-        self.sharing = sharing
+        self.model_config, self.sharing = config, sharing
         loops = config.num_loops if num_loops is None else num_loops
-        shared = shared_slots(sharing)
+        shared = num_shared_slots(sharing)
         config = copy.deepcopy(config)
         config.num_loops = loops if shared is None else min(loops, shared)
         super().__init__(config=config)
-        self.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self.buffers: list[torch.Tensor] = []
+        self.max_length = 0  # of the generation that fills the buffers
+        prelude, core, coda = config.section_layer_types()
+        kinds = prelude + coda + core  # in the order of slots
+        self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        self.one_row = None  # what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
+
+    @property
+    def num_stored_loops(self) -> int:
+        return self.model_config.split_slot(len(self.layers) - 1)[1] + 1
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which the buffers have room."""
+        return self.buffers[0].shape[-2]
+
+    def load(self, cache: Cache, max_length: int):
+        """Into buffers, what a cache (this one, or another) holds: layer by layer, so that little is held twice.
+
+        A static layer holds more than the tokens so far, a sliding one less, its window. max_length: of a generation.
+        """
+        self.max_length, length, self.buffers = max_length, int(cache.get_seq_length()), []
+        for layer in range(self.model_config.core_slot(1)):
+            loops = self.num_stored_loops if layer >= self.model_config.core_slot(0) else 1
+            slots = [cache.layers[self.model_config.slot_at(layer, loop)] for loop in range(loops)]
+            rows, heads, _, head_dim = slots[0].keys.shape
+            buffer = slots[0].keys.new_zeros(rows, loops, heads, 2, self.with_room(length), head_dim)
+            for slot, of_loop in zip(slots, buffer.unbind(1)):
+                for tensor, room in zip((slot.keys, slot.values), of_loop.unbind(2)):
+                    tensor = tensor[..., :length, :]
+                    room[..., length - tensor.shape[-2] : length, :] = tensor
+            self.buffers.append(buffer)
+            self.share(layer, length)
+
+    def reserve(self, length: int):
+        """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
+        extra = self.with_room(length) - self.capacity
+        for layer, before in enumerate(self.buffers) if length > self.capacity else ():
+            self.buffers[layer] = torch.nn.functional.pad(before, (0, 0, 0, extra))
+            self.share(layer, self.layers[layer].get_seq_length())
+
+    def with_room(self, length: int) -> int:
+        return max(length, min(length + max(length // 2, 64), self.max_length))
+
+    def share(self, layer: int, length: int):
+        """What the slots of a unique layer hold are the first tokens of its buffer."""
+        for loop, buffer in enumerate(self.buffers[layer].unbind(1)):
+            slot = self.layers[self.model_config.slot_at(layer, loop)]
+            if type(slot) is PreallocatedLayer and slot.is_initialized:
+                slot.move(*buffer.unbind(2), length)
+
+    def store_back(self, cache: Cache, length: int):
+        """`cache` (this one, or another) is to hold the tokens up to `length` of all rows."""
+        start = int(cache.get_seq_length())
+        for slot, held in enumerate(cache.layers):
+            layer, loop = self.model_config.split_slot(slot)
+            buffer = self.buffers[layer]
+            if cache is not self or type(held) is not PreallocatedLayer:
+                # of a cache that is deeper than this run, the deeper slots too
+                cache.update(*buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length].unbind(2), slot)
+        for layer in range(len(self.buffers)):
+            self.share(layer, length)
+
+    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int], length: int = 1):
+        """`length` tokens of each row, at and after its position, leave their last keys and values in slots that they
+        did not use. loops: how many they ran."""
+        for row, ran, position in zip(rows, loops, positions):
+            for buffer in self.buffers[self.model_config.core_slot(0) :] if ran < self.num_stored_loops else ():
+                tokens = buffer[row, :, :, :, position : position + length]  # [loops, heads, 2, length, head_dim]
+                tokens[ran:] = tokens[ran - 1]
 
 
 class CacheView:
@@ -100,7 +178,7 @@ class CacheView:
 
     def __init__(self, cache: Cache, config, plan, stored_loops: int):
         self.cache, self.config, self.plan = cache, config, plan
-        self.shared = shared_slots(getattr(cache, "sharing", "none"))
+        self.shared = num_shared_slots(sharing_of(cache))
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
         # keys and values of this pass, of all rows: per layer as each row's last loop left them; and where loops share
         # slots, per slot as the last loop that uses it left them
@@ -111,11 +189,11 @@ class CacheView:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
     def slot(self, layer: int, loop: int) -> int:
-        return slot_at(self.config, layer, loop if self.shared is None else loop % self.shared)
+        return self.config.slot_at(layer, loop if self.shared is None else loop % self.shared)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         rows = keys.shape[0]
-        layer, loop = split_slot(self.config, slot)
+        layer, loop = self.config.split_slot(slot)
         slot = self.slot(layer, loop)
         self.loops_run = max(self.loops_run, loop + 1)
         fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
@@ -130,10 +208,15 @@ class CacheView:
         return keys, values
 
     def of_all_tokens(self, new: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...] | None):
-        """Keys and values of this loop; of rows and tokens that have stopped, those from before."""
-        if before is not None and self.frozen is not None:
-            new = with_frozen_tokens(new, before, self.frozen)
-        return with_finished_rows(new, before)
+        """Keys and values of this loop; of tokens that have exited and rows that have finished, those from before."""
+        if before is None:
+            return new
+        if self.frozen is not None:
+            frozen = self.frozen[:, None, :, None]
+            new = tuple(torch.where(frozen, old, part) for part, old in zip(new, before))
+        if len(new[0]) == len(before[0]):
+            return new
+        return tuple(torch.cat([part, whole[len(part) :]]) for part, whole in zip(new, before))
 
     def write(self, slot: int, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs):
         return self.cache.update(self.plan.unsort(keys), self.plan.unsort(values), slot, *args, **kwargs)
@@ -143,26 +226,13 @@ class CacheView:
         stored = self.stored_loops if self.shared is None else min(self.stored_loops, self.shared)
         for loop in range(self.loops_run, stored):
             for layer in range(self.config.num_core_layers):
-                layer = core_slot(self.config, 0, layer)
+                layer = self.config.core_slot(0, layer)
                 self.write(self.slot(layer, loop), *self.latest[layer])
         if self.shared is not None:
             for layer in self.cache.layers:
                 if layer.is_sliding and layer.is_initialized:
                     layer.crop(0)  # back to the window
                     layer.record_past = False
-
-
-def with_finished_rows(new: tuple[torch.Tensor, ...], all_rows: tuple[torch.Tensor, ...] | None):
-    """Keys and values of the rows that ran, followed by those of the rows that have finished."""
-    if all_rows is None or len(new[0]) == len(all_rows[0]):
-        return new
-    return tuple(torch.cat([part, whole[len(part) :]]) for part, whole in zip(new, all_rows))
-
-
-def with_frozen_tokens(new: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...], frozen: torch.Tensor):
-    """Keys and values of this loop, but those of the loop before where a token has exited."""
-    frozen = frozen[:, None, :, None]
-    return tuple(torch.where(frozen, old, part) for part, old in zip(new, before))
 
 
 def is_written(cache: Cache, slot: int) -> bool:
@@ -173,21 +243,21 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
     """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
     if cache is None or not isinstance(cache, Cache):
         return cache
-    shared = shared_slots(getattr(cache, "sharing", "none"))
+    shared = num_shared_slots(sharing_of(cache))
     needed = plan.max_depth if shared is None else min(plan.max_depth, shared)
-    first_slot, per_loop, stored = core_slot(config, 0, 0), config.num_core_layers, 0
-    while is_written(cache, first_slot + stored * per_loop):
+    stored = 0
+    while is_written(cache, config.core_slot(stored)):
         stored += 1
 
     if stored < needed:
-        if stored > 0 and int(cache.get_seq_length(first_slot)) > 0:
+        if stored > 0 and int(cache.get_seq_length(config.core_slot(0))) > 0:
             raise ValueError(
                 f"num_loops={plan.max_depth} is deeper than the {stored} loops that the cache holds of this sequence, "
                 "and the past has no keys and values for the deeper loops. Run the sequence at one depth or "
                 "shallower, or start it again with an empty cache."
             )
         if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
-            fit_layers(cache, num_slots(config, needed), per_loop)
+            fit_layers(cache, config.core_slot(needed), config.num_core_layers)
     if plan.is_mixed or shared is not None or stored > plan.max_depth or may_exit:
         return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored)
     return cache

@@ -31,6 +31,7 @@ from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .optimization import parameter_groups
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions
+from .sequence_exits import SequenceExits
 
 
 LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
@@ -77,7 +78,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         r"""
         num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in
             `LoopedModel`.
-        exit_rule: let each token stop at the loop where its criterion is met; `num_loops` is then the most it runs.
+        exit_rule: let each token (or, `per_sequence`, each row) stop at the loop where its criterion is met;
+            `num_loops` is then the most it runs.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
@@ -188,8 +190,21 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_logits: bool,
         options: dict,
     ):
-        """Each token stops at a loop of its own. What it leaves at its exit lives in a cache, so there is one."""
+        """Each sequence stops at a loop of its own and leaves the batch, or each token does; what a token leaves at
+        its exit lives in a cache, so there is one."""
         given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
+        keep = kept_positions(logits_to_keep)
+        if exit_rule.per_sequence:
+            names = ("past_key_values", "attention_mask")
+            refuse_with_exits(**{name: inputs[name] for name in names}, **options)
+            watch = SequenceExits(self, exit_rule, depths, given.shape[1], given.device)
+            inputs = {**inputs, "num_loops": max(depths), "use_cache": False}
+            states = self.model(**inputs, exit_watch=watch).last_hidden_state
+            logits = None
+            if output_logits:
+                logits = self.logits(states[:, keep]) if watch.logits is None else watch.logits[:, keep]
+            return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
+
         cache = inputs["past_key_values"]
         returns_cache = cache is not None or inputs["use_cache"] is not False
         if cache is None:
@@ -207,7 +222,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         watch = ExitWatch(self, exit_rule, depths, past, length, given.device)
         inputs = {**inputs, "past_key_values": cache, "num_loops": max(depths)}
         outputs = self.model(**inputs, exit_watch=watch, **options)
-        keep = kept_positions(logits_to_keep)
         return LoopedCausalLMOutputWithPast(
             logits=self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
             past_key_values=cache if returns_cache else None,

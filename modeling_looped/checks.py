@@ -5,6 +5,11 @@ import torch
 from .depth import DepthPlan
 
 
+def refuse_if(stands: bool, message: str):
+    if stands:
+        raise ValueError(message)
+
+
 def check_inputs(input_ids, inputs_embeds):
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(

@@ -14,18 +14,16 @@
 """The configuration of a looped language model: every axis of the published systems is one field."""
 
 import difflib
-import functools
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict, validated_field
-from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
+from .config_errors import LoopedConfigError, raise_value_errors
 from .presets import PRESETS, preset_fields
-from .slots import num_slots, structural_layer_types
 
 
 FORMAT_VERSION = 1
@@ -41,32 +39,6 @@ READOUTS = {
     "final_raw": ("norm", "raw"),
     "final_alpha": ("norm", "alpha"),
 }
-
-
-class LoopedConfigError(StrictDataclassError, ValueError):
-    """A field, or a combination of fields, that has no meaning; also a plain `ValueError`."""
-
-
-def raise_value_errors(cls):
-    """Turn a config class's strict dataclass errors into `LoopedConfigError`, which `except ValueError` catches."""
-
-    def translate(method):
-        @functools.wraps(method)
-        def wrapper(self, *args):
-            try:
-                return method(self, *args)
-            except StrictDataclassError as error:
-                if isinstance(error, ValueError):
-                    raise
-                raise LoopedConfigError(str(error)) from error
-
-        return wrapper
-
-    cls.__setattr__ = translate(cls.__setattr__)
-    validate = translate(cls.validate)
-    validate.__is_defined_by_strict_decorator__ = True  # lets a subclass be @strict again
-    cls.validate = validate
-    return cls
 
 
 class BlockSizes(NamedTuple):
@@ -327,7 +299,7 @@ class LoopedConfig(PreTrainedConfig):
     @property
     def num_hidden_layers(self) -> int:
         """Key/value slots of a pass at the configured depth: P + Q + C * num_loops."""
-        return num_slots(self, self.num_loops)
+        return self.core_slot(self.num_loops)
 
     @num_hidden_layers.setter
     def num_hidden_layers(self, value: int):
@@ -343,8 +315,34 @@ class LoopedConfig(PreTrainedConfig):
         """Attention type of every slot. Absent without a window pattern, so that no consumer sees sliding windows."""
         if self.window_pattern is None:
             raise AttributeError("layer_types exists only with a window_pattern")
-        prelude, core, coda = structural_layer_types(self)
+        prelude, core, coda = self.section_layer_types()
         return prelude + coda + core * self.num_loops
+
+    def section_layer_types(self) -> tuple[list[str], list[str], list[str]]:
+        """Attention types of the layers of prelude, core and coda: the pattern tiled over all, the last one full."""
+        pattern = self.window_pattern or "L"
+        letters = [pattern[i % len(pattern)] for i in range(self.num_layers - 1)] + ["L"]
+        types = [{"L": "full_attention", "S": "sliding_attention"}[letter] for letter in letters]
+        core, coda = self.num_prelude_layers, self.num_prelude_layers + self.num_core_layers
+        return types[:core], types[core:coda], types[coda:]
+
+    # Where a layer keeps its keys and values: a slot is an index into a transformers cache. More loops only append.
+    #     prelude 0..P-1 | coda P..P+Q-1 | loop 0: P+Q.. | loop 1: P+Q+C.. | ...
+
+    def core_slot(self, loop: int, layer: int = 0) -> int:
+        return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers + layer
+
+    def split_slot(self, slot: int) -> tuple[int, int]:
+        """A slot as that of its layer in the first loop, and the loop; prelude and coda are at loop 0."""
+        first = self.core_slot(0)
+        if slot < first:
+            return slot, 0
+        loop, layer = divmod(slot - first, self.num_core_layers)
+        return first + layer, loop
+
+    def slot_at(self, first_slot: int, loop: int) -> int:
+        """The inverse of `split_slot`."""
+        return first_slot + loop * self.num_core_layers
 
     @property
     def has_readout_norm(self) -> bool:

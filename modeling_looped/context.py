@@ -33,11 +33,15 @@ class PassContext:
         )
 
     def of_first_rows(self, count: int) -> "PassContext":
+        return self.of_rows(slice(count), count)
+
+    def of_rows(self, rows: slice | torch.Tensor, count: int) -> "PassContext":
+        """Of `count` rows, the first ones (a slice) or those at these places."""
         if count == self.num_rows:
             return self
 
         def of_rows(batched):  # what is the same for all rows has a batch size of 1
-            return take_rows(batched, slice(count)) if batched is not None and batched.shape[0] > count else batched
+            return take_rows(batched, rows) if batched is not None and batched.shape[0] > count else batched
 
         tables = self.position_embeddings
         return replace(

@@ -1,7 +1,7 @@
 """How many loops each row of a batch runs, and which rows run at which tick.
 
 A *tick* is one pass through the core. With one depth for all rows, tick t is loop t. Rows of different depths are
-sorted, deepest first, so that the rows of a tick are always the first so many: views, no gathering. Rows either start
+sorted, deepest first, so that the rows of a tick are always the first ones: views, no gathering. Rows either start
 together and leave when they are done, or, where only the last loops carry gradients, join late and end together, so
 that the ticks with gradients are the same for all rows.
 """
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 
 class Tick(NamedTuple):
-    rows: int  # the first so many rows run
+    rows: int  # the first ones of this number run
     loop: int | list[int]  # the loop each of them is at; one number if it is the same
     has_gradient: bool
     next_rows: int  # rows that also run at the next tick, 0 at the last

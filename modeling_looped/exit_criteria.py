@@ -1,8 +1,9 @@
-"""When a token has thought enough: exit criteria, and the rule that `generate` applies.
+"""Exit criteria: by what a token stops looping before the last loop, and the rule that `generate` applies.
 
 A criterion looks at what there is after a loop (a `Reading`) and gives every token a score; the token exits where the
 score passes the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its
-logits) they return, and are given back; at a token's first reading they are given nothing, or `BLANK`s.
+logits) they return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`.
+To add one: a function here, and its line in `CRITERIA`.
 
     criterion          score of loop k                               exits if   published threshold
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
@@ -38,11 +39,11 @@ Memory = dict[str, torch.Tensor]
 Score = tuple[torch.Tensor, Memory]
 
 # by what is remembered: its value before the first reading, from which any reading is infinitely far
-BLANK = {"entropy": math.inf, "log_p": math.inf, "last_state": math.inf, "best": -1, "count": 0, "stay": 1.0}
+INITIAL = {"entropy": math.inf, "log_p": math.inf, "last_state": math.inf, "best": -1, "count": 0, "stay": 1.0}
 
 
-def before(memory: Memory, name: str) -> torch.Tensor | float:
-    return memory.get(name, BLANK[name])
+def remembered(memory: Memory, name: str) -> torch.Tensor | float:
+    return memory.get(name, INITIAL[name])
 
 
 def logit_margin(reading: Reading, memory: Memory) -> Score:
@@ -66,29 +67,29 @@ def entropy(reading: Reading, memory: Memory) -> Score:
 
 def entropy_diff(reading: Reading, memory: Memory) -> Score:
     now = entropy_of(reading.logits)
-    return (now - before(memory, "entropy")).abs(), {"entropy": now}
+    return (now - remembered(memory, "entropy")).abs(), {"entropy": now}
 
 
 def kl(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.logits).log_softmax(-1)
-    past = torch.as_tensor(before(memory, "log_p"))
+    past = torch.as_tensor(remembered(memory, "log_p"))
     return (past.exp() * (past - now)).sum(-1), {"log_p": now}
 
 
 def latent_diff(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.state)
-    return (now - before(memory, "last_state")).norm(dim=-1) / now.norm(dim=-1), {"last_state": now}
+    return (now - remembered(memory, "last_state")).norm(dim=-1) / now.norm(dim=-1), {"last_state": now}
 
 
 def argmax_stability(reading: Reading, memory: Memory) -> Score:
     best = reading.logits.argmax(-1)
-    count = torch.where(best == before(memory, "best"), before(memory, "count") + 1, 0)
+    count = torch.where(best == remembered(memory, "best"), remembered(memory, "count") + 1, 0)
     return count, {"best": best, "count": count}
 
 
 def gate(reading: Reading, memory: Memory) -> Score:
     """1 - prod_j (1 - lambda_j), in float64: in half precision sigmoid(6.25) is 1."""
-    stay = before(memory, "stay") * torch.sigmoid(-reading.gate.double())
+    stay = remembered(memory, "stay") * torch.sigmoid(-reading.gate.double())
     return 1 - stay, {"stay": stay}
 
 
@@ -99,6 +100,14 @@ class Criterion(NamedTuple):
     default: float | None = None
     compares: bool = False  # with the reading before
     every_loop: bool = False  # reads every loop, also those at which nothing may exit
+
+    def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
+        """Score of the state H after a loop. model: the causal LM. logits: of that state, asked for if needed."""
+        if self.needs == "logits":
+            reading = Reading(logits=logits())
+        else:
+            reading = Reading(state=state) if self.needs == "state" else Reading(gate=model.gate(state))
+        return self.score(reading, memory)
 
 
 CRITERIA = {
@@ -113,19 +122,16 @@ CRITERIA = {
 }
 
 
-SCREENABLE = ("logit_margin", "max_prob")  # scores that can only be higher over some of the tokens
-
-
 class ExitRule(NamedTuple):
     """A criterion with its threshold: which loops are read, and who exits."""
 
     name: str
     threshold: float
     min_loops: int = 1
-    interval: int = 1  # check at min_loops and every so many loops after it
+    interval: int = 1  # check at min_loops and at every n-th loop after it
     prompt_length: int = 0  # tokens of the sequence that are prompt: they run to a fixed depth
     prompt_loops: int | None = None  # by default that of the pass
-    candidates: int | None = None  # checks after a token's first look at so many tokens only, see `screens`
+    per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
 
     @property
     def criterion(self) -> Criterion:
@@ -133,7 +139,7 @@ class ExitRule(NamedTuple):
 
     def reads(self, loop: int) -> bool:
         """Whether the criterion looks at the state after `loop` loops (counted from 1)."""
-        if self.criterion.every_loop:
+        if self.criterion.every_loop or (self.per_sequence and self.criterion.compares):
             return True
         warm_up = 0  # readings before the first check, so that it has something to compare with
         if self.name == "argmax_stability":
@@ -145,16 +151,6 @@ class ExitRule(NamedTuple):
 
     def checks(self, loop: int) -> bool:
         return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
-
-    def screens(self, first: bool) -> bool:
-        """Whether a reading begins with the tokens that were the best at the first reading alone.
-
-        Their margin or probability is too high, if anything (unless none of them is the best any more). So a token
-        that does not pass needs no look at the whole vocabulary, which costs as much as several layers. One that
-        passes is confirmed with all logits, from which the next token is chosen anyway: none exits that would not
-        have without candidates.
-        """
-        return self.candidates is not None and not first
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:
         if self.name == "gate" and self.threshold == 1:  # reached by rounding only
@@ -169,7 +165,6 @@ def exit_rule(
     min_loops: int = 1,
     interval: int = 1,
     num_loops: int | None = None,
-    candidates: int | None = None,
 ) -> ExitRule:
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
     if not isinstance(criterion, str) or criterion not in CRITERIA:
@@ -208,16 +203,4 @@ def exit_rule(
             f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run: lower it, or run "
             "without exits (exit_criterion=None)"
         )
-    check_candidates(criterion, candidates)
-    return ExitRule(criterion, float(threshold), min_loops, interval, candidates=candidates)
-
-
-def check_candidates(criterion: str, candidates):
-    if candidates is None:
-        return
-    check_count("exit_candidates", candidates, least=2)  # the best token and one to compare it with
-    if criterion not in SCREENABLE:
-        raise ValueError(
-            f"exit_candidates={candidates} is for the criteria {' and '.join(SCREENABLE)}: a few tokens tell nothing "
-            f"about exit_criterion={criterion!r}"
-        )
+    return ExitRule(criterion, float(threshold), min_loops, interval)

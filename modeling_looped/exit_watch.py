@@ -1,4 +1,4 @@
-"""Early exit inside one forward pass, for every way of decoding that calls forward by itself.
+"""Early exit inside one forward pass, for beams, assistants and all else that calls forward by itself.
 
 Tokens that have exited are frozen: the pass goes on for the others until all are done, and what a frozen token leaves
 in deeper slots is what it left at its exit. Nothing is gathered and scattered, so compute is saved only where a whole
@@ -11,11 +11,10 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import RoomyLayer
+from .cache import PreallocatedLayer
 from .context import PassContext
-from .exit_criteria import ExitRule, Reading
-from .outputs import LoopedCausalLMOutputWithPast, kept_positions
-from .recording import unrecorded
+from .exit_criteria import ExitRule
+from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
 
 
 class ExitWatch:
@@ -29,12 +28,10 @@ class ExitWatch:
             limits[:, prompt] = limits[:, prompt].clamp(max=rule.prompt_loops)
         self.limits, self.is_prompt = limits, prompt  # [batch, length], [length]
         self.token_loops = torch.zeros_like(limits)  # 0 while the token runs
-        self.first_reported = max(
-            rule.prompt_length - 1 - past, 0
-        )  # of the prompt, only its last token makes a new one
+        # of the prompt, only its last token makes a new one
+        self.first_reported = max(rule.prompt_length - 1 - past, 0)
         self.final = None  # H of the last loop, frozen where tokens have exited
         self.memory = {}
-        self.candidates, self.passes_screen = None, True
 
     @property
     def exited(self) -> torch.Tensor:
@@ -44,8 +41,9 @@ class ExitWatch:
     def is_done(self) -> bool:
         return bool(self.exited.all())
 
-    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
-        """`state` with exited tokens as they were. Those exit that the criterion or their limit stops at `loop`."""
+    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext):
+        """`state` with exited tokens as they were; no row leaves the batch. Those tokens exit that the criterion or
+        their limit stops at `loop`."""
         if self.final is not None:
             state = torch.where(self.exited.unsqueeze(-1), self.final, state)
         self.final = state
@@ -53,33 +51,21 @@ class ExitWatch:
         if self.rule.reads(loop) and not (exits | self.is_prompt).all():
             score = self.score(loop, state, context)
             if self.rule.checks(loop):
-                exits = exits | (self.rule.exits(score) & self.passes_screen & ~self.is_prompt)
+                exits = exits | (self.rule.exits(score) & ~self.is_prompt)
         self.token_loops = torch.where(~self.exited & exits, loop, self.token_loops)
         context.past_key_values.frozen = self.exited
-        return state
+        return state, None
 
     def score(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
-        needs = self.rule.criterion.needs
-        if needs == "logits":
-            peeking = replace(context, past_key_values=Peek(context.past_key_values))
-            readout = unrecorded(self.model.model.run_coda, state, peeking)
-            reading = Reading(logits=self.model.decode(readout, loop - 1))
-            self.screen(reading.logits)
-        else:
-            reading = Reading(**{needs: state if needs == "state" else self.model.gate(state)})
-        score, self.memory = self.rule.criterion.score(reading, self.memory)
+        def logits() -> torch.Tensor:
+            read_only = replace(context, past_key_values=ReadOnlyCache(context.past_key_values))
+            return self.model.decode(unrecorded(self.model.model.run_coda, state, read_only), loop - 1)
+
+        score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
         return score
 
-    def screen(self, logits: torch.Tensor):
-        """The same exits as in `continuous.py`; here it saves nothing."""
-        if self.rule.screens(first=self.candidates is None):
-            score, _ = self.rule.criterion.score(Reading(logits=logits.gather(-1, self.candidates)), {})
-            self.passes_screen = self.rule.exits(score)
-        elif self.rule.candidates is not None:
-            self.candidates = logits.topk(min(self.rule.candidates, logits.shape[-1])).indices
 
-
-class Peek:
+class ReadOnlyCache:
     """A cache that shows what `update` would return and keeps nothing."""
 
     def __init__(self, view):
@@ -90,7 +76,7 @@ class Peek:
             self.view.cache.layers.append(self.view.cache.layer_class_to_replicate())
         layer = self.view.cache.layers[slot]
         # a dynamic layer's update puts new tensors in its place, or writes beyond what it holds
-        is_dynamic = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
+        is_dynamic = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, PreallocatedLayer)
         layer = copy.copy(layer) if is_dynamic else copy.deepcopy(layer)
         return layer.update(keys, values, *args, **kwargs)
 

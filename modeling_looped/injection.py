@@ -2,7 +2,7 @@
 
 Every injection answers two questions. `forward`: what is the stream that enters the first core layer? `before_layer`:
 what does core layer l see, and where do its queries come from? `first` says whether this is loop 0: a bool, or a bool
-tensor [rows, 1, 1] where rows are at different loops; `looks_at_first` tells whom that matters to. `normed` is where
+tensor [rows, 1, 1] where rows are at different loops; `looks_at_first` says where that matters. `normed` is where
 `injection_norm` acts: on the stream in which state and input have met.
 """
 

@@ -139,6 +139,7 @@ class LoopedAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values=None,
         value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
+        row_attention: Callable | None = None,  # of rows at loops and positions of their own, in place of the cache
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         source = hidden_states
@@ -160,16 +161,11 @@ class LoopedAttention(nn.Module):
             queries, keys = self.free_norm(queries), self.free_norm(keys)
         queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
-        site = self
-        if past_key_values is not None:
-            site = AttentionSite(self, slot)
-            keys, values = past_key_values.update(keys, values, slot)
-        elif "cache" in kwargs:  # continuous batching: the kernel updates its paged cache at site.layer_idx
-            site = AttentionSite(self, slot)
-
-        if isinstance(keys, list):  # rows at loops and positions of their own
-            output = past_key_values.attend(queries, keys, self.scaling)
+        if row_attention is not None:
+            output = row_attention(queries, keys, values, slot, self.scaling)
             return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
+        if past_key_values is not None:
+            keys, values = past_key_values.update(keys, values, slot)
         implementation, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
         if implementation == "sdpa" and not dropout and not kwargs.keys() & {"cache", "is_causal"}:
             output = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
@@ -179,7 +175,7 @@ class LoopedAttention(nn.Module):
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention_interface(
-            site,
+            AttentionSite(self, slot),  # kernels with a cache of their own (continuous batching) update it at the slot
             queries,
             keys,
             values,

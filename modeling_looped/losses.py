@@ -27,7 +27,7 @@ from .losses_of_states import LoopStates, loss_of_states
 IGNORE_INDEX = -100
 LOGITS_PER_CHUNK = 2**25
 MIN_CHUNK = 256  # tokens
-LOGITS_PER_BLOCK_ON_CPU = 2**20  # so many in fp32 stay in the processor's cache from one operation to the next
+LOGITS_PER_BLOCK_ON_CPU = 2**20  # this number in fp32 stays in the processor's cache from one operation to the next
 GATE_SHARPNESS, GATE_THRESHOLD = 50.0, 0.005  # Ouro, stage II
 
 

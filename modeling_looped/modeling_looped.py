@@ -49,10 +49,9 @@ from .layers import (
     rotary_tables,
 )
 from .loading import StrictLoadingMixin
-from .outputs import LoopedModelOutputWithPast
+from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
-from .recording import unrecorded
-from .slots import coda_slot, core_slot, prelude_slot, structural_layer_types
+from .sequence_exits import SequenceExits
 
 
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
@@ -101,10 +100,10 @@ class LoopedModel(LoopedPreTrainedModel):
             self.rotary_emb = LoopedRotaryEmbedding(config)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
 
-        prelude, core, coda = structural_layer_types(config)
-        self.prelude = self._blocks("prelude", prelude, first_layer=0, first_slot=prelude_slot(config, 0))
-        self.core = self._blocks("core", core, first_layer=len(prelude), first_slot=core_slot(config, 0, 0))
-        self.coda = self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=coda_slot(config, 0))
+        prelude, core, coda = config.section_layer_types()
+        self.prelude = self._blocks("prelude", prelude, first_layer=0, first_slot=0)
+        self.core = self._blocks("core", core, first_layer=len(prelude), first_slot=config.core_slot(0))
+        self.coda = self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=len(prelude))
         if config.value_embeddings:
             self.value_embeds = nn.ModuleDict()
             for block in (*self.prelude, *self.core, *self.coda):
@@ -151,16 +150,16 @@ class LoopedModel(LoopedPreTrainedModel):
         num_loops: int | list[int] | torch.LongTensor | None = None,
         backprop_loops: int | None = None,
         initial_state: torch.FloatTensor | None = None,
-        exit_watch: ExitWatch | None = None,
+        exit_watch: ExitWatch | SequenceExits | None = None,
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LoopedModelOutputWithPast:
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
-        backprop_loops: gradients flow through each row's last so many loops; the states before them are constants.
+        backprop_loops: gradients flow through this number of last loops of each row; states before them are constants.
         initial_state: h_0, [batch, length, config.state_size], where `state_init` is "normal".
-        exit_watch: decides after every loop which tokens stop there.
+        exit_watch: decides after every loop which tokens, or which rows, stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         """
         check_inputs(input_ids, inputs_embeds)
@@ -200,7 +199,10 @@ class LoopedModel(LoopedPreTrainedModel):
         )
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
-        final, ticks = self.loop(embedded, state, plan, every_loop, context, exit_watch)
+        if exit_watch is None:
+            final, ticks = self.loop(embedded, state, plan, every_loop, context)
+        else:
+            final, ticks = self.loop_with_exits(embedded, state, plan, context, exit_watch), []
 
         loop_hidden_states = plan.spread(ticks) if output_loop_hidden_states else None
         loop_readout_states = None
@@ -240,7 +242,7 @@ class LoopedModel(LoopedPreTrainedModel):
             x = context.run(block, x, scale, block.first_slot)
         return x if self.prelude_norm is None else self.prelude_norm(x)
 
-    def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext, exit_watch=None):
+    def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
         scale = self._residual_scale(plan, embedded)
         running, finished, ticks = state[: plan.ticks[0].rows], [], []
@@ -254,17 +256,26 @@ class LoopedModel(LoopedPreTrainedModel):
                 loop = tick.loop if isinstance(tick.loop, int) else 0
                 row_scale = scale if isinstance(scale, float) else scale[rows]
                 x = self.core_pass(running, embedded[rows], loop, first, row_scale, context)
-                if exit_watch is not None:
-                    x = exit_watch.after_loop(loop + 1, x, context)
-                    if exit_watch.is_done:
-                        return x, ticks
                 if every_loop:
                     ticks.append(x)
                 if tick.next_rows < tick.rows:
                     finished.append(x[tick.next_rows :])
                 if tick.next_rows:
-                    running = self.between(x[: tick.next_rows])
+                    running = self.to_next_loop(x[: tick.next_rows])
         return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), ticks
+
+    def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):
+        """H of every token at its exit; rows that `watch` sends away cost nothing from there on."""
+        scale = self._residual_scale(plan, embedded)
+        for loop in range(plan.max_depth):
+            state = self.core_pass(state, embedded, loop, loop == 0, scale, context)
+            state, rows = watch.after_loop(loop + 1, state, context)
+            if watch.is_done:
+                break
+            if rows is not None:
+                embedded, context = embedded[rows], context.of_rows(rows, len(rows))
+            state = self.to_next_loop(state)
+        return watch.final
 
     def core_pass(self, state, embedded, loop: int, first: bool | torch.Tensor, scale, context: PassContext):
         """One loop: from h_t to H_{t+1}. first: whether t = 0, one bool or one per row [rows, 1, 1]."""
@@ -276,7 +287,7 @@ class LoopedModel(LoopedPreTrainedModel):
             x = context.run(block, x, scale, block.first_slot + slots_before, queries)
         return x
 
-    def between(self, state):
+    def to_next_loop(self, state):
         """What the next loop starts from."""
         if self.config.inter_loop_norm == "shared":
             state = self.norm(state)

@@ -1,15 +1,28 @@
-"""What a looped model returns beyond what transformers' models do."""
+"""What a looped model returns beyond what transformers' models do, and which runs of its blocks are recorded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.output_capturing import _active_collector
 
 
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
-    """As an index: the last so many positions, 0 for all of them, or those that are named."""
+    """As an index: a number of last positions, 0 for all of them, or the positions that are named."""
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+
+
+def unrecorded(run: Callable, *arguments):
+    """What `run` returns; its blocks are not among those that output_hidden_states and output_attentions show."""
+    collected = None if torch.compiler.is_compiling() else _active_collector.get()
+    recorded = [states for states in (collected or {}).values() if isinstance(states, list)]
+    lengths = [len(states) for states in recorded]
+    result = run(*arguments)
+    for states, length in zip(recorded, lengths):
+        del states[length:]
+    return result
 
 
 @dataclass

@@ -38,7 +38,7 @@ def test_of_passes(which, dtype, capsys):
     assert ratios(lines[which]) and all(math.isfinite(ratio) for ratio in ratios(lines[which]))
 
 
-@pytest.mark.parametrize("options", [{}, {"exit-interval": 2}, {"exit-candidates": 4}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"exit-interval": 2}], ids=str)
 def test_of_decoding(options, capsys):
     lines = lines_of("decode", capsys, **OF_DECODING, **options)
     assert list(lines) == ["llama", "exits"]

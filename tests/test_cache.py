@@ -10,7 +10,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from modeling_looped import LoopedCache
-from modeling_looped.cache import RoomyLayer
+from modeling_looped.cache import PreallocatedLayer
 
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder
@@ -349,7 +349,7 @@ CHANGES = {
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=8), st.integers(0, 3))
 def test_layer_in_place_equals_one_that_concatenates(changes, room):
-    ours, theirs = RoomyLayer(), DynamicLayer()
+    ours, theirs = PreallocatedLayer(), DynamicLayer()
     ours.room = room
     generator = torch.Generator().manual_seed(0)
     for change in ["append", "append", *changes, "append"]:
@@ -361,7 +361,7 @@ def test_layer_in_place_equals_one_that_concatenates(changes, room):
 
 
 def test_copied_layer_is_apart():
-    layer = RoomyLayer()
+    layer = PreallocatedLayer()
     layer.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
     before = copy.deepcopy(layer)
     layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))

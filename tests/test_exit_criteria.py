@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from modeling_looped import generation
-from modeling_looped.exit_criteria import BLANK, CRITERIA, ExitRule, Reading, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, INITIAL, ExitRule, Reading, exit_rule
 
 from .helpers import random_ids, tiny_config, tiny_model
 from .naive_exits import EXITS_ABOVE, SCORES, NaiveRule, Readings
@@ -123,7 +123,7 @@ def test_tokens_begin_apart(name):
     for loop, reading in enumerate(readings):
         if loop == start:
             memory = {
-                part: torch.stack([kept[0], torch.full_like(kept[1], BLANK[part])]) for part, kept in memory.items()
+                part: torch.stack([kept[0], torch.full_like(kept[1], INITIAL[part])]) for part, kept in memory.items()
             }
         score, memory = CRITERIA[name].score(reading, memory)
         alone = [Reading(*(kind[i : i + 1] for kind in reading)) for i in (0, 1) for reading in readings]
@@ -239,8 +239,7 @@ def test_published_thresholds():
         (TypeError, "min_loops must be an int, got True", {"min_loops": True}),
         (ValueError, "exit_interval must be at least 1, got -2", {"exit_interval": -2}),
         (TypeError, "exit_interval must be an int, got '2'", {"exit_interval": "2"}),
-        (TypeError, "exit_candidates must be an int, got 2.0", {"candidates": 2.0}),
-        (ValueError, "exit_candidates must be at least 2, got 1", {"candidates": 1}),
+        (ValueError, "exit_candidates=4 is no longer known", {"candidates": 4}),
         (ValueError, "prompt_loops=4 must be between 1 and num_loops=3", {"prompt_loops": 4}),
         (TypeError, "prompt_loops must be an int, got 2.0", {"prompt_loops": 2.0}),
         (ValueError, "exit_threshold, min_loops without exit_criterion", {"criterion": None, "min_loops": 2}),

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedCache, LoopedForCausalLM, generation
-from modeling_looped.generation import DEPTH_FIELDS
-from modeling_looped.row_cache import RowCache
+from modeling_looped.depth_options import DEPTH_FIELDS
 
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate
@@ -211,28 +210,6 @@ def test_scores_and_logits(case):
             logits, _ = decoder.run_until(rule, token, LOOPS)
 
 
-class NaiveRuleWithCandidates(NaiveRule):
-    def stops(self, readings):
-        """Also over the tokens that were best at the first reading."""
-        first = readings.logits[self.min_loops - 1] if len(readings.logits) >= self.min_loops else None
-        if first is None or not super().stops(readings):
-            return False
-        some = readings.logits[-1][first.topk(4).indices]
-        return super().stops(readings._replace(logits=[*readings.logits[:-1], some]))
-
-
-@over_ways
-@over_systems
-@pytest.mark.parametrize(("name", "min_loops", "interval"), [("logit_margin", 1, 1), ("max_prob", 2, 2)])
-def test_candidates(system, way, name, min_loops, interval):
-    model, (ids, mask, rows) = model_of(system), prompts()
-    rule = NaiveRuleWithCandidates(*rule_for(model, name, rows[0], min_loops, interval))
-    expected = naive_rows(model, rule, rows, 6)
-    out = generate(model, ids, rule, way, attention_mask=mask, num_loops=6, exit_candidates=4)
-    assert found(out) == expected
-    assert len({loop for row in expected[1] for loop in row[1:]}) > 1
-
-
 # Conversations
 
 
@@ -290,10 +267,8 @@ def test_keys_and_values_are_held_once(given, new_tokens, monkeypatch):
     """The cache that the prompt filled looks into the memory of continuous depth, also where that must grow."""
     model, (_, _, rows) = model_of("plain"), prompts()
     rule = rule_for(model, "logit_margin", rows[0])
-    caches, store_back = [], RowCache.store_back
-    monkeypatch.setattr(
-        RowCache, "store_back", lambda cache, length: (caches.append(cache), store_back(cache, length))
-    )
+    caches, store_back = [], LoopedCache.store_back
+    monkeypatch.setattr(LoopedCache, "store_back", lambda cache, *to: (caches.append(cache), store_back(cache, *to)))
     prompt = random_ids(2, 40)
     arguments = {"past_key_values": LoopedCache(model.config)} if given else {}
     out = generate(model, prompt, rule, new_tokens=new_tokens, **arguments)
@@ -451,7 +426,7 @@ def test_a_depth_that_loading_asks_for_wins_over_a_saved_one(auto, tmp_path):
 def test_a_threshold_belongs_to_its_criterion(config_is_passed):
     """Another criterion does not take what was saved for the first; the same one does."""
     model, (ids, mask, rows) = model_of("plain"), prompts()
-    saved = {"exit_criterion": "max_prob", "exit_threshold": 0.01, "exit_candidates": 2, "min_loops": 2}
+    saved = {"exit_criterion": "max_prob", "exit_threshold": 0.01, "min_loops": 2}
     for name, value in saved.items():
         setattr(model.generation_config, name, value)
 
@@ -474,7 +449,7 @@ def test_a_threshold_belongs_to_its_criterion(config_is_passed):
 
 def test_numbers_of_numpy():
     model, (ids, mask, _) = model_of("plain"), prompts()
-    fields = {"exit_threshold": 0.5, "min_loops": 2, "exit_interval": 2, "exit_candidates": 3, "prompt_loops": 2}
+    fields = {"exit_threshold": 0.5, "min_loops": 2, "exit_interval": 2, "prompt_loops": 2}
     rule = NaiveRule("max_prob", 0.5, 2, 2)
     expected = generate(model, ids, rule, attention_mask=mask, num_loops=[4, 2, 3], **fields)
     numpy = {name: np.float32(value) if value == 0.5 else np.int64(value) for name, value in fields.items()}

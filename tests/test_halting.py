@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from eval.halting import command as halting
 from eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
@@ -116,6 +116,24 @@ def test_a_dynamic_batch_is_each_sequence_alone(system):
             torch.testing.assert_close(scored.losses[row], F.cross_entropy(logits, ids[1:], reduction="none"))
             depths_seen.add(depth)
     assert len(depths_seen) > 2
+
+
+@over_systems
+@pytest.mark.parametrize("name", ["logit_margin", "latent_diff"])
+@torch.no_grad()
+def test_rows_that_never_halt_run_to_their_own_depths(system, name):
+    model, ids, depths = model_of(system), random_ids(3, 6), [2, 4, 3]
+    rule = ExitRule(name, never(name), per_sequence=True)
+    found, expected = model(ids, num_loops=depths, exit_rule=rule), model(ids, num_loops=depths)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert found.token_loops.tolist() == [[depth] * 6 for depth in depths]
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "attention_mask", "output_hidden_states"])
+def test_what_cannot_go_with_rows_that_halt_is_refused(name):
+    given = {name: {"past_key_values": DynamicCache(), "attention_mask": torch.ones(1, 3)}.get(name, True)}
+    with pytest.raises(ValueError, match=f"exit_rule .* {name} cannot go with"):
+        model_of("plain")(random_ids(1, 3), exit_rule=ExitRule("kl", 0.1, per_sequence=True), **given)
 
 
 @over_systems

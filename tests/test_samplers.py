@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modeling_looped.samplers import SAMPLERS, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
+from modeling_looped import SAMPLERS, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
 
 from .helpers import tiny_model
 

@@ -592,7 +592,7 @@ def naive_warm_start(model, ids, threshold: float | None = None):
     out = model(ids, num_loops=4, output_loop_hidden_states=True, use_cache=True)
     cache, tokens, loops = out.past_key_values, [], [4]
     while True:
-        state = model.model.between(out.loop_hidden_states[-1][:, -1:])
+        state = model.model.to_next_loop(out.loop_hidden_states[-1][:, -1:])
         token = out.logits[:, -1:].argmax(-1)
         tokens.append(int(token))
         if len(tokens) == NEW:

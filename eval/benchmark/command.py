@@ -188,7 +188,6 @@ def main(arguments: list[str]):
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits: batch sizes")
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
-    parser.add_argument("--exit-candidates", type=int, help="exits: tokens that a check looks at before all others")
     parser.add_argument("--model", help="speculation, sharing: folder of a trained model")
     parser.add_argument("--text", default="def read(self, size):", help="speculation: the prompt")
     parser.add_argument("--text-file", default=os.__file__, help="sharing: what is scored; by default Python's os.py")

@@ -18,7 +18,7 @@ from eval.halting.calibration import never
 from eval.halting.measured_run import measure
 from modeling_looped import LoopedCache, LoopedForCausalLM
 from modeling_looped.continuous import ContinuousDecoder
-from modeling_looped.exit_criteria import CRITERIA, SCREENABLE, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .models import build, looped_config, tokens
 
@@ -55,8 +55,6 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     def decode(**how) -> Decoding:
         if "exit_criterion" in how:
             how["exit_interval"] = args.exit_interval
-            if criterion in SCREENABLE:
-                how["exit_candidates"] = args.exit_candidates
         how = {"max_new_tokens": args.new_tokens, **settings, **how}
         return timed(model, prompt, return_dict_in_generate=True, past_key_values=copy.deepcopy(prefilled), **how)
 
@@ -65,8 +63,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
     rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
     scores = measure(model, rows, depth, [criterion], len(rows)).scores[criterion][:-1]
     threshold = scores[scores.isfinite()].float().quantile(0.7 if above else 0.3).item()
-    candidates = args.exit_candidates if criterion in SCREENABLE else None
-    rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval, candidates=candidates)
+    rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
 
     prefilled = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, **settings).past_key_values
     prefilled.crop(-1)
@@ -158,8 +155,6 @@ def cost(model, rule, loops: torch.Tensor) -> float:
         limit = model.config.num_loops
         reads = torch.tensor([rule.reads(loop) or loop == limit for loop in range(1, limit + 1)])
         heads = reads.cumsum(0)[loops.cpu() - 1].float()
-        if rule.candidates is not None:  # all logits at the first reading and at the exit
-            heads = heads.clamp(max=2) + (heads - 1) * rule.candidates / model.config.vocab_size
     return float(loops.sum()) * core + float(heads.sum()) * head
 
 

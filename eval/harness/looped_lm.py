@@ -24,10 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from modeling_looped import LoopedConfig
+from modeling_looped import LoopedConfig, generator_of
 from modeling_looped.checks import check_takes_initial_state
-from modeling_looped.exit_criteria import ExitRule, Reading, exit_rule
-from modeling_looped.samplers import generator_of
+from modeling_looped.exit_criteria import ExitRule, exit_rule
 from recipes.common.command_line import parse_depths
 
 
@@ -343,17 +342,11 @@ class LoopedLM(HFLM):
             misses.append(logits.argmax(-1) != tokens.targets)
             if self.rule is not None and self.rule.reads(loop):
                 seen = outputs.loop_hidden_states
-                watch.read(loop, self._reading(logits, seen and seen[loop - 1][tokens.rows, tokens.places]))
+                watch.read(loop, self.model, seen and seen[loop - 1][tokens.rows, tokens.places], logits)
         taken = torch.stack([watch.loops.clamp(max=depth) for depth in self.depths])  # [depths, tokens]
         chosen = taken - 1 if every_loop else torch.zeros_like(taken)
         log_p, misses = (torch.stack(of_loops).gather(0, chosen) for of_loops in (log_p, misses))
         return torch.stack([log_p.double(), misses.double(), taken.double()], dim=1)
-
-    def _reading(self, logits, state) -> Reading:
-        needs = self.rule.criterion.needs
-        return Reading(
-            **{needs: {"logits": logits, "state": state}[needs] if needs != "gate" else self.model.gate(state)}
-        )
 
     # generation
 
@@ -395,8 +388,8 @@ class ExitCount:
         self.loops = torch.full((tokens,), deepest, device=device)
         self.running = torch.ones_like(self.loops, dtype=torch.bool)
 
-    def read(self, loop: int, reading: Reading):
-        score, self.memory = self.rule.criterion.score(reading, self.memory)
+    def read(self, loop: int, model, state: torch.Tensor | None, logits: torch.Tensor):
+        score, self.memory = self.rule.criterion.after_loop(model, state, lambda: logits, self.memory)
         if self.rule.checks(loop):
             exits = self.running & self.rule.exits(score)
             self.loops[exits] = loop

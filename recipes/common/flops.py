@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.slots import structural_layer_types
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def sizes_of_new_model(config) -> Sizes:
 
 def attention_flops(config, layers: str, length: int) -> int:
     """Forward operations of one token in the attention products of a section's layers."""
-    types = dict(zip(("prelude", "core", "coda"), structural_layer_types(config)))[layers]
+    types = dict(zip(("prelude", "core", "coda"), config.section_layer_types()))[layers]
     width = config.block_sizes(layers).num_attention_heads * config.head_dim
     keys = (min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in types)
     return sum(4 * width * k for k in keys)

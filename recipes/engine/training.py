@@ -15,8 +15,14 @@ from accelerate.utils import set_seed
 from torch.nn.functional import pad
 from tqdm import tqdm
 
-from modeling_looped import LoopedForCausalLM
-from modeling_looped.samplers import balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
+from modeling_looped import (
+    LoopedForCausalLM,
+    balanced_ranks,
+    curriculum,
+    depths_of_step,
+    generator_of,
+    initial_state_of_step,
+)
 from recipes.common.config import Recipe, RecipeError
 from recipes.common.flops import sizes, training_flops_per_token
 from recipes.common.hardware import matmul_rate

@@ -1,55 +1,28 @@
-"""What transformers does after a forward pass of decoding, for rows that get there at different times: processing the
-scores, choosing tokens, streaming them, stopping."""
+"""Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops."""
 
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
-PROCESSORS = tuple(
-    getattr(logits_process, name)
-    for name in (
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "RepetitionPenaltyLogitsProcessor",
-        "TopPLogitsWarper",
-        "TopKLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "NoRepeatNGramLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "NoBadWordsLogitsProcessor",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "ExponentialDecayLengthPenalty",
-        "LogitNormalization",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    )
-)
+PROCESSORS = """
+    MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper RepetitionPenaltyLogitsProcessor
+    TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper
+    NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor ForcedBOSTokenLogitsProcessor
+    ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
+    SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
+"""
+PROCESSORS = tuple(getattr(logits_process, name) for name in PROCESSORS.split())
 CRITERIA = tuple(
     getattr(stopping_criteria, name)
     for name in ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
 )
+# criteria that look at a row's last token alone, and so may be shown rows of any lengths
+CRITERIA_OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
 
 
-OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
-
-
-def says_nothing_yet(criterion, length: int) -> bool:
-    """Whether it stops no sequence of this length, and has no warning to give."""
-    if not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
-        return False
-    known = criterion.max_position_embeddings
-    return length < criterion.max_length and (known is None or length <= known)
-
-
-def batch_bound(processors, criteria) -> str | None:
-    """The first of them that may look at more than one row, or nothing."""
+def whole_batch_part(processors, criteria) -> str | None:
+    """The name of the first of them that may look at more than one row, or None."""
     for part, known in ((processors, PROCESSORS), (criteria, CRITERIA)):
         for each in part:
             if type(each) not in known:
@@ -57,21 +30,28 @@ def batch_bound(processors, criteria) -> str | None:
     return None
 
 
-class Emission:
+def cannot_stop(criterion, length: int) -> bool:
+    """Whether it stops no sequence of this length, and has no warning to give."""
+    if not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+        return False
+    known = criterion.max_position_embeddings
+    return length < criterion.max_length and (known is None or length <= known)
+
+
+class TokenSelector:
     """The sequences so far, and how they grow."""
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
         self.processors, self.config, self.streamer = processors, config, streamer
-        # those that look at a row's last token alone are asked for rows of any lengths at once
-        self.of_tokens = [each for each in criteria if isinstance(each, OF_LAST_TOKEN)]
-        self.of_sequences = [each for each in criteria if not isinstance(each, OF_LAST_TOKEN)]
+        self.of_tokens = [each for each in criteria if isinstance(each, CRITERIA_OF_LAST_TOKEN)]
+        self.of_sequences = [each for each in criteria if not isinstance(each, CRITERIA_OF_LAST_TOKEN)]
         self.num_rows, self.prompt_length = input_ids.shape
         # transformers 5.23: the penalty leaves out the padding of each row
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
         pad = config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         self.ids = torch.nn.functional.pad(input_ids.long(), (0, 64), value=self.pad)
-        self.loops = [[] for _ in range(self.num_rows)]  # of each row's new tokens
+        self.loops = torch.zeros_like(self.ids)  # that the new tokens took
         self.lengths = [self.prompt_length] * self.num_rows
         self.last = input_ids[:, -1].tolist()  # token of each row
         self.unfinished = [True] * self.num_rows
@@ -83,13 +63,13 @@ class Emission:
         return [row for row, runs in enumerate(self.unfinished) if runs]
 
     def last_tokens(self, rows: list[int], ahead: int = 0) -> torch.Tensor:
-        """[rows, 1]; or the guesses so many tokens after them."""
+        """[rows, 1]; or the guesses `ahead` tokens after them."""
         if not ahead:
             return torch.tensor([[self.last[row]] for row in rows], device=self.ids.device)
         return self.ids[rows, [self.lengths[row] - 1 + ahead for row in rows]][:, None]
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
-        """The next token of `rows`, from logits [rows, vocabulary] after so many loops; noise: see `choose`."""
+        """The next token of `rows`, from logits [rows, vocabulary]. loops: that it took. noise: see `choose`."""
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         if not self.processors and not self.config.do_sample:
             scores, tokens = logits, logits.argmax(-1)
@@ -97,9 +77,7 @@ class Emission:
             scores, tokens = self.choose_by_length(rows, logits, noise)
         self.keep(self.scores, rows, scores)
         self.keep(self.logits, rows, logits)
-        self.append(rows, tokens)
-        for row, count in zip(rows, loops):
-            self.loops[row].append(count)
+        self.append(rows, tokens, loops)
         self.stream()
 
     def choose_by_length(self, rows: list[int], logits: torch.Tensor, noise: torch.Tensor | None):
@@ -122,7 +100,7 @@ class Emission:
         return all_scores, all_tokens
 
     def propose(self, rows: list[int], logits: torch.Tensor, ahead: int, noise: torch.Tensor | None):
-        """Write what `rows` would say next, `ahead` tokens beyond what has been said; a guess, not an emission."""
+        """Write the guess of each of `rows` for the token `ahead` places after its next one; nothing is emitted."""
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         for length, members in self.by_length(rows):
             group, length = [rows[i] for i in members], length + ahead
@@ -131,7 +109,7 @@ class Emission:
             self.ids[self.index(group), length] = self.choose(scores, None if noise is None else noise[members])
 
     def process(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
-        """Scores of `rows`, so many tokens long. A processor that keeps a number for each row is shown them all."""
+        """Scores of `rows`, all of this length. A processor that keeps a number for each row is shown them all."""
         if not self.processors:
             return logits
         if len(rows) == self.num_rows or not self.knows_rows:
@@ -161,11 +139,12 @@ class Emission:
             return (p / noise).argmax(-1)
         return torch.multinomial(p, num_samples=1).squeeze(1)
 
-    def append(self, rows: list[int], tokens: torch.Tensor):
+    def append(self, rows: list[int], tokens: torch.Tensor, loops: list[int]):
         """`rows` grow by a token each."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
-        self.ids[torch.tensor([rows, ends], device=self.ids.device).unbind()] = tokens
+        members, places, loops = torch.tensor([rows, ends, loops], device=self.ids.device).unbind()
+        self.ids[members, places], self.loops[members, places] = tokens, loops
         for row, token, end in zip(rows, tokens.tolist(), ends):
             self.last[row], self.lengths[row] = token, end + 1
         for row, stop in zip(rows, self.stops(rows, tokens)):
@@ -174,13 +153,13 @@ class Emission:
                 self.ids[row, self.lengths[row] :] = self.pad  # where there were guesses
 
     def stops(self, rows: list[int], tokens: torch.Tensor) -> list[bool]:
-        """Which of `rows` end with the tokens that they have just said."""
+        """Which of `rows` end with these tokens, which are their last."""
         stops = [False] * len(rows)
         for criterion in self.of_tokens:
             stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]
         for length, members in self.by_length(rows):
             for criterion in self.of_sequences:
-                if says_nothing_yet(criterion, length):
+                if cannot_stop(criterion, length):
                     continue
                 sequences = self.ids[self.index([rows[i] for i in members]), :length]
                 for i, stop in zip(members, criterion(sequences, None).tolist()):
@@ -191,6 +170,7 @@ class Emission:
         if length > self.ids.shape[1]:
             extra = max(64, length // 2)
             self.ids = torch.nn.functional.pad(self.ids, (0, extra), value=self.pad)
+            self.loops = torch.nn.functional.pad(self.loops, (0, extra))
 
     def keep(self, kept: list | None, rows: list[int], values: torch.Tensor):
         """For the output: [rows, vocabulary] of every new token, zero for rows that have finished."""
@@ -207,18 +187,13 @@ class Emission:
         ready = min((self.lengths[row] for row in self.running()), default=max(self.lengths))
         for position in range(self.streamed, ready):
             if hasattr(self.streamer, "put_loops"):
-                self.streamer.put_loops(self.token_loops(position, position + 1)[:, 0])
+                self.streamer.put_loops(self.loops[:, position].cpu())
             self.streamer.put(self.ids[:, position].cpu())
         self.streamed = max(self.streamed, ready)
 
-    def finish(self):
-        """Sequences and the loops of their new tokens."""
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences, and the loops of their new tokens: 0 behind the end of a row."""
         if self.streamer is not None:
             self.streamer.end()
         length = max(self.lengths)
-        return self.ids[:, :length], self.token_loops(self.prompt_length, length).to(self.ids.device)
-
-    def token_loops(self, start: int, end: int) -> torch.Tensor:
-        """Of the new tokens at these positions, [rows, end - start]; 0 behind the end of a row."""
-        start, end = start - self.prompt_length, end - self.prompt_length
-        return torch.tensor([[loops[i] if i < len(loops) else 0 for i in range(start, end)] for loops in self.loops])
+        return self.ids[:, :length], self.loops[:, self.prompt_length : length]

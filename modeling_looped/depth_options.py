@@ -1,0 +1,156 @@
+"""What generate of a looped model takes beyond the arguments of transformers, and which of it goes together."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from .cache import num_shared_slots, sharing_of
+from .checks import refuse_if
+from .depth import check_count, check_depths, from_numpy
+from .exit_criteria import ExitRule, exit_rule
+
+
+OF_CRITERION = ("exit_threshold",)
+OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "prompt_loops")
+
+
+@dataclass(frozen=True)
+class DepthOptions:
+    """Arguments of generate and fields of generation_config."""
+
+    num_loops: int | torch.LongTensor | None = None  # the most that a token may run; a tensor has one per row
+    cache_sharing: str = "none"
+    exit_criterion: str | None = None
+    exit_threshold: float | None = None
+    min_loops: int = 1  # exits are checked from this loop on, and
+    exit_interval: int = 1  # at every n-th loop after it
+    prompt_loops: int | None = None  # depth of the prompt, by default num_loops
+    warm_start: bool = False  # the next token's loops start from the last token's state
+    draft_loops: int | None = None
+    draft_tokens: int = 4
+
+    @classmethod
+    def merged(cls, saved, config, arguments: dict) -> tuple["DepthOptions", dict]:
+        """What holds where arguments of a call win over the generation config that was passed, and that over the saved
+        one; and what of it was asked for in the call. None undoes what was set before."""
+        asked = overridden(set_fields(config), {name: from_numpy(value) for name, value in arguments.items()})
+        held = {name: value for name, value in overridden(set_fields(saved), asked).items() if value is not None}
+        if "num_loops" in held:
+            held["num_loops"] = depth_argument(held["num_loops"])
+        return cls(**held), asked
+
+    @property
+    def changes_decoding(self) -> bool:
+        """Whether anything but the depth of plain decoding is asked for."""
+        return self.exit_criterion is not None or self.draft_loops is not None or self.warm_start
+
+    def deepest(self, model_config) -> int:
+        if self.num_loops is None:
+            return model_config.num_loops
+        return self.num_loops if isinstance(self.num_loops, int) else max(self.num_loops.tolist(), default=1)
+
+    def exit_rule(self, model_config) -> ExitRule | None:
+        if self.exit_criterion is None:
+            return None
+        depth = self.deepest(model_config)
+        settings = self.exit_threshold, self.min_loops, self.exit_interval
+        rule = exit_rule(model_config, self.exit_criterion, *settings, depth)
+        if self.prompt_loops is not None and check_count("prompt_loops", self.prompt_loops) > depth:
+            raise ValueError(f"prompt_loops={self.prompt_loops} must be between 1 and num_loops={depth}")
+        return rule._replace(prompt_loops=self.prompt_loops)
+
+    def check(self, model_config, asked: dict):
+        """Refuse what does not go together, or not with this model. asked: the fields that the call sets."""
+        has_depths = torch.is_tensor(self.num_loops)
+        if self.exit_criterion is None:
+            alone = [name for name in OF_EXITS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
+            names = ", ".join(alone)
+            refuse_if(names != "", f"{names} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+        if self.draft_loops is not None:
+            self.check_draft(model_config, has_depths)
+        else:
+            reason = f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft"
+            refuse_if(asked.get("draft_tokens") is not None, reason)
+        if not isinstance(self.warm_start, bool):
+            raise TypeError(f"warm_start must be True or False, got {self.warm_start!r}")
+        if self.warm_start:
+            refuse_if(self.draft_loops is not None, "warm_start cannot be drafted: leave out draft_loops")
+            refuse_if(has_depths, "warm_start needs one num_loops for all rows")
+            reason = "warm_start needs a state that does not begin as the input: this model has state_init='embedding'"
+            refuse_if(model_config.state_init == "embedding", reason)
+
+    def check_draft(self, model_config, has_depths: bool):
+        draft_loops, depth = check_count("draft_loops", self.draft_loops), self.deepest(model_config)
+        check_count("draft_tokens", self.draft_tokens)
+        refuse_if(
+            draft_loops >= depth,
+            f"draft_loops={draft_loops} must be below num_loops={depth}, or a draft costs a full run: lower it, or "
+            "pass draft_loops=None",
+        )
+        refuse_if(has_depths, "draft_loops needs one num_loops for all rows")
+        refuse_if(
+            self.exit_criterion is not None,
+            f"draft_loops={draft_loops} gives the output of full depth and exit_criterion={self.exit_criterion!r} "
+            "that of early exits: pass one of the two as None",
+        )
+        reason = "the first loops of a deep run are not a shallow run, so it cannot be drafted"
+        refuse_if(model_config.residual_depth == "run", f"with residual_depth='run' {reason}")
+
+    def check_cache(self, cache, config):
+        """Refuse shared slots where they cannot be. cache: the one that was passed, or None. config: of generation."""
+        sharing = sharing_of(cache) if self.cache_sharing == "none" else self.cache_sharing
+        if num_shared_slots(sharing) is None:
+            return
+        contradictions = {
+            "past_key_values": cache is not None and sharing_of(cache) != sharing,
+            f"cache_implementation={config.cache_implementation!r}": config.cache_implementation is not None,
+            "use_cache=False": config.use_cache is False,
+        }
+        for name, stands in contradictions.items():
+            refuse_if(
+                stands, f"cache_sharing={sharing!r} makes its own cache, which {name} contradicts: leave one out"
+            )
+        if self.draft_loops is not None:
+            refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
+
+    def refuse_for(self, mode: str):
+        """Refuse what another way of decoding cannot do."""
+        for name in ("draft_loops", "warm_start"):
+            value = getattr(self, name)
+            refuse_if(
+                value not in (None, False),
+                f"{name}={value} goes with greedy decoding and sampling, and not with {mode}: leave one out, or pass "
+                f"{name}=None",
+            )
+
+
+DEPTH_FIELDS = {field.name: field.default for field in fields(DepthOptions)}
+
+
+def set_fields(generation_config) -> dict:
+    """The fields of a generation config that are set."""
+    values = {name: getattr(generation_config, name, None) for name in DEPTH_FIELDS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def overridden(before: dict, by: dict) -> dict:
+    """`before`, but fields of `by` win. A threshold is that of one criterion: another one does not inherit it."""
+    criterion, lost = before.get("exit_criterion"), ()
+    if by.get("exit_criterion", criterion) != criterion:
+        lost = OF_EXITS if by["exit_criterion"] is None else OF_CRITERION
+    return {**{name: value for name, value in before.items() if name not in lost}, **by}
+
+
+def depth_argument(num_loops) -> int | torch.LongTensor:
+    """One depth, or a tensor of one per prompt, which transformers repeats for beams as it would not repeat a list."""
+    is_one = not isinstance(num_loops, (list, tuple)) and not (torch.is_tensor(num_loops) and num_loops.ndim > 0)
+    depths = check_depths(num_loops, 1 if is_one else len(num_loops))
+    return depths[0] if is_one else torch.tensor(depths, dtype=torch.long)
+
+
+def refuse_sharing(sharing: str, mode: str):
+    refuse_if(
+        sharing != "none",
+        f"cache_sharing={sharing!r} makes a token's cache depend on how the sequence was cut into passes, and {mode} "
+        "cuts it otherwise: use one of the two",
+    )

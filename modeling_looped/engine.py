@@ -1,0 +1,173 @@
+"""Passes over rows of a batch that stand at tokens and loops of their own: what decoding row by row is made of.
+
+`continuous.py` and `speculation.py` decide which rows run which loop of which token; here it is run.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers.cache_utils import QuantizedCache
+
+from .cache import LoopedCache
+from .checks import check_length
+from .context import PassContext
+from .outputs import LoopedGenerateOutput
+from .row_view import Padding, RowView
+from .token_selector import TokenSelector, whole_batch_part
+
+
+def obstacle_to_rows_apart(
+    model, input_ids, processors, criteria, config, synced_gpus: bool, model_kwargs: dict
+) -> str | None:
+    """Why rows of this batch cannot be decoded apart, or None; if they cannot, transformers' own loop decodes."""
+    cache, implementation = model_kwargs.get("past_key_values"), model.config._attn_implementation
+    obstacles = {
+        f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager"),
+        "use_cache=False": not model_kwargs.get("use_cache", True),
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        "synced_gpus": synced_gpus,
+        "inputs_embeds": input_ids.shape[1] == 0,
+        "an assistant's cache": config.is_assistant,
+        "a quantized cache, which cannot be cropped": isinstance(cache, QuantizedCache),
+        "an offloaded cache": getattr(cache, "offloading", False),
+        "a core with key/value heads of its own": (
+            model.config.block_sizes("core").num_key_value_heads != model.config.num_key_value_heads
+        ),
+    }
+    found = [name for name, stands in obstacles.items() if stands]
+    return found[0] if found else whole_batch_part(processors, criteria)
+
+
+@dataclass
+class Tokens:
+    """Tokens of some rows, [rows, length, ...] each, and what all loops of them read."""
+
+    rows: list[int]
+    places: list[int]  # in the cache, of the first token of each row
+    ids: torch.Tensor
+    embedded: torch.Tensor | None = None
+    rotary: torch.Tensor | None = None  # cos and sin, [rows, length, 2, 1, head_dim]
+
+
+def joined(parts: list[Tokens]) -> Tokens:
+    """Tokens that follow each other, of the same rows."""
+    ids, embedded = (torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("ids", "embedded"))
+    rotary = None if parts[0].rotary is None else torch.cat([part.rotary for part in parts], dim=1)
+    return Tokens(parts[0].rows, parts[0].places, ids, embedded, rotary)
+
+
+class RowEngine:
+    """A prompt, and then any loop of any tokens. `model` is the causal LM."""
+
+    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs):
+        self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options
+        self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
+        self.num_rows, self.rule = len(input_ids), model_kwargs.get("exit_rule")
+        depths = model_kwargs.get("num_loops", model.config.num_loops)  # repeated with the prompts, unlike config's
+        self.limits = [depths] * self.num_rows if isinstance(depths, int) else depths.tolist()
+        runs = model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
+        self.scale = model.config.residual_factor(runs)
+        self.rotary_table = None  # by position
+
+        outputs = self.prefill(input_ids, model_kwargs)
+        self.given_cache = outputs.past_key_values
+        is_ours = isinstance(self.given_cache, LoopedCache)
+        self.cache = self.given_cache if is_ours else LoopedCache(model.config, num_loops=max(self.limits))
+        self.cache.load(self.given_cache, config.max_length)
+        self.prompt_length = int(self.given_cache.get_seq_length())
+        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
+        self.shifts = [0] * self.num_rows  # from a place to its position, which leaves out padding
+        if positions is not None:
+            shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
+            self.shifts = shifts * (self.num_rows // len(positions))
+
+        limit = max(self.limits) if self.rule is None or self.rule.prompt_loops is None else self.rule.prompt_loops
+        prompt_loops = [min(loops, limit) for loops in self.limits]
+        self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], prompt_loops)
+
+    def prefill(self, input_ids, model_kwargs: dict):
+        """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
+        if self.rule is not None and self.rule.prompt_loops is None:  # nothing of the prompt exits: a plain pass
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name != "exit_rule"}
+        self.warm_state = None
+        if not self.options.warm_start:
+            return self.model._prefill(input_ids, self.config, model_kwargs)
+        states = []
+        hook = self.trunk.core[-1].register_forward_hook(lambda block, inputs, state: states.append(state[:, -1:]))
+        try:
+            outputs = self.model._prefill(input_ids, self.config, model_kwargs)
+        finally:
+            hook.remove()
+        self.warm_state = self.trunk.to_next_loop(states[-1])
+        return outputs
+
+    def last_places(self, rows: list[int]) -> list[int]:
+        """Of the last token of each row."""
+        before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
+        return [self.selector.lengths[row] - 1 + before for row in rows]
+
+    def enter(self, rows: list[int], ids: torch.Tensor, places: list[int]) -> Tokens:
+        """New tokens, one of each row, through embedding and prelude."""
+        check_length(self.model.config, max(places) + 1)
+        positions = [[place + self.shifts[row]] for row, place in zip(rows, places)]
+        furthest, positions = max(positions)[0], torch.tensor(positions, device=ids.device)
+        x = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
+        tokens = Tokens(rows, places, ids, rotary=self.rotary(x, positions, furthest))
+        context = self.context(tokens, [0] * len(rows)) if len(self.trunk.prelude) else None
+        return replace(tokens, embedded=self.trunk.run_prelude(x, context))
+
+    def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
+        """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
+        if self.model.config.position_embedding == "learned":
+            return None
+        kind = self.trunk.rotary_emb.rope_type
+        if "dynamic" in kind or kind == "longrope":
+            return torch.stack(self.trunk.rotary(x, positions), dim=2)
+        if self.rotary_table is None or furthest >= len(self.rotary_table):
+            every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]
+            self.rotary_table = torch.stack(self.trunk.rotary(x, every), dim=2)
+        return self.rotary_table[positions[:, 0]]
+
+    def run_loop(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
+        """From h_t to H_{t+1}. loops: t of each row."""
+        first = loops[0] == 0
+        if self.trunk.injection.looks_at_first and any((loop == 0) != first for loop in loops):
+            first = torch.tensor([loop == 0 for loop in loops], device=state.device)[:, None, None]
+        return self.trunk.core_pass(state, tokens.embedded, 0, first, self.scale, self.context(tokens, loops))
+
+    def logits(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
+        """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
+        context = self.context(tokens, [0] * len(loops)) if len(self.trunk.coda) else None
+        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops))
+
+    def context(self, tokens: Tokens, loops: list[int]) -> PassContext:
+        view = RowView(self.cache, self.padding, tokens.rows, loops, tokens.places, tokens.ids.shape[1])
+        eager = self.model.config._attn_implementation == "eager"
+        return PassContext(
+            num_rows=len(loops),
+            masks=view.masks(self.model.dtype if eager else None),
+            position_ids=None,
+            position_embeddings=None if tokens.rotary is None else tokens.rotary.unbind(2),
+            value_embeddings=self.trunk.value_embeddings(tokens.ids),
+            past_key_values=view,
+            options={"row_attention": view.row_attention},
+        )
+
+    def output(self):
+        """What `_sample` of transformers returns."""
+        sequences, loops = self.selector.finish()
+        keeps = self.config.return_dict_in_generate
+        if keeps or self.config.cache_is_given:
+            new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # nothing was computed from the last
+            self.cache.store_back(self.given_cache, self.prompt_length + new_tokens)
+        if not keeps:
+            return sequences
+        return LoopedGenerateOutput(
+            sequences=sequences,
+            scores=None if self.selector.scores is None else tuple(self.selector.scores),
+            logits=None if self.selector.logits is None else tuple(self.selector.logits),
+            past_key_values=self.given_cache,
+            token_loops=loops,
+        )

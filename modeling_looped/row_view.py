@@ -1,0 +1,147 @@
+"""What the blocks see of a cache during a pass over rows that stand at different tokens and loops.
+
+`update` is that of a cache. Where every row is at one token on a CPU, `attend` takes its place: it reads each row's
+keys and values where they lie, and makes no batch of them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from .cache import LoopedCache
+from .cpu import is_slow_single_query
+
+
+class Padding:
+    """Which places of the prompts hold no token. mask: [rows, prompt length], False there; None without padding."""
+
+    def __init__(self, mask: torch.Tensor | None, num_rows: int):
+        self.mask, self.starts = mask, [0] * num_rows  # where each row begins; None if there are holes further on
+        if mask is not None:
+            starts = (~mask).sum(-1)
+            is_left = torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]
+            self.starts = starts.tolist() if torch.equal(is_left, mask) else None
+
+    def tokens(self, rows: torch.Tensor, length: int) -> torch.Tensor:
+        """Where these rows hold tokens, [rows, 1, length]."""
+        return pad(self.mask, (0, length - self.mask.shape[1]), value=True)[rows, None]
+
+
+class RowView:
+    """A pass over `rows` of a cache, each at its own loop and position.
+
+    loops: one number per row, counted from 0. positions: of the first token of the pass, `length` tokens each.
+    """
+
+    def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, positions: list, length: int):
+        self.cache, self.padding, self.length = cache, padding, length
+        self.end = max(positions) + length
+        cache.reserve(self.end)
+        self.rows, self.loops, self.positions = rows, loops, positions
+        device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
+        together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
+        self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
+        self.by_row = device.type == "cpu" and not together and length == 1 and padding.starts is not None
+        self.places, self.spans = {}, {}
+
+    @property
+    def row_attention(self) -> Callable | None:
+        """What attention layers are to call instead of `update` and a kernel."""
+        return self.attend if self.by_row else None
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
+        """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop."""
+        buffer = self.cache.buffers[slot]
+        if self.position is not None:
+            of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
+            of_loop[..., self.position : self.end, :] = torch.stack([keys, values], dim=2)
+            return of_loop[..., : self.end, :].unbind(2)
+        self.write(buffer, keys, values)
+        seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
+        of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
+        torch._foreach_copy_(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
+        return seen.unbind(2)
+
+    def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+        """Attention of one query per row, [rows, heads, 1, head_dim], to what each sees, of different lengths.
+
+        In bfloat16 a row is copied to fp32 first, all rows into the same memory, which stays in the processor's cache.
+        """
+        buffer = self.cache.buffers[slot]
+        self.write(buffer, keys, values)
+        exact, grouped = is_slow_single_query(queries), queries.shape[1] != keys.shape[1]
+        outputs = []
+        for query, span in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), self.seen(slot)):
+            view = buffer.as_strided(*span)
+            keys, values = (self.in_fp32(view) if exact else view).unbind(2)
+            outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
+        return torch.cat(outputs).to(queries.dtype)
+
+    def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
+        """Keys and values of one row, until the next one's take their place."""
+        length, room = view.shape[3], self.cache.one_row
+        if room is None or room.shape[3] < length:
+            shape = (*view.shape[:3], self.cache.capacity, view.shape[-1])
+            room = self.cache.one_row = view.new_empty(shape, dtype=torch.float32)
+        return room[..., :length, :].copy_(view)
+
+    def write(self, buffer: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
+        """The new tokens into their places in a buffer."""
+        loops_stored = buffer.shape[1]
+        if loops_stored not in self.places:  # the same in all layers of a section
+            loops = [loop % loops_stored for loop in self.loops]
+            rows, loops, firsts = torch.tensor([self.rows, loops, self.positions], device=buffer.device)[:, :, None]
+            self.places[loops_stored] = rows, loops, firsts + torch.arange(self.length, device=buffer.device)
+        rows, loops, places = self.places[loops_stored]  # [rows, 1], [rows, 1], [rows, length]
+        buffer[rows, loops, :, :, places] = torch.stack([keys, values], dim=2).permute(0, 3, 1, 2, 4)
+
+    def seen(self, slot: int) -> list[tuple]:
+        """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
+        buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
+        kind = buffer.shape[1], window
+        if kind not in self.spans:  # the same in all layers of a kind
+            heads, head_dim = buffer.shape[2], buffer.shape[-1]
+            of_row, of_loop, *strides = buffer.stride()
+            spans = self.spans[kind] = []
+            for row, loop, position in zip(self.rows, self.loops, self.positions):
+                start = self.padding.starts[row]
+                if window is not None:
+                    start = max(start, position + 1 - window)
+                offset = row * of_row + loop % buffer.shape[1] * of_loop + start * head_dim
+                spans.append(((1, heads, 2, position + 1 - start, head_dim), (of_row, *strides), offset))
+        return self.spans[kind]
+
+    def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
+        """What each token may see, [rows, 1, length, tokens so far], per kind of attention.
+
+        as_bias: for eager attention, which adds its mask to the scores.
+        """
+        if self.by_row:
+            return dict.fromkeys(("full_attention", "sliding_attention"))
+        masks = {"full_attention": self.mask(None)}
+        config = self.cache.model_config
+        if config.window_pattern is not None:
+            masks["sliding_attention"] = self.mask(config.sliding_window)
+        if as_bias is not None:
+            closed = torch.finfo(as_bias).min
+            for kind, mask in masks.items():
+                if mask is not None:
+                    masks[kind] = torch.zeros_like(mask, dtype=as_bias).masked_fill_(~mask, closed)
+        return masks
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        is_padded = self.padding.mask is not None
+        sees_all = self.position is not None and self.length == 1 and (window is None or self.end <= window)
+        if sees_all and not is_padded:
+            return None
+        device = self.cache.buffers[0].device
+        rows, positions = torch.tensor([self.rows, self.positions], device=device).unbind(0)
+        places = (positions[:, None] + torch.arange(self.length, device=device))[:, :, None]  # [rows, length, 1]
+        seen = torch.arange(self.end, device=device)
+        mask = seen <= places
+        if window is not None:
+            mask &= seen > places - window
+        if is_padded:
+            mask &= self.padding.tokens(rows, self.end)
+        return mask[:, None]
