@@ -1,6 +1,7 @@
 """Every test runs offline, seeded, on one thread, and leaves nothing in the user's home."""
 
 import atexit
+import itertools
 import os
 import shutil
 import tempfile
@@ -28,3 +29,33 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 def one_seeded_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark `covering(n)`, the cases that `covering_cases` does not choose are slow."""
+    tests = {}
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        (count,) = cases[0].get_closest_marker("covering").args or (1,)
+        for case in set(cases) - covering_cases(cases, count):
+            case.add_marker(pytest.mark.slow)
+
+
+def covering_cases(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
+    """A few cases of a test in which all values of `count` parameters occur together that do so in any case.
+
+    Each one chosen adds as many as any could; of equals, the first.
+    """
+    values = {
+        case: set(itertools.combinations([(name, repr(value)) for name, value in case.callspec.params.items()], count))
+        for case in cases
+    }
+    missing, chosen = set().union(*values.values()), set()
+    while missing:
+        best = max(cases, key=lambda case: len(values[case] & missing))
+        missing -= values[best]
+        chosen.add(best)
+    return chosen

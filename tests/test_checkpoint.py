@@ -459,6 +459,7 @@ def assert_close(found: list[float], expected: list[float], relative: float):
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(two_processes, one_process, fsdp):
     _, runs = two_processes
     assert_close(runs[fsdp]["losses"], one_process["first"]["losses"], 1e-6)

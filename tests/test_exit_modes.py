@@ -49,6 +49,7 @@ def case(request):
 @over_systems
 @over_rules
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"cache_sharing": "last"}], ids=str)
+@pytest.mark.covering
 def test_beams(system, name, cache):
     """The score and the loops of every beam are those of its tokens by themselves, so the cache moved with it."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -71,6 +72,7 @@ def test_beams(system, name, cache):
 @over_systems
 @pytest.mark.parametrize("name", ["logit_margin", "kl", "latent_diff", "gate"])
 @pytest.mark.parametrize("assistant", ["good", "bad", "lookup"])
+@pytest.mark.covering
 def test_assisted(system, name, assistant):
     """A chunk that is verified exits token by token; what is rejected leaves nothing behind."""
     model, prompt = model_of(system), random_ids(1, 4).repeat(1, 2)
@@ -90,6 +92,7 @@ def test_assisted(system, name, assistant):
 
 
 @over_ways
+@pytest.mark.covering
 def test_samples_that_never_exit_are_those_of_plain_sampling(case, way):
     model, ids, mask, _, _ = case
     arguments = {"attention_mask": mask, "do_sample": True, "top_k": 20, "temperature": 1.5}
@@ -111,6 +114,7 @@ def test_both_ways_draw_the_same_samples_of_one_prompt(case):
 
 
 @over_ways
+@pytest.mark.covering
 def test_several_samples_of_a_prompt_keep_its_depth(case, way):
     """Depths that a row of its own would have; a threshold so sharp that samples are drawn from one token."""
     model, ids, mask, rows, rule = case
@@ -148,6 +152,7 @@ class Collector(BaseStreamer):
 
 
 @over_ways
+@pytest.mark.covering
 def test_streamer_is_told_loops_before_tokens(case, way):
     model, _, _, rows, rule = case
     streamer, prompt = Collector(), torch.tensor(rows[:1])
@@ -179,6 +184,7 @@ class OddTokens(LogitsProcessor):
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
+@pytest.mark.covering
 def test_logits_processors(case, arguments):
     """Whichever way a row is decoded, and whatever rows are beside it."""
     model, ids, mask, rows, rule = case
@@ -224,6 +230,7 @@ class NaiveRuleWithCandidates(NaiveRule):
 @over_ways
 @over_systems
 @pytest.mark.parametrize(("name", "min_loops", "interval"), [("logit_margin", 1, 1), ("max_prob", 2, 2)])
+@pytest.mark.covering
 def test_candidates(system, way, name, min_loops, interval):
     model, (ids, mask, rows) = model_of(system), prompts()
     rule = NaiveRuleWithCandidates(*rule_for(model, name, rows[0], min_loops, interval))
@@ -240,6 +247,7 @@ def test_candidates(system, way, name, min_loops, interval):
 @pytest.mark.parametrize("cache", ["own", "returned", "static"])
 @pytest.mark.parametrize("second", [LOOPS, 2])
 @pytest.mark.parametrize("passed", ["all", "new"])
+@pytest.mark.covering
 def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second, passed):
     """Also a shallower one, and with the new tokens alone: they are prompt, and none of them exits. What the first
     turn left is what its tokens had at their exits."""
@@ -268,6 +276,7 @@ def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second, passe
 
 @over_ways
 @pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+@pytest.mark.covering
 def test_a_second_turn_with_shared_slots(case, way, sharing):
     model, _, _, rows, rule = case
     first = generate(model, torch.tensor(rows[:1]), rule, way, cache_sharing=sharing, num_loops=6)
@@ -286,6 +295,7 @@ def test_a_second_turn_with_shared_slots(case, way, sharing):
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("new_tokens", [NEW, 100])
+@pytest.mark.covering
 def test_keys_and_values_are_held_once(given, new_tokens, monkeypatch):
     """The cache that the prompt filled looks into the memory of continuous depth, also where that must grow."""
     model, (_, _, rows) = model_of("plain"), prompts()
@@ -341,6 +351,7 @@ def test_kinds_of_rotary_positions(kind):
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("system", ["plain", "windows"])
 @pytest.mark.parametrize("name", ["logit_margin", "latent_diff"])
+@pytest.mark.covering
 def test_a_prompt_as_embeddings(system, padded, name):
     """None of its tokens exits, whether transformers keeps the mask or, where it masks nothing, drops it."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -354,6 +365,7 @@ def test_a_prompt_as_embeddings(system, padded, name):
 
 @over_ways
 @pytest.mark.parametrize("new_tokens", [1, 2])
+@pytest.mark.covering
 def test_few_tokens_of_short_prompts(case, way, new_tokens):
     model, _, _, rows, rule = case
     for prompt in rows:

@@ -173,6 +173,7 @@ def test_one_pass_equals_a_run_per_depth(model, manager, expected, batch_size):
     {"preset": "parcae", "hidden_size": 32, "position_embedding": "learned"},
     {"preset": "flt", "window_pattern": "SL", "sliding_window": 5, "exit_gate": "raw", "loop_loss": "exit_weighted"},
 ], ids=["coda", "windows"])  # fmt: skip
+@pytest.mark.covering
 def test_batches_of_other_models(tmp_path, manager, fields, padding_side):
     folder = save_model(tmp_path, padding_side, **fields)
     found = ours(folder, manager, [2, 3], batch_size=7)
@@ -382,6 +383,7 @@ def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
     assert "|looped_p_hop_1" in capsys.readouterr().out  # those of eval/tasks are known
 
 
+@pytest.mark.slow
 def test_plain_lm_eval_with_remote_code_alone(model, tasks, expected, tmp_path):
     """The folder's own code, in a Python that does not know this package."""
     script = """

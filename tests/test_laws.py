@@ -21,6 +21,7 @@ from recipes.common.config import load_recipe, recipe_from_dict
 from recipes.common.flops import effective_parameters, training_flops_per_token
 from recipes.common.measures import power_law
 from recipes.plan import plan
+from tests.helpers import quick_and_slow
 
 
 # Parcae, table 11: E, X, x, Y, y; and parameters outside and inside the loop, roughly, with the budgets of appendix O
@@ -141,7 +142,7 @@ def test_laws_are_the_equations(law):
 # The training laws
 
 
-@pytest.mark.parametrize("size,restarts", [(SMALL, 500), (MEDIUM, 100)])
+@pytest.mark.parametrize("size,restarts", [pytest.param(SMALL, 500, marks=pytest.mark.slow), (MEDIUM, 40)])
 def test_coefficients_of_table_11_come_back(size, restarts):
     result, _ = fits.parametric(table(training_rows(size)), restarts=restarts)
     assert result["converged"] and result["agreeing_restarts"] > restarts / 2
@@ -361,7 +362,7 @@ TRUE_FORMS = {
 }
 
 
-@pytest.mark.parametrize("truth", TRUE_FORMS)
+@pytest.mark.parametrize("truth", quick_and_slow(TRUE_FORMS, "exponential"))
 def test_the_true_form_wins_in_range_and_beyond(truth):
     result = fits.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=12)
     assert not result["left_out"]
@@ -410,6 +411,7 @@ def test_the_unified_law_comes_back_and_predicts():
     assert last["predicted"] - last["loss"] == pytest.approx(rest, rel=1e-3) and last["loss"] > floor
 
 
+@pytest.mark.slow
 def test_conditioning_on_the_training_depth_wins_where_it_is_true():
     rows = at_test_depths(training_rows(SMALL), 1.0, 5.0, 1.0, test_depths=(1, 2, 4, 8, 16, 24), noise=1e-4)
     held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 5.0, 1.0)
@@ -471,6 +473,7 @@ def test_a_resample_of_conditioning_refits_the_floor_too():
         assert form["huber_interval"][0] == pytest.approx(direct["forms"][name]["huber"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
     held = {name: 0 for name in ("L_inf", "Z", "z")}
     form = TEST_TIME["exponential"]
@@ -490,6 +493,7 @@ def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
     assert all(12 <= count <= 16 for count in held.values()), held
 
 
+@pytest.mark.slow
 def test_intervals_of_test_time_shrink_with_the_noise():
     wide, narrow = (
         fits.test_time(table(curve_rows(TRUE_FORMS["exponential"], (4, 5, 6), noise)), restarts=2, resamples=40)

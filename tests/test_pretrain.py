@@ -292,7 +292,8 @@ def launch(recipe, arguments, processes, config):
     return subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_the_number_of_processes_does_not_matter(config, text, tmp_path):
     """1 process, then 2, then 1, against 1 throughout, with a depth per sequence."""
     main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "one", "training.save_every=2")])

@@ -107,20 +107,27 @@ def assert_same(found, expected):
         assert all(torch.equal(a, b) for a, b in zip(found[auto], expected[auto])), auto
 
 
-def test_every_class_opens_elsewhere_bit_for_bit_and_saves_again(saved, tmp_path):
-    folders, expected, _ = saved
-    saved_again, found = open_elsewhere(folders, tmp_path)
-    assert_same(found, expected)
+@pytest.fixture(scope="module")
+def opened(saved, tmp_path_factory):
+    """Each folder opened elsewhere: where remote code saved it again, and what it gave."""
+    return open_elsewhere(saved[0], tmp_path_factory.mktemp("elsewhere"))
 
-    # what remote code wrote is as complete as what the package wrote
-    (tmp_path / "second").mkdir()
-    _, found = open_elsewhere(saved_again, tmp_path / "second")
+
+def test_every_class_opens_elsewhere_bit_for_bit_and_saves_again(saved, opened):
+    folders, expected, _ = saved
+    saved_again, found = opened
     assert_same(found, expected)
     for auto, folder in saved_again.items():
         assert code_of(folder) == code_of(folders[auto])
         # and the installed package beats the code in the folder
         model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
         assert type(model) is AUTO_CLASSES[auto] and type(model.config) is LoopedConfig
+
+
+@pytest.mark.slow
+def test_what_remote_code_wrote_is_as_complete_as_what_the_package_wrote(saved, opened, tmp_path):
+    _, found = open_elsewhere(opened[0], tmp_path)
+    assert_same(found, saved[1])
 
 
 def code_of(folder):
@@ -144,6 +151,7 @@ def test_folder_is_complete(saved):
     assert "auto_map" not in json.load(open(os.path.join(folders["AutoModelForCausalLM"], "tokenizer_config.json")))
 
 
+@pytest.mark.slow
 def test_causal_folder_serves_every_task_elsewhere(saved, tmp_path):
     """The pipeline, another head on the same trunk, a fresh model of the config; and never without consent."""
     folders, *_ = saved
@@ -177,6 +185,7 @@ except ValueError as error:
     run_clean(script.strip(), folders["AutoModelForCausalLM"], tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_opens_from_the_hub_cache(saved, tmp_path):
     """Files of a hub repository are collected import by import, not as a folder."""
     folders, expected, _ = saved

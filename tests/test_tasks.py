@@ -13,6 +13,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from eval.tasks import generate, generators
+from tests.helpers import quick_and_slow
 
 
 FOLDER = Path(__file__).parent.parent / "eval" / "tasks"
@@ -121,7 +122,7 @@ def test_who_does_not_read_scores_chance_exactly(offline):
         assert results[name]["acc,none"] == pytest.approx(stated["metadata"]["chance"], abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("kind", quick_and_slow(ANSWERS, "p_hop"))
 def test_who_reads_scores_one(offline, kind):
     names = [name for name in CHOICES if kind in name]
     results = evaluate(offline, Reader(ANSWERS[kind]), names)
