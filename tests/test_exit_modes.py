@@ -13,7 +13,7 @@ from modeling_looped import LoopedCache, LoopedForCausalLM, generation
 from modeling_looped.generation import DEPTH_FIELDS
 from modeling_looped.row_cache import RowCache
 
-from .helpers import random_ids, tiny_model
+from .helpers import quick_and_slow, random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate
 from .naive_exits import NaiveRule
 from .test_early_exit import (
@@ -409,6 +409,7 @@ def test_recorded_states_are_those_of_the_loops(implementation):
 # Generation configs, precision
 
 
+@pytest.mark.parametrize("case", quick_and_slow(SYSTEMS, "windows"), indirect=True)
 def test_fields_of_the_generation_config_are_saved_and_honoured(case, tmp_path):
     model, ids, mask, rows, rule = case
     rule = rule._replace(min_loops=2, interval=2)

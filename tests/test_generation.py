@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedCache, generation
 
-from .helpers import random_ids, tiny_model
+from .helpers import quick_and_slow, random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_greedy
 from .test_llama_equality import make_looped, unroll
 
@@ -398,7 +398,12 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("system", "implementation"), [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")]
+    ("system", "implementation"),
+    quick_and_slow(
+        [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")],
+        ("windows", "sdpa"),
+        ("plain", "eager"),
+    ),
 )
 def test_continuous_batching(system, implementation):
     """Prompts of one token, shorter and longer than the window, more than fit into one pass."""

@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from eval.harness import command as harness
 from eval.harness.looped_lm import LoopedLM, parse_depths
 from tests.helpers import tiny_model, tiny_tokenizer
-from tests.test_remote_code import run_clean
+from tests.helpers_processes import run_clean
 
 
 DEPTHS = [1, 2, 4]

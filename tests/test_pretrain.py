@@ -25,6 +25,7 @@ from recipes.data.shards import prepare
 from recipes.engine import publish
 from recipes.engine.training import Divergence
 from recipes.pretrain import main
+from tests.helpers_processes import run_and_kill
 
 
 FOLDER = Path(__file__).parent.parent
@@ -251,7 +252,19 @@ def test_a_tracker_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
         main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "logging.trackers=[tensorboard]")])
 
 
-@pytest.mark.parametrize("wanted", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(text, tmp_path):
+    """kill -9 while the second half of the run is under way; losses are equal bit for bit."""
+    recipe, more = str(SMOKE / "parcae.yaml"), ["training.save_every=2", "evaluation.every=100"]
+    main([recipe, *settings(text, tmp_path / "whole", *more)])
+    arguments = settings(text, tmp_path / "killed", *more)
+    run_and_kill(lambda: main([recipe, *arguments]), lambda: len(losses(tmp_path / "killed")) > 3)
+    assert 3 < len(losses(tmp_path / "killed")) and not (tmp_path / "killed" / "final").exists()
+    main([recipe, *arguments])
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [2, 8])
 def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, text, tmp_path):
     """kill -9, at moments that fall into steps, evaluations and checkpoints alike; losses are equal bit for bit."""
     more = [f"training.steps={6 + 6 * wanted}", "training.save_every=2"]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import modeling_looped
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.auto_classes import AUTO_CLASSES
 from tests.helpers import tiny_model, tiny_tokenizer
+from tests.helpers_processes import run_clean
 
 
 INPUT_IDS = torch.tensor([[5, 9, 33, 7, 12], [4, 60, 2, 2, 17]])
@@ -57,20 +56,6 @@ FIELDS = {
     "num_key_value_heads": 2, "num_prelude_layers": 1, "num_coda_layers": 1, "injection": "concat",
     "window_pattern": "SL", "sliding_window": 3, "exit_gate": "normed", "pad_token_id": 0, "eos_token_id": None,
 }  # fmt: skip
-
-
-def run_clean(script, *arguments, tmp_path, **environment):
-    """A Python that sees neither this working directory nor PYTHONPATH, with an empty cache of remote code."""
-    modules = tmp_path / f"modules{len(list(tmp_path.iterdir()))}"
-    # one thread here and there: sums split over threads round differently
-    environment = {**os.environ, "HF_MODULES_CACHE": str(modules), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                   **environment}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", script, *arguments],
-        cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from transformers import (
 from modeling_looped import LoopedCache
 from modeling_looped.speculation import PROBE_EVERY, Speculator
 
-from .helpers import random_ids, tiny_model
+from .helpers import quick_and_slow, random_ids, tiny_model
 from .strategies import examples, looped_configs, random_model
 from .test_generation import Collector
 
@@ -358,7 +358,7 @@ def sampling_model():
     return model_of("prelude_coda_grouped", vocab_size=4, bos_token_id=1, num_loops=3, num_core_layers=1)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", quick_and_slow(SHAPES, "both"))
 def test_sampling_keeps_the_distribution(shape, optimist):
     """Of three tokens: the second is drafted, and the third said from where its draft was right or wrong."""
     model, ids = sampling_model(), torch.tensor([[1, 3, 1, 2]])
