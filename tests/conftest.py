@@ -2,7 +2,9 @@
 
 import atexit
 import itertools
+import json
 import os
+import random
 import shutil
 import tempfile
 
@@ -29,6 +31,36 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 def one_seeded_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def training_text(tmp_path_factory):
+    """A folder with train.jsonl, sentences of a small grammar, drawn from a fixed seed."""
+    draw = random.Random(0)
+    words = ["".join(draw.choice("abcdefghijklmnop") for _ in range(draw.randint(2, 7))) for _ in range(120)]
+    folder = tmp_path_factory.mktemp("text")
+    documents = [
+        " ".join(words[min(int(draw.expovariate(0.05)), 119)] for _ in range(draw.randint(20, 200)))
+        for _ in range(150)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return folder
+
+
+@pytest.fixture
+def make_data(tmp_path):
+    """Makes a small DataConfig over 300 documents, or over the source that is given."""
+    from recipes.common.config import DataConfig
+    from tests.helpers_data import make_documents, write_jsonl
+
+    def make(**fields):
+        fields.setdefault("source", tmp_path / "source" / "documents.jsonl")
+        if not any(tmp_path.glob("source/*")):
+            write_jsonl(tmp_path / "source" / "documents.jsonl", make_documents(300))
+        fields = {"tokenizer_vocab_size": 320, "sequence_length": 32, "validation_fraction": 0.1} | fields
+        return DataConfig(**{**fields, "source": str(fields["source"]), "cache_dir": str(tmp_path / "shards")})
+
+    return make
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow

@@ -13,8 +13,8 @@ from modeling_looped import LoopedCache
 from modeling_looped.cache import RoomyLayer
 
 from .helpers import random_ids, tiny_model
+from .helpers_llama import make_looped, tokens, unroll
 from .naive_cache import NaiveDecoder
-from .test_llama_equality import make_looped, tokens, unroll
 
 
 SYSTEMS = {

@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 from . import naive
 from .helpers import random_ids, tiny_config, tiny_model
-from .test_formulas import DoubleRotary
+from .naive import DoubleRotary
 
 
 SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}

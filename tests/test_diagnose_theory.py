@@ -11,7 +11,7 @@ from eval.diagnose import theory, transfer
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from recipes.common.measures import increment_products, power_law
 from tests.helpers import random_ids, tiny_config, tiny_model
-from tests.test_diagnose import BATCH, DECAY, embedded, known_model, linear_model
+from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 
 
 WIDE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}

@@ -244,20 +244,6 @@ def over(names):
     return pytest.mark.parametrize("name", quick_and_slow(names, *(set(names) - LEFT_TO_TEST_ALL)))
 
 
-class DoubleRotary(torch.nn.Module):
-    """The rotary table in float64; transformers' own, in float32 whatever the model, has a test of its own."""
-
-    def __init__(self, config):
-        super().__init__()
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        self.frequencies = config.rope_parameters["rope_theta"] ** -exponents
-
-    def forward(self, x, position_ids):
-        angles = position_ids[..., None] * self.frequencies
-        angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
-
-
 class Case(typing.NamedTuple):
     model: LoopedForCausalLM  # float64
     weights: dict  # its state dict, as leaves with gradients
@@ -284,7 +270,7 @@ def case(name: str) -> Case:
     torch.manual_seed(0)
     model = shake(LoopedForCausalLM(config).double(), std=0.3).eval()
     if config.position_embedding == "rope":
-        model.model.rotary_emb = DoubleRotary(config)
+        model.model.rotary_emb = naive.DoubleRotary(config)
     if config.readout_norm == "taper":
         model.model.norm.gate.fill_(0.6)
         model.model.norm.scale.fill_(1.7)

@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from modeling_looped import LoopedCache, generation
 
 from .helpers import quick_and_slow, random_ids, tiny_model
+from .helpers_llama import make_looped, unroll
 from .naive_cache import NaiveDecoder, naive_greedy
-from .test_llama_equality import make_looped, unroll
 
 
 SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}

@@ -12,8 +12,8 @@ import torch
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.presets import PRESETS
 from tests.helpers import shake
+from tests.naive import DoubleRotary
 from tests.naive_systems import SYSTEMS
-from tests.test_formulas import DoubleRotary
 
 
 SIZES = {
