@@ -77,7 +77,8 @@ def assert_trains_alike(model, compiled, **tolerance):
 # Forward passes
 
 
-@quickly("flt")
+@over_systems
+@pytest.mark.slow
 def test_one_graph_without_breaks(system):
     model, graphs = build(system), Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
@@ -95,6 +96,7 @@ def test_training_in_one_graph(system):
     assert graphs.count == 1
 
 
+@pytest.mark.slow
 def test_a_depth_is_compiled_once():
     model, graphs, ids = build("plain"), Graphs(), random_ids(2, 7)
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
@@ -106,6 +108,7 @@ def test_a_depth_is_compiled_once():
             assert graphs.count == len({str(depth) for depth in depths[: i + 1]})
 
 
+@pytest.mark.slow
 def test_lengths_are_compiled_twice_at_most():
     model, graphs = build("plain"), Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

@@ -96,7 +96,7 @@ def middle_threshold(name: str, scores: torch.Tensor) -> float:
     return (values[middle - 1] + values[middle]).item() / 2
 
 
-@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "parcae", "final_only", "windows"))
+@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "final_only"))
 @torch.no_grad()
 def test_a_dynamic_batch_is_each_sequence_alone(system):
     model, rows = model_of(system), random_ids(5, 9)

@@ -21,7 +21,6 @@ from recipes.common.config import load_recipe, recipe_from_dict
 from recipes.common.flops import effective_parameters, training_flops_per_token
 from recipes.common.measures import power_law
 from recipes.plan import plan
-from tests.helpers import quick_and_slow
 
 
 # Parcae, table 11: E, X, x, Y, y; and parameters outside and inside the loop, roughly, with the budgets of appendix O
@@ -362,7 +361,8 @@ TRUE_FORMS = {
 }
 
 
-@pytest.mark.parametrize("truth", quick_and_slow(TRUE_FORMS, "exponential"))
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", TRUE_FORMS)
 def test_the_true_form_wins_in_range_and_beyond(truth):
     result = fits.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=12)
     assert not result["left_out"]
@@ -438,6 +438,7 @@ def conditioned_rows(noise: float) -> list[dict]:
     return at_test_depths(training_rows(SMALL, noise), 1.0, 12.0, 1.0, test_depths=(1, 2, 4, 8), noise=noise)
 
 
+@pytest.mark.slow
 def test_intervals_of_conditioning_hold_the_truth_and_shrink_with_the_noise():
     held_out = table(at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 12.0, 1.0))
     wide, narrow = (
@@ -456,6 +457,7 @@ def test_intervals_of_conditioning_hold_the_truth_and_shrink_with_the_noise():
     assert width(narrow["training_law"]["intervals"]["E"]) < width(wide["training_law"]["intervals"]["E"]) / 2
 
 
+@pytest.mark.slow
 def test_a_resample_of_conditioning_refits_the_floor_too():
     """Its coefficients are those of a table in which the drawn runs are written out."""
     rows = conditioned_rows(1e-3)
@@ -547,6 +549,7 @@ def test_a_fit_without_a_minimum_gives_no_number(monkeypatch, tmp_path, capsys):
     assert "no minimum was reached" in capsys.readouterr().out and not (tmp_path / "parametric.png").exists()
 
 
+@pytest.mark.slow
 def test_what_the_runs_do_not_show_is_said():
     flat = [{**row, "loss": 2.5 + 3e4 * row["tokens"] ** -0.5} for row in training_rows(SMALL)]  # no use of loops
     result, _ = fits.parametric(table(flat), restarts=40)
@@ -616,6 +619,7 @@ def written(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_law_from_the_command_line(tmp_path, capsys):
     rows = training_rows(SMALL) + training_rows(MEDIUM)
     write_table(rows, tmp_path / "runs.csv")
@@ -744,6 +748,7 @@ def plan_at(recipe, loops):
     return plan(recipe)["effective parameters"]
 
 
+@pytest.mark.slow
 def test_the_law_of_a_fit_is_centred_on_its_runs():
     """The same losses in other units give the same exponents, and a scale in those units."""
     rows = training_rows(MEDIUM)

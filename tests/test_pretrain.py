@@ -63,12 +63,18 @@ def test_smoke_recipe_trains(name, training_text, tmp_path):
         assert last[f"validation/bits_per_byte_at_{loop}"] > 0
 
 
-def test_validation_is_that_of_the_saved_model(training_text, tmp_path):
+@pytest.fixture(scope="module")
+def whole_run(training_text, tmp_path_factory):
+    """A run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, folder)])
+    return folder
+
+
+def test_validation_is_that_of_the_saved_model(whole_run):
     """Loss and bits per byte, computed again from the logits of the exported model."""
-    arguments = smoke_settings(training_text, tmp_path)
-    final = main([str(SMOKE / "parcae.yaml"), *arguments])
-    data = prepare(load_recipe(SMOKE / "parcae.yaml", arguments).data)
-    model = LoopedForCausalLM.from_pretrained(final)
+    data = prepare(load_recipe(whole_run / "recipe.yaml").data)
+    model = LoopedForCausalLM.from_pretrained(whole_run / "final")
     rows = list(range(min(8, len(data.validation))))
     batch = data.validation.batch(rows)
     with torch.no_grad():
@@ -77,7 +83,7 @@ def test_validation_is_that_of_the_saved_model(training_text, tmp_path):
     nats = -logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     labelled = target != -100
     num_bytes = data.token_bytes[target.clamp(min=0)] * labelled
-    last = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "validation/loss" in record][-1]
+    last = [record for record in read_metrics(whole_run / "metrics.jsonl") if "validation/loss" in record][-1]
     assert last["validation/loss_at_2"] == pytest.approx(nats[labelled].mean().item(), rel=1e-5)
     bits = nats[num_bytes > 0].sum() / num_bytes.sum() / torch.log(torch.tensor(2.0))
     assert last["validation/bits_per_byte_at_2"] == pytest.approx(bits.item(), rel=1e-5)
@@ -232,15 +238,13 @@ def test_a_tracker_that_is_not_installed_is_said(training_text, tmp_path, monkey
         main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, "logging.trackers=[tensorboard]")])
 
 
-def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(training_text, tmp_path):
-    """kill -9 while the second half of the run is under way; losses are equal bit for bit."""
-    recipe, more = str(SMOKE / "parcae.yaml"), ["training.save_every=2", "evaluation.every=100"]
-    main([recipe, *smoke_settings(training_text, tmp_path / "whole", *more)])
-    arguments = smoke_settings(training_text, tmp_path / "killed", *more)
-    run_and_kill(lambda: main([recipe, *arguments]), lambda: len(logged_losses(tmp_path / "killed")) > 3)
-    assert 3 < len(logged_losses(tmp_path / "killed")) and not (tmp_path / "killed" / "final").exists()
-    main([recipe, *arguments])
-    assert logged_losses(tmp_path / "killed") == logged_losses(tmp_path / "whole")
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(whole_run, training_text, tmp_path):
+    """kill -9 in the second half of the run; losses are equal bit for bit."""
+    arguments = [str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path)]
+    run_and_kill(lambda: main(arguments), lambda: len(logged_losses(tmp_path)) > 3)
+    assert 3 < len(logged_losses(tmp_path)) and not (tmp_path / "final").exists()
+    main(arguments)
+    assert logged_losses(tmp_path) == logged_losses(whole_run)
 
 
 @pytest.mark.slow
@@ -403,9 +407,8 @@ def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done
     assert logged_losses(half_done) == before
 
 
-def test_settings_that_change_no_step_may_change(half_done, training_text, tmp_path, capsys):
+def test_settings_that_change_no_step_may_change(whole_run, half_done, training_text, tmp_path, capsys):
     """Also where the same text lies: it is compared by what is in it."""
-    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "whole")])
     shutil.copytree(half_done, tmp_path / "moved")
     shutil.copy(training_text / "train.jsonl", tmp_path / "copy.jsonl")
     more = [
@@ -417,7 +420,7 @@ def test_settings_that_change_no_step_may_change(half_done, training_text, tmp_p
     more += ["logging.monitor_every=2", "evaluation.rows=3", "evaluation.every=100", "data.num_proc=1"]
     more += [f"data.source={tmp_path / 'copy.jsonl'}", f"data.cache_dir={tmp_path / 'shards'}"]
     main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "moved", *more)])
-    assert logged_losses(tmp_path / "moved") == pytest.approx(logged_losses(tmp_path / "whole"), rel=2e-4)
+    assert logged_losses(tmp_path / "moved") == pytest.approx(logged_losses(whole_run), rel=2e-4)
     assert "at step 3\n" in capsys.readouterr().out
 
 
