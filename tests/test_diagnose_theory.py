@@ -133,6 +133,7 @@ def test_cosines_of_a_trained_model_alone():
     assert set(theory.loop_cosine(model, BATCH, copies=0)) == {"num_loops", "copies", "steps", "model"}
 
 
+@pytest.mark.slow
 def test_sixty_four_unshared_copies_of_twelve_layers_fit():
     config = theorem_config(num_core_layers=12, hidden_size=32, intermediate_size=64)
     stack = theory.increments_of_stack(config, "unshared", 64, steps=0, lr=1e-4, num_tokens=8)

@@ -105,6 +105,7 @@ def kernels(request, monkeypatch):
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.covering
 def test_loss_is_bitwise_equal_and_gradients_are_summed_over_loops(shape, attention, kernels):
     looped = make_looped(attention, **SHAPES[shape]).train()
     llama = unroll(looped).train()
@@ -156,6 +157,7 @@ def test_cached_decoding_is_bitwise_equal(shape, attention):
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("shape", ["core", "everything"])
+@pytest.mark.covering
 def test_generate_is_bitwise_equal(shape, attention, beams, cache, kernels):
     looped = make_looped(attention, **SHAPES[shape])
     llama = unroll(looped)

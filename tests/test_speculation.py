@@ -651,6 +651,7 @@ over_modes = pytest.mark.parametrize("mode", MODES)
 
 @over_modes
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0), (5,)], ids=str)
+@pytest.mark.covering
 def test_prompts_of_no_tokens_are_refused(mode, shape):
     model, ids = model_of("huginn"), torch.zeros(shape, dtype=torch.long)
     for arguments in ({"inputs": ids}, {"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
