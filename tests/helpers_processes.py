@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+
+from tqdm import tqdm
 
 
 def run_clean(script, *arguments, tmp_path, **environment):
@@ -25,6 +28,7 @@ def run_and_kill(work, is_time=None) -> bool:
     """`work` in a forked process, killed once `is_time` if that is given; whether it ended by itself."""
     child = os.fork()
     if child == 0:
+        tqdm.set_lock(threading.RLock())  # its own is shared with this process, where it would stay taken after a kill
         try:
             work()
             os._exit(0)
