@@ -1,9 +1,13 @@
 """Every test runs offline, seeded, on one thread, and leaves nothing in the user's home."""
 
 import atexit
+import itertools
+import json
 import os
+import random
 import shutil
 import tempfile
+from pathlib import Path
 
 
 # before transformers is imported; a folder of its own for each process, so that parallel workers do not collide
@@ -24,7 +28,86 @@ settings.register_profile("thorough", settings.get_profile("quick"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def machine_is_not_described():
+    """lm-eval would run a dozen commands for that after every evaluation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_seeded_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unrendered(monkeypatch):
+    """Figures are made and drawn on, but only the first bytes of a picture are saved."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, file, **__: save_no_picture(file))
+
+
+def save_no_picture(file):
+    write = file.write if hasattr(file, "write") else Path(file).write_bytes
+    write(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.fixture(scope="session")
+def training_text(tmp_path_factory):
+    """A folder with train.jsonl, sentences of a small grammar, drawn from a fixed seed."""
+    draw = random.Random(0)
+    words = ["".join(draw.choice("abcdefghijklmnop") for _ in range(draw.randint(2, 7))) for _ in range(120)]
+    folder = tmp_path_factory.mktemp("text")
+    documents = [
+        " ".join(words[min(int(draw.expovariate(0.05)), 119)] for _ in range(draw.randint(20, 200)))
+        for _ in range(150)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return folder
+
+
+@pytest.fixture
+def make_data(tmp_path):
+    """Makes a small DataConfig over 300 documents, or over the source that is given."""
+    from recipes.common.config import DataConfig
+    from tests.helpers_data import make_documents, write_jsonl
+
+    def make(**fields):
+        fields.setdefault("source", tmp_path / "source" / "documents.jsonl")
+        if not any(tmp_path.glob("source/*")):
+            write_jsonl(tmp_path / "source" / "documents.jsonl", make_documents(300))
+        fields = {"tokenizer_vocab_size": 320, "sequence_length": 32, "validation_fraction": 0.1} | fields
+        return DataConfig(**{**fields, "source": str(fields["source"]), "cache_dir": str(tmp_path / "shards")})
+
+    return make
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark `covering(n)`, the cases that `covering_cases` does not choose are slow."""
+    tests = {}
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        (count,) = cases[0].get_closest_marker("covering").args or (1,)
+        for case in set(cases) - covering_cases(cases, count):
+            case.add_marker(pytest.mark.slow)
+
+
+def covering_cases(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
+    """A few cases of a test in which all values of `count` parameters occur together that do so in any case.
+
+    Each one chosen adds as many as any could; of equals, the first.
+    """
+    values = {
+        case: set(itertools.combinations([(name, repr(value)) for name, value in case.callspec.params.items()], count))
+        for case in cases
+    }
+    missing, chosen = set().union(*values.values()), set()
+    while missing:
+        best = max(cases, key=lambda case: len(values[case] & missing))
+        missing -= values[best]
+        chosen.add(best)
+    return chosen

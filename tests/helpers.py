@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -68,3 +69,11 @@ def run_of(folder: Path, tokenizer: Path, held_out: str, **data) -> Path:
     data |= {"source": str(folder / "trained.jsonl"), "validation_source": str(folder / "held_out.jsonl")}
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"data": data, "training": {"steps": 1}}))
     return folder
+
+
+def quick_and_slow(cases, *quick) -> list:
+    """Cases of a parameter for `make test-all`, those that `quick` names for `make test` too."""
+    return [
+        case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]

@@ -56,6 +56,20 @@ def rotate(config, x):
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
+class DoubleRotary(torch.nn.Module):
+    """The rotary table in float64; transformers' own, in float32 whatever the model, has a test of its own."""
+
+    def __init__(self, config):
+        super().__init__()
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        self.frequencies = config.rope_parameters["rope_theta"] ** -exponents
+
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None] * self.frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos(), angles.sin()
+
+
 def attend(query, key, value, window: int | None):
     """One head: position i sees positions i - window + 1 to i."""
     outputs = []

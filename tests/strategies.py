@@ -1,6 +1,7 @@
 """Random valid configs over all axes of the family, small enough to run a property on dozens of them."""
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
@@ -11,6 +12,11 @@ from .helpers import shake
 RESTARTING = ("residual_all", "attention_first", "attention_all")
 VOCAB_SIZE = 61
 MAX_LENGTH = 64
+
+
+def examples(thorough: int) -> settings:
+    """So many random examples in `make test-all`, a fifth of them in `make test`."""
+    return settings(max_examples=thorough if settings.get_current_profile_name() == "thorough" else thorough // 5)
 
 
 @st.composite

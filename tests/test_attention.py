@@ -63,6 +63,7 @@ def relative_error(found, expected):
 
 @over_systems
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.covering
 def test_implementations_agree(system, implementation):
     model = build(system)
     ids = random_ids(3, 9)
@@ -94,6 +95,7 @@ def test_implementations_agree(system, implementation):
         ("sdpa", "static"),
     ],
 )
+@pytest.mark.covering
 def test_implementations_agree_in_decoding(system, implementation, cache):
     model = build(system, pad_token_id=0, eos_token_id=None)
     ids = random_ids(3, 6)
@@ -220,6 +222,7 @@ def documents(positions):
 
 @over_systems
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.covering
 def test_packed_documents_equal_documents_alone(system, implementation):
     model = build(system).double()
     ids = random_ids(2, 9)
@@ -273,6 +276,7 @@ def test_maps_are_zero_outside_window_and_document(packed):
 
 @pytest.mark.parametrize("system", ["windows", "latent", "flt", "huginn", "ouro"])
 @pytest.mark.parametrize("num_loops", [1, 4])
+@pytest.mark.covering
 def test_maps_and_states_of_every_block_call(system, num_loops):
     model = build(system)
     config = model.config
@@ -314,6 +318,7 @@ def roundings(model, ids, dtype) -> float:
 
 @over_systems
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.covering
 def test_half_precision_rounds_no_more_than_single_precision(system, dtype):
     """Errors grow over the loops, but from as many roundings: there is no place where half precision loses more."""
     model, ids = build(system), random_ids(2, 9)
@@ -323,6 +328,7 @@ def test_half_precision_rounds_no_more_than_single_precision(system, dtype):
 @pytest.mark.parametrize("block_norm", ["pre", "branch_sandwich", "residual_sandwich"])
 @pytest.mark.parametrize("readout_norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.covering
 def test_a_stream_whose_squares_overflow(block_norm, readout_norm, dtype):
     model = tiny_model(block_norm=block_norm, readout_norm=readout_norm, embedding_scale=5000.0)
     ids = random_ids(2, 9)

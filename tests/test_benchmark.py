@@ -7,7 +7,7 @@ import pytest
 
 from eval.benchmark import command as benchmark
 
-from .helpers import tiny_model, tiny_tokenizer
+from .helpers import quick_and_slow, tiny_model, tiny_tokenizer
 
 
 SHAPE = {"width": 64, "ff": 96, "layers": 1, "loops": 3, "vocab": 99, "batch": 2, "length": 12, "repeats": 1}
@@ -31,7 +31,7 @@ def ratios(line) -> list[float]:
 
 
 @pytest.mark.parametrize("which", ["train", "depths"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick_and_slow(["float32", "bfloat16"], "float32"))
 def test_of_passes(which, dtype, capsys):
     lines = lines_of(which, capsys, dtype=dtype, continuation=4)
     assert list(lines) == [which]

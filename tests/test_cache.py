@@ -13,8 +13,8 @@ from modeling_looped import LoopedCache
 from modeling_looped.cache import PreallocatedLayer
 
 from .helpers import random_ids, tiny_model
+from .helpers_llama import make_looped, tokens, unroll
 from .naive_cache import NaiveDecoder
-from .test_llama_equality import make_looped, tokens, unroll
 
 
 SYSTEMS = {
@@ -88,6 +88,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("num_loops", [2, 3, 5], ids=lambda loops: f"{loops}_of_3_loops")
+@pytest.mark.covering(2)
 def test_cached_equals_uncached(system, kind, num_loops):
     """A prompt longer than any window, then smaller pieces; shallower and deeper than the cache was made for."""
     model, ids = model_of(system), random_ids(2, LENGTH)
@@ -98,6 +99,7 @@ def test_cached_equals_uncached(system, kind, num_loops):
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("pattern", "window"), [("SL", 2), ("SSL", 5), ("LS", 3)])
+@pytest.mark.covering
 def test_windows_shorter_than_prompt_and_decode(kind, pattern, window):
     model = tiny_model(
         num_prelude_layers=1, num_coda_layers=1, window_pattern=pattern, sliding_window=window, num_loops=2
@@ -131,6 +133,7 @@ def test_half_precision_decodes_like_it_prefills(system):
 
 @pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static"])
 @pytest.mark.parametrize("depths", [(3, 5), (5, 2), (2, 4)], ids=str)
+@pytest.mark.covering
 def test_a_reset_cache_starts_anew_at_any_depth(kind, depths):
     model, ids = model_of("windows"), random_ids(2, LENGTH)
     cache = CACHES[kind](model.config)
@@ -143,6 +146,7 @@ def test_a_reset_cache_starts_anew_at_any_depth(kind, depths):
 
 @pytest.mark.parametrize("system", ["plain", "windows", "parcae"])
 @pytest.mark.parametrize("num_loops", [2, 3, 5])
+@pytest.mark.covering
 def test_crop_then_continue_otherwise(system, num_loops):
     model, ids, other = model_of(system), random_ids(2, LENGTH), random_ids(2, LENGTH, seed=1)
     cache = DynamicCache(config=model.config)
@@ -160,6 +164,7 @@ def test_crop_then_continue_otherwise(system, num_loops):
 
 @pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static", "looped"])
 @pytest.mark.parametrize("system", ["plain", "windows", "parcae"])
+@pytest.mark.covering
 def test_reordered_rows_go_on_as_themselves(system, kind):
     """As beam search reorders them, with a depth that moves with each row."""
     model, ids, order = model_of(system), random_ids(3, LENGTH), torch.tensor([2, 0, 0])
@@ -214,6 +219,7 @@ def test_offloaded_cache(system, is_static):
 
 @pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static", "looped"])
 @pytest.mark.parametrize("depths", [(2, 3), (1, 5), (3, 4)], ids=str)
+@pytest.mark.covering
 def test_raising_the_depth_in_mid_sequence_is_refused(kind, depths):
     model, ids = model_of("windows"), random_ids(2, LENGTH)
     held, asked = depths
@@ -230,6 +236,7 @@ PASSES = [(5, 4), (1, 2), (1, 1), (1, 4), (1, 3), (3, 2), (1, 4), (2, 4)]  # (to
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.covering
 def test_a_token_leaves_its_deepest_loop_to_deeper_ones(system, kind):
     """Lowering the depth and coming back: later loops see a shallow token as its last loop left it."""
     model, ids = model_of(system, num_loops=4), random_ids(2, 15)
@@ -256,6 +263,7 @@ MIXED_PASSES = [  # depths of three rows; the second starts below what it is ask
 
 @pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static", "looped"])
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.covering
 def test_rows_that_change_their_depths_apart(system, kind):
     model, ids = model_of(system, num_loops=4), random_ids(3, 14)
     check_mixed_passes(model, ids, CACHES[kind](model.config), "none")
@@ -279,6 +287,7 @@ SHARING = ["none", "last", "cyclic-1", "cyclic-2", "cyclic-3", "cyclic-9"]
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
 @pytest.mark.parametrize("num_loops", [2, 3, 5], ids=lambda loops: f"{loops}_of_3_loops")
+@pytest.mark.covering
 def test_shared_slots(system, sharing, num_loops):
     model, ids = model_of(system), random_ids(2, 15)
     naive = [NaiveDecoder(model, sharing) for _ in ids]
@@ -296,6 +305,7 @@ def test_shared_slots(system, sharing, num_loops):
 
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.covering
 def test_shared_slots_of_rows_that_change_their_depths(system, sharing):
     model, ids = model_of(system, num_loops=4), random_ids(3, 14)
     check_mixed_passes(model, ids, LoopedCache(model.config, sharing), sharing)

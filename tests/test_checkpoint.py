@@ -21,6 +21,7 @@ from recipes.engine.saving import CheckpointError, only_run
 
 from .distributed_worker import full_disk, launch, train
 from .helpers import random_ids, tiny_model, tiny_tokenizer
+from .helpers_processes import run_and_kill
 
 
 ADAMW = {"lr": 0.01, "weight_decay": 0.1}
@@ -235,27 +236,6 @@ def test_other_optimizers_are_refused(tmp_path):
 # Kills
 
 
-def run_and_kill(work, is_time=None) -> bool:
-    """`work` in a forked process, killed once `is_time` if that is given; whether it ended by itself."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:
-            print(error, file=sys.stderr)
-        finally:
-            os._exit(1)
-    if is_time is not None:
-        while not is_time():
-            time.sleep(0.001)
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended before its time"
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return not os.WIFSIGNALED(status)
-
-
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
@@ -309,6 +289,7 @@ def test_a_kill_at_every_change_to_the_disk_loses_nothing(tmp_path):
     assert outcomes.count(2) >= 4 and outcomes.count(3) >= 3  # kills before and after the rename
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(tmp_path):
     """A process that saves step after step, killed some time later, each time going on from what is there."""
     model, optimizers = model_and_optimizers()
@@ -458,6 +439,7 @@ def assert_close(found: list[float], expected: list[float], relative: float):
     assert found == pytest.approx(expected, rel=relative)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_two_processes_give_the_losses_of_one(two_processes, one_process, fsdp):
     _, runs = two_processes
@@ -466,6 +448,7 @@ def test_two_processes_give_the_losses_of_one(two_processes, one_process, fsdp):
         assert torch.allclose(runs[fsdp]["weights"][name], weight, atol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_one_process_goes_on_from_two(two_processes, one_process, fsdp):
     names, runs = two_processes
@@ -477,6 +460,7 @@ def test_one_process_goes_on_from_two(two_processes, one_process, fsdp):
     assert_close(resumed["losses"], one_process["all"]["losses"][3:], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_an_export_of_two_processes_opens(two_processes, fsdp):
     names, runs = two_processes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import quick_and_slow, random_ids, tiny_model
 
 
 SYSTEMS = {
@@ -24,10 +24,7 @@ over_systems = pytest.mark.parametrize("system", SYSTEMS)
 
 
 def quickly(*quick):
-    """These systems in every run, the others in the thorough one."""
-    return pytest.mark.parametrize(
-        "system", [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS]
-    )
+    return pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, *quick))
 
 
 def build(system: str, **fields):
@@ -80,7 +77,8 @@ def assert_trains_alike(model, compiled, **tolerance):
 # Forward passes
 
 
-@quickly("plain", "flt")
+@over_systems
+@pytest.mark.slow
 def test_one_graph_without_breaks(system):
     model, graphs = build(system), Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
@@ -91,13 +89,14 @@ def test_one_graph_without_breaks(system):
     assert graphs.count == 1
 
 
-@quickly("plain", "parcae", "ouro")
+@quickly("ouro")
 def test_training_in_one_graph(system):
     model, graphs = build(system), Graphs()
     assert not assert_trains_alike(model, torch.compile(model, backend=graphs, fullgraph=True), rtol=1e-4, atol=1e-5)
     assert graphs.count == 1
 
 
+@pytest.mark.slow
 def test_a_depth_is_compiled_once():
     model, graphs, ids = build("plain"), Graphs(), random_ids(2, 7)
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
@@ -109,6 +108,7 @@ def test_a_depth_is_compiled_once():
             assert graphs.count == len({str(depth) for depth in depths[: i + 1]})
 
 
+@pytest.mark.slow
 def test_lengths_are_compiled_twice_at_most():
     model, graphs = build("plain"), Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
@@ -167,7 +167,7 @@ def decode(model, backend, num_loops):
     return found, model.generate(random_ids(2, 5), **arguments)
 
 
-@quickly("plain", "windows")
+@quickly("plain")
 def test_static_cache_decodes_in_one_graph_per_depth(system):
     model, graphs = build(system), Graphs()
     counts = []

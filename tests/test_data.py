@@ -5,7 +5,6 @@ import json
 import math
 import multiprocessing
 import os
-import random
 import re
 import shutil
 import signal
@@ -28,36 +27,10 @@ from recipes.data import shards, sources
 from recipes.data.packing import PackedRows, best_fit, document_positions
 from recipes.data.shards import open_prepared, rows_of_step
 from tests.helpers import tiny_model
+from tests.helpers_data import WORDS, make_documents, write_jsonl
 
 
-WORDS = "loop depth state norm exit gate cache slot token head row part step mean noise core".split()
 START, END = 0, 1
-
-
-def make_documents(num: int, seed: int = 0, longest: int = 40) -> list[str]:
-    """Different texts of a few words, each with a number of its own."""
-    draw = random.Random(seed)
-    return [f"{i} {' '.join(draw.choices(WORDS, k=draw.randint(1, longest)))} {seed}" for i in range(num)]
-
-
-def write_jsonl(path: Path, documents: list[str], field: str = "text") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)))
-    return path
-
-
-@pytest.fixture
-def make_data(tmp_path):
-    """A small DataConfig over 300 documents, or over the source that is given."""
-
-    def make(**fields) -> DataConfig:
-        fields.setdefault("source", tmp_path / "source" / "documents.jsonl")
-        if not any(tmp_path.glob("source/*")):
-            write_jsonl(tmp_path / "source" / "documents.jsonl", make_documents(300))
-        fields = {"tokenizer_vocab_size": 320, "sequence_length": 32, "validation_fraction": 0.1} | fields
-        return DataConfig(**{**fields, "source": str(fields["source"]), "cache_dir": str(tmp_path / "shards")})
-
-    return make
 
 
 def texts_of(prepared, split: str) -> list[str]:

@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 from . import naive
 from .helpers import random_ids, tiny_config, tiny_model
-from .test_formulas import DoubleRotary
+from .naive import DoubleRotary
 
 
 SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
@@ -62,6 +62,7 @@ def assert_same(actual, expected, tolerance: float = 1e-10):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
+@pytest.mark.covering
 def test_rows_equal_rows_alone(system, implementation):
     """With left padding. Flex attention uncompiled, since its compiler takes minutes on a CPU; eager attention, whose
     softmax is in float32 whatever the model, in single precision."""
@@ -92,6 +93,7 @@ def test_rows_equal_rows_alone_in_single_precision(system):
 @pytest.mark.parametrize("make_cache", [lambda config: DynamicCache(config=config), lambda config: DynamicCache(),
                                         lambda config: StaticCache(config=config, max_cache_len=9)],
                          ids=["of_the_config", "without_arguments", "static"])  # fmt: skip
+@pytest.mark.covering
 def test_rows_equal_rows_alone_with_a_cache(system, make_cache):
     """Padded rows, piece by piece, at depths that change from piece to piece, no row ever deeper than its first."""
     model, ids = model_of(system), random_ids(3, 9)
@@ -130,6 +132,7 @@ def test_every_way_to_give_depths(make):
 
 @pytest.mark.parametrize("system", READ_BETWEEN_LOOPS)
 @pytest.mark.parametrize("backprop_loops", [None, 1, 2, 9])
+@pytest.mark.covering
 def test_states_and_logits_of_every_loop(system, backprop_loops):
     """Row i at loop k is its run of depth min(k, depth of i); also where rows end together, to truncate gradients."""
     model, ids = model_of(system), random_ids(5, 6)
@@ -183,6 +186,7 @@ CASES += [(system, "every_loop") for system in READ_BETWEEN_LOOPS]
 
 
 @pytest.mark.parametrize(("system", "case"), CASES)
+@pytest.mark.covering
 def test_finished_rows_cost_no_compute(system, case):
     model, ids = model_of(system), random_ids(5, 6)
     arguments = {"backprop": {"backprop_loops": 2}, "every_loop": {"output_loop_hidden_states": True}}.get(case, {})
@@ -226,6 +230,7 @@ CASES = [(system, "last_loop") for system in SYSTEMS] + [(system, "every_loop") 
 @pytest.mark.parametrize(
     ("num_loops", "backprop_loops"), [(3, 1), (4, 2), ([1, 3, 2], 1), ([1, 4, 2], 2), ([1, 3, 2], 9)]
 )
+@pytest.mark.covering
 def test_gradients_of_the_last_loops(system, read, num_loops, backprop_loops):
     """Equal to those of each row run by itself, truncated at its own depth; of the logits' product with a constant."""
     model, ids, every_loop = model_of(system).train(), random_ids(3, 4), read == "every_loop"

@@ -12,7 +12,7 @@ from eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
 from eval.report import command as report
 from modeling_looped import LoopedForCausalLM
 from recipes.engine.monitor import Monitor
-from tests.helpers import random_ids, run_of, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers import quick_and_slow, random_ids, run_of, tiny_config, tiny_model, tiny_tokenizer
 
 
 OVERRIDES = ["hidden_size=32", "intermediate_size=48", "num_attention_heads=4", "num_core_layers=1", "vocab_size=30"]
@@ -38,7 +38,9 @@ def test_there_are_seventeen_measures_of_models_and_three_of_theorems():
     assert set(diagnose.MEASURES) - set(of_models) == {"theorem_1", "theorem_2", "theorem_3"}
 
 
-def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("rendered", quick_and_slow([False, True], False))
+def test_all_writes_a_page_that_needs_no_other_file(run_folder, tmp_path, capsys, monkeypatch, request, rendered):
+    rendered or request.getfixturevalue("unrendered")
     quick = {"loops": [1, 2, 3], "seeds": 1, "steps": 1, "num_tokens": 8}
     for name in ("residual_norm", "update_size"):
         monkeypatch.setitem(diagnose.MEASURES, name, diagnose.MEASURES[name]._replace(quick=quick))

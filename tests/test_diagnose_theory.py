@@ -11,7 +11,7 @@ from eval.diagnose import theory, transfer
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from recipes.common.measures import increment_products, power_law
 from tests.helpers import random_ids, tiny_config, tiny_model
-from tests.test_diagnose import BATCH, DECAY, embedded, known_model, linear_model
+from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 
 
 WIDE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
@@ -133,6 +133,7 @@ def test_cosines_of_a_trained_model_alone():
     assert set(theory.loop_cosine(model, BATCH, copies=0)) == {"num_loops", "copies", "steps", "model"}
 
 
+@pytest.mark.slow
 def test_sixty_four_unshared_copies_of_twelve_layers_fit():
     config = theorem_config(num_core_layers=12, hidden_size=32, intermediate_size=64)
     stack = theory.increments_of_stack(config, "unshared", 64, steps=0, lr=1e-4, num_tokens=8)

@@ -1,7 +1,5 @@
 """Special tokens of documents: at their beginning, their end, both or none, in both packings and in what is saved."""
 
-# the fixture of another file
-# ruff: noqa: F811
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from recipes.common.config import RecipeError
 from recipes.data import part_files as parts
 from recipes.data import shards
-from tests.test_data import WORDS, make_data, make_documents  # noqa: F401
+from tests.helpers_data import WORDS, make_documents
 
 
 MARKS = {"start": (["<s>"], []), "end": ([], ["</s>"]), "none": ([], []), "both": (["<s>"], ["</s>"])}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache, StoppingCriteria
 
@@ -18,7 +18,7 @@ from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate
 from .naive_exits import EXITS_ABOVE, NaiveRule, Readings
-from .strategies import VOCAB_SIZE, looped_configs, random_model
+from .strategies import VOCAB_SIZE, examples, looped_configs, random_model
 
 
 SYSTEMS = {
@@ -127,6 +127,7 @@ def loops_after_the_prompt(loops: list[list[int]]) -> set[int]:
 @over_ways
 @over_systems
 @over_criteria
+@pytest.mark.covering
 def test_greedy_batch_of_left_padded_prompts(name, system, way):
     model, (ids, mask, rows) = model_of(system), prompts()
     rule = rule_for(model, name, rows[0])
@@ -138,6 +139,7 @@ def test_greedy_batch_of_left_padded_prompts(name, system, way):
 @over_ways
 @over_systems
 @pytest.mark.parametrize("cache", ["static", "of_the_config", "static_of_the_config", "without_arguments", "none"])
+@pytest.mark.covering
 def test_caches(system, cache, way):
     model, (ids, mask, rows) = model_of(system), prompts()
     arguments = {
@@ -155,6 +157,7 @@ def test_caches(system, cache, way):
 
 @over_ways
 @over_systems
+@pytest.mark.covering
 def test_eager_attention_in_single_precision(system, way):
     """In double transformers' eager attention makes padding not-a-number. The tokens are those of double precision."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -168,6 +171,7 @@ def test_eager_attention_in_single_precision(system, way):
 @over_systems
 @pytest.mark.parametrize("num_loops", [3, 6, [6, 2, 4]], ids=str)
 @pytest.mark.parametrize(("min_loops", "interval", "prompt_loops"), [(1, 2, None), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.covering
 def test_depths(system, way, num_loops, min_loops, interval, prompt_loops):
     """Shallower and deeper than trained and one depth per row; prompts that are shallower than what follows."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -183,6 +187,7 @@ def test_depths(system, way, num_loops, min_loops, interval, prompt_loops):
 @over_systems
 @pytest.mark.parametrize("sharing", ["last", "cyclic-2", "cyclic-3"])
 @pytest.mark.parametrize(("num_loops", "prompt_loops"), [(6, None), (LOOPS, 1), ([6, 2, 4], None)], ids=str)
+@pytest.mark.covering
 def test_cache_sharing(system, way, sharing, num_loops, prompt_loops):
     """A slot holds what the last loop that used it left there; one that no loop used, what the last loop left."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -206,6 +211,7 @@ def test_cache_sharing(system, way, sharing, num_loops, prompt_loops):
 @over_ways
 @over_systems
 @pytest.mark.parametrize("at", [0, 2, 4])
+@pytest.mark.covering
 def test_rows_end_apart(system, way, at):
     """The first row's token number `at` ends every row that says it, also as its first."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -241,6 +247,7 @@ def test_rows_that_end_leave_the_memory_of_the_others_alone(name):
 
 @over_systems
 @over_criteria
+@pytest.mark.covering
 def test_one_pass_stops_every_token_at_its_own_loop(name, system):
     """Without a prompt, all tokens of a text may exit: one pass equals token by token."""
     model, text = model_of(system), random_ids(2, 11)
@@ -296,7 +303,7 @@ def by_passes(model, rule, prompt: list[int], num_loops: int, new_tokens: int):
                 break
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     st.data(),
     looped_configs(residual_depth="trained", num_loops=4, eos_token_id=None, pad_token_id=0),
@@ -329,7 +336,7 @@ def test_any_model_exits_where_plain_passes_would(data, config, num_loops, min_l
         torch.testing.assert_close(torch.stack(out.logits), logits, rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     st.data(),
     looped_configs(residual_depth="trained", eos_token_id=None, pad_token_id=0),

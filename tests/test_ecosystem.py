@@ -15,7 +15,7 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     LoopedForTokenClassification,
 )
-from tests.helpers import random_ids, tiny_model, tiny_tokenizer
+from tests.helpers import quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
 
 SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
@@ -25,7 +25,12 @@ SYSTEMS = {
     "parcae": {"preset": "parcae", **SECTIONS},
     "ouro": {"preset": "ouro"},
 }
-over_systems = pytest.mark.parametrize("system", SYSTEMS)
+
+
+def over_systems(*quick):
+    return pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, *quick))
+
+
 VOCABULARY = len(tiny_tokenizer())
 
 
@@ -44,7 +49,7 @@ def alphabet(count: int, seed: int = 0) -> list[dict]:
 # Pipelines
 
 
-@over_systems
+@over_systems("plain", "parcae")
 def test_text_generation_pipeline(system, tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
@@ -91,7 +96,8 @@ def train_on(model, ids, steps: int = 10) -> list[float]:
     return losses
 
 
-@over_systems
+@over_systems("plain", "parcae")
+@pytest.mark.covering
 @pytest.mark.parametrize("target_modules", [["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear"], ids=str)
 def test_lora_trains_saves_and_merges(system, target_modules, tmp_path):
     peft = pytest.importorskip("peft")
@@ -125,7 +131,7 @@ def test_lora_trains_saves_and_merges(system, target_modules, tmp_path):
     assert "embed_tokens" not in touched
 
 
-@over_systems
+@over_systems("flt")
 def test_prefix_tuning(system):
     """Its learned keys and values fill every slot of the cache."""
     peft = pytest.importorskip("peft")
@@ -174,7 +180,7 @@ def test_the_trainer_finds_our_labels():
     assert find_labels(LoopedForQuestionAnswering) == ["start_positions", "end_positions"]
 
 
-@over_systems
+@over_systems("ouro")
 def test_trainer_learns_evaluates_and_saves(system, tmp_path):
     model = build(system)
     run = trainer(tmp_path, model, max_steps=25, learning_rate=1e-2)
@@ -207,8 +213,11 @@ def test_evaluation_is_the_mean_over_tokens(fields, tmp_path):
     assert run.evaluate()["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("fields", [{}, {"loop_loss": "per_loop", "norm_penalty": 0.1}, {"preset": "ouro"}],
-                         ids=["terminal", "per_loop", "exit"])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    quick_and_slow([{}, {"loop_loss": "per_loop", "norm_penalty": 0.1}, {"preset": "ouro"}], {"preset": "ouro"}),
+    ids=["terminal", "per_loop", "exit"],
+)
 def test_accumulated_gradients_are_those_of_the_whole_batch(fields, tmp_path):
     """The examples differ in length, so a mean of means would not be the mean over tokens."""
     runs = []
@@ -238,7 +247,7 @@ def test_training_resumes_bit_for_bit(tmp_path):
     assert "AutoModelForCausalLM" in json.load(open(tmp_path / "checkpoint-2" / "config.json"))["auto_map"]
 
 
-@over_systems
+@over_systems("plain")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_trainer_with_gradient_checkpointing(system, tmp_path):
@@ -269,7 +278,7 @@ def test_checkpointing_runs_every_block_call_again():
     assert len(calls) == 3 * (1 + 2 * 4 + 1)
 
 
-@over_systems
+@over_systems("plain", "parcae")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated")
 def test_reentrant_checkpointing_changes_no_gradient(system):
     """It differentiates what comes to a block by position only; value embeddings are learned too."""
@@ -286,6 +295,7 @@ def test_reentrant_checkpointing_changes_no_gradient(system):
 # TRL
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("system", ["plain", "ouro"])
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.filterwarnings("ignore")  # of TRL about its own defaults
@@ -320,7 +330,7 @@ def test_device_map(device_map, tmp_path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-@over_systems
+@over_systems("parcae", "ouro")
 def test_weights_on_disk(system, tmp_path):
     """A layer's weights are read again at every loop."""
     model, ids = build(system, eos_token_id=None), random_ids(2, 6, VOCABULARY)
@@ -351,7 +361,7 @@ def test_blocks_are_not_split_over_devices():
     assert not any("self_attn" in name or "mlp" in name for name in device_map)
 
 
-@over_systems
+@over_systems("flt")
 def test_accelerate_prepares_and_trains(system):
     model, plain = build(system), build(system)
     ids = random_ids(4, 8, VOCABULARY)

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from modeling_looped import LoopedCache, LoopedForCausalLM, generation
 from modeling_looped.depth_options import DEPTH_FIELDS
 
-from .helpers import random_ids, tiny_model
+from .helpers import quick_and_slow, random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate
 from .naive_exits import NaiveRule
 from .test_early_exit import (
@@ -48,6 +48,7 @@ def case(request):
 @over_systems
 @over_rules
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"cache_sharing": "last"}], ids=str)
+@pytest.mark.covering
 def test_beams(system, name, cache):
     """The score and the loops of every beam are those of its tokens by themselves, so the cache moved with it."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -70,6 +71,7 @@ def test_beams(system, name, cache):
 @over_systems
 @pytest.mark.parametrize("name", ["logit_margin", "kl", "latent_diff", "gate"])
 @pytest.mark.parametrize("assistant", ["good", "bad", "lookup"])
+@pytest.mark.covering
 def test_assisted(system, name, assistant):
     """A chunk that is verified exits token by token; what is rejected leaves nothing behind."""
     model, prompt = model_of(system), random_ids(1, 4).repeat(1, 2)
@@ -89,6 +91,7 @@ def test_assisted(system, name, assistant):
 
 
 @over_ways
+@pytest.mark.covering
 def test_samples_that_never_exit_are_those_of_plain_sampling(case, way):
     model, ids, mask, _, _ = case
     arguments = {"attention_mask": mask, "do_sample": True, "top_k": 20, "temperature": 1.5}
@@ -110,6 +113,7 @@ def test_both_ways_draw_the_same_samples_of_one_prompt(case):
 
 
 @over_ways
+@pytest.mark.covering
 def test_several_samples_of_a_prompt_keep_its_depth(case, way):
     """Depths that a row of its own would have; a threshold so sharp that samples are drawn from one token."""
     model, ids, mask, rows, rule = case
@@ -147,6 +151,7 @@ class Collector(BaseStreamer):
 
 
 @over_ways
+@pytest.mark.covering
 def test_streamer_is_told_loops_before_tokens(case, way):
     model, _, _, rows, rule = case
     streamer, prompt = Collector(), torch.tensor(rows[:1])
@@ -178,6 +183,7 @@ class OddTokens(LogitsProcessor):
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
+@pytest.mark.covering
 def test_logits_processors(case, arguments):
     """Whichever way a row is decoded, and whatever rows are beside it."""
     model, ids, mask, rows, rule = case
@@ -217,6 +223,7 @@ def test_scores_and_logits(case):
 @pytest.mark.parametrize("cache", ["own", "returned", "static"])
 @pytest.mark.parametrize("second", [LOOPS, 2])
 @pytest.mark.parametrize("passed", ["all", "new"])
+@pytest.mark.covering
 def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second, passed):
     """Also a shallower one, and with the new tokens alone: they are prompt, and none of them exits. What the first
     turn left is what its tokens had at their exits."""
@@ -245,6 +252,7 @@ def test_a_second_turn_goes_on_in_the_same_cache(case, way, cache, second, passe
 
 @over_ways
 @pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+@pytest.mark.covering
 def test_a_second_turn_with_shared_slots(case, way, sharing):
     model, _, _, rows, rule = case
     first = generate(model, torch.tensor(rows[:1]), rule, way, cache_sharing=sharing, num_loops=6)
@@ -263,6 +271,7 @@ def test_a_second_turn_with_shared_slots(case, way, sharing):
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("new_tokens", [NEW, 100])
+@pytest.mark.covering
 def test_keys_and_values_are_held_once(given, new_tokens, monkeypatch):
     """The cache that the prompt filled looks into the memory of continuous depth, also where that must grow."""
     model, (_, _, rows) = model_of("plain"), prompts()
@@ -316,6 +325,7 @@ def test_kinds_of_rotary_positions(kind):
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("system", ["plain", "windows"])
 @pytest.mark.parametrize("name", ["logit_margin", "latent_diff"])
+@pytest.mark.covering
 def test_a_prompt_as_embeddings(system, padded, name):
     """None of its tokens exits, whether transformers keeps the mask or, where it masks nothing, drops it."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -329,6 +339,7 @@ def test_a_prompt_as_embeddings(system, padded, name):
 
 @over_ways
 @pytest.mark.parametrize("new_tokens", [1, 2])
+@pytest.mark.covering
 def test_few_tokens_of_short_prompts(case, way, new_tokens):
     model, _, _, rows, rule = case
     for prompt in rows:
@@ -372,6 +383,7 @@ def test_recorded_states_are_those_of_the_loops(implementation):
 # Generation configs, precision
 
 
+@pytest.mark.parametrize("case", quick_and_slow(SYSTEMS, "windows"), indirect=True)
 def test_fields_of_the_generation_config_are_saved_and_honoured(case, tmp_path):
     model, ids, mask, rows, rule = case
     rule = rule._replace(min_loops=2, interval=2)

@@ -12,9 +12,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedCache, generation
 
-from .helpers import random_ids, tiny_model
+from .helpers import quick_and_slow, random_ids, tiny_model
+from .helpers_llama import make_looped, unroll
 from .naive_cache import NaiveDecoder, naive_greedy
-from .test_llama_equality import make_looped, unroll
 
 
 SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
@@ -97,6 +97,7 @@ def test_no_prompt_starts_from_the_first_token():
 @pytest.mark.parametrize("system", ["plain", "windows", "huginn"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.covering
 def test_prompt_in_chunks(system, cache, chunk):
     model, ids = model_of(system), random_ids(2, 11)
     for num_loops in (None, [5, 2]):
@@ -182,6 +183,7 @@ def test_streamer(arguments):
 
 @pytest.mark.parametrize("system", ["plain", "windows", "learned_positions", "parcae"])
 @pytest.mark.parametrize("num_loops", [None, 2, 5, [5, 1]], ids=str)
+@pytest.mark.covering
 def test_beam_search_with_a_cache_equals_without(system, num_loops):
     model, ids = model_of(system), random_ids(2, 7)
     mask = torch.ones_like(ids)
@@ -235,6 +237,7 @@ def depths_seen_by(model):
 
 @over_systems
 @pytest.mark.parametrize("num_loops", [None, 2, [5]], ids=str)
+@pytest.mark.covering
 def test_assisted_by_a_looped_model(system, num_loops):
     """The assistant drafts at its own depth, whatever that of the model."""
     model, ids = model_of(system), random_ids(1, 7)
@@ -262,6 +265,7 @@ def test_assisted_by_a_llama(num_loops):
 
 @over_systems
 @pytest.mark.parametrize("num_loops", [2, 5])
+@pytest.mark.covering
 def test_assisted_by_prompt_lookup(system, num_loops):
     """A prompt that repeats itself and then the answer, so that drafts are found, some of them good."""
     model, start = model_of(system), random_ids(1, 3)
@@ -289,6 +293,7 @@ SHARING = ["none", "last", "cyclic-2"]
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
 @pytest.mark.parametrize("num_loops", [None, 2, 5, [5, 1]], ids=str)
+@pytest.mark.covering
 def test_cache_sharing(system, sharing, num_loops):
     model, ids = model_of(system), random_ids(2, 6)
     out = greedy(model, ids, num_loops=num_loops, cache_sharing=sharing, return_dict_in_generate=True)
@@ -311,6 +316,7 @@ def test_cache_sharing_changes_what_is_generated():
 @pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
 @pytest.mark.parametrize("num_loops", [None, 5, [5, 1]], ids=str)
+@pytest.mark.covering
 def test_cache_sharing_with_beams(system, sharing, num_loops):
     """The score of every beam is that of the hand-kept cache on its tokens, so the slots moved with the beams."""
     model, ids = model_of(system), random_ids(2, 6)
@@ -392,7 +398,12 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("system", "implementation"), [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")]
+    ("system", "implementation"),
+    quick_and_slow(
+        [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")],
+        ("windows", "sdpa"),
+        ("plain", "eager"),
+    ),
 )
 def test_continuous_batching(system, implementation):
     """Prompts of one token, shorter and longer than the window, more than fit into one pass."""

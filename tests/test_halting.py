@@ -17,7 +17,7 @@ from eval.halting.calibration import Units, calibrate, exit_loops, never, perple
 from eval.halting.measured_run import at_depth, measure, with_halting, with_token_exits
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
-from tests.helpers import random_ids, run_of, tiny_model, tiny_tokenizer
+from tests.helpers import quick_and_slow, random_ids, run_of, tiny_model, tiny_tokenizer
 
 
 LOOPS = 4
@@ -96,7 +96,7 @@ def middle_threshold(name: str, scores: torch.Tensor) -> float:
     return (values[middle - 1] + values[middle]).item() / 2
 
 
-@over_systems
+@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "final_only"))
 @torch.no_grad()
 def test_a_dynamic_batch_is_each_sequence_alone(system):
     model, rows = model_of(system), random_ids(5, 9)

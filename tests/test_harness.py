@@ -18,82 +18,14 @@ from lm_eval.tasks import TaskManager
 
 from eval.harness import command as harness
 from eval.harness.looped_lm import LoopedLM, parse_depths
-from tests.helpers import tiny_model, tiny_tokenizer
-from tests.test_remote_code import run_clean
+from tests.helpers import tiny_tokenizer
+from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents, words
+from tests.helpers_processes import run_clean
 
 
 DEPTHS = [1, 2, 4]
 TASKS = ["choice", "letter", "rolling", "writing"]
 WINDOW = 64  # of the tiny model
-
-
-def words(generator: random.Random, count: int) -> str:
-    return " ".join(generator.choices("abcdefghij", k=count))
-
-
-def documents() -> dict[str, list[dict]]:
-    """Per task. Lengths differ, so that batches are padded; the last are longer than the model's window."""
-    generator = random.Random(0)
-    lengths = [3, 9, 1, 14, 5, 20, 7, 2, 90]
-    choices = [
-        {
-            "question": words(generator, length),
-            "choices": [words(generator, 1 + (length + i) % 3) for i in range(3)],
-            "answer": generator.randrange(3),
-        }
-        for length in lengths
-    ]
-    return {
-        "choice": choices,
-        "letter": [{**row, "choices": ["a", "b", "c"]} for row in choices],
-        "rolling": [{"text": words(generator, length + 1)} for length in [*lengths, 200]],
-        "writing": [{"question": words(generator, length), "answer": "a b c"} for length in lengths],
-    }
-
-
-def task_configs(folder: Path) -> dict[str, dict]:
-    choice = {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "answer",
-        "doc_to_choice": "choices",
-        "num_fewshot": 1,
-        "fewshot_split": "test",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    }
-    rolling = {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
-    }
-    writing = {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "answer",
-        "generation_kwargs": {"until": ["j"], "max_gen_toks": 6},
-        "metric_list": [{"metric": "exact_match"}],
-    }
-    configs = {"choice": choice, "letter": choice, "rolling": rolling, "writing": writing}
-    for name, rows in documents().items():
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        configs[name] = {
-            "task": name,
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(path)}},
-            "test_split": "test",
-            **configs[name],
-        }
-    return configs
-
-
-def save_model(folder: Path, padding_side: str = "left", **fields) -> str:
-    tiny_model(**{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields}).save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.padding_side = padding_side
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +43,7 @@ def manager(tasks):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
+    return save_model_and_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def run(model, manager, tasks=TASKS, batch_size=1, model_args=None, **options) -> dict:
@@ -173,8 +105,9 @@ def test_one_pass_equals_a_run_per_depth(model, manager, expected, batch_size):
     {"preset": "parcae", "hidden_size": 32, "position_embedding": "learned"},
     {"preset": "flt", "window_pattern": "SL", "sliding_window": 5, "exit_gate": "raw", "loop_loss": "exit_weighted"},
 ], ids=["coda", "windows"])  # fmt: skip
+@pytest.mark.covering
 def test_batches_of_other_models(tmp_path, manager, fields, padding_side):
-    folder = save_model(tmp_path, padding_side, **fields)
+    folder = save_model_and_tokenizer(tmp_path, padding_side, **fields)
     found = ours(folder, manager, [2, 3], batch_size=7)
     for depth in (2, 3):
         assert_same(found[depth], stock(folder, manager, depth, batch_size=1))
@@ -224,7 +157,7 @@ def test_perplexity_and_bits_per_byte(model, manager):
     looped = transformers.AutoModelForCausalLM.from_pretrained(model)
     tokenizer = tiny_tokenizer()
     nats = num_bytes = num_words = 0
-    for row in documents()["rolling"]:
+    for row in task_documents()["rolling"]:
         ids = tokenizer(row["text"])["input_ids"]
         for start in range(0, len(ids), WINDOW):
             if start == 0:
@@ -252,7 +185,7 @@ def question(context: str, continuation: str) -> Instance:
     "criterion,threshold", [("max_prob", 0.3), ("entropy_diff", 0.2), ("latent_diff", 0.5), ("gate", 0.7)]
 )
 def test_exits_of_scored_tokens(tmp_path, criterion, threshold):
-    folder = save_model(tmp_path, exit_gate="normed", loop_loss="exit_weighted", num_loops=6)
+    folder = save_model_and_tokenizer(tmp_path, exit_gate="normed", loop_loss="exit_weighted", num_loops=6)
     arguments = {"exit_criterion": criterion, "exit_threshold": threshold, "min_loops": 2}
     lm = LoopedLM(folder, num_loops=[3, 6], batch_size=2, device="cpu", **arguments)
     asked = [question("a b c d", " e f g h i"), question("c", " d d a e")]
@@ -365,7 +298,7 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
         (results,) = [json.loads(path.read_text()) for path in folder.rglob("results_*.json")]
         assert results["config"]["model_args"]["num_loops"] == results["config"]["num_loops"] == depth
         for task in TASKS:
-            assert len(read(folder, f"samples_{task}_*.jsonl")) == len(documents()[task])
+            assert len(read(folder, f"samples_{task}_*.jsonl")) == len(task_documents()[task])
             assert values(results, task) == pytest.approx(values(expected[depth], task), rel=1e-5)
 
     # a second time, from the answers that were kept
@@ -382,6 +315,7 @@ def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
     assert "|looped_p_hop_1" in capsys.readouterr().out  # those of eval/tasks are known
 
 
+@pytest.mark.slow
 def test_plain_lm_eval_with_remote_code_alone(model, tasks, expected, tmp_path):
     """The folder's own code, in a Python that does not know this package."""
     script = """
@@ -421,7 +355,7 @@ def test_two_processes(model, tasks, expected, tmp_path):
         (results,) = [json.loads(path.read_text()) for path in (tmp_path / f"loops_{depth}").rglob("results_*.json")]
         for task in TASKS:
             samples = read(tmp_path / f"loops_{depth}", f"samples_{task}_*.jsonl")
-            assert sorted(sample["doc_id"] for sample in samples) == list(range(len(documents()[task])))
+            assert sorted(sample["doc_id"] for sample in samples) == list(range(len(task_documents()[task])))
             assert values(results, task) == pytest.approx(values(expected[depth], task), rel=1e-5)
 
 
@@ -485,16 +419,16 @@ def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
     refused("has model_type 'llama', which has no loops", monkeypatch, tasks, f"pretrained={tmp_path / 'llama'}")
 
-    run_depth = save_model(tmp_path / "run", residual_scaling="sqrt", residual_depth="run")
+    run_depth = save_model_and_tokenizer(tmp_path / "run", residual_scaling="sqrt", residual_depth="run")
     refused("cannot share a pass", monkeypatch, tasks, f"pretrained={run_depth},num_loops=1..3")
 
-    mute = save_model(tmp_path / "mute")
+    mute = save_model_and_tokenizer(tmp_path / "mute")
     for path in Path(mute).glob("tokenizer*"):
         path.unlink()
     refused("no tokenizer could be opened", monkeypatch, tasks, f"pretrained={mute}")
 
 
 def test_one_depth_of_a_model_scaled_by_the_run(tmp_path, manager):
-    folder = save_model(tmp_path, residual_scaling="sqrt", residual_depth="run")
+    folder = save_model_and_tokenizer(tmp_path, residual_scaling="sqrt", residual_depth="run")
     found = ours(folder, manager, 2, 7, tasks=["choice", "rolling"])[2]
     assert_same(found, stock(folder, manager, 2, tasks=["choice", "rolling"]), ["choice", "rolling"])

@@ -252,6 +252,7 @@ def test_readouts_with_parameters_of_their_own(way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", ["normal", "scaled_zero", "takase", "zero_output"])
+@pytest.mark.covering
 def test_what_is_the_same_in_every_scheme(scheme, way):
     """Norms are 1, biases 0, damping sigmoid(2); positions and gate are drawn with 0.02."""
     model = make(
@@ -289,6 +290,7 @@ def test_a_tied_head_is_drawn_as_an_embedding(way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", ["normal", "scaled_zero", "takase", "zero_output"])
+@pytest.mark.covering
 def test_the_padding_token_starts_at_zero(scheme, way):
     embedding = make(way, init_scheme=scheme, pad_token_id=7).model.embed_tokens.weight
     assert not embedding[7].any()

@@ -141,7 +141,7 @@ def test_laws_are_the_equations(law):
 # The training laws
 
 
-@pytest.mark.parametrize("size,restarts", [(SMALL, 500), (MEDIUM, 100)])
+@pytest.mark.parametrize("size,restarts", [pytest.param(SMALL, 500, marks=pytest.mark.slow), (MEDIUM, 40)])
 def test_coefficients_of_table_11_come_back(size, restarts):
     result, _ = fits.parametric(table(training_rows(size)), restarts=restarts)
     assert result["converged"] and result["agreeing_restarts"] > restarts / 2
@@ -361,6 +361,7 @@ TRUE_FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truth", TRUE_FORMS)
 def test_the_true_form_wins_in_range_and_beyond(truth):
     result = fits.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=12)
@@ -410,6 +411,7 @@ def test_the_unified_law_comes_back_and_predicts():
     assert last["predicted"] - last["loss"] == pytest.approx(rest, rel=1e-3) and last["loss"] > floor
 
 
+@pytest.mark.slow
 def test_conditioning_on_the_training_depth_wins_where_it_is_true():
     rows = at_test_depths(training_rows(SMALL), 1.0, 5.0, 1.0, test_depths=(1, 2, 4, 8, 16, 24), noise=1e-4)
     held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 5.0, 1.0)
@@ -436,6 +438,7 @@ def conditioned_rows(noise: float) -> list[dict]:
     return at_test_depths(training_rows(SMALL, noise), 1.0, 12.0, 1.0, test_depths=(1, 2, 4, 8), noise=noise)
 
 
+@pytest.mark.slow
 def test_intervals_of_conditioning_hold_the_truth_and_shrink_with_the_noise():
     held_out = table(at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 12.0, 1.0))
     wide, narrow = (
@@ -454,6 +457,7 @@ def test_intervals_of_conditioning_hold_the_truth_and_shrink_with_the_noise():
     assert width(narrow["training_law"]["intervals"]["E"]) < width(wide["training_law"]["intervals"]["E"]) / 2
 
 
+@pytest.mark.slow
 def test_a_resample_of_conditioning_refits_the_floor_too():
     """Its coefficients are those of a table in which the drawn runs are written out."""
     rows = conditioned_rows(1e-3)
@@ -471,6 +475,7 @@ def test_a_resample_of_conditioning_refits_the_floor_too():
         assert form["huber_interval"][0] == pytest.approx(direct["forms"][name]["huber"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
     held = {name: 0 for name in ("L_inf", "Z", "z")}
     form = TEST_TIME["exponential"]
@@ -490,6 +495,7 @@ def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
     assert all(12 <= count <= 16 for count in held.values()), held
 
 
+@pytest.mark.slow
 def test_intervals_of_test_time_shrink_with_the_noise():
     wide, narrow = (
         fits.test_time(table(curve_rows(TRUE_FORMS["exponential"], (4, 5, 6), noise)), restarts=2, resamples=40)
@@ -543,6 +549,7 @@ def test_a_fit_without_a_minimum_gives_no_number(monkeypatch, tmp_path, capsys):
     assert "no minimum was reached" in capsys.readouterr().out and not (tmp_path / "parametric.png").exists()
 
 
+@pytest.mark.slow
 def test_what_the_runs_do_not_show_is_said():
     flat = [{**row, "loss": 2.5 + 3e4 * row["tokens"] ** -0.5} for row in training_rows(SMALL)]  # no use of loops
     result, _ = fits.parametric(table(flat), restarts=40)
@@ -612,6 +619,7 @@ def written(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_law_from_the_command_line(tmp_path, capsys):
     rows = training_rows(SMALL) + training_rows(MEDIUM)
     write_table(rows, tmp_path / "runs.csv")
@@ -740,6 +748,7 @@ def plan_at(recipe, loops):
     return plan(recipe)["effective parameters"]
 
 
+@pytest.mark.slow
 def test_the_law_of_a_fit_is_centred_on_its_runs():
     """The same losses in other units give the same exponents, and a scale in those units."""
     rows = training_rows(MEDIUM)

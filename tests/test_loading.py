@@ -196,6 +196,7 @@ HEAD_MISFITS = {
 
 @pytest.mark.parametrize("model_class", [*CLASSES, AutoModelForCausalLM])
 @pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.covering
 def test_trunk_that_does_not_fit_is_refused(misfit, model_class, folder):
     change, parts = MISFITS[misfit]
     edit(folder, change)
@@ -219,6 +220,7 @@ def test_head_that_does_not_fit_is_refused_by_its_own_class_alone(misfit, folder
 
 @pytest.mark.parametrize("model_class", CLASSES)
 @pytest.mark.parametrize("misfit", ["missing", "layer too many", "misshaped"])
+@pytest.mark.covering
 def test_trunk_saved_alone_is_held_to_the_same(misfit, model_class, tmp_path):
     tiny_model(LoopedModel, **SECTIONS).save_pretrained(tmp_path)
 

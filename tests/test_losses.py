@@ -271,6 +271,7 @@ def assert_same(model, found, wanted, rtol=1e-9, atol=1e-11):
         if loss not in OF_STATES or readout in ("rmsnorm", "coda")
     ],
 )
+@pytest.mark.covering
 def test_value_and_gradients_follow_the_formula(loss, readout):
     fields = {**LOSSES[loss], **READOUTS[readout]}
     if fields.get("exit_gate") == "normed" and readout in ("raw", "alpha"):
@@ -285,6 +286,7 @@ def test_value_and_gradients_follow_the_formula(loss, readout):
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("loss", PENALISED)
+@pytest.mark.covering
 def test_formula_at_every_depth(loss, run):
     model = float64_model(**LOSSES[loss], readout_norm="final_only", num_prelude_layers=1, num_coda_layers=1)
     ids, labels = batch()
@@ -358,6 +360,7 @@ class TestConventions:
         torch.testing.assert_close(both, found, rtol=0, atol=0)
 
     @pytest.mark.parametrize("as_tensor", [False, True])
+    @pytest.mark.covering
     def test_num_items_is_the_denominator(self, model, output_logits, as_tensor, tolerance):
         ids, labels = batch()
         items = torch.tensor(29) if as_tensor else 29
@@ -377,6 +380,7 @@ class TestConventions:
             torch.testing.assert_close(found, whole[name], rtol=tolerance[0], atol=tolerance[1])
 
     @pytest.mark.parametrize("items", [None, 0, 13])
+    @pytest.mark.covering
     def test_no_labels_no_loss(self, model, output_logits, items):
         ids, labels = batch()
         labels = torch.full_like(labels, IGNORE)
@@ -391,6 +395,7 @@ class TestConventions:
         assert_same(model, found, model(ids[[0, 2]], labels=labels[[0, 2]], output_logits=False).loss, *tolerance)
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    @pytest.mark.covering
     def test_evaluation_takes_no_gradients(self, model, output_logits, mode, monkeypatch):
         ids, labels = batch()
         wanted = model(ids, labels=labels, output_logits=output_logits).loss.detach()
@@ -471,6 +476,7 @@ def test_gate_loss_trains_the_gate_alone(gate):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("backprop_loops", [None, 1])
+@pytest.mark.covering
 def test_bfloat16_autocast_stays_near(loss, backprop_loops):
     model = tiny_model(**LOSSES[loss])
     ids, labels = batch(batch_size=8, length=16)
@@ -501,6 +507,7 @@ def test_gradient_checkpointing_changes_nothing(loss):
 
 @pytest.mark.parametrize("loss", PENALISED)
 @pytest.mark.parametrize("run", ["trained_depth", "truncated_depth_of_each_row"])
+@pytest.mark.covering
 def test_head_with_hooks_is_left_to_autograd(loss, run):
     """As a head is that FSDP shards by itself: its weights are there only while it runs."""
     model = float64_model(**LOSSES[loss])
@@ -512,6 +519,7 @@ def test_head_with_hooks_is_left_to_autograd(loss, run):
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if not name.startswith("gate")])
 @pytest.mark.parametrize("output_logits", [True, False])
+@pytest.mark.covering
 def test_adapter_on_the_head_is_used_and_trained(loss, output_logits):
     base = float64_model(**LOSSES[loss])
     merged = copy.deepcopy(base)
@@ -591,6 +599,7 @@ def memory_of_a_step(ids, output_logits, train=True, hooked=False, **fields):
 @pytest.mark.parametrize("output_logits", [True, False])
 @pytest.mark.parametrize("loss", ["per_loop", "exit_weighted_raw", "gate_raw"])
 @pytest.mark.parametrize("train", [True, False])
+@pytest.mark.covering
 def test_logits_of_all_loops_are_never_held(loss, output_logits, train):
     ids = random_ids(4, 128, vocab_size=8192)
     terminal = memory_of_a_step(ids, output_logits, train)

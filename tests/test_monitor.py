@@ -9,7 +9,7 @@ from recipes.engine.monitor import EARLY, Monitor
 from recipes.pretrain import main
 
 from .helpers import random_ids, tiny_model
-from .test_pretrain import SMOKE, settings, text  # noqa: F401
+from .helpers_pretrain import SMOKE, smoke_settings
 
 
 @pytest.mark.parametrize("preset", ["rdm", "parcae", "ouro"])
@@ -83,10 +83,10 @@ def test_a_resumed_monitor_goes_on():
         assert found + [cut + i for i in fed(second, "residual_norm", values[cut:])] == expected == [5, 8]
 
 
-def test_a_run_whose_injection_expands_says_so(text, tmp_path, capsys):  # noqa: F811
+def test_a_run_whose_injection_expands_says_so(training_text, tmp_path, capsys):
     """Concat injection at a rate at which the state's half of W grows beyond 1."""
     more = ["optimizer.lr=0.1", "training.steps=8", "logging.monitor_every=1"]
-    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path, *more)])
+    main([str(SMOKE / "rdm.yaml"), *smoke_settings(training_text, tmp_path, *more)])
     assert ": spectral_radius = " in (printed := capsys.readouterr().out)
     radii = {
         r["step"]: r["spectral_radius"] for r in read_metrics(tmp_path / "metrics.jsonl") if "spectral_radius" in r

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eval.harness.command import TASKS
 from eval.harness.looped_lm import LoopedLM
-from tests.helpers import tiny_model
+from tests.helpers import quick_and_slow, tiny_model
 
 
 DEPTHS = [1, 3]
@@ -73,7 +73,9 @@ def assert_same(found: dict, wanted: dict):
         assert metrics and {key: found["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.parametrize("batch_size,padding_side", [(1, "left"), (7, "left"), (7, "right")])
+@pytest.mark.parametrize(
+    "batch_size,padding_side", quick_and_slow([(1, "left"), (7, "left"), (7, "right")], (7, "left"))
+)
 def test_batches_and_padding(tmp_path, manager, expected, batch_size, padding_side):
     lm = LoopedLM(save(tmp_path, padding_side), num_loops=DEPTHS, batch_size=batch_size, device="cpu")
     for depth in DEPTHS:

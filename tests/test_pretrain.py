@@ -25,49 +25,15 @@ from recipes.data.shards import prepare
 from recipes.engine import publish
 from recipes.engine.training import Divergence
 from recipes.pretrain import main
+from tests.helpers import quick_and_slow
+from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, smoke_settings
+from tests.helpers_processes import run_and_kill
 
 
 FOLDER = Path(__file__).parent.parent
-SMOKE = FOLDER / "recipes" / "smoke"
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in SMOKE.glob("*.yaml") if path.stem not in ("base", "ouro_gate"))
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """Sentences of a small grammar, drawn from a fixed seed."""
-    draw = random.Random(0)
-    words = ["".join(draw.choice("abcdefghijklmnop") for _ in range(draw.randint(2, 7))) for _ in range(120)]
-    folder = tmp_path_factory.mktemp("text")
-    documents = [
-        " ".join(words[min(int(draw.expovariate(0.05)), 119)] for _ in range(draw.randint(20, 200)))
-        for _ in range(150)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return folder
-
-
-def settings(text, output, *more):
-    """Overrides that train a smoke recipe on `text`."""
-    return [
-        f"data.source={text / 'train.jsonl'}",
-        f"data.cache_dir={text / 'shards'}",
-        "data.tokenizer_vocab_size=400",
-        f"training.output_dir={output}",
-        "training.steps=6",
-        "training.save_every=3",
-        "evaluation.every=3",
-        "logging.every=1",
-        *more,
-    ]
-
-
-def losses(output):
-    return [record["loss"] for record in read_metrics(Path(output) / "metrics.jsonl") if "loss" in record]
-
-
-def metrics_of(output, name):
-    return [record[name] for record in read_metrics(Path(output) / "metrics.jsonl") if name in record]
+QUICK = ("flt", "huginn", "lt_attention", "ouro", "parcae", "rdm", "readout_exit_weighted", "residual_scaling")
 
 
 def in_process(recipe, arguments, **kwargs):
@@ -83,10 +49,10 @@ def in_process(recipe, arguments, **kwargs):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_smoke_recipe_trains(name, text, tmp_path):
-    final = main([str(SMOKE / f"{name}.yaml"), *settings(text, tmp_path)])
-    curve = losses(tmp_path)
+@pytest.mark.parametrize("name", quick_and_slow(NAMES, *QUICK))
+def test_smoke_recipe_trains(name, training_text, tmp_path):
+    final = main([str(SMOKE / f"{name}.yaml"), *smoke_settings(training_text, tmp_path)])
+    curve = logged_losses(tmp_path)
     assert len(curve) == 6 and all(loss == loss for loss in curve)
     assert min(curve[3:]) < curve[0]
     model = LoopedForCausalLM.from_pretrained(final)
@@ -97,12 +63,18 @@ def test_smoke_recipe_trains(name, text, tmp_path):
         assert last[f"validation/bits_per_byte_at_{loop}"] > 0
 
 
-def test_validation_is_that_of_the_saved_model(text, tmp_path):
+@pytest.fixture(scope="module")
+def whole_run(training_text, tmp_path_factory):
+    """A run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, folder)])
+    return folder
+
+
+def test_validation_is_that_of_the_saved_model(whole_run):
     """Loss and bits per byte, computed again from the logits of the exported model."""
-    arguments = settings(text, tmp_path)
-    final = main([str(SMOKE / "parcae.yaml"), *arguments])
-    data = prepare(load_recipe(SMOKE / "parcae.yaml", arguments).data)
-    model = LoopedForCausalLM.from_pretrained(final)
+    data = prepare(load_recipe(whole_run / "recipe.yaml").data)
+    model = LoopedForCausalLM.from_pretrained(whole_run / "final")
     rows = list(range(min(8, len(data.validation))))
     batch = data.validation.batch(rows)
     with torch.no_grad():
@@ -111,7 +83,7 @@ def test_validation_is_that_of_the_saved_model(text, tmp_path):
     nats = -logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
     labelled = target != -100
     num_bytes = data.token_bytes[target.clamp(min=0)] * labelled
-    last = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "validation/loss" in record][-1]
+    last = [record for record in read_metrics(whole_run / "metrics.jsonl") if "validation/loss" in record][-1]
     assert last["validation/loss_at_2"] == pytest.approx(nats[labelled].mean().item(), rel=1e-5)
     bits = nats[num_bytes > 0].sum() / num_bytes.sum() / torch.log(torch.tensor(2.0))
     assert last["validation/bits_per_byte_at_2"] == pytest.approx(bits.item(), rel=1e-5)
@@ -127,10 +99,10 @@ def test_validation_is_that_of_the_saved_model(text, tmp_path):
 
 
 @pytest.mark.parametrize("residual_depth", ["trained", "run"])
-def test_validation_at_chosen_depths(residual_depth, text, tmp_path):
+def test_validation_at_chosen_depths(residual_depth, training_text, tmp_path):
     """Also where each depth needs a pass of its own, and where the trained depth is not among them."""
     more = [f"model.residual_depth={residual_depth}", "model.residual_scaling=linear", "evaluation.loops=[2, 5]"]
-    final = main([str(SMOKE / "residual_scaling.yaml"), *settings(text, tmp_path, *more)])
+    final = main([str(SMOKE / "residual_scaling.yaml"), *smoke_settings(training_text, tmp_path, *more)])
     records = read_metrics(tmp_path / "metrics.jsonl")
     last = [record for record in records if "validation/loss" in record][-1]
     assert last["validation/loss"] == last["validation/loss_at_2"] and "validation/loss_at_3" not in last
@@ -143,35 +115,42 @@ def test_validation_at_chosen_depths(residual_depth, text, tmp_path):
         assert last[f"validation/loss_at_{depth}"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_gate_stage_trains_the_gate_alone(text, tmp_path):
-    first = main([str(SMOKE / "ouro.yaml"), *settings(text, tmp_path / "one")])
+def test_gate_stage_trains_the_gate_alone(training_text, tmp_path):
+    first = main([str(SMOKE / "ouro.yaml"), *smoke_settings(training_text, tmp_path / "one")])
     start = f"training.initialize_from={first}"
-    second = main([str(SMOKE / "ouro_gate.yaml"), *settings(text, tmp_path / "two", start)])
+    second = main([str(SMOKE / "ouro_gate.yaml"), *smoke_settings(training_text, tmp_path / "two", start)])
     before, after = (LoopedForCausalLM.from_pretrained(path).state_dict() for path in (first, second))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"exit_gate.weight", "exit_gate.bias"}
 
 
-def test_gradient_accumulation_and_checkpointing_change_nothing(text, tmp_path):
+def test_gradient_accumulation_and_checkpointing_change_nothing(training_text, tmp_path):
     curves = []
     for i, more in enumerate(([], ["training.micro_batch_size=2"], ["training.gradient_checkpointing=true"])):
-        main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / str(i), "training.steps=3", *more)])
-        curves.append(torch.tensor(losses(tmp_path / str(i))))
+        main(
+            [str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / str(i), "training.steps=3", *more)]
+        )
+        curves.append(torch.tensor(logged_losses(tmp_path / str(i))))
     torch.testing.assert_close(curves[1], curves[0], rtol=2e-4, atol=0)
     torch.testing.assert_close(curves[2], curves[0], rtol=2e-4, atol=0)
 
 
 @pytest.mark.slow
-def test_compiling_changes_nothing(text, tmp_path):
+def test_compiling_changes_nothing(training_text, tmp_path):
     """AdamW with an eps above the rounding of tiny gradients, whose sign it would otherwise take for news."""
     more = ["training.steps=4", "optimizer.name=adamw", "optimizer.lr=1e-3", "optimizer.eps=1e-4"]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # of tests before this one
-    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "eager", *more)])
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "eager", *more)])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
-    final = main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "compiled", "training.compile=true", *more)])
+    final = main(
+        [
+            str(SMOKE / "parcae.yaml"),
+            *smoke_settings(training_text, tmp_path / "compiled", "training.compile=true", *more),
+        ]
+    )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    compiled, eager = losses(tmp_path / "compiled"), losses(tmp_path / "eager")
+    compiled, eager = logged_losses(tmp_path / "compiled"), logged_losses(tmp_path / "eager")
     assert compiled == pytest.approx(eager, rel=1e-5) and compiled[-1] < compiled[0]
     names = LoopedForCausalLM.from_pretrained(tmp_path / "eager" / "final").state_dict().keys()
     assert LoopedForCausalLM.from_pretrained(final).state_dict().keys() == names
@@ -199,10 +178,15 @@ class Hub:
         return f"https://hub/{repo_id}"
 
 
-def test_a_model_is_pushed_with_its_card(text, tmp_path, monkeypatch, capsys):
+def test_a_model_is_pushed_with_its_card(training_text, tmp_path, monkeypatch, capsys):
     hub = Hub(tmp_path / "hub")
     monkeypatch.setattr(publish, "HfApi", hub)
-    main([str(SMOKE / "ouro.yaml"), *settings(text, tmp_path / "run", "training.push_to_hub=someone/ouro-tiny")])
+    main(
+        [
+            str(SMOKE / "ouro.yaml"),
+            *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/ouro-tiny"),
+        ]
+    )
     assert hub.calls == [("create", "someone/ouro-tiny", True), ("upload", "someone/ouro-tiny")]
     assert "pushed to https://hub/someone/ouro-tiny" in capsys.readouterr().out
     model = LoopedForCausalLM.from_pretrained(hub.folder)
@@ -220,8 +204,11 @@ def test_a_model_is_pushed_with_its_card(text, tmp_path, monkeypatch, capsys):
     assert recipe["model"]["preset"] == "ouro" and recipe["training"]["steps"] == 6
 
 
-def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(text, tmp_path, monkeypatch):
-    arguments = [str(SMOKE / "lt.yaml"), *settings(text, tmp_path / "run", "training.push_to_hub=someone/lt")]
+def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(training_text, tmp_path, monkeypatch):
+    arguments = [
+        str(SMOKE / "lt.yaml"),
+        *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/lt"),
+    ]
     monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "create"))
     with pytest.raises(RecipeError, match="can not push to 'someone/lt': Token is required.*hf auth login"):
         main(arguments)
@@ -232,10 +219,10 @@ def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(tex
     LoopedForCausalLM.from_pretrained(tmp_path / "run" / "final")
 
 
-def test_trackers_are_told_what_metrics_jsonl_is(text, tmp_path):
+def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "logging.trackers=[tensorboard]")])
+    main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, "logging.trackers=[tensorboard]")])
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*") if path.parent.name == "looped"}
     events = EventAccumulator(str(folder)).Reload()
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -245,25 +232,35 @@ def test_trackers_are_told_what_metrics_jsonl_is(text, tmp_path):
         assert len(written) >= 1 and told == [(step, pytest.approx(value)) for step, value in written], key
 
 
-def test_a_tracker_that_is_not_installed_is_said(text, tmp_path, monkeypatch):
+def test_a_tracker_that_is_not_installed_is_said(training_text, tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
     with pytest.raises(RecipeError, match=r"trackers=\['tensorboard'\]: tensorboard is not installed"):
-        main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "logging.trackers=[tensorboard]")])
+        main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, "logging.trackers=[tensorboard]")])
 
 
-@pytest.mark.parametrize("wanted", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, text, tmp_path):
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(whole_run, training_text, tmp_path):
+    """kill -9 in the second half of the run; losses are equal bit for bit."""
+    arguments = [str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path)]
+    run_and_kill(lambda: main(arguments), lambda: len(logged_losses(tmp_path)) > 3)
+    assert 3 < len(logged_losses(tmp_path)) and not (tmp_path / "final").exists()
+    main(arguments)
+    assert logged_losses(tmp_path) == logged_losses(whole_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [2, 8])
+def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, training_text, tmp_path):
     """kill -9, at moments that fall into steps, evaluations and checkpoints alike; losses are equal bit for bit."""
     more = [f"training.steps={6 + 6 * wanted}", "training.save_every=2"]
-    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "whole", *more)])
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "whole", *more)])
     draw = random.Random(wanted)
-    arguments = settings(text, tmp_path / "killed", *more)
+    arguments = smoke_settings(training_text, tmp_path / "killed", *more)
     kills = 0
     for _ in range(wanted + 1):
         process = in_process("parcae", arguments)
         metrics = tmp_path / "killed" / "metrics.jsonl"
-        seen = len(losses(tmp_path / "killed"))
-        while process.poll() is None and len(losses(tmp_path / "killed")) <= seen + draw.randint(0, 5):
+        seen = len(logged_losses(tmp_path / "killed"))
+        while process.poll() is None and len(logged_losses(tmp_path / "killed")) <= seen + draw.randint(0, 5):
             time.sleep(0.02)
         time.sleep(draw.random() * 0.2)
         if process.poll() is None and kills < wanted:
@@ -275,7 +272,7 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, text, 
         assert process.returncode == 0, output
         break
     assert kills == wanted
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert logged_losses(tmp_path / "killed") == logged_losses(tmp_path / "whole")
     assert len(metrics.read_text().splitlines()) == len(
         (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
     )
@@ -292,18 +289,21 @@ def launch(recipe, arguments, processes, config):
     return subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_the_number_of_processes_does_not_matter(config, text, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_the_number_of_processes_does_not_matter(config, training_text, tmp_path):
     """1 process, then 2, then 1, against 1 throughout, with a depth per sequence."""
-    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "one", "training.save_every=2")])
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "one", "training.save_every=2")])
     output = tmp_path / "changing"
     for steps, processes in ((2, 1), (4, 2), (6, 1)):
-        arguments = settings(text, output, "training.save_every=2")
+        arguments = smoke_settings(training_text, output, "training.save_every=2")
         if steps < 6:
             arguments.append(f"training.stop_after={steps}")
         result = launch("parcae", arguments, processes, "cpu" if processes == 1 else config)
         assert result.returncode == 0, result.stdout + result.stderr
-    torch.testing.assert_close(torch.tensor(losses(output)), torch.tensor(losses(tmp_path / "one")), rtol=2e-4, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(logged_losses(output)), torch.tensor(logged_losses(tmp_path / "one")), rtol=2e-4, atol=0
+    )
     evaluations = [
         [record["validation/loss"] for record in read_metrics(folder / "metrics.jsonl") if "validation/loss" in record]
         for folder in (output, tmp_path / "one")
@@ -311,36 +311,48 @@ def test_the_number_of_processes_does_not_matter(config, text, tmp_path):
     assert evaluations[0][-1] == pytest.approx(evaluations[1][-1], rel=2e-4)
 
 
-def test_depths_of_micro_batches_do_not_depend_on_how_rows_are_passed(text, tmp_path):
+def test_depths_of_micro_batches_do_not_depend_on_how_rows_are_passed(training_text, tmp_path):
     """Rows that share a depth are those of the recipe, whatever a forward pass takes."""
     for size in (1, 4, 8):
         more = [f"training.micro_batch_size={size}", "depth.rows_per_draw=2", "training.steps=3", "optimizer.lr=1e-3"]
-        main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / str(size), *more)])
-    loops = [metrics_of(tmp_path / str(size), "loops") for size in (1, 4, 8)]
+        main([str(SMOKE / "rdm.yaml"), *smoke_settings(training_text, tmp_path / str(size), *more)])
+    loops = [logged_values(tmp_path / str(size), "loops") for size in (1, 4, 8)]
     assert loops[0] == loops[1] == loops[2]
     # 8 rows, two to a draw: means are quarters
     assert all(mean * 4 == int(mean * 4) for mean in loops[0]) and len(set(loops[0])) > 1
     for size in (1, 4):
-        assert losses(tmp_path / str(size)) == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
+        assert logged_losses(tmp_path / str(size)) == pytest.approx(logged_losses(tmp_path / "8"), rel=1e-5)
 
 
-def test_the_mean_depth_follows_its_curriculum_also_after_a_resume(text, tmp_path):
+def test_the_mean_depth_follows_its_curriculum_also_after_a_resume(training_text, tmp_path):
     """6 loops of which the last 2 have gradients: 2 + ceil(4 t / 4) at step t, then 6; both: ceil(t) + ceil(t / 2)."""
     more = ["model.num_loops=6", "depth.sampler=fixed", "depth.per=batch", "depth.rows_per_draw=null"]
     more += ["depth.curriculum=linear", "depth.curriculum_steps=4", "training.save_every=1"]
-    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / "a", *more, "training.stop_after=3")])
-    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / "a", *more)])
-    assert metrics_of(tmp_path / "a", "loops") == [2, 3, 4, 5, 6, 6]
-    main([str(SMOKE / "rdm.yaml"), *settings(text, tmp_path / "b", *more, "depth.curriculum_target=both")])
-    assert metrics_of(tmp_path / "b", "loops") == [1, 2, 3, 5, 6, 6]
+    main([str(SMOKE / "rdm.yaml"), *smoke_settings(training_text, tmp_path / "a", *more, "training.stop_after=3")])
+    main([str(SMOKE / "rdm.yaml"), *smoke_settings(training_text, tmp_path / "a", *more)])
+    assert logged_values(tmp_path / "a", "loops") == [2, 3, 4, 5, 6, 6]
+    main(
+        [
+            str(SMOKE / "rdm.yaml"),
+            *smoke_settings(training_text, tmp_path / "b", *more, "depth.curriculum_target=both"),
+        ]
+    )
+    assert logged_values(tmp_path / "b", "loops") == [1, 2, 3, 5, 6, 6]
 
 
-def test_a_loss_that_is_no_number_stops_the_run(text, tmp_path):
-    main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "optimizer.name=adamw", "training.stop_after=3")])
-    broken = settings(text, tmp_path, "optimizer.name=adamw", "optimizer.lr=1e30", "optimizer.embedding_lr=1e30")
+def test_a_loss_that_is_no_number_stops_the_run(training_text, tmp_path):
+    main(
+        [
+            str(SMOKE / "lt.yaml"),
+            *smoke_settings(training_text, tmp_path, "optimizer.name=adamw", "training.stop_after=3"),
+        ]
+    )
+    broken = smoke_settings(
+        training_text, tmp_path, "optimizer.name=adamw", "optimizer.lr=1e30", "optimizer.embedding_lr=1e30"
+    )
     with pytest.raises(Divergence, match=r"loss of step \d+ is (nan|inf) on training rows \["):
         main([str(SMOKE / "lt.yaml"), *broken, "optimizer.clip=null", "training.resume=changed"])
-    final = main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path, "optimizer.name=adamw")])
+    final = main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, "optimizer.name=adamw")])
     assert LoopedForCausalLM.from_pretrained(final).lm_head.weight.isfinite().all()
 
 
@@ -356,17 +368,17 @@ def test_a_loss_that_is_no_number_stops_the_run(text, tmp_path):
         (["model.preset=ltt"], "section 'model': .*ltt"),
     ],
 )
-def test_errors_before_training(more, message, text, tmp_path):
+def test_errors_before_training(more, message, training_text, tmp_path):
     with pytest.raises(RecipeError, match=message):
-        main([str(SMOKE / "lt.yaml"), *settings(text, tmp_path), *more])
+        main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path), *more])
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.fixture(scope="module")
-def half_done(text, tmp_path_factory):
+def half_done(training_text, tmp_path_factory):
     """A run that was left off in the middle."""
     folder = tmp_path_factory.mktemp("half-done") / "run"
-    main([str(SMOKE / "parcae.yaml"), *settings(text, folder, "training.stop_after=3")])
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, folder, "training.stop_after=3")])
     return folder
 
 
@@ -388,18 +400,17 @@ def half_done(text, tmp_path_factory):
     ],
     ids=lambda value: value[0].partition("=")[0] if isinstance(value, list) and value else None,
 )
-def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done, text):
-    before = losses(half_done)
+def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done, training_text):
+    before = logged_losses(half_done)
     with pytest.raises(RecipeError, match="is a checkpoint of another config: .*" + message):
-        main([str(SMOKE / f"{recipe}.yaml"), *settings(text, half_done, *more)])
-    assert losses(half_done) == before
+        main([str(SMOKE / f"{recipe}.yaml"), *smoke_settings(training_text, half_done, *more)])
+    assert logged_losses(half_done) == before
 
 
-def test_settings_that_change_no_step_may_change(half_done, text, tmp_path, capsys):
+def test_settings_that_change_no_step_may_change(whole_run, half_done, training_text, tmp_path, capsys):
     """Also where the same text lies: it is compared by what is in it."""
-    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "whole")])
     shutil.copytree(half_done, tmp_path / "moved")
-    shutil.copy(text / "train.jsonl", tmp_path / "copy.jsonl")
+    shutil.copy(training_text / "train.jsonl", tmp_path / "copy.jsonl")
     more = [
         "training.micro_batch_size=4",
         "training.save_every=100",
@@ -408,26 +419,26 @@ def test_settings_that_change_no_step_may_change(half_done, text, tmp_path, caps
     ]
     more += ["logging.monitor_every=2", "evaluation.rows=3", "evaluation.every=100", "data.num_proc=1"]
     more += [f"data.source={tmp_path / 'copy.jsonl'}", f"data.cache_dir={tmp_path / 'shards'}"]
-    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path / "moved", *more)])
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=2e-4)
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "moved", *more)])
+    assert logged_losses(tmp_path / "moved") == pytest.approx(logged_losses(whole_run), rel=2e-4)
     assert "at step 3\n" in capsys.readouterr().out
 
 
-def test_rates_and_length_may_change_on_purpose(half_done, text, tmp_path, capsys):
+def test_rates_and_length_may_change_on_purpose(half_done, training_text, tmp_path, capsys):
     output = tmp_path / "run"
     shutil.copytree(half_done, output)
     more = ["optimizer.lr=1e-5", "optimizer.weight_decay=0.3", "training.steps=7", "training.resume=changed"]
-    main([str(SMOKE / "parcae.yaml"), *settings(text, output, *more)])
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, output, *more)])
     said = "at step 3; changed: optimizer.lr was 0.008, is 1e-05; optimizer.weight_decay was 0.0, is 0.3; "
     assert said + "training.steps was 6, is 7\n" in capsys.readouterr().out
     rates = [record["lr"] for record in read_metrics(output / "metrics.jsonl") if "lr" in record]
     assert len(rates) == 7
 
 
-def test_golden_curve(text, tmp_path):
+def test_golden_curve(training_text, tmp_path):
     """The losses of a smoke run, to the last digit on the machine and versions they were recorded with."""
-    main([str(SMOKE / "parcae.yaml"), *settings(text, tmp_path, "training.steps=8")])
-    curve = losses(tmp_path)
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path, "training.steps=8")])
+    curve = logged_losses(tmp_path)
     recorded = json.loads((GOLDEN / "parcae.json").read_text())
     here = {
         "torch": torch.__version__.split("+")[0],

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
@@ -14,7 +14,7 @@ from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA
 
 from .helpers import random_ids
-from .strategies import MAX_LENGTH, VOCAB_SIZE, cuts, depths, looped_configs, random_model
+from .strategies import MAX_LENGTH, VOCAB_SIZE, cuts, depths, examples, looped_configs, random_model
 
 
 CACHES = {
@@ -52,7 +52,7 @@ def run_in_pieces(model, ids, pieces: list[int], cache, num_loops, initial_state
     return torch.cat(logits, dim=1)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), looped_configs(), st.sampled_from(sorted(CACHES)), st.integers(2, 12))
 def test_token_by_token_with_a_cache_equals_no_cache(data, config, kind, length):
     model, ids = random_model(config), ids_of(2, length)
@@ -63,7 +63,7 @@ def test_token_by_token_with_a_cache_equals_no_cache(data, config, kind, length)
     assert_equal_to_rounding(cached, whole)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), looped_configs(), st.sampled_from(sorted(CACHES)), st.integers(2, 14))
 def test_a_prompt_in_pieces_equals_the_whole(data, config, kind, length):
     """With rows of mixed depth too."""
@@ -76,7 +76,7 @@ def test_a_prompt_in_pieces_equals_the_whole(data, config, kind, length):
     assert_equal_to_rounding(chunked, whole)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), looped_configs(), st.integers(1, 9), st.integers(1, 5))
 def test_a_left_padded_row_equals_the_row_alone(data, config, length, padding):
     model, ids = random_model(config), ids_of(2, padding + length)
@@ -108,7 +108,7 @@ def test_a_left_padded_row_equals_the_row_alone(data, config, length, padding):
     assert_equal_to_rounding(torch.cat(pieces, dim=1)[1:, padding:], alone)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), looped_configs(), st.integers(1, 7))
 def test_rows_of_mixed_depth_equal_rows_alone(data, config, length):
     model, ids = random_model(config), ids_of(4, length)
@@ -122,7 +122,7 @@ def test_rows_of_mixed_depth_equal_rows_alone(data, config, length):
             assert_equal_to_rounding(batch[row : row + 1], alone)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data(), looped_configs(eos_token_id=None), st.sampled_from([None, "static"]), st.integers(1, 9))
 def test_generating_in_a_padded_batch_of_mixed_depth_equals_rows_alone(data, config, cache_implementation, length):
     """With a cache against without one."""
@@ -139,7 +139,7 @@ def test_generating_in_a_padded_batch_of_mixed_depth_equals_rows_alone(data, con
         assert batch[row, length:].tolist() == alone[0, length - pad :].tolist()
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), looped_configs(residual_depth="trained"), st.integers(1, 7))
 def test_logits_of_every_loop_are_those_of_a_run_of_that_depth(data, config, length):
     """Bit for bit, as the shapes are the same."""
@@ -157,7 +157,7 @@ def test_logits_of_every_loop_are_those_of_a_run_of_that_depth(data, config, len
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), looped_configs(attention_dropout=0.1, residual_dropout=0.1, embedding_dropout=0.1))
 def test_gradient_checkpointing_changes_nothing(data, config):
     model, ids = random_model(config).train(), ids_of(3, 6)
@@ -187,7 +187,7 @@ def test_gradient_checkpointing_changes_nothing(data, config):
             assert_equal_to_rounding(checkpointed_gradients[name], gradient)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(looped_configs())
 def test_saving_and_loading_keeps_every_bit(config):
     model, ids = random_model(config), ids_of(2, 5)
@@ -207,7 +207,7 @@ def test_saving_and_loading_keeps_every_bit(config):
         assert torch.equal(model(ids).logits, loaded(ids).logits)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     # keys are aligned, whatever the buffer; plain decoding cuts them to a window, which is masked here: other shapes
     looped_configs(residual_depth="trained", hidden_size=16, head_dim=8, window_pattern=None),

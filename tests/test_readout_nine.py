@@ -1,6 +1,7 @@
 """The readout paper's nine tasks on made-up rows of the same columns: what is asked, and how it is scored."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from eval.harness.command import results_by_depth
 from eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
-from tests.test_harness import save_model
-from tests.test_tasks import FOLDER, Reader
+from tests.helpers_harness import AnsweringModel, save_model_and_tokenizer
 
 
 def letters(*texts: str) -> dict:
     return {"label": list("ABCDE"[: len(texts)]), "text": list(texts)}
 
 
+FOLDER = Path(__file__).parent.parent / "eval" / "tasks"
 ROWS = {
     "boolq": [
         {"question": "is a b", "passage": "a c b .", "idx": 0, "label": 1},
@@ -128,7 +129,7 @@ def samples(manager, model) -> dict[str, list[dict]]:
 
 
 def test_what_is_asked(manager):
-    for name, of_task in samples(manager, Reader()).items():
+    for name, of_task in samples(manager, AnsweringModel()).items():
         asked = [tuple(pair for pair in sample["arguments"]) for sample in of_task]
         expected = [tuple((prompt, f" {choice}") for choice in choices) for prompt, choices, _ in ASKED[name]]
         assert asked == expected, name
@@ -138,7 +139,7 @@ def test_what_is_asked(manager):
 @torch.no_grad()
 def test_how_it_is_scored(manager, tmp_path, capsys):
     """Sums of log-likelihoods in lm-eval, and per token in eval.statistics; candidate after candidate in float64."""
-    folder = save_model(tmp_path / "model")
+    folder = save_model_and_tokenizer(tmp_path / "model")
     lm = LoopedLM(folder, num_loops=[2], batch_size=3, device="cpu")
     results = results_by_depth(lm, {}, {"output_path": str(tmp_path)}, tasks=TASKS, task_manager=manager)[2]["results"]
     found = statistics.main([str(tmp_path), "--tokenizer", folder])

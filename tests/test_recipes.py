@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,26 +11,26 @@ from recipes import sweep
 from recipes.common.config import RecipeError, load_recipe
 from recipes.engine.optimizers import build_schedulers, set_learning_rates
 from recipes.plan import plan
-from recipes.sweep import is_sweep, load_sweep, optima
+from recipes.sweep import is_sweep, optima
+from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
-FOLDER = Path(__file__).parent.parent / "recipes"
-FILES = sorted(path for path in FOLDER.rglob("*.yaml") if path.parent.name != "accelerate")
-RECIPES = [path for path in FILES if not is_sweep(path)]
+FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "accelerate")
+SINGLE = [path for path in FILES if not is_sweep(path)]
 SWEEPS = [path for path in FILES if is_sweep(path)]
 
 
 def name(path):
-    return str(path.relative_to(FOLDER))
+    return str(path.relative_to(RECIPES))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=name)
+@pytest.mark.parametrize("path", SINGLE, ids=name)
 def test_recipe_is_built_and_planned(path):
     recipe = load_recipe(path)
     costs = plan(recipe)
     assert costs["parameters"] > 0
     assert costs["training FLOPs per token"] > costs["forward FLOPs per token"] > 0
-    if recipe.training.epochs is None and path.parent.name not in (FOLDER.name, "smoke", "claims", "tasks"):
+    if recipe.training.epochs is None and path.parent.name not in (RECIPES.name, "smoke", "claims", "tasks"):
         assert costs["tokens"] >= 1e8
 
 
@@ -45,7 +44,7 @@ def comparable(recipe) -> dict:
 @pytest.mark.parametrize("path", SWEEPS, ids=name)
 def test_sweep_runs_are_recipes(path):
     raw = yaml.safe_load(path.read_text())
-    runs = load_sweep(path)
+    runs = runs_of_sweep(path)
     grids = raw.get("grid", [])
     sizes = [math.prod(map(len, grid.values())) for grid in (grids if isinstance(grids, list) else [grids])]
     assert len(runs) == (len(raw["runs"]) if "runs" in raw else sum(sizes))
@@ -58,9 +57,11 @@ def test_sweep_runs_are_recipes(path):
             assert (section[field] if isinstance(section, dict) else getattr(section, field)) == value
 
 
-@pytest.mark.parametrize("folder", sorted({path.parts[len(FOLDER.parts)] for path in FILES if path.parent != FOLDER}))
+@pytest.mark.parametrize(
+    "folder", sorted({path.parts[len(RECIPES.parts)] for path in FILES if path.parent != RECIPES})
+)
 def test_every_family_has_a_readme(folder):
-    assert (FOLDER / folder / "README.md").stat().st_size > 500
+    assert (RECIPES / folder / "README.md").stat().st_size > 500
 
 
 # Parcae, appendix O: runs, and the depths at which each is evaluated
@@ -79,7 +80,7 @@ LAW_SWEEPS = {
 def test_law_sweeps(sweep):
     """Published budgets, depths and sizes, no run twice; a baseline whose depth is never drawn; documents enough."""
     count, depths = LAW_SWEEPS[sweep]
-    runs = load_sweep(FOLDER / f"parcae/{sweep}.sweep.yaml")
+    runs = runs_of_sweep(RECIPES / f"parcae/{sweep}.sweep.yaml")
     assert len(runs) == len({json.dumps(run.settings) for run in runs}) == count
     size = PUBLISHED["parcae/small" if "140m" in sweep else "parcae/medium"]
     budgets = {1e18, 2e18, 4e18, 8e18, 16e18, 64e18} if "140m" in sweep else {32e18, 64e18, 128e18}
@@ -100,7 +101,7 @@ def test_law_sweeps(sweep):
 @pytest.mark.parametrize("size", ["small", "medium", "large", "xlarge"])
 def test_depths_of_table_5(size):
     """Figure 7, and the curves that the unified law predicts: T from 1 to 16; a Transformer has one depth."""
-    looped, transformer = (load_recipe(FOLDER / f"parcae/{each}{size}.yaml") for each in ("", "transformer_"))
+    looped, transformer = (load_recipe(RECIPES / f"parcae/{each}{size}.yaml") for each in ("", "transformer_"))
     assert looped.evaluation.loops == list(range(1, 17)) and transformer.evaluation.loops == [1]
     assert transformer.depth.sampler == "fixed" and transformer.model["num_loops"] == 1
     assert looped.training.tokens == transformer.training.tokens
@@ -125,7 +126,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("recipe", PUBLISHED)
 def test_published_parameter_counts(recipe):
-    assert plan(load_recipe(FOLDER / f"{recipe}.yaml"))["parameters"] == PUBLISHED[recipe]
+    assert plan(load_recipe(RECIPES / f"{recipe}.yaml"))["parameters"] == PUBLISHED[recipe]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_published_parameter_counts(recipe):
 def test_parcae_of_the_rdm_comparison_is_counted_by_hand(recipe, d, ff, layers):
     """Pre-norm blocks, A, B and the step; with the prelude norm and C that equation 3 adds, neither count is table
     17's, whose 100M is that of the RDM beside it."""
-    recipe = load_recipe(FOLDER / f"parcae/rdm/{recipe}.yaml")
+    recipe = load_recipe(RECIPES / f"parcae/rdm/{recipe}.yaml")
     count = 65536 * d + layers * (4 * d * d + 3 * d * ff + 2 * d) + d * d + 2 * d + d
     assert plan(recipe)["parameters"] == count
     recipe.model.update(prelude_norm=True, coda_input="linear")
@@ -145,9 +146,9 @@ def test_parcae_of_the_rdm_comparison_is_counted_by_hand(recipe, d, ff, layers):
 def test_recurrent_depth_recipes_take_262144_tokens_a_step():
     """Figures 15 and 16: 10 billion tokens are 38 thousand steps, 8.5 billion a little more than 32 thousand."""
     for recipe in ("rdm_100m", "rdm_350m", "parcae_100m", "parcae_350m", "rdm_100m_pre_norm", "rdm_350m_pre_norm"):
-        recipe = load_recipe(FOLDER / f"parcae/rdm/{recipe}.yaml")
+        recipe = load_recipe(RECIPES / f"parcae/rdm/{recipe}.yaml")
         assert recipe.training.rows_per_step * recipe.data.sequence_length == 262_144
-    assert plan(load_recipe(FOLDER / "parcae/rdm/rdm_100m.yaml"))["steps"] == 38_147
+    assert plan(load_recipe(RECIPES / "parcae/rdm/rdm_100m.yaml"))["steps"] == 38_147
 
 
 # runs of a table, and the depths it reads
@@ -164,7 +165,7 @@ ABLATIONS = {
 
 def test_every_ablation_of_parcae_is_listed():
     assert sorted(ABLATIONS) == sorted(
-        path.name.removesuffix(".sweep.yaml") for path in (FOLDER / "parcae/ablations").iterdir()
+        path.name.removesuffix(".sweep.yaml") for path in (RECIPES / "parcae/ablations").iterdir()
     )
 
 
@@ -172,7 +173,7 @@ def test_every_ablation_of_parcae_is_listed():
 def test_ablations_of_parcae_are_the_runs_of_their_tables(name):
     """As many, no two alike, and each is evaluated at the depths of the table and at its own mean."""
     count, depths = ABLATIONS[name]
-    runs = load_sweep(FOLDER / f"parcae/ablations/{name}.sweep.yaml")
+    runs = runs_of_sweep(RECIPES / f"parcae/ablations/{name}.sweep.yaml")
     assert len(runs) == count
     recipes = []
     for run in runs:
@@ -193,7 +194,7 @@ def test_ablations_differ_in_what_the_tables_say():
                 else getattr(getattr(run.recipe, section), key)
                 for section, key in keys
             )
-            for run in load_sweep(FOLDER / f"parcae/ablations/{name}.sweep.yaml")
+            for run in runs_of_sweep(RECIPES / f"parcae/ablations/{name}.sweep.yaml")
         ]
 
     systems = ("model", "block_norm"), ("model", "injection"), ("depth", "per"), ("optimizer", "lr")
@@ -232,7 +233,7 @@ def test_ablations_differ_in_what_the_tables_say():
 def test_parcae_trains_with_the_optimizer_of_table_21():
     for size, lr in (("small", 8e-3), ("medium", 8e-3), ("large", 6e-3), ("xlarge", 6e-3)):
         for prefix in ("", "transformer_"):
-            recipe = load_recipe(FOLDER / f"parcae/{prefix}{size}.yaml")
+            recipe = load_recipe(RECIPES / f"parcae/{prefix}{size}.yaml")
             optimizer = recipe.optimizer
             assert (optimizer.name, optimizer.lr, optimizer.muon_lr) == ("normuon", lr, 8e-3)
             assert (optimizer.betas, optimizer.eps, optimizer.weight_decay) == ([0.8, 0.95], 1e-10, 0.0)
@@ -246,7 +247,7 @@ def test_parcae_trains_with_the_optimizer_of_table_21():
 
 def test_flt_trains_with_the_plain_muon_of_its_code():
     """0.02 without decay, momentum from 0.85 to 0.95 over 300 steps; rates fall to zero over the last fifth."""
-    for path in (FOLDER / "fully_looped").glob("*.yaml"):
+    for path in (RECIPES / "fully_looped").glob("*.yaml"):
         if is_sweep(path):
             continue
         recipe = load_recipe(path)
@@ -262,7 +263,7 @@ def test_flt_trains_with_the_plain_muon_of_its_code():
 
 def test_flops_are_those_of_the_formula():
     """C = (2 N1 + 6 N2) D and attention, written out for Parcae 140M: mean depth 8, 4 loops with gradients."""
-    costs = plan(load_recipe(FOLDER / "parcae/small.yaml"))
+    costs = plan(load_recipe(RECIPES / "parcae/small.yaml"))
     d, ff, length, vocabulary = 768, 3072, 2048, 32768
     block = 4 * d * d + 2 * d * ff + 2 * d
     gate = 6 * 32  # of value embeddings: layers 1, 3 and 5, one each in prelude, core and coda
@@ -277,24 +278,24 @@ def test_flops_are_those_of_the_formula():
 
 
 def test_budget_in_flops():
-    costs = plan(load_recipe(FOLDER / "parcae/small.yaml", ["training.tokens=null", "training.flops=1e18"]))
+    costs = plan(load_recipe(RECIPES / "parcae/small.yaml", ["training.tokens=null", "training.flops=1e18"]))
     assert costs["training FLOPs"] == pytest.approx(1e18, rel=0.01)
 
 
 def test_value_tables_are_counted_by_name():
-    costs, tables = plan(load_recipe(FOLDER / "parcae/small.yaml")), 3 * 32_768 * 768
+    costs, tables = plan(load_recipe(RECIPES / "parcae/small.yaml")), 3 * 32_768 * 768
     assert costs["effective parameters"] - costs["effective parameters without value tables"] == tables
     assert costs["training FLOPs per token with value tables"] - costs["training FLOPs per token"] == 6 * tables
-    assert not any("value tables" in key for key in plan(load_recipe(FOLDER / "parcae/rdm/rdm_100m.yaml")))
+    assert not any("value tables" in key for key in plan(load_recipe(RECIPES / "parcae/rdm/rdm_100m.yaml")))
 
 
 def test_flt_trains_on_20_tokens_for_every_parameter():
     """As its code counts: 2.54 billion at 127M; 1.38 as its text counts, without the token embedding."""
-    costs = plan(load_recipe(FOLDER / "fully_looped/small_flt.yaml"))
+    costs = plan(load_recipe(RECIPES / "fully_looped/small_flt.yaml"))
     without_embedding = 151_680 * 384 + 12 * 6 * 384**2
     assert costs["steps"] == 20 * (without_embedding + 151_680 * 384) // 2**19 == 4848
     assert costs["tokens"] / 1e9 == pytest.approx(2.54, abs=0.005)
-    costs = plan(load_recipe(FOLDER / "fully_looped/small_flt.yaml", ["training.count_embedding=false"]))
+    costs = plan(load_recipe(RECIPES / "fully_looped/small_flt.yaml", ["training.count_embedding=false"]))
     assert costs["parameters without embedding"] == without_embedding
     assert costs["steps"] == 20 * without_embedding // 2**19
     assert costs["tokens"] / 1e9 == pytest.approx(1.38, abs=0.005)
@@ -302,7 +303,7 @@ def test_flt_trains_on_20_tokens_for_every_parameter():
 
 def test_flt_recipes_are_what_its_code_runs():
     """Rates times sqrt(768 / d), no warm-up, the last fifth of the steps linear, one token before every document."""
-    small = load_recipe(FOLDER / "fully_looped/small_lt.yaml")
+    small = load_recipe(RECIPES / "fully_looped/small_lt.yaml")
     assert (small.data.document_tokens, small.data.start_token, small.data.sequence_length) == (
         "start", "<|im_start|>", 1024,
     )  # fmt: skip
@@ -332,7 +333,7 @@ FLT_SWEEPS = {  # (systems, layers, loops) that a table or figure shows
 
 @pytest.mark.parametrize("sweep_name", FLT_SWEEPS)
 def test_flt_sweeps_hold_what_is_shown_once(sweep_name):
-    runs = load_sweep(FOLDER / f"fully_looped/{sweep_name}.sweep.yaml")
+    runs = runs_of_sweep(RECIPES / f"fully_looped/{sweep_name}.sweep.yaml")
     shown = [tuple(run.recipe.model[key] for key in ("preset", "num_core_layers", "num_loops")) for run in runs]
     assert set(shown) == FLT_SWEEPS[sweep_name] and len(shown) == len(set(shown))
     for run in runs:
@@ -344,7 +345,9 @@ def test_flt_sweeps_hold_what_is_shown_once(sweep_name):
 
 def test_flt_attention_variants():
     """Table 2: three key/value heads of six; its full attention is the run of figure 4."""
-    configs = {run.name: run.recipe.model_config() for run in load_sweep(FOLDER / "fully_looped/table_2.sweep.yaml")}
+    configs = {
+        run.name: run.recipe.model_config() for run in runs_of_sweep(RECIPES / "fully_looped/table_2.sweep.yaml")
+    }
     assert set(configs) == {"gqa", "mla", "swa"}
     for config in configs.values():
         assert (config.num_core_layers, config.num_loops, config.num_attention_heads) == (12, 12, 6)
@@ -354,22 +357,22 @@ def test_flt_attention_variants():
 
 def test_flt_loss_placement():
     """END, FEW and STEP of the public code, and what their readouts cost."""
-    runs = load_sweep(FOLDER / "fully_looped/loss_placement.sweep.yaml")
+    runs = runs_of_sweep(RECIPES / "fully_looped/loss_placement.sweep.yaml")
     assert [run.recipe.model["loop_loss"] for run in runs] == ["terminal", "last_third", "per_loop"]
     costs = [plan(run.recipe)["training FLOPs per token"] for run in runs]
     readout = 6 * 151_680 * 384
     assert [cost - costs[0] for cost in costs] == [0, (3 - 1) * readout, (9 - 1) * readout]  # of nine loops
 
 
-@pytest.mark.parametrize("path", sorted((FOLDER / "fully_looped").glob("*.yaml")), ids=name)
+@pytest.mark.parametrize("path", sorted((RECIPES / "fully_looped").glob("*.yaml")), ids=name)
 def test_flt_recipes_are_evaluated_at_the_budgets(path):
-    recipes = [run.recipe for run in load_sweep(path)] if is_sweep(path) else [load_recipe(path)]
+    recipes = [run.recipe for run in runs_of_sweep(path)] if is_sweep(path) else [load_recipe(path)]
     assert {tuple(recipe.evaluation.loops) for recipe in recipes} == {(1, 3, 6, 9, 12)}
 
 
 def test_decay_product():
     recipe = load_recipe(
-        FOLDER / "residual_scaling/workshop_340m.yaml", ["optimizer.lr=5e-4", "optimizer.weight_decay=0"]
+        RECIPES / "residual_scaling/workshop_340m.yaml", ["optimizer.lr=5e-4", "optimizer.weight_decay=0"]
     )
     assert recipe.optimizer.weight_decay == pytest.approx(0.02)
 
@@ -391,11 +394,11 @@ def test_optima():
 def test_epochs_are_planned_with_the_tokens_that_are_expected():
     """WikiText-103, a word and the space after it, in rows of 256 every 128, four times, 64 a step; twice the tokens,
     since rows overlap by half."""
-    costs = plan(load_recipe(FOLDER / "readout/44m/per_loop_raw.yaml"))
+    costs = plan(load_recipe(RECIPES / "readout/44m/per_loop_raw.yaml"))
     rows = (206_400_000 - 256) // 128 + 1
     assert costs["steps"] == -(-4 * rows // 64)
     assert costs["tokens"] == pytest.approx(4 * 2 * 2 * 103_227_021, rel=1e-3)
-    assert "expected_tokens" in plan(load_recipe(FOLDER / "readout/44m.yaml", ["data.expected_tokens=null"]))["steps"]
+    assert "expected_tokens" in plan(load_recipe(RECIPES / "readout/44m.yaml", ["data.expected_tokens=null"]))["steps"]
 
 
 def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
@@ -405,7 +408,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
     (tmp_path / "rates.sweep.yaml").write_text(
         yaml.safe_dump(
             {
-                "recipe": str(FOLDER / "smoke/residual_scaling.yaml"),
+                "recipe": str(RECIPES / "smoke/residual_scaling.yaml"),
                 "set": {
                     "training.steps": 6,
                     "training.max_loss": 6.0,
@@ -483,7 +486,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
 )
 def test_bad_recipes(overrides, message):
     with pytest.raises(RecipeError, match=message):
-        load_recipe(FOLDER / "smoke/base.yaml", overrides)
+        load_recipe(RECIPES / "smoke/base.yaml", overrides)
 
 
 def test_files_that_are_not_recipes(tmp_path):
@@ -504,6 +507,6 @@ def test_files_that_are_not_recipes(tmp_path):
 
 
 def test_saved_recipe_opens_again(tmp_path):
-    recipe = load_recipe(FOLDER / "parcae/small.yaml")
+    recipe = load_recipe(RECIPES / "parcae/small.yaml")
     recipe.save(tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml") == recipe

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import modeling_looped
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.auto_classes import AUTO_CLASSES
 from tests.helpers import tiny_model, tiny_tokenizer
+from tests.helpers_processes import run_clean
 
 
 INPUT_IDS = torch.tensor([[5, 9, 33, 7, 12], [4, 60, 2, 2, 17]])
@@ -59,20 +58,6 @@ FIELDS = {
 }  # fmt: skip
 
 
-def run_clean(script, *arguments, tmp_path, **environment):
-    """A Python that sees neither this working directory nor PYTHONPATH, with an empty cache of remote code."""
-    modules = tmp_path / f"modules{len(list(tmp_path.iterdir()))}"
-    # one thread here and there: sums split over threads round differently
-    environment = {**os.environ, "HF_MODULES_CACHE": str(modules), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                   **environment}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", script, *arguments],
-        cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder of each class, and what the class gives here."""
@@ -107,20 +92,27 @@ def assert_same(found, expected):
         assert all(torch.equal(a, b) for a, b in zip(found[auto], expected[auto])), auto
 
 
-def test_every_class_opens_elsewhere_bit_for_bit_and_saves_again(saved, tmp_path):
-    folders, expected, _ = saved
-    saved_again, found = open_elsewhere(folders, tmp_path)
-    assert_same(found, expected)
+@pytest.fixture(scope="module")
+def opened(saved, tmp_path_factory):
+    """Each folder opened elsewhere: where remote code saved it again, and what it gave."""
+    return open_elsewhere(saved[0], tmp_path_factory.mktemp("elsewhere"))
 
-    # what remote code wrote is as complete as what the package wrote
-    (tmp_path / "second").mkdir()
-    _, found = open_elsewhere(saved_again, tmp_path / "second")
+
+def test_every_class_opens_elsewhere_bit_for_bit_and_saves_again(saved, opened):
+    folders, expected, _ = saved
+    saved_again, found = opened
     assert_same(found, expected)
     for auto, folder in saved_again.items():
         assert code_of(folder) == code_of(folders[auto])
         # and the installed package beats the code in the folder
         model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
         assert type(model) is AUTO_CLASSES[auto] and type(model.config) is LoopedConfig
+
+
+@pytest.mark.slow
+def test_what_remote_code_wrote_is_as_complete_as_what_the_package_wrote(saved, opened, tmp_path):
+    _, found = open_elsewhere(opened[0], tmp_path)
+    assert_same(found, saved[1])
 
 
 def code_of(folder):
@@ -144,6 +136,7 @@ def test_folder_is_complete(saved):
     assert "auto_map" not in json.load(open(os.path.join(folders["AutoModelForCausalLM"], "tokenizer_config.json")))
 
 
+@pytest.mark.slow
 def test_causal_folder_serves_every_task_elsewhere(saved, tmp_path):
     """The pipeline, another head on the same trunk, a fresh model of the config; and never without consent."""
     folders, *_ = saved
@@ -177,6 +170,7 @@ except ValueError as error:
     run_clean(script.strip(), folders["AutoModelForCausalLM"], tmp_path=tmp_path)
 
 
+@pytest.mark.slow
 def test_opens_from_the_hub_cache(saved, tmp_path):
     """Files of a hub repository are collected import by import, not as a folder."""
     folders, expected, _ = saved

@@ -119,6 +119,7 @@ def test_the_page_holds_the_run_and_stands_alone(tmp_path):
     assert "rows_per_step: 4" in page.text  # the resolved recipe
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
     run = make_run(tmp_path / "first", validation=False)
     page = page_of(run)
@@ -130,6 +131,7 @@ def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
     assert "eval.harness" not in page_of(run).text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_runs_are_compared(tmp_path):
     first, second = make_run(tmp_path / "first"), make_run(tmp_path / "second", loops=4, lr=0.02)
     page = page_of(first, second)
@@ -142,6 +144,7 @@ def test_runs_are_compared(tmp_path):
     assert page_of(first, again).cells[1:3] == [str(first), str(again)]
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_task_results_of_every_depth(tmp_path):
     run = make_run(tmp_path / "first")
     for depth, accuracy in ((1, 0.25), (2, 0.375)):
@@ -157,6 +160,7 @@ def test_task_results_of_every_depth(tmp_path):
     assert page.cells[where + 2] == "0.2500 ± 0.0100" and "results_broken.json holds no lm-eval results" in page.text
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_what_other_commands_left_is_shown(tmp_path):
     run = make_run(tmp_path / "first")
     (run / "diagnose").mkdir()
@@ -193,7 +197,7 @@ def test_what_other_commands_left_is_shown(tmp_path):
     )
 
 
-def test_norms_over_training(tmp_path):
+def test_norms_over_training(tmp_path, request):
     """Of the layer that is asked for, before clipping or after."""
     run = make_run(tmp_path / "run")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -204,6 +208,7 @@ def test_norms_over_training(tmp_path):
     records[1]["gradient_norm"] = 0.25
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert len(page_of(run).images) == 5
+    request.getfixturevalue("unrendered")
     folder = RunFolder(run, "run")
     assert report.gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
     assert report.gradient_blocks(folder, 3)[2:] == ["core.2.mlp", "core.2.self_attn"]
@@ -214,6 +219,7 @@ def test_norms_over_training(tmp_path):
         report.main([str(run), "--layer", "4"])
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_log_that_was_cut_off(tmp_path):
     run = make_run(tmp_path / "first")
     whole = (run / "metrics.jsonl").read_text()
@@ -224,6 +230,7 @@ def test_a_log_that_was_cut_off(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.usefixtures("unrendered")
 def test_a_run_that_diverged(tmp_path, bad):
     run = make_run(tmp_path / "first", losses=[5.0, 4.0, bad], finished=False, validation=False)
     page = page_of(run)
@@ -253,6 +260,7 @@ def test_folders_without_a_run(tmp_path):
     assert not (run / "report.html").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_markdown_for_a_model_card(tmp_path, capsys):
     run = make_run(tmp_path / "first")
     report.main([str(run), "--output", str(tmp_path / "page.html"), "--markdown", str(tmp_path / "card.md")])
@@ -270,6 +278,7 @@ def test_markdown_for_a_model_card(tmp_path, capsys):
     assert "| state | finished |" in out and f"the page: {run}/report.html" in out
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_a_recipe_is_not_needed(tmp_path):
     run = make_run(tmp_path / "first")
     (run / "recipe.yaml").unlink()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     DynamicCache,
@@ -18,8 +18,8 @@ from transformers import (
 from modeling_looped import LoopedCache
 from modeling_looped.speculation import PROBE_EVERY, Speculator
 
-from .helpers import random_ids, tiny_model
-from .strategies import looped_configs, random_model
+from .helpers import quick_and_slow, random_ids, tiny_model
+from .strategies import examples, looped_configs, random_model
 from .test_generation import Collector
 
 
@@ -90,6 +90,7 @@ def optimist(monkeypatch):
 
 @over_systems
 @pytest.mark.parametrize("draft_loops", [1, 2, 3])
+@pytest.mark.covering
 def test_greedy_tokens_are_those_of_full_depth(system, draft_loops, optimist):
     model, prompts = model_of(system), left_padded(3, 7)
     full = model.generate(**prompts, max_new_tokens=NEW, do_sample=False)
@@ -100,6 +101,7 @@ def test_greedy_tokens_are_those_of_full_depth(system, draft_loops, optimist):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("num_loops", [2, 6])
+@pytest.mark.covering
 def test_other_depths_than_the_configured(num_loops, attention, optimist):
     for system in ("plain", "windows", "latent_learned"):
         model, prompts = model_of(system), left_padded(2, 7)
@@ -120,7 +122,7 @@ def test_padding_on_any_side(side, optimist):
     assert torch.equal(greedy(model, ids, draft_loops=2, **arguments), greedy(model, ids, **arguments))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(config=looped_configs(residual_depth="trained", num_loops=3), data=st.data())
 def test_greedy_over_random_configs(config, data):
     model = random_model(config)
@@ -215,6 +217,7 @@ def work_of(model, **arguments):
 
 @over_systems
 @pytest.mark.parametrize("draft_loops", [1, 3])
+@pytest.mark.covering
 def test_drafts_are_continued_and_not_run_again(system, draft_loops, rounds):
     """Every token of a round, said or drafted, takes exactly num_loops token-loops, whatever draft_loops is."""
     model, prompts = model_of(system), left_padded(2, 6)
@@ -243,6 +246,7 @@ def test_right_drafts_save_passes(draft_tokens, monkeypatch, optimist):
 
 @pytest.mark.parametrize("system", ["plain", "parcae", "ouro"])
 @pytest.mark.parametrize("draft_loops", [1, 3])
+@pytest.mark.covering
 def test_acceptance_rate(system, draft_loops, optimist):
     """Drafts compared with full depth: of each round those up to the first wrong one, here counted by hand."""
     model, ids, draft_tokens = model_of(system, num_loops=4), random_ids(1, 6), 3
@@ -354,7 +358,7 @@ def sampling_model():
     return model_of("prelude_coda_grouped", vocab_size=4, bos_token_id=1, num_loops=3, num_core_layers=1)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", quick_and_slow(SHAPES, "both"))
 def test_sampling_keeps_the_distribution(shape, optimist):
     """Of three tokens: the second is drafted, and the third said from where its draft was right or wrong."""
     model, ids = sampling_model(), torch.tensor([[1, 3, 1, 2]])
@@ -393,6 +397,7 @@ CACHES = {
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("system", ["prelude_coda_grouped", "windows", "parcae"])
+@pytest.mark.covering
 def test_the_cache_can_be_continued(system, kind, optimist):
     """By a second turn that drafts, and by a third that does not."""
     model, conversation = model_of(system), random_ids(1, 6)
@@ -609,6 +614,7 @@ def naive_warm_start(model, ids, threshold: float | None = None):
 
 @pytest.mark.parametrize("exits", [False, True], ids=["full depth", "exits"])
 @pytest.mark.parametrize("system", WARM)
+@pytest.mark.covering
 def test_warm_start(system, exits):
     model, prompts = tiny_model(**{"eos_token_id": None, "num_loops": 4, **WARM[system]}).double(), left_padded(3, 6)
     arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -645,6 +651,7 @@ over_modes = pytest.mark.parametrize("mode", MODES)
 
 @over_modes
 @pytest.mark.parametrize("shape", [(2, 0), (0, 5), (0, 0), (5,)], ids=str)
+@pytest.mark.covering
 def test_prompts_of_no_tokens_are_refused(mode, shape):
     model, ids = model_of("huginn"), torch.zeros(shape, dtype=torch.long)
     for arguments in ({"inputs": ids}, {"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
@@ -663,6 +670,7 @@ def test_several_samples_of_a_prompt(mode):
 
 @over_modes
 @pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.covering
 def test_adapters(mode, padded):
     """Low-rank ones go with every mode; virtual tokens only with plain decoding."""
     peft = pytest.importorskip("peft")

@@ -15,7 +15,7 @@ from eval.harness.looped_lm import LoopedLM
 from eval.statistics import Item, compare, gold_index, item_scores, paired_bootstrap, read_samples
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
-from tests.test_harness import documents, save_model, task_configs
+from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents
 
 
 def item(task="t", doc_id=0, gold=0, log_likelihoods=(-1.0, -2.0), lengths=(1, 1)) -> Item:
@@ -105,7 +105,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, config in task_configs(folder).items():
         (folder / f"{name}.yaml").write_text(json.dumps({**config, "num_fewshot": 0}))
-    model = save_model(folder / "model")
+    model = save_model_and_tokenizer(folder / "model")
     lm = LoopedLM(model, num_loops=[1, 4], batch_size=4, device="cpu")
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     options = {"tasks": ["choice", "letter", "rolling"], "task_manager": manager, "bootstrap_iters": 0}
@@ -126,7 +126,7 @@ def test_samples_of_lm_eval(runs, tmp_path, capsys):
     for side, depth in (("first", 1), ("second", 4)):
         nlls = []
         for task in ("choice", "letter"):
-            for row in documents()[task]:
+            for row in task_documents()[task]:
                 of_item = []
                 for choice in row["choices"]:
                     context = tokenizer(row["question"])["input_ids"]

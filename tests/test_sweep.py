@@ -9,10 +9,10 @@ import pytest
 from recipes.common.config import RecipeError
 from recipes.plan import main as plan_main
 from recipes.sweep import DIVERGED, load_sweep, outcome
+from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
-FOLDER = Path(__file__).parent.parent / "recipes"
-SCALING = FOLDER / "residual_scaling"
+SCALING = RECIPES / "residual_scaling"
 RATES = [5e-4, 7.5e-4, 1e-3, 1.25e-3, 1.5e-3, 2e-3, 3e-3, 4e-3]  # table 4
 LOOPS = [1, 2, 4, 8]
 
@@ -25,7 +25,7 @@ def points(runs):
 
 def test_figure_5_is_128_points_and_120_runs():
     """Panels a and b: 12 layers, eps = 1/sqrt N and 1/N; c and d: 24 and 48 layers, 1/N with the depth's factor."""
-    runs = load_sweep(SCALING / "transfer.sweep.yaml")
+    runs = runs_of_sweep(SCALING / "transfer.sweep.yaml")
     panels = [(12, "sqrt"), (12, "linear"), (24, "factored"), (48, "factored")]
     found = points(runs)
     assert len(found) == len(set(found)) == 128
@@ -40,7 +40,7 @@ def test_figure_5_is_128_points_and_120_runs():
 
 def test_figure_5_is_trained_as_the_paper_says():
     """Tables 2 to 4: 20,000 steps of half a million tokens, warm-up 500, decay 1,000; divergence judged at the end."""
-    for run in load_sweep(SCALING / "transfer.sweep.yaml"):
+    for run in runs_of_sweep(SCALING / "transfer.sweep.yaml"):
         recipe, config = run.recipe, run.recipe.model_config()
         assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (768, 12, 12)
         assert config.vocab_size == 128_256 and config.tie_word_embeddings and config.initializer_range == 0.02
@@ -57,7 +57,7 @@ def test_figure_5_is_trained_as_the_paper_says():
 
 
 def test_factored_over_depth_with_and_without_the_rates_of_depth():
-    runs = load_sweep(SCALING / "depth_transfer.sweep.yaml")
+    runs = runs_of_sweep(SCALING / "depth_transfer.sweep.yaml")
     found = [(run.recipe.optimizer.correct_for_depth, *point) for run, point in zip(runs, points(runs))]
     assert len(found) == len(set(found))
     depths = [(True, 3), (True, 6), (True, 12), (False, 3), (False, 6), (False, 12), (False, 24), (False, 48)]
@@ -67,7 +67,7 @@ def test_factored_over_depth_with_and_without_the_rates_of_depth():
 
 
 def test_workshop_sweep():
-    runs = load_sweep(SCALING / "workshop.sweep.yaml")
+    runs = runs_of_sweep(SCALING / "workshop.sweep.yaml")
     for run in runs:
         assert run.recipe.optimizer.lr * run.recipe.optimizer.weight_decay == pytest.approx(1e-5)
     assert {(rule, n) for _, rule, n, _ in points(runs)} == set(product(["sqrt", "linear"], LOOPS))
@@ -76,7 +76,7 @@ def test_workshop_sweep():
 
 def written(tmp_path, text) -> Path:
     path = tmp_path / "a.sweep.yaml"
-    path.write_text(f"recipe: {FOLDER / 'smoke/residual_scaling.yaml'}\n{text}")
+    path.write_text(f"recipe: {RECIPES / 'smoke/residual_scaling.yaml'}\n{text}")
     return path
 
 

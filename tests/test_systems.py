@@ -12,8 +12,8 @@ import torch
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.presets import PRESETS
 from tests.helpers import shake
+from tests.naive import DoubleRotary
 from tests.naive_systems import SYSTEMS
-from tests.test_formulas import DoubleRotary
 
 
 SIZES = {
@@ -81,12 +81,14 @@ def test_every_preset_is_described():
 @pytest.mark.parametrize("depth", [1, 3, 5])
 @pytest.mark.parametrize("weights", ["initial", "perturbed"])
 @pytest.mark.parametrize("preset", SYSTEMS)
+@pytest.mark.covering
 def test_preset_is_the_published_system(preset, weights, depth):
     compare(preset, weights, depth)
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("preset", FULLY_LOOPED)
+@pytest.mark.covering
 def test_attention_variants_of_fully_looped_transformers(preset, attention):
     """Also decoded from a cache, three tokens and then one by one."""
     model, ids, arguments, outputs = compare(preset, "perturbed", 5, **ATTENTION[attention])
@@ -101,6 +103,7 @@ def test_attention_variants_of_fully_looped_transformers(preset, attention):
 
 @pytest.mark.parametrize("loss", ["terminal", "last_third", "per_loop"])
 @pytest.mark.parametrize("preset", ["lt", "flt", "flt_residual"])
+@pytest.mark.covering
 def test_loss_placements_of_fully_looped_transformers(preset, loss):
     """END, FEW and STEP: the mean of the losses of the last loop, of those from floor(2K / 3) on, of all."""
     model, (ids, _) = make(preset, "perturbed", loop_loss=loss), inputs(preset)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from eval.tasks import generate, generators
+from tests.helpers import quick_and_slow
+from tests.helpers_harness import AnsweringModel
 
 
 FOLDER = Path(__file__).parent.parent / "eval" / "tasks"
@@ -89,49 +90,29 @@ def test_p_hop_walks_a_cycle_of_all_symbols(hops):
 # chance
 
 
-class Reader(LM):
-    """A model that finds answers with a function of the context, or scores all alike; a byte costs 8 bits."""
-
-    def __init__(self, answer=None):
-        super().__init__()
-        self.answer = answer
-
-    def loglikelihood(self, requests):
-        return [(self.score(*request.args), False) for request in requests]
-
-    def score(self, context: str, continuation: str) -> float:
-        return 0.0 if self.answer and continuation.strip() == self.answer(context) else -1.0
-
-    def loglikelihood_rolling(self, requests):
-        return [-math.log(256) * len(request.args[0].encode()) for request in requests]
-
-    def generate_until(self, requests):
-        return [f" {self.answer(request.args[0])} 7 =" for request in requests]
-
-
 def evaluate(manager, model: LM, tasks: list[str]) -> dict:
     found = simple_evaluate(model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=False)
     return found["results"]
 
 
-def test_who_does_not_read_scores_chance_exactly(offline):
-    results = evaluate(offline, Reader(), CHOICES)
-    for name in CHOICES:
-        stated = yaml.safe_load((FOLDER / f"{name.removeprefix('looped_')}.yaml").read_text().replace("!function", ""))
-        assert results[name]["acc,none"] == pytest.approx(stated["metadata"]["chance"], abs=1e-9)
+@pytest.mark.parametrize("name", quick_and_slow(CHOICES, "looped_p_hop_2", "looped_permutation_4"))
+def test_who_does_not_read_scores_chance_exactly(offline, name):
+    results = evaluate(offline, AnsweringModel(), [name])
+    stated = yaml.safe_load((FOLDER / f"{name.removeprefix('looped_')}.yaml").read_text().replace("!function", ""))
+    assert results[name]["acc,none"] == pytest.approx(stated["metadata"]["chance"], abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("kind", quick_and_slow(ANSWERS, "p_hop"))
 def test_who_reads_scores_one(offline, kind):
     names = [name for name in CHOICES if kind in name]
-    results = evaluate(offline, Reader(ANSWERS[kind]), names)
+    results = evaluate(offline, AnsweringModel(ANSWERS[kind]), names)
     assert [results[name]["acc,none"] for name in names] == [1.0] * len(names)
 
 
 def test_written_sums_are_matched_whatever_follows_them(offline):
-    results = evaluate(offline, Reader(addition_answer), ["looped_addition_written"])
+    results = evaluate(offline, AnsweringModel(addition_answer), ["looped_addition_written"])
     assert results["looped_addition_written"]["exact_match,first_digits"] == 1.0
-    wrong = Reader(lambda text: addition_answer(text)[::-1])
+    wrong = AnsweringModel(lambda text: addition_answer(text)[::-1])
     palindromes = sum(
         answer == answer[::-1]
         for answer in (addition_answer(document["text"]) for document in documents(offline, "looped_addition_written"))
@@ -220,7 +201,7 @@ def test_corpus_is_held_out_and_counted_in_bytes(offline):
     held_out = [text for text in embedded_documents() if text in HeldOut(fraction=0.05)]
     assert len(texts) == len(held_out) > 10
     assert all(full.startswith(text) and 0 < len(text) < 6000 for text, full in zip(texts, held_out))
-    results = evaluate(offline, Reader(), ["looped_corpus"])["looped_corpus"]
+    results = evaluate(offline, AnsweringModel(), ["looped_corpus"])["looped_corpus"]
     assert results["bits_per_byte,none"] == pytest.approx(8)
     assert results["byte_perplexity,none"] == pytest.approx(256)
 
@@ -230,6 +211,7 @@ def test_corpus_is_held_out_and_counted_in_bytes(offline):
 
 @pytest.fixture(scope="module")
 def all_tasks():
+    """lm-eval's own too, which are many to read."""
     return TaskManager(include_path=str(FOLDER))
 
 
@@ -238,6 +220,7 @@ def members(entry) -> list[tuple[str, dict]]:
     return [(item, {}) if isinstance(item, str) else (item["task"], item) for item in config["task"]]
 
 
+@pytest.mark.slow
 def test_groups_name_tasks_that_exist(all_tasks):
     index = all_tasks.task_index
     groups = [name for name in all_tasks.all_groups if index[name].yaml_path.parent == FOLDER]
@@ -247,6 +230,7 @@ def test_groups_name_tasks_that_exist(all_tasks):
             assert task in all_tasks.all_tasks, (group, task)
 
 
+@pytest.mark.slow
 def test_papers_lists(all_tasks):
     index = all_tasks.task_index
     nine = "boolq winogrande commonsense_qa sciq piqa arc_easy arc_challenge hellaswag openbookqa".split()

@@ -1,0 +1,20 @@
+"""Documents to tokenize and pack."""
+
+import json
+import random
+from pathlib import Path
+
+
+WORDS = "loop depth state norm exit gate cache slot token head row part step mean noise core".split()
+
+
+def make_documents(num: int, seed: int = 0, longest: int = 40) -> list[str]:
+    """Different texts of a few words, each with a number of its own."""
+    draw = random.Random(seed)
+    return [f"{i} {' '.join(draw.choices(WORDS, k=draw.randint(1, longest)))} {seed}" for i in range(num)]
+
+
+def write_jsonl(path: Path, documents: list[str], field: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(documents)))
+    return path
