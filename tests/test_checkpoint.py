@@ -67,6 +67,7 @@ def folders(path) -> list[str]:
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON, NORMUON, STABLE], ids=["adamw", "muon", "normuon", "stable"])
 @pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"preset": "parcae"}], ids=str)
+@pytest.mark.covering
 def test_state_comes_back_bit_for_bit(tmp_path, optimizer, fields):
     model, optimizers = model_and_optimizers(optimizer, **fields)
     for step in range(3):

@@ -240,8 +240,8 @@ READ_AT_EVERY_LOOP = [name for name, config in CASES.items() if config.residual_
 READ_AT_THE_LAST_LOOP = [name for name in CASES if name not in READ_AT_EVERY_LOOP]
 
 
-def over(names):
-    return pytest.mark.parametrize("name", quick_and_slow(names, *(set(names) - LEFT_TO_TEST_ALL)))
+def over(names, left_to_test_all=LEFT_TO_TEST_ALL):
+    return pytest.mark.parametrize("name", quick_and_slow(names, *(set(names) - set(left_to_test_all))))
 
 
 class Case(typing.NamedTuple):
@@ -313,7 +313,8 @@ def test_every_value_of_every_axis_has_a_case():
         assert {getattr(config, field) for config in used} == {True, False}, field
 
 
-@over(CASES)
+# where every loop is read, the next test compares the same logits in one run
+@over(CASES, left_to_test_all=READ_AT_EVERY_LOOP)
 def test_logits_at_every_depth(name):
     this = case(name)
     for depth in this.depths:

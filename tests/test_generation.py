@@ -69,6 +69,7 @@ def greedy(model, ids, new_tokens: int = NEW, **kwargs):
 
 @over_systems
 @pytest.mark.parametrize("num_loops", [None, [5, 1, 2]], ids=str)
+@pytest.mark.covering
 def test_greedy_batch_of_left_padded_prompts(system, num_loops):
     """Prompts longer and shorter than the window, one of them a single token."""
     model, ids, padding = model_of(system), random_ids(3, 8), [0, 7, 3]
@@ -445,6 +446,7 @@ def test_continuous_batching_refuses(arguments):
             model_of("plain").generate_batch([[3, 4]], generation_config=config)
 
 
+@pytest.mark.slow
 def test_continuous_batching_says_what_it_passes_over(monkeypatch):
     said, model = [], model_of("plain").float()
     monkeypatch.setattr(generation.logger, "warning_once", said.append)

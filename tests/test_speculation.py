@@ -146,7 +146,7 @@ def test_greedy_over_random_configs(config, data):
     assert torch.equal(found, greedy(model, ids, **arguments))
 
 
-@pytest.mark.parametrize("system", ["prelude_coda_grouped", "windows", "huginn"])
+@pytest.mark.parametrize("system", quick_and_slow(["prelude_coda_grouped", "windows", "huginn"], "windows"))
 def test_rows_end_at_different_times(system, optimist):
     model, prompts = model_of(system), left_padded(4, 6)
     free = model.generate(**prompts, max_new_tokens=20, do_sample=False)[:, 6:]
@@ -162,7 +162,7 @@ def test_rows_end_at_different_times(system, optimist):
         assert out.token_loops.tolist() == expected
 
 
-@pytest.mark.parametrize("new_tokens", range(1, 8))
+@pytest.mark.parametrize("new_tokens", quick_and_slow(range(1, 8), 1, 2, 7))
 def test_lengths_are_kept(new_tokens, optimist):
     ids = random_ids(2, 5)
     for model in (model_of("plain"), idle_model()):
@@ -367,6 +367,7 @@ def test_sampling_keeps_the_distribution(shape, optimist):
     assert abs(chi_square(counts, exact_joint(model, ids, shape_scores, num_loops=3))) < 4
 
 
+@pytest.mark.slow
 def test_the_distribution_test_can_fail(monkeypatch, optimist):
     """It tells the depths apart, and sees where two tokens of a round are not drawn independently."""
     model, ids = sampling_model(), torch.tensor([[1, 3, 1, 2]])
