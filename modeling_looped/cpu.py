@@ -81,7 +81,8 @@ def decoding(model: nn.Module):
     are not.
     """
     outer = _products.get()
-    products: dict[nn.Module, RepeatedProduct] = {} if outer is None else outer  # an assistant's are kept while the model it helps decodes
+    # an assistant's are kept while the model it helps decodes
+    products: dict[nn.Module, RepeatedProduct] = {} if outer is None else outer
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain(layer)]
         new = [RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)]
