@@ -29,7 +29,7 @@ test-all: check
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
-	$(BIN)/pyrefly check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 lint: check
 	$(BIN)/ruff format --check .
