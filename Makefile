@@ -1,7 +1,7 @@
 # make demo      train a small looped model on text that is already here, measure it at every depth, sample from it
-# make test      ruff check and the tests, without the slow ones
+# make test      ruff check, the types, and the tests, without the slow ones
 # make test-all  every test, with fresh random examples
-# make lint      ruff check and the formatting
+# make lint      ruff check, the types, and the formatting
 # make clean     remove the environment and what tools leave behind (trained models under runs/ stay)
 #
 # Each sets up .venv by itself. PYTHON=python3.12 chooses the interpreter, WORKERS=8 the parallel test processes.
@@ -29,6 +29,7 @@ test-all: check
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 lint: check
 	$(BIN)/ruff format --check .

@@ -12,7 +12,7 @@ length and later tokens that run deeper read what that token last knew.
 import copy
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 
 def num_shared_slots(sharing: str) -> int | None:
@@ -37,7 +37,9 @@ class PreallocatedLayer(DynamicLayer):
     """A dynamic layer that writes new tokens in place; one that concatenates copies all the past for each of them."""
 
     room = 64  # tokens
-    buffers = (None, None)
+    keys: torch.Tensor  # of an initialized layer, as the values
+    values: torch.Tensor
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if key_states.requires_grad or torch.compiler.is_compiling():
@@ -46,28 +48,35 @@ class PreallocatedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        if not self.has_room(end, key_states):
-            self.buffers = tuple(
+        buffers = self.buffers_with_room(end, key_states)
+        if buffers is not None:
+            keys, values = buffers
+        else:
+            keys, values = (
                 new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (key_states, value_states)
             )
+            self.buffers = (keys, values)
             if start:
-                self.buffers[0][..., :start, :], self.buffers[1][..., :start, :] = self.keys, self.values
-        keys, values = self.buffers
+                keys[..., :start, :], values[..., :start, :] = self.keys, self.values
         keys.narrow(-2, start, end - start).copy_(key_states)
         values.narrow(-2, start, end - start).copy_(value_states)
         self.keys, self.values = keys.narrow(-2, 0, end), values.narrow(-2, 0, end)
         return self.keys, self.values
 
-    def has_room(self, length: int, like: torch.Tensor) -> bool:
-        """Also that the buffers hold what the layer holds: others may have put tensors of their own."""
+    def buffers_with_room(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """None also where the buffers do not hold what the layer holds: others may have put tensors of their own."""
+        if self.buffers is None:
+            return None
         keys, values = self.buffers
         is_empty = self.keys.numel() == 0
         held = like if is_empty else self.keys
-        if keys is None or keys.shape[-2] < length or keys.shape[:-2] != held.shape[:-2]:
-            return False
+        if keys.shape[-2] < length or keys.shape[:-2] != held.shape[:-2]:
+            return None
         if is_empty:
-            return (keys.dtype, keys.device) == (like.dtype, like.device)
-        return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+            fits = (keys.dtype, keys.device) == (like.dtype, like.device)
+        else:
+            fits = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+        return self.buffers if fits else None
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
         """To buffers of the cache, of which it holds the first tokens; it goes on writing there."""
@@ -76,7 +85,7 @@ class PreallocatedLayer(DynamicLayer):
 
     def reset(self):
         super().reset()
-        self.buffers = (None, None)
+        self.buffers = None
 
 
 class LoopedCache(DynamicCache):
@@ -93,6 +102,8 @@ class LoopedCache(DynamicCache):
     rejected, needs no undoing.
     """
 
+    layers: list[DynamicLayer]
+
     def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
         self.model_config, self.sharing = config, sharing
         loops = config.num_loops if num_loops is None else num_loops
@@ -106,7 +117,8 @@ class LoopedCache(DynamicCache):
         prelude, core, coda = config.section_layer_types()
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        self.one_row = None  # what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
+        # what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
+        self.one_row: torch.Tensor | None = None
 
     @property
     def num_stored_loops(self) -> int:
@@ -150,7 +162,8 @@ class LoopedCache(DynamicCache):
         for loop, buffer in enumerate(self.buffers[layer].unbind(1)):
             slot = self.layers[self.model_config.slot_at(layer, loop)]
             if type(slot) is PreallocatedLayer and slot.is_initialized:
-                slot.move(*buffer.unbind(2), length)
+                keys, values = buffer.unbind(2)
+                slot.move(keys, values, length)
 
     def store_back(self, cache: Cache, length: int):
         """`cache` (this one, or another) is to hold the tokens up to `length` of all rows."""
@@ -184,7 +197,7 @@ class CacheView:
         # slots, per slot as the last loop that uses it left them
         self.latest, self.written = {}, {}  # a layer is named by its slot in the first loop
         self.loops_run = 0
-        self.frozen = None  # [batch, length]: tokens that have exited
+        self.frozen: torch.Tensor | None = None  # [batch, length]: tokens that have exited
         if self.shared is not None:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
@@ -230,13 +243,14 @@ class CacheView:
                 self.write(self.slot(layer, loop), *self.latest[layer])
         if self.shared is not None:
             for layer in self.cache.layers:
-                if layer.is_sliding and layer.is_initialized:
+                if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
                     layer.crop(0)  # back to the window
                     layer.record_past = False
 
 
 def is_written(cache: Cache, slot: int) -> bool:
-    return slot < len(cache.layers) and cache.layers[slot].is_initialized
+    layer = cache.layers[slot] if slot < len(cache.layers) else None
+    return isinstance(layer, CacheLayerMixin) and layer.is_initialized
 
 
 def view_for_pass(cache, config, plan, may_exit: bool = False):

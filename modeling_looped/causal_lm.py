@@ -13,7 +13,10 @@
 # limitations under the License.
 """The language model: logits after every loop, the losses over them, the exit gate."""
 
+from functools import reduce
+
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -25,7 +28,7 @@ from .depth import check_depths
 from .exit_criteria import ExitRule
 from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_pieces
 from .generation import LoopedGenerationMixin
-from .layers import linear
+from .layers import linear, with_role
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
@@ -47,23 +50,24 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self.model = LoopedModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
-        self.exit_gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
+        gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
+        self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
         self.post_init()
 
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        num_loops: int | list[int] | torch.LongTensor | None = None,
+        num_loops: int | list[int] | torch.Tensor | None = None,
         backprop_loops: int | None = None,
-        initial_state: torch.FloatTensor | None = None,
+        initial_state: torch.Tensor | None = None,
         exit_rule: ExitRule | None = None,
         output_logits: bool = True,
         output_loop_hidden_states: bool = False,
@@ -87,7 +91,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: the exit distribution of the gate.
         output_exit_logits: the logits of all loops, weighted with it.
         """
-        check_inputs(input_ids, inputs_embeds)
+        shape = check_inputs(input_ids, inputs_embeds).shape[:2]
         inputs = {
             "input_ids": input_ids,
             "inputs_embeds": inputs_embeds,
@@ -98,7 +102,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "num_loops": num_loops,
             "initial_state": initial_state,
         }
-        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]
         batch_depths = check_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         if exit_rule is not None:
             refuse_with_exits(
@@ -143,7 +146,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
 
         exit_probabilities = None
-        if reads_exits or (has_loss and self.config.loop_loss == "exit_weighted_logits"):
+        if gates is not None and (reads_exits or (has_loss and self.config.loop_loss == "exit_weighted_logits")):
             last_loop = torch.tensor(batch_depths, device=gates.device)[:, None] - 1
             exit_probabilities = exit_log_probabilities(gates, last_loop).exp()  # [loops, batch, length]
 
@@ -163,9 +166,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         loop_logits, exit_logits = None, None
         if output_loop_logits:
             loop_logits = tuple(self.decode(state[:, keep], k, batch_depths) for k, state in enumerate(readouts))
-        if output_exit_logits:
+        if output_exit_logits and exit_probabilities is not None:
             kept = [state[:, keep] for state in readouts]
             exit_logits = self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], batch_depths))
+        returned = exit_probabilities if output_exit_probabilities else None
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -175,7 +179,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             loop_hidden_states=states if output_loop_hidden_states else None,
             loop_readout_states=readouts if output_loop_readout_states else None,
             loop_logits=loop_logits,
-            exit_probabilities=exit_probabilities.movedim(0, -1) if output_exit_probabilities else None,
+            exit_probabilities=None if returned is None else returned.movedim(0, -1),
             exit_logits=exit_logits,
             loop_losses=losses,
             loop_token_losses=token_losses if output_loop_losses else None,
@@ -234,7 +238,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         """transformers makes a layer for a vocabulary of another size, which does not say yet what it is for."""
         head = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
         if head is not old_lm_head:
-            head.init_role, head.init_width, head._is_hf_initialized = "head", None, True
+            with_role(head, "head")
+            head._is_hf_initialized = True  # pyrefly: ignore[bad-argument-type]  a flag of transformers
         return head
 
     def logits(self, hidden_states):
@@ -259,10 +264,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def _exit_weighted(self, readouts, exit_probabilities, depths: list[int]):
         """sum_k p_k of what the head reads after loop k, [batch, length, hidden]. The head is linear: from here come
         the exit-weighted logits."""
-        total = 0.0
-        for loop, (state, probability) in enumerate(zip(readouts, exit_probabilities)):
-            total = total + probability.unsqueeze(-1) * self._read_out(state, loop, depths)
-        return total.to(readouts[0].dtype)
+        terms = (
+            probability.unsqueeze(-1) * self._read_out(state, loop, depths)
+            for loop, (state, probability) in enumerate(zip(readouts, exit_probabilities))
+        )
+        return reduce(torch.add, terms).to(readouts[0].dtype)
 
     def gate(self, state):
         """Gate logit of H: [batch, length]."""

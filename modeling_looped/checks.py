@@ -10,11 +10,13 @@ def refuse_if(stands: bool, message: str):
         raise ValueError(message)
 
 
-def check_inputs(input_ids, inputs_embeds):
+def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
+    """The one that is given."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(
             f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
         )
+    return inputs_embeds if input_ids is None else input_ids
 
 
 def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | None:

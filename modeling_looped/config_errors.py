@@ -1,6 +1,7 @@
 """The error that a bad configuration raises, which `except ValueError` catches."""
 
 import functools
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -12,7 +13,7 @@ class LoopedConfigError(StrictDataclassError, ValueError):
 def raise_value_errors(cls):
     """Turn a config class's strict dataclass errors into `LoopedConfigError`, which `except ValueError` catches."""
 
-    def translate(method):
+    def translate(method) -> Any:
         @functools.wraps(method)
         def wrapper(self, *args):
             try:

@@ -234,7 +234,9 @@ class LoopedConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.sliding_window is None and self.window_pattern is not None:
             self.sliding_window = self.max_position_embeddings // 4
-        self.base_model_tp_plan, self.base_model_fsdp_plan = self._tensor_parallel_plan(), self._fsdp_plan()
+        # of the class in transformers' annotations, of each config here: plans name the layers that exist
+        self.base_model_tp_plan = self._tensor_parallel_plan()  # pyrefly: ignore[read-only]
+        self.base_model_fsdp_plan = self._fsdp_plan()  # pyrefly: ignore[read-only]
         super().__post_init__(**kwargs)
         if num_hidden_layers is not None:
             self.num_hidden_layers = num_hidden_layers
@@ -290,6 +292,7 @@ class LoopedConfig(PreTrainedConfig):
 
     def block_sizes(self, section: str) -> BlockSizes:
         heads, key_value_heads = self.num_attention_heads, self.num_key_value_heads
+        assert key_value_heads is not None  # since __post_init__
         if section != "core":
             return BlockSizes(self.hidden_size, self.intermediate_size, heads, key_value_heads)
         core_heads = heads if self.core_num_attention_heads is None else self.core_num_attention_heads
@@ -440,6 +443,7 @@ class LoopedConfig(PreTrainedConfig):
             )
 
     def _validate_attention(self):
+        assert self.head_dim is not None and self.num_key_value_heads is not None  # see _validate_sizes
         if self.head_dim * self.num_attention_heads != self.hidden_size and (
             self.hidden_size % self.num_attention_heads != 0
         ):

@@ -1,6 +1,7 @@
 """What the blocks of a pass read besides the residual stream."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,19 +13,19 @@ class PassContext:
     num_rows: int
     masks: dict  # per kind of attention
     position_ids: torch.Tensor | None  # read by nothing but some attention kernels
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    position_embeddings: tuple[torch.Tensor, ...] | None  # the two of `rotary_tables`
     value_embeddings: dict[int, torch.Tensor]  # by layer
-    past_key_values: object
+    past_key_values: Any  # a cache, or what else has its `update`
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
-    def run(self, block, x, residual_scale, slot: int, query_states=None):
-        """One block on the stream, [rows, length, hidden]."""
+    def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None):
+        """One block on the stream, [rows, length, hidden]. slots_before: of the cache, by which loops went ahead."""
         return block(
             x,
             residual_scale,
             query_states,
             self.value_embeddings.get(block.layer),
-            slot=slot,
+            slot=block.first_slot + slots_before,
             attention_mask=self.masks[block.layer_type],
             position_ids=self.position_ids,
             position_embeddings=self.position_embeddings,

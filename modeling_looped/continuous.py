@@ -5,6 +5,8 @@ tick, while others still loop. So no row waits for the one that loops longest, a
 decoding costs, are read once a tick for the whole batch.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from .engine import RowEngine, Tokens
@@ -37,7 +39,7 @@ class RowTensors(dict):
         index = torch.tensor(rows, device=next(iter(self.values())).device)
         return {name: tensor[index] for name, tensor in self.items()}
 
-    def put(self, rows: list[int], tensors: dict[str, torch.Tensor]):
+    def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
         for name, values in tensors.items():
             if values is None:
                 continue
@@ -99,7 +101,7 @@ class ContinuousDecoder:
             score, memory = rule.criterion.after_loop(
                 self.engine.model,
                 of_rows(due, rows, state)[:, 0],
-                lambda: of_rows(due, read_out, logits),
+                lambda: of_rows(due, read_out, logits),  # pyrefly: ignore[bad-argument-type]  asked for if made above
                 self.memory.take(due),
             )
             self.memory.put(due, memory)
@@ -108,7 +110,7 @@ class ContinuousDecoder:
         exits = [row for row in rows if row in ends or row in stops]
         if not exits:
             return exits
-        if not reads_logits:
+        if logits is None:
             read_out, logits = exits, self.logits(exits, of_rows(exits, rows, state))
         loops = [self.loops[row] for row in exits]
         self.engine.cache.leave_in_deeper_loops(exits, loops, self.engine.last_places(exits))

@@ -10,6 +10,7 @@ import os
 import platform
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -80,12 +81,13 @@ def decoding(model: nn.Module):
     are not.
     """
     outer = _products.get()
-    products = {} if outer is None else outer  # an assistant's are kept while the model it helps decodes
+    # an assistant's are kept while the model it helps decodes
+    products: dict[nn.Module, RepeatedProduct] = {} if outer is None else outer
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain(layer)]
-        new = {layer: RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)}
-        announce([layer.weight for layer in new if layer.weight.dtype == torch.bfloat16])
-        products.update(new)
+        new = [RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)]
+        announce([product.weight for product in new if product.weight.dtype == torch.bfloat16])
+        products.update((product.layer, product) for product in new)
     token = _products.set(products)
     try:
         yield
@@ -113,7 +115,7 @@ def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x) if y is None else y
 
 
-def is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling it is x W^T + b, and nobody watches or changes the call.
 
     Adapted, quantised and parametrized layers are of other types, offloaded ones have another forward.

@@ -142,8 +142,9 @@ def gradients_by_autograd(ctx, x, weight, grad):
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # views, since x may itself have been made with this weight, in the loop before
-        inputs = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, weight)]
-        y = F.rms_norm(inputs[0], x.shape[-1:], inputs[1], ctx.eps)
-    needed = [tensor for tensor, is_needed in zip(inputs, ctx.needs_input_grad) if is_needed]
+        x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
+        y = F.rms_norm(x, x.shape[-1:], weight, ctx.eps)
+    needs = ctx.needs_input_grad[:2]  # False where the weight is None
+    needed = [tensor for tensor, is_needed in zip((x, weight), needs) if is_needed and tensor is not None]
     found = iter(torch.autograd.grad(y, needed, grad, create_graph=create_graph))
-    return *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[:2]), None
+    return *(next(found) if is_needed else None for is_needed in needs), None

@@ -8,7 +8,7 @@ that the ticks with gradients are the same for all rows.
 
 from numbers import Integral
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,12 +37,12 @@ class DepthPlan(NamedTuple):
     def is_mixed(self) -> bool:
         return self.order is not None
 
-    def sort(self, batched):
+    def sort(self, batched: Any) -> Any:
         """Rows in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
         has_rows = isinstance(batched, (torch.Tensor, BlockMask)) and batched.shape[:1] == (len(self.depths),)
-        return take_rows(batched, self.order) if self.is_mixed and has_rows else batched
+        return take_rows(batched, self.order) if self.order is not None and has_rows else batched
 
-    def unsort(self, tensor):
+    def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.inverse is None else tensor[self.inverse.to(tensor.device)]
 
     def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -65,7 +65,7 @@ class DepthPlan(NamedTuple):
         return tuple(loops)
 
 
-def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor):
+def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor) -> Any:
     """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
     if not isinstance(batched, BlockMask):
         return batched[rows.to(batched.device) if torch.is_tensor(rows) else rows]

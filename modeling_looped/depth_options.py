@@ -18,7 +18,7 @@ OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "prompt_loops")
 class DepthOptions:
     """Arguments of generate and fields of generation_config."""
 
-    num_loops: int | torch.LongTensor | None = None  # the most that a token may run; a tensor has one per row
+    num_loops: int | torch.Tensor | None = None  # the most that a token may run; a tensor has one per row
     cache_sharing: str = "none"
     exit_criterion: str | None = None
     exit_threshold: float | None = None
@@ -113,7 +113,7 @@ class DepthOptions:
         if self.draft_loops is not None:
             refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
 
-    def refuse_for(self, mode: str):
+    def refuse_for(self, mode: str | None):
         """Refuse what another way of decoding cannot do."""
         for name in ("draft_loops", "warm_start"):
             value = getattr(self, name)
@@ -141,7 +141,7 @@ def overridden(before: dict, by: dict) -> dict:
     return {**{name: value for name, value in before.items() if name not in lost}, **by}
 
 
-def depth_argument(num_loops) -> int | torch.LongTensor:
+def depth_argument(num_loops) -> int | torch.Tensor:
     """One depth, or a tensor of one per prompt, which transformers repeats for beams as it would not repeat a list."""
     is_one = not isinstance(num_loops, (list, tuple)) and not (torch.is_tensor(num_loops) and num_loops.ndim > 0)
     depths = check_depths(num_loops, 1 if is_one else len(num_loops))

@@ -53,8 +53,8 @@ class Tokens:
 def joined(parts: list[Tokens]) -> Tokens:
     """Tokens that follow each other, of the same rows."""
     ids, embedded = (torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("ids", "embedded"))
-    rotary = None if parts[0].rotary is None else torch.cat([part.rotary for part in parts], dim=1)
-    return Tokens(parts[0].rows, parts[0].places, ids, embedded, rotary)
+    rotary = [part.rotary for part in parts if part.rotary is not None]  # of all or of none
+    return Tokens(parts[0].rows, parts[0].places, ids, embedded, torch.cat(rotary, dim=1) if rotary else None)
 
 
 class RowEngine:
@@ -165,7 +165,7 @@ class RowEngine:
         if not keeps:
             return sequences
         return LoopedGenerateOutput(
-            sequences=sequences,
+            sequences=sequences,  # pyrefly: ignore[bad-argument-type]  transformers asks for torch.LongTensor
             scores=None if self.selector.scores is None else tuple(self.selector.scores),
             logits=None if self.selector.logits is None else tuple(self.selector.logits),
             past_key_values=self.given_cache,

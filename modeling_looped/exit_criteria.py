@@ -19,7 +19,7 @@ To add one: a function here, and its line in `CRITERIA`.
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +27,15 @@ from .depth import check_count
 from .losses import at_least_fp32
 
 
+ABSENT: Any = None
+
+
 class Reading(NamedTuple):
     """What a criterion may look at, with any leading dimensions; only what it needs is there."""
 
-    logits: torch.Tensor | None = None  # [..., vocabulary]
-    state: torch.Tensor | None = None  # H, [..., hidden]
-    gate: torch.Tensor | None = None  # gate logit, [...]
+    logits: torch.Tensor = ABSENT  # [..., vocabulary]
+    state: torch.Tensor = ABSENT  # H, [..., hidden]
+    gate: torch.Tensor = ABSENT  # gate logit, [...]
 
 
 Memory = dict[str, torch.Tensor]
@@ -194,7 +197,7 @@ def exit_rule(
             f"exit_threshold={threshold} is never meant: every score of {criterion!r} is at least 0. "
             f"Exits are {'above' if kind.exits_above else 'below'} the threshold."
         )
-    if criterion in ("max_prob", "gate") and 1 < threshold < math.inf:
+    if criterion in ("max_prob", "gate") and 1 < float(threshold) < math.inf:
         raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
     deepest = config.num_loops if num_loops is None else num_loops
     min_loops, interval = check_count("min_loops", min_loops), check_count("exit_interval", interval)

@@ -7,6 +7,7 @@ batch may stop; `continuous.py` is the way to decode a batch whose rows exit apa
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -30,7 +31,7 @@ class ExitWatch:
         self.token_loops = torch.zeros_like(limits)  # 0 while the token runs
         # of the prompt, only its last token makes a new one
         self.first_reported = max(rule.prompt_length - 1 - past, 0)
-        self.final = None  # H of the last loop, frozen where tokens have exited
+        self.final: torch.Tensor | None = None  # H of the last loop, frozen where tokens have exited
         self.memory = {}
 
     @property
@@ -87,7 +88,7 @@ def cut_into_tokens(rule: ExitRule, past: int, length: int) -> list[slice]:
     return [slice(0, first)] * (first > 0) + [slice(i, i + 1) for i in range(first, length)]
 
 
-def mask_of_piece(attention_mask, past: int, piece: slice):
+def mask_of_piece(attention_mask, past: int, piece: slice) -> Any:
     """What generate prepared for the whole pass, for some of its queries."""
     if isinstance(attention_mask, dict):
         return {kind: mask_of_piece(mask, past, piece) for kind, mask in attention_mask.items()}
@@ -96,7 +97,7 @@ def mask_of_piece(attention_mask, past: int, piece: slice):
     return attention_mask[:, :, piece] if attention_mask.ndim == 4 else attention_mask[:, : past + piece.stop]
 
 
-def run_pieces(model, pieces: list[slice], past: int, batch: tuple, logits_to_keep, arguments: dict):
+def run_pieces(model, pieces: list[slice], past: int, batch: list, logits_to_keep, arguments: dict):
     """One pass of the causal LM as several, one after the other on the same cache."""
     input_ids, inputs_embeds, attention_mask, position_ids = batch
     outputs = [

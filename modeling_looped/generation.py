@@ -6,8 +6,10 @@ these two do not know, to transformers' own loops, whose passes stop early by th
 """
 
 import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
@@ -24,7 +26,15 @@ from .speculation import speculate
 logger = logging.get_logger(__name__)
 
 
-class LoopedGenerationMixin(GenerationMixin):
+if TYPE_CHECKING:  # what the mixin is mixed into, as transformers describes it
+    from transformers._typing import GenerativePreTrainedModel
+
+    class Generative(GenerativePreTrainedModel, GenerationMixin, nn.Module): ...
+else:
+    Generative = GenerationMixin
+
+
+class LoopedGenerationMixin(Generative):
     def generate(self, *args, **kwargs):
         """As `GenerationMixin.generate`, and:
 
@@ -61,7 +71,8 @@ class LoopedGenerationMixin(GenerationMixin):
     def _prepare_generation_config(self, generation_config, **kwargs):
         arguments = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         options, asked = DepthOptions.merged(self.generation_config, generation_config, arguments)
-        config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        prepared: tuple[Any, dict] = super()._prepare_generation_config(generation_config, **kwargs)
+        config, model_kwargs = prepared
         config.depth_options, config.cache_is_given = options, kwargs.get("past_key_values") is not None
         if options.num_loops is not None:
             model_kwargs["num_loops"] = options.num_loops

@@ -1,5 +1,7 @@
 """Classification and question answering: the heads of transformers on a looped trunk."""
 
+from typing import Any
+
 from torch import nn
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -14,7 +16,7 @@ from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 class _LoopedClassifier:
     """The heads of transformers on our trunk; the trunk is built here because AutoModel does not know remote code."""
 
-    def _build(self, config, **heads: nn.Module):
+    def _build(self: Any, config: LoopedConfig, **heads: nn.Module):
         LoopedPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = LoopedModel(config)
@@ -23,15 +25,20 @@ class _LoopedClassifier:
         self.post_init()
 
 
+def label_scores(config: LoopedConfig, bias: bool) -> nn.Linear:
+    assert config.num_labels is not None  # transformers fills it in
+    return nn.Linear(config.hidden_size, config.num_labels, bias=bias)
+
+
 class LoopedForSequenceClassification(_LoopedClassifier, GenericForSequenceClassification, LoopedPreTrainedModel):
     def __init__(self, config: LoopedConfig):
-        self._build(config, score=nn.Linear(config.hidden_size, config.num_labels, bias=False))
+        self._build(config, score=label_scores(config, bias=False))
 
 
 class LoopedForTokenClassification(_LoopedClassifier, GenericForTokenClassification, LoopedPreTrainedModel):
     def __init__(self, config: LoopedConfig):
         dropout = 0.1 if config.classifier_dropout is None else config.classifier_dropout
-        self._build(config, dropout=nn.Dropout(dropout), score=nn.Linear(config.hidden_size, config.num_labels))
+        self._build(config, dropout=nn.Dropout(dropout), score=label_scores(config, bias=True))
 
 
 class LoopedForQuestionAnswering(_LoopedClassifier, GenericForQuestionAnswering, LoopedPreTrainedModel):

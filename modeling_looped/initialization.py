@@ -114,7 +114,7 @@ def init_module(module: nn.Module, config) -> bool:
             normal(module.weight, role, config, width)
         else:
             INIT_SCHEMES[scheme](module.weight, role, config, width)
-        if getattr(module, "bias", None) is not None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
             if scheme == "torch" and role is not None:
                 bound = module.in_features**-0.5
                 init.uniform_(module.bias, -bound, bound)

@@ -37,7 +37,7 @@ class NoInjection(nn.Module):
     def forward(self, state, embedded):
         return state
 
-    def before_layer(self, layer: int, x, state, first):
+    def before_layer(self, layer: int, x, state, first) -> tuple[torch.Tensor, torch.Tensor | None]:
         return x, None
 
 
@@ -91,7 +91,7 @@ class ResidualAllInjection(NoInjection):
     def forward(self, state, embedded):
         return embedded
 
-    def before_layer(self, layer, x, state, first):
+    def before_layer(self, layer: int, x, state, first) -> tuple[torch.Tensor, torch.Tensor | None]:
         if first is True:
             return x, None
         return where_first(first, x, self.normed(x + state)), None
@@ -100,7 +100,7 @@ class ResidualAllInjection(NoInjection):
 class AttentionAllInjection(ResidualAllInjection):
     """The stream restarts at e; every layer takes its queries from h, from the second loop on (FLT)."""
 
-    def before_layer(self, layer, x, state, first):
+    def before_layer(self, layer: int, x, state, first) -> tuple[torch.Tensor, torch.Tensor | None]:
         return x, where_first(first, x, state)
 
 
@@ -109,7 +109,7 @@ class AttentionFirstInjection(ResidualAllInjection):
 
     looks_at_first = False
 
-    def before_layer(self, layer, x, state, first):
+    def before_layer(self, layer: int, x, state, first) -> tuple[torch.Tensor, torch.Tensor | None]:
         return x, state if layer == 0 else None
 
 

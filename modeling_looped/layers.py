@@ -1,6 +1,7 @@
 """The parts of a block: norms, attention, MLP. Nothing here knows about loops but the slot that attention writes."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from .cpu_gradients import attend_causally, rms_norm
 
 
 VALUE_GATE_CHANNELS = 32
+LinearOrTable = TypeVar("LinearOrTable", nn.Linear, nn.Embedding)
 
 
 class LoopedRotaryEmbedding(LlamaRotaryEmbedding):
@@ -59,8 +61,12 @@ def block_norm(config, size: int | None = None) -> LoopedRMSNorm:
 def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
     """A linear layer that tells the init schemes what it is for, see initialization.py. width: of the stream that it
     belongs to, where that is not hidden_size."""
-    module = nn.Linear(in_features, out_features, bias=bias)
-    module.init_role, module.init_width = role, width
+    return with_role(nn.Linear(in_features, out_features, bias=bias), role, width)
+
+
+def with_role(module: LinearOrTable, role: str, width: int | None = None) -> LinearOrTable:
+    """The module, which the init schemes can ask what it is for."""
+    vars(module).update(init_role=role, init_width=width)
     return module
 
 

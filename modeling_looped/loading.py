@@ -8,6 +8,8 @@ class LoopedCheckpointError(ValueError, RuntimeError):
 
 
 class StrictLoadingMixin:
+    base_model_prefix: str  # of the model that this is mixed into
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, strict: bool = True, **kwargs):
         """As `PreTrainedModel.from_pretrained`, but a tensor of the trunk that is missing from the checkpoint or
@@ -22,7 +24,7 @@ class StrictLoadingMixin:
         if refuses:
             kwargs["ignore_mismatched_sizes"] = True  # the error is ours, and says which sizes
         try:
-            model, info = super().from_pretrained(
+            model, info = super().from_pretrained(  # pyrefly: ignore[missing-attribute]  of PreTrainedModel, beside it
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:

@@ -98,9 +98,11 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                     hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
                     logits = decode(hidden, k)
                 wanted = ([hidden] if gradient is not None else []) + trained
-                if wanted and (buffer is None or len(buffer) < len(logits)):
-                    buffer = torch.empty_like(logits)
-                to_logits = buffer[: len(logits)] if wanted else None
+                to_logits = None
+                if wanted:
+                    if buffer is None or len(buffer) < len(logits):
+                        buffer = torch.empty_like(logits)
+                    to_logits = buffer[: len(logits)]
                 losses[k, chunk] = cross_entropy_of(logits.detach(), labels[chunk], weights[k, chunk], to_logits)
                 if not wanted:
                     del logits  # before the next chunk's
@@ -111,7 +113,8 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                     gradient.flatten(0, 1).index_copy_(0, positions[chunk], found.pop(0).to(gradient.dtype))
                 for i, part in enumerate(found):
                     if part is not None:
-                        sums[i] = part if sums[i] is None else at_least_fp32(sums[i]).add_(part)
+                        so_far = sums[i]
+                        sums[i] = part if so_far is None else at_least_fp32(so_far).add_(part)
             state_gradients.append(gradient)
         summed = (torch.zeros_like(p) if s is None else s.to(p.dtype) for p, s in zip(trained, sums))
         parameter_gradients = [next(summed) if need else None for need in needed[num_states:]]
@@ -208,6 +211,7 @@ def loop_loss(
         weights = read / (depth - first)
         active, mixed = (active, mixed) if every_loop else (read, True)
     elif objective == "exit_weighted":
+        assert gates is not None  # of a model with this loss
         log_p = exit_log_probabilities(gates, depth - 1)
         probability = log_p.exp() * labelled
         weights = probability.to(wide)
@@ -222,6 +226,7 @@ def loop_loss(
             decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size
         )
     if objective == "gate":
+        assert gates is not None
         extra = extra + gate_loss(gates, losses, active, depth)
     if states is not None and config.state_losses:
         extra = extra + loss_of_states(config, states, positions, depth, labelled)

@@ -14,6 +14,7 @@ that start at the embedding of one token and predict the next.
 """
 
 from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -37,22 +38,22 @@ def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> to
     if config.norm_penalty or config.scale_anchor:
         squares = mean_squares(map(tokens, states.every_loop), depth)
         total = total + config.norm_penalty * (squares * labelled).sum()
-    if config.scale_anchor:
-        rows = positions // states.first.shape[1]
-        total = total + config.scale_anchor * anchor(squares, rows, len(states.first), labelled, config)
+        if config.scale_anchor:
+            rows = positions // states.first.shape[1]
+            total = total + config.scale_anchor * anchor(squares, rows, len(states.first), labelled, config)
     if config.latent_loss or config.latent_anchor:
         targets = tokens(states.targets).detach()
-    if config.latent_loss:
-        total = total + config.latent_loss * (path_errors(states, targets, tokens, depth) * labelled).sum()
-    if config.latent_anchor:
-        errors = (tokens(states.every_loop[-1]) - targets).square().mean(-1)
-        total = total + config.latent_anchor * (errors * labelled).sum()
+        if config.latent_loss:
+            total = total + config.latent_loss * (path_errors(states, targets, tokens, depth) * labelled).sum()
+        if config.latent_anchor:
+            errors = (tokens(states.every_loop[-1]) - targets).square().mean(-1)
+            total = total + config.latent_anchor * (errors * labelled).sum()
     return total
 
 
 def mean_squares(states: Iterable[torch.Tensor], depth: torch.Tensor) -> torch.Tensor:
     """K^-1 sum_k mean_channels(H_k^2) of every token."""
-    return sum(state.square().mean(-1) * (loop < depth) / depth for loop, state in enumerate(states))
+    return reduce(torch.add, (s.square().mean(-1) * (loop < depth) / depth for loop, s in enumerate(states)))
 
 
 def anchor(squares: torch.Tensor, rows: torch.Tensor, num_rows: int, labelled: torch.Tensor, config) -> torch.Tensor:
@@ -65,7 +66,8 @@ def anchor(squares: torch.Tensor, rows: torch.Tensor, num_rows: int, labelled: t
 
 
 def path_errors(states: LoopStates, targets: torch.Tensor, tokens, depth: torch.Tensor) -> torch.Tensor:
-    total, before = 0.0, tokens(states.first)
+    before = tokens(states.first)
+    total = before.new_zeros(len(depth))
     for loop, state in enumerate(states.every_loop):
         after, loops_left = tokens(state), (depth - loop).clamp(min=1)
         share = (targets - before.detach()) / loops_left.unsqueeze(-1)

@@ -19,6 +19,8 @@ language model on top), losses, heads (all others).
 """
 
 from contextlib import nullcontext
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,6 +49,7 @@ from .layers import (
     block_norm,
     linear,
     rotary_tables,
+    with_role,
 )
 from .loading import StrictLoadingMixin
 from .outputs import LoopedModelOutputWithPast, unrecorded
@@ -79,7 +82,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
         """As in transformers; the value tables too hold a row per token."""
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
-        for _, table in self.base_model._value_tables():
+        for _, table in cast(LoopedModel, self.base_model)._value_tables():
             is_trained = table.weight.requires_grad
             self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=mean_resizing)
             table.requires_grad_(is_trained)
@@ -91,27 +94,29 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.embed_tokens.init_role = "embedding"
+        table = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = with_role(table, "embedding")
         if config.position_embedding == "learned":
-            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-            self.embed_positions.init_role = "position"
+            table = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+            self.embed_positions = with_role(table, "position")
         else:
-            self.rotary_emb = LoopedRotaryEmbedding(config)
+            # our config has the fields of Llama's that are read here
+            self.rotary_emb = LoopedRotaryEmbedding(config)  # pyrefly: ignore[bad-argument-type]
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
 
         prelude, core, coda = config.section_layer_types()
-        self.prelude = self._blocks("prelude", prelude, first_layer=0, first_slot=0)
-        self.core = self._blocks("core", core, first_layer=len(prelude), first_slot=config.core_slot(0))
-        self.coda = self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=len(prelude))
+        sections = (
+            self._blocks("prelude", prelude, first_layer=0, first_slot=0),
+            self._blocks("core", core, first_layer=len(prelude), first_slot=config.core_slot(0)),
+            self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=len(prelude)),
+        )
+        self.prelude, self.core, self.coda = (nn.ModuleList(blocks) for blocks in sections)
         if config.value_embeddings:
             self.value_embeds = nn.ModuleDict()
-            for block in (*self.prelude, *self.core, *self.coda):
-                if not self._has_value_embedding(block.layer):
-                    continue
-                table = nn.Embedding(config.vocab_size, block.self_attn.v_proj.out_features)
-                table.init_role = "value_table"
-                self.value_embeds[str(block.layer)] = table
+            for block in chain(*sections):
+                if self._has_value_embedding(block.layer):
+                    table = nn.Embedding(config.vocab_size, block.self_attn.v_proj.out_features)
+                    self.value_embeds[str(block.layer)] = with_role(table, "value_table")
 
         self.prelude_norm = block_norm(config) if config.prelude_norm else None
         self.injection = INJECTIONS[config.injection](config)
@@ -120,8 +125,10 @@ class LoopedModel(LoopedPreTrainedModel):
         self.coda_proj = (
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
-        self.norm = readout_norm(config)
-        self.alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
+        # where they are None, the config lets nothing read them
+        self.norm: nn.Module = readout_norm(config)  # pyrefly: ignore[bad-assignment]
+        alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
+        self.alpha_readout: AlphaReadout = alpha_readout  # pyrefly: ignore[bad-assignment]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -129,27 +136,27 @@ class LoopedModel(LoopedPreTrainedModel):
         """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
         return self.config.value_embeddings and layer % 2 == (self.config.num_layers - 1) % 2
 
-    def _blocks(self, section: str, layer_types: list[str], first_layer: int, first_slot: int) -> nn.ModuleList:
+    def _blocks(self, section: str, layer_types: list[str], first_layer: int, first_slot: int) -> list[LoopedBlock]:
         sizes = self.config.block_sizes(section)
         layers = [(first_layer + i, first_slot + i, layer_type) for i, layer_type in enumerate(layer_types)]
-        return nn.ModuleList(
+        return [
             LoopedBlock(self.config, sizes, layer, slot, layer_type, self._has_value_embedding(layer))
             for layer, slot, layer_type in layers
-        )
+        ]
 
     @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        num_loops: int | list[int] | torch.LongTensor | None = None,
+        num_loops: int | list[int] | torch.Tensor | None = None,
         backprop_loops: int | None = None,
-        initial_state: torch.FloatTensor | None = None,
+        initial_state: torch.Tensor | None = None,
         exit_watch: ExitWatch | SequenceExits | None = None,
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
@@ -239,7 +246,8 @@ class LoopedModel(LoopedPreTrainedModel):
         """From embeddings to what every loop may read again. Without a prelude the context does not matter."""
         scale = self.config.residual_factor(1)
         for block in self.prelude:
-            x = context.run(block, x, scale, block.first_slot)
+            assert context is not None
+            x = context.run(block, x, scale)
         return x if self.prelude_norm is None else self.prelude_norm(x)
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
@@ -284,7 +292,7 @@ class LoopedModel(LoopedPreTrainedModel):
         x = self.injection(state, embedded)
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, block.first_slot + slots_before, queries)
+            x = context.run(block, x, scale, slots_before, queries)
         return x
 
     def to_next_loop(self, state):
@@ -303,7 +311,8 @@ class LoopedModel(LoopedPreTrainedModel):
             state = project(self.coda_proj, state)
         scale = self.config.residual_factor(1)
         for block in self.coda:
-            state = context.of_first_rows(len(state)).run(block, state, scale, block.first_slot)
+            assert context is not None
+            state = context.of_first_rows(len(state)).run(block, state, scale)
         return state
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
@@ -338,7 +347,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def value_embeddings(self, input_ids) -> dict[int, torch.Tensor]:
         return {layer: table(input_ids) for layer, table in self._value_tables()}
 
-    def _value_tables(self):
+    def _value_tables(self) -> list[tuple[int, Any]]:
         if not self.config.value_embeddings:
             return []
         return [(int(layer), table) for layer, table in self.value_embeds.items()]

@@ -1,6 +1,8 @@
 """Optimizer groups under which hyperparameters transfer over depth (residual scaling, appendix 8.2)."""
 
-from torch import nn
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
 
 
 def depth_correction(config) -> float:
@@ -11,7 +13,7 @@ def depth_correction(config) -> float:
 
 
 def parameter_groups(
-    model: nn.Module,
+    model: PreTrainedModel,
     lr: float,
     weight_decay: float = 0.0,
     eps: float = 1e-8,
@@ -24,7 +26,7 @@ def parameter_groups(
     lr * weight_decay keeps its own (the workshop version). Without `correct_for_depth` all keep the base rate.
     """
     factor = depth_correction(model.config) if correct_for_depth else 1.0
-    trunk = getattr(model, model.base_model_prefix, model)
+    trunk: Any = getattr(model, model.base_model_prefix, model)
     block_ids = {id(p) for section in (trunk.prelude, trunk.core, trunk.coda) for p in section.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     block_decay = weight_decay / factor if keep_decay_product else weight_decay

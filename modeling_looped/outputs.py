@@ -58,7 +58,7 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     exit_logits: torch.Tensor | None = None
     loop_losses: torch.Tensor | None = None
     loop_token_losses: torch.Tensor | None = None
-    token_loops: torch.LongTensor | None = None
+    token_loops: torch.Tensor | None = None
 
 
 @dataclass
@@ -69,7 +69,7 @@ class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
         after a wrong one is not compared.
     """
 
-    token_loops: torch.LongTensor | None = None
+    token_loops: torch.Tensor | None = None
     acceptance_rate: float | None = None
 
 
@@ -79,4 +79,4 @@ class LoopedGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
     token_loops: as in `LoopedGenerateOutput`.
     """
 
-    token_loops: torch.LongTensor | None = None
+    token_loops: torch.Tensor | None = None

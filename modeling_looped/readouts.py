@@ -92,5 +92,5 @@ class TaperNorm(LoopedRMSNorm):
     @torch.no_grad()
     def linearise(self, scale: float):
         self.scale.fill_(scale)
-        if self.weight is not None:
+        if self.weight is not None and self.linear_weight is not None:
             self.linear_weight.copy_(self.weight)

@@ -17,14 +17,17 @@ class Padding:
     """Which places of the prompts hold no token. mask: [rows, prompt length], False there; None without padding."""
 
     def __init__(self, mask: torch.Tensor | None, num_rows: int):
-        self.mask, self.starts = mask, [0] * num_rows  # where each row begins; None if there are holes further on
+        self.mask, self.has_holes = mask, False  # after a row has begun
+        self.starts = [0] * num_rows  # where each row begins
         if mask is not None:
             starts = (~mask).sum(-1)
             is_left = torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]
-            self.starts = starts.tolist() if torch.equal(is_left, mask) else None
+            self.starts, self.has_holes = starts.tolist(), not torch.equal(is_left, mask)
 
-    def tokens(self, rows: torch.Tensor, length: int) -> torch.Tensor:
-        """Where these rows hold tokens, [rows, 1, length]."""
+    def tokens(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
+        """Where these rows hold tokens, [rows, 1, length]; None without padding."""
+        if self.mask is None:
+            return None
         return pad(self.mask, (0, length - self.mask.shape[1]), value=True)[rows, None]
 
 
@@ -42,7 +45,7 @@ class RowView:
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
-        self.by_row = device.type == "cpu" and not together and length == 1 and padding.starts is not None
+        self.by_row = device.type == "cpu" and not together and length == 1 and not padding.has_holes
         self.places, self.spans = {}, {}
 
     @property
@@ -131,9 +134,8 @@ class RowView:
         return masks
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        is_padded = self.padding.mask is not None
         sees_all = self.position is not None and self.length == 1 and (window is None or self.end <= window)
-        if sees_all and not is_padded:
+        if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
         rows, positions = torch.tensor([self.rows, self.positions], device=device).unbind(0)
@@ -142,6 +144,6 @@ class RowView:
         mask = seen <= places
         if window is not None:
             mask &= seen > places - window
-        if is_padded:
-            mask &= self.padding.tokens(rows, self.end)
+        if (tokens := self.padding.tokens(rows, self.end)) is not None:
+            mask &= tokens
         return mask[:, None]

@@ -78,7 +78,7 @@ def depths_of_step(
     """
     _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw)
     draw = SAMPLERS[sampler]
-    suffix = backprop_loops if split == "prefix" else 0
+    suffix = backprop_loops if split == "prefix" and backprop_loops is not None else 0
     least = 0 if split == "prefix" else 1
     owners = [DRAWS[per](int(row), rows_per_draw) for row in rows]
     depths = {}

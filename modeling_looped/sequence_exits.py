@@ -14,7 +14,8 @@ class SequenceExits:
         self.running = torch.arange(len(depths), device=device)  # numbers of rows
         self.limits = torch.tensor(depths, device=device)
         self.loops = torch.zeros_like(self.limits)
-        self.final = self.logits = None  # H at each row's exit; and its logits, where the criterion reads them
+        self.final: torch.Tensor | None = None  # H at each row's exit
+        self.logits: torch.Tensor | None = None  # and its logits, where the criterion reads them
         self.memory = {}
 
     @property

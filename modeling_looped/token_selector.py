@@ -1,18 +1,20 @@
 """Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
-PROCESSORS = """
+NAMES = """
     MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper RepetitionPenaltyLogitsProcessor
     TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper
     NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor ForcedBOSTokenLogitsProcessor
     ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
     SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
 """
-PROCESSORS = tuple(getattr(logits_process, name) for name in PROCESSORS.split())
+PROCESSORS = tuple(getattr(logits_process, name) for name in NAMES.split())
 CRITERIA = tuple(
     getattr(stopping_criteria, name)
     for name in ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
@@ -43,6 +45,7 @@ class TokenSelector:
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
         self.processors, self.config, self.streamer = processors, config, streamer
+        self.of_tokens: list[Callable[..., torch.Tensor]]
         self.of_tokens = [each for each in criteria if isinstance(each, CRITERIA_OF_LAST_TOKEN)]
         self.of_sequences = [each for each in criteria if not isinstance(each, CRITERIA_OF_LAST_TOKEN)]
         self.num_rows, self.prompt_length = input_ids.shape
@@ -143,8 +146,8 @@ class TokenSelector:
         """`rows` grow by a token each."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
-        members, places, loops = torch.tensor([rows, ends, loops], device=self.ids.device).unbind()
-        self.ids[members, places], self.loops[members, places] = tokens, loops
+        members, places, taken = torch.tensor([rows, ends, loops], device=self.ids.device).unbind()
+        self.ids[members, places], self.loops[members, places] = tokens, taken
         for row, token, end in zip(rows, tokens.tolist(), ends):
             self.last[row], self.lengths[row] = token, end + 1
         for row, stop in zip(rows, self.stops(rows, tokens)):
@@ -174,7 +177,9 @@ class TokenSelector:
 
     def keep(self, kept: list | None, rows: list[int], values: torch.Tensor):
         """For the output: [rows, vocabulary] of every new token, zero for rows that have finished."""
-        for row, of_row in zip(rows, values) if kept is not None else ():
+        if kept is None:
+            return
+        for row, of_row in zip(rows, values):
             place = self.lengths[row] - self.prompt_length
             while len(kept) <= place:
                 kept.append(values.new_zeros(self.num_rows, values.shape[-1]))
