@@ -1,4 +1,4 @@
-"""One model, or two over the same questions, item by item (readout paper, table 7):
+"""Accuracy of one model, or a paired bootstrap of two, from the samples that lm-eval logs (readout paper, table 7):
 
 lm_eval ... --tasks readout_nine_as_released --log_samples --output_path A; the same for B
 python -m eval.statistics A B --tokenizer MODEL --output statistics.json

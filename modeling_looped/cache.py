@@ -3,7 +3,7 @@
 Any transformers cache serves a looped model: a slot per (loop, core layer), see `LoopedConfig.core_slot`. Three things
 need more than that. Rows of a batch that run to different depths, passes that are shallower than what the cache
 already holds, and slots that loops share: `CacheView`. Rows at positions and loops of their own: the buffers of
-`LoopedCache`, on which `row_view.py` opens.
+`LoopedCache`, which `row_view.py` reads and writes.
 
 A token that stops at loop k leaves its keys and values of loop k in every deeper slot, so that all slots have the same
 length and later tokens that run deeper read what that token last knew.
@@ -145,19 +145,19 @@ class LoopedCache(DynamicCache):
                     tensor = tensor[..., :length, :]
                     room[..., length - tensor.shape[-2] : length, :] = tensor
             self.buffers.append(buffer)
-            self.share(layer, length)
+            self.point_layer_at_buffer(layer, length)
 
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
         extra = self.with_room(length) - self.capacity
         for layer, before in enumerate(self.buffers) if length > self.capacity else ():
             self.buffers[layer] = torch.nn.functional.pad(before, (0, 0, 0, extra))
-            self.share(layer, self.layers[layer].get_seq_length())
+            self.point_layer_at_buffer(layer, self.layers[layer].get_seq_length())
 
     def with_room(self, length: int) -> int:
         return max(length, min(length + max(length // 2, 64), self.max_length))
 
-    def share(self, layer: int, length: int):
+    def point_layer_at_buffer(self, layer: int, length: int):
         """What the slots of a unique layer hold are the first tokens of its buffer."""
         for loop, buffer in enumerate(self.buffers[layer].unbind(1)):
             slot = self.layers[self.model_config.slot_at(layer, loop)]
@@ -175,7 +175,7 @@ class LoopedCache(DynamicCache):
                 # of a cache that is deeper than this run, the deeper slots too
                 cache.update(*buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length].unbind(2), slot)
         for layer in range(len(self.buffers)):
-            self.share(layer, length)
+            self.point_layer_at_buffer(layer, length)
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int], length: int = 1):
         """`length` tokens of each row, at and after its position, leave their last keys and values in slots that they

@@ -50,7 +50,7 @@ class BlockSizes(NamedTuple):
     num_key_value_heads: int
 
 
-def readable_format(version: int):
+def check_format_version(version: int):
     if not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
             f"this config has format_version={version}, but the installed modeling_looped reads 1 to "
@@ -138,8 +138,8 @@ class LoopedConfig(PreTrainedConfig):
     _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
     keys_to_ignore_at_inference = ["past_key_values", "loop_losses", "loop_token_losses"]
 
-    # the first field, so that a future config says that it is one before its new values are found to be unknown
-    format_version: int = validated_field(readable_format, default=FORMAT_VERSION)
+    # the first field, so that a newer format is reported before its unknown values
+    format_version: int = validated_field(check_format_version, default=FORMAT_VERSION)
 
     # sizes
     vocab_size: int = 32000

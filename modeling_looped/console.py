@@ -20,6 +20,7 @@ COMMANDS = {
     "statistics": ("eval.statistics", "two models over the same questions"),
     "halting": ("eval.halting", "thresholds of early exit for a budget of perplexity"),
     "diagnose": ("eval.diagnose", "the papers' measurements on one model"),
+    "optimum": ("eval.optimum", "best learning rates and their intervals"),
     "laws": ("eval.laws", "scaling laws of many runs"),
     "report": ("eval.report", "training runs on one page"),
     "readout-table": ("eval.readout_table", "perplexity and norm of the state over seeds"),
@@ -32,7 +33,7 @@ def overview() -> str:
     return "\n".join(["usage: looped COMMAND [options]", "", *lines, "", "looped COMMAND --help tells of one."])
 
 
-def clone() -> Path | None:
+def find_clone() -> Path | None:
     """The folder with recipes/ and eval/: that of this package, or the one where the command is given."""
     folders = (Path(__file__).resolve().parents[1], Path.cwd())
     return next((folder for folder in folders if (folder / "recipes" / "pretrain.py").is_file()), None)
@@ -48,7 +49,7 @@ def main():
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         advice = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
         raise SystemExit(f"looped: there is no command {name!r}; {advice}")
-    root = clone()
+    root = find_clone()
     if root is None:
         raise SystemExit(
             "looped: training and evaluation are run from a clone, and none is here: change to its folder, or install "

@@ -1,4 +1,4 @@
-"""What the blocks of a pass read besides the residual stream."""
+"""Masks, positions and cache, which every block of a pass receives beside the residual stream."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,7 @@ class PassContext:
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
     def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None):
-        """One block on the stream, [rows, length, hidden]. slots_before: of the cache, by which loops went ahead."""
+        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops."""
         return block(
             x,
             residual_scale,

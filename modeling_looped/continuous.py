@@ -84,11 +84,11 @@ class ContinuousDecoder:
         state = self.engine.run_loop(tokens, [self.loops[row] for row in rows], state)
         for row in rows:
             self.loops[row] += 1
-        exits = self.exits(rows, state)
+        exits = self.emit_exiting_rows(rows, state)
         self.held.put(rows, {"state": self.engine.trunk.to_next_loop(state)})
         return [row for row in exits if self.selector.unfinished[row]]
 
-    def exits(self, rows: list[int], state: torch.Tensor) -> list[int]:
+    def emit_exiting_rows(self, rows: list[int], state: torch.Tensor) -> list[int]:
         """Check the rows that are due, and emit the tokens of those that exit."""
         rule, stops, read_out, logits = self.rule, [], [], None
         ends = [row for row in rows if self.loops[row] >= self.engine.limits[row]]

@@ -24,7 +24,7 @@ SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
 # one row is what MKL is slowest at with AVX512, and what it does well without
 FEWEST_ROWS = 1 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 2
-MIN_SIZE = 2**14  # elements of fp32 weights: smaller ones are multiplied sooner than anything is turned around
+MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
 MIN_ORDERED_SIZE = 2**16  # elements of weights that gain by being ordered
 READS_BEFORE_ORDERING = 8  # to order weights takes as long as some ten products with them
 
@@ -81,7 +81,7 @@ def decoding(model: nn.Module):
     are not.
     """
     outer = _products.get()
-    # an assistant's are kept while the model it helps decodes
+    # a call inside another one, as of an assistant model, adds to the same products
     products: dict[nn.Module, RepeatedProduct] = {} if outer is None else outer
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain(layer)]
@@ -109,7 +109,7 @@ def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return layer(x)
     products = _products.get()
     product = products.get(layer) if products and _is_on else None
-    if product is None or not product.is_what_happens(x):
+    if product is None or not product.still_applies(x):
         return layer(x)
     y = product(x)
     return layer(x) if y is None else y
@@ -166,13 +166,13 @@ class RepeatedProduct:
         self.layer, self.weight = layer, layer.weight
         self.reads, self.ordered, self.is_refused = 0, None, False  # by oneDNN
 
-    def is_what_happens(self, x: torch.Tensor) -> bool:
+    def still_applies(self, x: torch.Tensor) -> bool:
         """Whether calling the layer is still this product and nothing else."""
         is_same = type(x) is torch.Tensor and self.layer._parameters.get("weight") is self.weight
         return is_same and x.dtype == self.weight.dtype and is_plain(self.layer) and not may_be_transformed()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """None where torch does as well."""
+        """None where torch is as fast."""
         if x.dtype == torch.float32:
             rows = x.numel() // self.layer.in_features
             return multiply_weight_with_rows(self.layer, x) if FEWEST_ROWS <= rows <= FEW_ROWS else None
@@ -212,7 +212,7 @@ def is_slow_single_query(queries: torch.Tensor) -> bool:
 
 
 def attend_single_query(queries, keys, values, mask, scaling: float) -> torch.Tensor:
-    """Attention of [rows, heads, 1, head_dim]: one query per row, asked twice; or those that share keys together."""
+    """Attention of [rows, heads, 1, head_dim]: the query doubled, or the queries that share a key head together."""
     groups = queries.shape[1] // keys.shape[1]
     if groups == 1:
         asked = torch.cat((queries, queries), dim=2)  # expanded, it takes half as long again

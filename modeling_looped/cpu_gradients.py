@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 
 
 def attend_causally(queries, keys, values, scaling: float) -> torch.Tensor | None:
-    """Attention of [rows, heads, length, head_dim]; None where torch does as well."""
+    """Attention of [rows, heads, length, head_dim]; None where torch is as fast."""
     if not has_slow_attention_gradients(queries, keys):
         return None
     groups = queries.shape[1] // keys.shape[1]

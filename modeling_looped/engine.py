@@ -13,7 +13,7 @@ from .checks import check_length
 from .context import PassContext
 from .outputs import LoopedGenerateOutput
 from .row_view import Padding, RowView
-from .token_selector import TokenSelector, whole_batch_part
+from .token_selector import TokenSelector, first_batchwise_part
 
 
 def obstacle_to_rows_apart(
@@ -36,7 +36,7 @@ def obstacle_to_rows_apart(
         ),
     }
     found = [name for name, stands in obstacles.items() if stands]
-    return found[0] if found else whole_batch_part(processors, criteria)
+    return found[0] if found else first_batchwise_part(processors, criteria)
 
 
 @dataclass
@@ -58,7 +58,7 @@ def joined(parts: list[Tokens]) -> Tokens:
 
 
 class RowEngine:
-    """A prompt, and then any loop of any tokens. `model` is the causal LM."""
+    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM."""
 
     def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs):
         self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options

@@ -71,7 +71,7 @@ def with_role(module: LinearOrTable, role: str, width: int | None = None) -> Lin
 
 
 def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor | None:
-    """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch does as well."""
+    """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch is as fast."""
     if is_slow_single_query(queries):
         return attend_single_query(queries, keys, values, mask, scaling)
     return attend_causally(queries, keys, values, scaling) if mask is None else None

@@ -154,7 +154,7 @@ def weighted_cross_entropy(
             cross_entropy = partial(checkpoint, cross_entropy, use_reentrant=False)
         losses = torch.stack([cross_entropy(state, k) for k, state in enumerate(states)])
         return (losses * weights).sum(), losses.detach()
-    if not torch.is_grad_enabled():  # an autograd function is not told
+    if not torch.is_grad_enabled():  # torch.autograd.Function does not see no_grad
         states, parameters = detached(states), detached(parameters)
     # with half of the tokens the chunks stay small beside the logits that a model returns; with fewer than
     # MIN_CHUNK, adding up the head's gradients would cost more than the products

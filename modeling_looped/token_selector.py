@@ -23,7 +23,7 @@ CRITERIA = tuple(
 CRITERIA_OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
 
 
-def whole_batch_part(processors, criteria) -> str | None:
+def first_batchwise_part(processors, criteria) -> str | None:
     """The name of the first of them that may look at more than one row, or None."""
     for part, known in ((processors, PROCESSORS), (criteria, CRITERIA)):
         for each in part:
@@ -129,12 +129,12 @@ class TokenSelector:
         return groups.items()
 
     def index(self, rows: list[int]) -> slice | torch.Tensor:
-        """A list would be made a tensor by every tensor that it indexes."""
+        """Made once: a list would be converted by every tensor that it indexes."""
         return slice(None) if len(rows) == self.num_rows else torch.tensor(rows, device=self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        """noise: exponential, [rows, vocabulary]. The first arrival of a race with rates p is a sample of p; two
-        distributions that race against the same noise agree the more often, the closer they are."""
+        """noise: exponential, [rows, vocabulary]. The largest p / noise is a sample of p; with the same noise,
+        distributions that are close agree often."""
         if not self.config.do_sample:
             return scores.argmax(-1)
         p = scores.softmax(-1)

@@ -29,7 +29,7 @@ from recipes.common.canvas import canvas
 from recipes.common.command_line import print_help, run_command
 from recipes.common.config import Recipe, RecipeError, as_number, load_recipe
 from recipes.common.metrics import read_metrics
-from recipes.common.optimum import optimum, shifts, written
+from recipes.common.optimum import in_words, optimum, shifts
 from recipes.common.provenance import provenance, write_json, write_text
 from recipes.engine.training import Divergence, Pretraining
 
@@ -217,7 +217,7 @@ def main(arguments: list[str]):
             found.append({**dict(zip(plot.get("panel", []), panel)), "best": best, "shift": shifts(best)})
             for value, of_curve in best.items():
                 where = ", ".join(map(str, (*panel, f"{plot['curve']} {value}")))
-                print(f"best {plot['x']}, {where}: {written(of_curve)}")
+                print(f"best {plot['x']}, {where}: {in_words(of_curve)}")
         write_json(folder / "optima.json", {"optima": found})
         print(f"drawn: {folder / 'results.png'}")
 

@@ -54,7 +54,7 @@ def test_a_misspelt_command_is_told_its_nearest(monkeypatch):
 
 def test_without_a_clone_it_says_so(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["looped", "plan"])
-    monkeypatch.setattr(console, "clone", lambda: None)
+    monkeypatch.setattr(console, "find_clone", lambda: None)
     with pytest.raises(SystemExit, match="run from a clone"):
         console.main()
 

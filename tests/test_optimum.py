@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from recipes.common.optimum import main, nearest, optimum, shift, shifts, written
+from eval.optimum import main
+from recipes.common.optimum import in_words, nearest, optimum, shift, shifts
 
 
 OCTAVES = [2.0**k for k in range(-12, -4)]
@@ -132,6 +133,6 @@ def test_optima_of_a_file(tmp_path, capsys):
 
 
 def test_a_line_for_each_outcome():
-    assert written(optimum(OCTAVES, valley(OCTAVES, 2**-8.3))) == "0.00317 [0.00317, 0.00317]"
-    assert written(optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 3.0])).startswith("0.002 (no interval")
-    assert written(optimum(OCTAVES, valley(OCTAVES, 1.0))).startswith("none (the highest rate")
+    assert in_words(optimum(OCTAVES, valley(OCTAVES, 2**-8.3))) == "0.00317 [0.00317, 0.00317]"
+    assert in_words(optimum([1e-3, 2e-3, 4e-3], [3.0, 2.0, 3.0])).startswith("0.002 (no interval")
+    assert in_words(optimum(OCTAVES, valley(OCTAVES, 1.0))).startswith("none (the highest rate")

@@ -37,7 +37,7 @@ def exits(args) -> dict:
 
 @torch.no_grad()
 def spread_gate(model, ids: torch.Tensor):
-    """Gate logits around -1, one apart: those of a random gate are all far from 0, and none of its tokens waits."""
+    """Gate logits with mean -1 and deviation 1; of a random gate all are so far from 0 that tokens exit alike."""
     states = torch.stack(model(ids, output_loop_hidden_states=True, use_cache=False).loop_hidden_states)
     logits = model.gate(states.flatten(0, 1)).float()
     model.exit_gate.weight /= logits.std()
@@ -45,7 +45,7 @@ def spread_gate(model, ids: torch.Tensor):
 
 
 def measure_exits(model, prompt, criterion: str, args) -> dict:
-    """What exits gain while all rows are at work; and until all have said as many tokens, the last by themselves.
+    """What exits gain while all rows are at work, and until the last row has its tokens.
 
     What it costs if none happens is told twice: beyond the FLOPs of the checks, and beyond the time that they took.
     """
@@ -108,7 +108,7 @@ class Decoding(NamedTuple):
 
 
 def timed(model, prompt, **how) -> Decoding:
-    """The prompt's last pass is not timed: its cache is taken over there, which an own prompt has no need of."""
+    """Without the prompt's pass, in which the given cache is copied."""
     passes, ticks = [], []
 
     def end_of_pass(model, arguments, outputs):

@@ -1,4 +1,4 @@
-"""What a model is worth at every compute budget (fully looped transformers, appendix A.4):
+"""Models and seeds compared at every depth, so at every compute budget (fully looped transformers, appendix A.4):
 
 python -m eval.budget flt=runs/flt-0/final,runs/flt-1/final lt=runs/lt/final --num-loops 1,3,6,9,12 --text val.jsonl
 

@@ -1,4 +1,4 @@
-"""What happens inside a pass, seen and changed by hooks on the modules of the model's own forward."""
+"""Records or replaces states inside a forward pass, by hooks on the modules."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager

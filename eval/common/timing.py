@@ -1,4 +1,4 @@
-"""Functions timed in turns, so that what else the machine does hits all of them."""
+"""Functions timed in turns, so that other load on the machine affects all equally."""
 
 import math
 import time

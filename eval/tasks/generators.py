@@ -19,7 +19,7 @@ SEED = 1  # of what is evaluated; training text has its own split, whatever its 
 
 
 def check(**settings: int):
-    """One walk of p hops never closes the cycle, symbols are letters, and places are digits."""
+    """Fewer hops than symbols, so that no walk closes its cycle; at most as many symbols as letters, or as digits."""
     symbols = settings.get("symbols")
     most = {"hops": None if symbols is None else symbols - 1, "symbols": 9 if "swaps" in settings else len(SYMBOLS)}
     least = {"symbols": 2}

@@ -61,7 +61,7 @@ class DepthConfig:
     mean: float | None = None  # None is the model's num_loops
     maximum: int | None = None
     per: Literal["batch", "micro_batch", "sequence"] = "batch"  # batch: one draw for all rows of the step
-    # micro_batch: so many neighbouring rows of the step share a draw; training.micro_batch_size has no say in it
+    # micro_batch: so many neighbouring rows of the step share a draw; training.micro_batch_size does not change it
     rows_per_draw: int | None = None
     # gradients through the last so many loops; "half" is half the mean depth, rounded up; None is all
     backprop_loops: int | Literal["half"] | None = None

@@ -1,4 +1,4 @@
-"""The rate against which a run's use of the hardware is reported."""
+"""Floating-point operations per second of a device, known or measured, against which utilisation is reported."""
 
 import time
 
@@ -8,7 +8,7 @@ import torch
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12, "V100": 125e12}
 
 
-def matmul_rate(accelerator) -> float:
+def reference_rate(accelerator) -> float:
     """Floating-point operations per second of one device: the maker's bf16 figure for known GPUs, else measured."""
     if accelerator.device.type == "cuda":
         name = torch.cuda.get_device_name(accelerator.device)

@@ -1,4 +1,4 @@
-"""What looped models are watched by: small functions of the states, gradients and weights of one model.
+"""Norms, gradients and spectra of a model, for the metrics of training and for diagnostics.
 
 Training metrics and diagnostics both call these, so that nothing is computed twice in two ways. States are tensors
 [..., d]; inner products are taken in at least fp32.

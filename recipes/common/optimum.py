@@ -1,12 +1,6 @@
-"""The learning rate with the least loss, and how far it is determined: a parabola in log2 rate around the minimum.
+"""The learning rate with the least loss, and how far it is determined: a parabola in log2 rate around the minimum."""
 
-python -m eval.optimum results/diagnose/transfer/lr_transfer.json   # every curve's, from the losses in the file
-"""
-
-import json
 import math
-import sys
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -121,37 +115,10 @@ def shifts(optima: dict[str, dict]) -> dict[str, dict]:
     return {name: {"octaves": 0.0} if one is first else shift(first, one) for name, one in optima.items()}
 
 
-def written(found: dict) -> str:
+def in_words(found: dict) -> str:
     """An optimum in a line."""
     if found["lr"] is None:
         return f"none ({found['why']})"
     if found["interval"] is None:
         return f"{found['lr']:.3g} (no interval: {found['why']})"
     return f"{found['lr']:.3g} [{found['interval'][0]:.3g}, {found['interval'][1]:.3g}]"
-
-
-def main(arguments: list[str]):
-    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        raise SystemExit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
-    saved = json.loads(Path(arguments[0]).read_text())
-    if saved.get("measure") != "lr_transfer":
-        raise ValueError(
-            f"{arguments[0]!r} holds no learning rates; `python -m eval.diagnose lr_transfer` measures them"
-        )
-    result = saved["result"]
-    for panel in result["panels"]:
-        curves = {n: curve.get("loss_of_seeds", curve["loss"]) for n, curve in panel["curves"].items()}
-        found = {n: optimum(result["rates"], losses) for n, losses in curves.items()}
-        for n, moved in shifts(found).items():
-            octaves, interval = moved["octaves"], moved.get("interval")
-            said = "" if octaves is None else f"; octaves from the first {octaves:+.2f}"
-            said += f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
-            print(f"{panel['rule']}, {panel['layers']} layers, N = {n}: {written(found[n])}{said}")
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{type(error).__name__}: {error}") from None

@@ -102,7 +102,7 @@ class PackedRows:
         tokens = np.stack([self.tokens(index) for index in indices])
         input_ids = torch.from_numpy(tokens)
         labels = input_ids.clone()
-        if not self.learn_start:  # that a document follows the end of another is no news
+        if not self.learn_start:  # after an end token it is certain: no loss
             labels[input_ids == self.start] = IGNORE_INDEX
         batch = {"input_ids": input_ids, "labels": labels}
         if self.document_masking:

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from recipes.common.config import DataConfig, RecipeError
-from recipes.common.files import alone
+from recipes.common.folder_lock import exclusive
 from recipes.common.provenance import provenance
 
 from .packing import PackedRows
@@ -55,7 +55,7 @@ def prepare(data: DataConfig) -> Prepared:
     with _writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_whole(folder):
-            with alone(folder, _wait):
+            with exclusive(folder, _wait):
                 if not _is_whole(folder):  # else another process was quicker
                     _build(folder, data, settings, training, validation)
     return open_prepared(folder, data, settings)
@@ -165,7 +165,7 @@ def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) ->
         temporary = path.with_suffix(".tmp")
         try:
             tokenizer.save_pretrained(temporary)
-        except Exception as error:  # the library written in Rust has no kinds of errors, only texts
+        except Exception as error:  # the Rust library raises plain Exception
             shutil.rmtree(temporary, ignore_errors=True)
             number = re.search(r"\(os error (\d+)\)", str(error))
             if number:

@@ -31,7 +31,7 @@ from recipes.common.provenance import provenance
 
 from .distributed import bare, to_shards
 from .resume import comparable, refuse_other_config
-from .saving import CheckpointError, is_main_process, on_main_process, root_cause, save_error, sync
+from .saving import CheckpointError, error_of_saving, is_main_process, on_main_process, root_cause, sync
 
 
 MARKER = "checkpoint.json"
@@ -73,7 +73,7 @@ def save_checkpoint(
         # every process gets here, with the reason of the one that failed
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)
-        raise save_error(folder, root_cause(error)) from error
+        raise error_of_saving(folder, root_cause(error)) from error
 
     def finish():
         write_marker(temporary, marker)
@@ -129,8 +129,8 @@ def in_bytes(size: int) -> str:
 def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as_template: bool = False) -> dict:
     """Model and optimizers under names that do not depend on how they are distributed.
 
-    `get_state_dict` gives an optimizer that has not stepped a state, of a step without gradients. As a template to
-    load into that is right; else it is taken back.
+    `get_state_dict` fills in the state of an optimizer that has not stepped. A template to load into needs that; what
+    is saved does not, and it is removed.
     """
     to_shards(model)
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # inside accelerate's
@@ -234,7 +234,7 @@ def load_checkpoint(
     saved = reader.read_metadata().state_dict_metadata
     state = training_state(model, optimizers, as_template=True)
     moments = state["optimizers"]["state"]
-    # parameters that had no gradient until then have no state: none is read, and what the template has is taken back
+    # parameters that had no gradient until then have no state: none is read, and the template's is removed
     without = {name for name in moments if not any(key.startswith(f"optimizers.state.{name}.") for key in saved)}
     state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
     try:
@@ -259,7 +259,7 @@ def load_checkpoint(
 
 @contextmanager
 def quiet():
-    """Without the remark that one process is one process."""
+    """Without the warning that torch.distributed is not initialized."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

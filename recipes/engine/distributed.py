@@ -22,8 +22,7 @@ from recipes.common.config import RecipeError
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
     """The accelerator that `accelerate launch` asks for.
 
-    Also without GPUs, where accelerate would silently answer FSDP2 with DDP, and several processes of a config for
-    GPUs with as many separate runs, all in one folder.
+    Without GPUs accelerate would silently use DDP for FSDP2, or start independent runs in one folder: not here.
     """
     ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -51,8 +50,7 @@ def prepare(
     if not accelerator.is_fsdp2:
         model, *optimizers = accelerator.prepare(model, *build(model))
         return model, optimizers
-    # accelerate would give head and norm units of their own, and find parameters again by address, which those that
-    # are smaller than the number of processes share
+    # accelerate would wrap head and norm separately, and match parameters by address, which empty shards share
     return shard(accelerator, model), [accelerator.prepare_optimizer(optimizer) for optimizer in build(model)]
 
 

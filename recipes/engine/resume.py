@@ -1,4 +1,4 @@
-"""What makes a run the run it is: a checkpoint goes on only under settings that agree with those it was saved under.
+"""Which settings must agree before a run goes on from a checkpoint.
 
 Refused if different: the model, the tokens, their order and depths, the kind of optimizer. Rates, other settings of
 optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of the run at any

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from recipes.common.config import RecipeError
-from recipes.common.files import alone
+from recipes.common.folder_lock import exclusive
 
 
 class CheckpointError(RecipeError):
     """A checkpoint that could not be written, or does not belong to this run."""
 
 
-def save_error(folder: Path, error: BaseException) -> CheckpointError:
+def error_of_saving(folder: Path, error: BaseException) -> CheckpointError:
     space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "there is no space left on the disk" if space else f"{type(error).__name__}: {error}"
     return CheckpointError(f"could not save a checkpoint in {folder}: {advice}. The checkpoints before it are intact.")
@@ -50,7 +50,7 @@ def on_main_process(function: Callable, folder: Path):
         try:
             result = function()
         except Exception as failure:  # whatever it is, the others must not wait for it
-            error = save_error(folder, failure) if isinstance(failure, OSError) else failure
+            error = error_of_saving(folder, failure) if isinstance(failure, OSError) else failure
     if dist.is_initialized():
         shared = [(result, error)]
         dist.broadcast_object_list(shared, src=0)
@@ -71,7 +71,7 @@ def only_run(folder: Path):
 
     def acquire():
         folder.mkdir(parents=True, exist_ok=True)
-        held.enter_context(alone(folder, refuse))
+        held.enter_context(exclusive(folder, refuse))
 
     with ExitStack() as held:
         on_main_process(acquire, folder)

@@ -2,8 +2,8 @@
 
 Update clipping (StableAdamW; Wortsman et al., 2023): the rate of a tensor is divided by the root mean square of
 g / sqrt(v) where that is above 1, so that a gradient much larger than those before moves it no further. Without
-epsilon (Everett et al., 2024): atan2(m, sqrt(v)) for m / (sqrt(v) + eps), which is m / sqrt(v) where that is small and
-needs nothing that is small against gradients of every size.
+epsilon (Everett et al., 2024): atan2(m, sqrt(v)) for m / (sqrt(v) + eps), which is m / sqrt(v) where that is small,
+and there is no epsilon to choose.
 """
 
 import torch

@@ -25,7 +25,7 @@ from modeling_looped import (
 )
 from recipes.common.config import Recipe, RecipeError
 from recipes.common.flops import sizes, training_flops_per_token
-from recipes.common.hardware import matmul_rate
+from recipes.common.hardware import reference_rate
 from recipes.common.metrics import MetricsLog
 from recipes.common.provenance import provenance
 from recipes.common.ratios import ratio, standard_error
@@ -299,7 +299,7 @@ class Pretraining:
 
     def take_steps(self, bar):
         recipe = self.recipe
-        peak = matmul_rate(self.accelerator) * self.accelerator.num_processes
+        peak = reference_rate(self.accelerator) * self.accelerator.num_processes
         tokens = recipe.training.rows_per_step * recipe.data.sequence_length
         clock, since = time.perf_counter(), 0
         while self.step < self.last_step:

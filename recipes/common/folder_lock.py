@@ -1,4 +1,4 @@
-"""A folder that one process at a time may write to."""
+"""A lock, so that one process at a time writes to a folder."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from filelock import FileLock, Timeout
 
 
 @contextmanager
-def alone(folder: Path, when_taken: Callable[[FileLock], None]):
+def exclusive(folder: Path, when_taken: Callable[[FileLock], None]):
     """`when_taken` waits for the lock or raises; the operating system frees the lock of a process that was killed."""
     lock = FileLock(folder / ".lock")
     try:

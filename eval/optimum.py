@@ -1,0 +1,32 @@
+"""Best learning rates and their intervals, again from the losses that a measure saved:
+
+python -m eval.optimum results/diagnose/transfer/lr_transfer.json
+"""
+
+import json
+from pathlib import Path
+
+from recipes.common.command_line import Parser, run_command
+from recipes.common.optimum import in_words, optimum, shifts
+
+
+def main(arguments: list[str] | None = None):
+    parser = Parser("eval.optimum", __doc__)
+    parser.add_argument("file", help="lr_transfer.json of eval.diagnose")
+    path = parser.parse_args(arguments).file
+    saved = json.loads(Path(path).read_text())
+    if saved.get("measure") != "lr_transfer":
+        raise ValueError(f"{path!r} holds no learning rates; `python -m eval.diagnose lr_transfer` measures them")
+    result = saved["result"]
+    for panel in result["panels"]:
+        curves = {n: curve.get("loss_of_seeds", curve["loss"]) for n, curve in panel["curves"].items()}
+        found = {n: optimum(result["rates"], losses) for n, losses in curves.items()}
+        for n, moved in shifts(found).items():
+            octaves, interval = moved["octaves"], moved.get("interval")
+            said = "" if octaves is None else f"; octaves from the first {octaves:+.2f}"
+            said += f" [{interval[0]:+.2f}, {interval[1]:+.2f}]" if interval else ""
+            print(f"{panel['rule']}, {panel['layers']} layers, N = {n}: {in_words(found[n])}{said}")
+
+
+if __name__ == "__main__":
+    run_command(main)
