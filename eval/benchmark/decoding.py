@@ -131,20 +131,20 @@ def timed(model, prompt, **how) -> Decoding:
 @contextmanager
 def watched_checks():
     """Seconds of each check after which no token exits."""
-    seconds, exits = [], ContinuousDecoder.exits
+    seconds, emit = [], ContinuousDecoder.emit_exiting_rows
 
     def watched(decoder, rows, state):
         start = now()
-        found = exits(decoder, rows, state)
+        found = emit(decoder, rows, state)
         if not found:
             seconds.append(now() - start)
         return found
 
-    ContinuousDecoder.exits = watched
+    ContinuousDecoder.emit_exiting_rows = watched
     try:
         yield seconds
     finally:
-        ContinuousDecoder.exits = exits
+        ContinuousDecoder.emit_exiting_rows = emit
 
 
 def cost(model, rule, loops: torch.Tensor) -> float:
