@@ -26,13 +26,13 @@ import torch
 
 from eval.common.held_out import prepared_data, run_data
 from eval.common.run_folder import RunFolder
-from eval.diagnose.dynamics import perplexity
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.losses import exit_log_probabilities
 from recipes.common.command_line import Parser, run_command
+from recipes.common.files import write_whole
 from recipes.common.measures import token_rms
-from recipes.common.provenance import write_json, write_text
-from recipes.common.token_losses import token_losses
+from recipes.common.provenance import write_json
+from recipes.common.token_losses import perplexity, token_losses
 from recipes.data.packing import IGNORE_INDEX, PackedRows
 from recipes.engine.training import flat
 
@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> dict:
     output = args.output or Path(args.folders[0])
     result = {"dtype": args.dtype, "systems": of_systems, "runs": measured}
     write_json(output / "readout_table.json", result, args.command, digits=6)
-    write_text(output / "readout_table.md", table(of_systems) + "\n")
+    write_whole(output / "readout_table.md", table(of_systems) + "\n")
     return result
 
 

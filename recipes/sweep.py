@@ -28,9 +28,10 @@ from modeling_looped.optimization import depth_correction
 from recipes.common.canvas import canvas
 from recipes.common.command_line import print_help, run_command
 from recipes.common.config import Recipe, RecipeError, as_number, load_recipe
+from recipes.common.files import write_whole
 from recipes.common.metrics import read_metrics
 from recipes.common.optimum import in_words, optimum, shifts
-from recipes.common.provenance import provenance, write_json, write_text
+from recipes.common.provenance import provenance, write_json
 from recipes.engine.training import Divergence, Pretraining
 
 
@@ -207,7 +208,7 @@ def main(arguments: list[str]):
     folder = Path(runs[0].recipe.training.output_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
-    write_text(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))
+    write_whole(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))
     plot = yaml.safe_load(Path(arguments[0]).read_text()).get("plot")
     if plot:
         draw(results, plot, folder / "results.png")

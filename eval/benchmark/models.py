@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from recipes.common.provenance import provenance
+from recipes.common.provenance import provenance, rounded
 
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
@@ -47,13 +47,9 @@ def tokens(args, batch=None, length=None):
     return torch.randint(3, args.vocab, (batch or args.batch_size, length or args.length), device=args.device)
 
 
-def print_line(name: str, result: dict, args, digits: int = 4):
-    """One JSON line; digits: after the point."""
-    shown = {key: nested(value, digits) for key, value in result.items()}
-    print(json.dumps({"benchmark": name, **shown, **provenance(args.command), "dtype": args.dtype}), flush=True)
-
-
-def nested(value, digits: int):
-    if isinstance(value, dict):
-        return {key: nested(part, digits) for key, part in value.items()}
-    return round(value, digits) if isinstance(value, float) else value
+def print_line(name: str, result: dict, args, digits: int = 5):
+    """One JSON line."""
+    print(
+        json.dumps({"benchmark": name, **rounded(result, digits), **provenance(args.command), "dtype": args.dtype}),
+        flush=True,
+    )

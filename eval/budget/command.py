@@ -21,7 +21,8 @@ from eval.core.command import core_scores
 from eval.harness.command import TASKS, curves_of, results_by_depth
 from eval.harness.looped_lm import LoopedLM, check_question, parse_depths
 from recipes.common.command_line import Parser, names
-from recipes.common.provenance import write_json, write_text
+from recipes.common.files import write_whole
+from recipes.common.provenance import write_json
 
 from .fully_looped import lambada_perplexity, six_curves
 from .row_scores import RowScores, mean_of
@@ -200,7 +201,7 @@ def main(arguments: list[str] | None = None):
     precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
     shown = "\n".join([table(curves), *([table(precision)] if precision else []), *sizes])
     print(shown)
-    write_text(args.output / "budget.md", shown + "\n")
+    write_whole(args.output / "budget.md", shown + "\n")
     record = {"models": models, "values": found, "curves": curves, "precision": precision, "sizes": sizes}
     write_json(args.output / "budget.json", record, args.command)
     draw(curves, args.output / "budget.png")

@@ -26,7 +26,8 @@ from typing import NamedTuple
 from eval.common.model_folder import training_run
 from eval.common.page import Folded, Image, Section, Table, Text, single_numbers, to_html
 from recipes.common.command_line import Depths, Parser
-from recipes.common.provenance import finite, provenance, rounded, write_json, write_text
+from recipes.common.files import write_whole
+from recipes.common.provenance import finite, provenance, rounded, write_json
 
 from . import dynamics, figures, premises, readout_probes, theorems, theory, transfer
 from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
@@ -140,7 +141,7 @@ def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> Path:
             print(f"{name}: left out, {reason}")
     where = Section("what was measured", [numbers({**of.where, **provenance(command)})])
     path = folder / "index.html"
-    write_text(path, to_html("What this looped model does", [where, *sections]))
+    write_whole(path, to_html("What this looped model does", [where, *sections]))
     return path
 
 

@@ -5,7 +5,6 @@ Norms are Euclidean and averaged over tokens, as the papers give them; R is ||h|
 """
 
 import copy
-import math
 
 import torch
 
@@ -20,6 +19,7 @@ from recipes.common.measures import (
     spectral_norm,
     token_rms,
 )
+from recipes.common.token_losses import perplexity
 
 
 def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict:
@@ -53,10 +53,6 @@ def losses_at_every_depth(model, batch: dict, depth: int) -> list[float]:
             use_cache=False,
         )
         return outputs.loop_losses.tolist()
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def depth_curve(model, batch: dict, *, num_loops: int | None = None) -> dict:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
+from recipes.common.token_losses import perplexity
 
 
 LARGEST = {"max_prob": 1.0, "gate": 1 - 2**-53}  # scores that rounding lifts above; a gate never exits at 1
@@ -68,9 +69,8 @@ def exit_loops(rule: ExitRule, scores: torch.Tensor) -> torch.Tensor:
 
 def perplexity_at(loops: torch.Tensor, losses: torch.Tensor) -> float:
     """Of units that exit after so many loops each; losses: [loops, units]."""
-    return perplexity(losses.gather(0, loops[None] - 1))
+    return mean_perplexity(losses.gather(0, loops[None] - 1))
 
 
-def perplexity(losses: torch.Tensor) -> float:
-    mean = losses.double().mean().item()
-    return math.exp(mean) if mean < 700 else math.inf
+def mean_perplexity(losses: torch.Tensor) -> float:
+    return perplexity(losses.double().mean().item())

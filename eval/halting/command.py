@@ -31,7 +31,7 @@ from recipes.common.flops import attention_flops, sizes
 from recipes.common.provenance import write_json
 from recipes.data.sources import training_source
 
-from .calibration import Units, calibrate, exit_loops, perplexity, perplexity_at
+from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .measured_run import at_depth, measure, reads, with_halting, with_token_exits
 from .plots import draw
 
@@ -170,8 +170,10 @@ def rules_of(units: Units, names: list[str], budgets: list[float], args, config)
 
 def result_row(budget: float, rule, units: Units, scored, fixed: float, reads_at, config, args) -> dict:
     """units: of the slice of calibration; scored: the other slice; fixed: its perplexity at full depth."""
-    loops, found = scored.loops.double().mean().item(), perplexity(scored.losses)
-    calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses) / perplexity(units.losses[-1])
+    loops, found = scored.loops.double().mean().item(), mean_perplexity(scored.losses)
+    calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses) / mean_perplexity(
+        units.losses[-1]
+    )
     full = flops_per_token(config, args.length, args.num_loops, 1)
     readouts = mean_readouts(rule, scored.loops, reads_at, args.num_loops)
     return {
@@ -196,10 +198,10 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     warm_ups = [partial(run, rows[:size]) for run in runs.values()]
     seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
-    at_full_depth = perplexity(scored[args.num_loops].losses)
+    at_full_depth = mean_perplexity(scored[args.num_loops].losses)
     fixed = []
     for k in depths:
-        found = perplexity(scored[k].losses)
+        found = mean_perplexity(scored[k].losses)
         row = {"loops": k, "perplexity": found, "ratio": found / at_full_depth}
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []

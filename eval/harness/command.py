@@ -1,11 +1,10 @@
 """lm-eval at every depth, from one pass of the model. The arguments are lm-eval's own, and its models are there too:
 
-python -m eval.harness --model looped --model_args pretrained=DIR,num_loops=1..8 --tasks arc_easy --output_path results
+    python -m eval.harness --model looped --model_args pretrained=DIR --num-loops 1..8 --tasks arc_easy --output results
 
---num-loops, --batch-size and --output, as every command here spells them, are taken too. Tasks are lm-eval's and those
-of eval/tasks. With --output_path, the results of each depth are what lm-eval would have
-written for it, in loops_1, loops_2, ...; beside them depth.md and depth.png. --use_cache keeps the answers of all
-depths in one file.
+lm-eval's own spellings are taken too (--output_path, num_loops among the --model_args). Tasks are lm-eval's and those
+of eval/tasks. With --output, the results of each depth are what lm-eval would have written for it, in loops_1,
+loops_2, ...; beside them depth.md and depth.png. --use_cache keeps the answers of all depths in one file.
 """
 
 import inspect
@@ -22,7 +21,8 @@ from lm_eval.utils import handle_non_serializable, setup_logging
 
 from eval.common.curves import Curves, draw, table
 from recipes.common.command_line import check_device
-from recipes.common.provenance import provenance, write_text
+from recipes.common.files import write_whole
+from recipes.common.provenance import provenance
 
 from .looped_lm import LoopedLM, check_question
 
@@ -135,5 +135,5 @@ def main(arguments: list[str]):
     curves = curves_of(results)
     print(table(curves))
     if config.output_path:
-        write_text(Path(config.output_path) / "depth.md", table(curves))
+        write_whole(Path(config.output_path) / "depth.md", table(curves))
         draw(curves, Path(config.output_path) / "depth.png")

@@ -31,7 +31,7 @@ from eval.common.page import (
 )
 from eval.common.run_folder import BITS_AT, LOSS_AT, RunError, RunFolder, open_runs
 from recipes.common.command_line import Parser
-from recipes.common.provenance import write_text
+from recipes.common.files import write_whole
 
 
 def number(value, digits: int = 4) -> str:
@@ -382,7 +382,7 @@ def make_report(folders, output: str | Path | None = None) -> Path:
     """Writes the page of these runs, by default into the folder of the first; where it lies."""
     runs = open_runs(folders)
     output = Path(output or runs[0].folder / "report.html")
-    write_text(output, to_html(title_of(runs), sections_of(runs)))
+    write_whole(output, to_html(title_of(runs), sections_of(runs)))
     return output
 
 
@@ -397,11 +397,11 @@ def main(arguments: list[str]):
     runs = open_runs(args.runs)
     sections = sections_of(runs, args.layer, args.clipped)
     output = Path(args.output or runs[0].folder / "report.html")
-    write_text(output, to_html(title_of(runs), sections))
+    write_whole(output, to_html(title_of(runs), sections))
     if args.markdown == "-":
         print(to_markdown(title_of(runs), sections))
     elif args.markdown:
-        write_text(args.markdown, to_markdown(title_of(runs), sections))
+        write_whole(args.markdown, to_markdown(title_of(runs), sections))
         print(f"Markdown: {args.markdown}")
     else:
         print(about(runs).blocks[0].markdown())

@@ -18,7 +18,7 @@ from eval.common.model_folder import open_config, open_tokenizer
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import ExitRule, exit_rule
 from recipes.common.command_line import Parser
-from recipes.common.provenance import write_text
+from recipes.common.files import write_whole
 
 from .page import Piece, Shown, Token, color, ink, page, plural, visible
 
@@ -175,6 +175,6 @@ def main(arguments: list[str]) -> Shown:
     print(painted(shown) if has_colors(sys.stdout) else plain(shown))
     print(f"{shown.mean_loops:.2f} of {shown.num_loops} loops in the mean; {shown.rule}")
     output = Path(args.output)
-    write_text(output, page(shown))
+    write_whole(output, page(shown))
     print(output)
     return shown

@@ -1,0 +1,1 @@
+"""Tasks for lm-eval: synthetic ones that need depth, and those of the papers."""

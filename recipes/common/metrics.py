@@ -1,8 +1,9 @@
 """metrics.jsonl: one JSON object a line, with its step; and the same to trackers."""
 
 import json
-import os
 from pathlib import Path
+
+from .files import write_whole
 
 
 class MetricsLog:
@@ -13,11 +14,8 @@ class MetricsLog:
         """Continue at `step`: what an interrupted run wrote beyond its checkpoint is written again."""
         if not self.accelerator.is_main_process:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(self.path) if record["step"] < step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(partial, self.path)
+        write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, step: int, metrics: dict):
         if self.accelerator.is_main_process:

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import shlex
 import subprocess
@@ -12,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from .files import write_whole
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "modeling-looped")
@@ -68,20 +69,7 @@ def hardware() -> str:
 def write_json(path: str | Path, result: dict, command: str | None = None, digits: int | None = None):
     """The result after its provenance, one line for each innermost entry. digits: of numbers, matrices to 4."""
     content = {**provenance(command), **result}
-    write_text(path, compact(finite(content if digits is None else rounded(content, digits))) + "\n")
-
-
-def write_text(path: str | Path, text: str):
-    """The file appears whole or not at all, its folders with it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    write_whole(path, compact(finite(content if digits is None else rounded(content, digits))) + "\n")
 
 
 def finite(value):

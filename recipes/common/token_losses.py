@@ -1,5 +1,7 @@
 """Cross-entropy of single tokens."""
 
+import math
+
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -8,6 +10,10 @@ def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """logits [batch, length, vocabulary], targets and losses [batch, length]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+def perplexity(mean_loss: float) -> float:
+    return math.exp(mean_loss) if mean_loss < 700 else math.inf
 
 
 def next_token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
+
+from recipes.common.files import write_whole
 
 from .packing import best_fit
 from .sources import Documents, readable
@@ -79,7 +81,7 @@ class PartMaker:
             if tokens:
                 shards[split] = write_shard(self.folder / f"{part}.{split}.npy", *self.pack(tokens))
         facts |= {"counts": counts, "overlapping_documents": len(split_texts[None]), "shards": shards}
-        write_json(self.folder / f"{part}.json", facts)
+        write_facts(self.folder / f"{part}.json", facts)
 
     def pack(self, documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """What is packed, and what is left for the rows that are made of the remainders of all parts."""
@@ -147,7 +149,7 @@ def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) ->
     """One array: the tokens that rows are made of, then what was left. Returns what the manifest says of it."""
     num_tokens = sum(map(len, packed))
     stream = np.concatenate([*packed, *left])
-    _write(path, lambda file: save_array(file, stream))
+    write_whole(path, lambda file: save_array(file, stream))
     return {"file": path.name, "tokens": num_tokens, "size": path.stat().st_size, "left": [len(one) for one in left]}
 
 
@@ -157,23 +159,8 @@ def save_array(file, array: np.ndarray):
     file.write(array.data)
 
 
-def write_json(path: Path, value: dict):
-    _write(path, lambda file: file.write(json.dumps(value, indent=1).encode()))
-
-
-def _write(path: Path, write: Callable):
-    """The file appears whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    os.replace(temporary, path)
+def write_facts(path: Path, facts: dict):
+    write_whole(path, json.dumps(facts, indent=1))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from recipes.common.folder_lock import exclusive
 from recipes.common.provenance import provenance
 
 from .packing import PackedRows
-from .part_files import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_json, write_shard
+from .part_files import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_facts, write_shard
 from .shuffle import rows_of_step
 from .sources import Documents, Source, readable, training_source, validation_source
 from .tokenizers import Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_settings
@@ -208,7 +208,7 @@ def _write_manifest(
         "shards": shards,
         "made_by": provenance(),
     }
-    write_json(folder / MANIFEST, manifest)
+    write_facts(folder / MANIFEST, manifest)
 
 
 # Opening shards

@@ -8,6 +8,8 @@ it agrees with the update (cautious weight decay).
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from recipes.common.measures import whole
+
 
 # (a, b, c) of x -> a x + b x^3 + c x^5: each the best after those before it for singular values from 1e-3 to 1, and,
 # but for the last, safe where they are 2 % above
@@ -82,10 +84,6 @@ def evened(update: torch.Tensor, second_moment: torch.Tensor, beta: float) -> to
     second_moment.lerp_(update.square().mean(along, keepdim=True), 1 - beta)
     scaled = update * second_moment.clamp(min=SMALLEST).rsqrt()
     return scaled * (update.norm() / scaled.norm().clamp(min=SMALLEST))
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

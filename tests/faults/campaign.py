@@ -1,0 +1,48 @@
+"""What one trial of a fault is called, and how trials are counted.
+
+A campaign is a module `campaign_*.py` of this folder with a docstring and a generator
+`trials(seed: int, folder: Path) -> Iterator[Trial]`, endless or not: it makes a fault, lets Looped meet it, and says
+what came of it. Each is a test too, of a few trials in `make test` and of many in `make test-all`; and
+`python -m tests.faults` counts as many as the time allows.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+
+Outcome = Literal["right", "refused", "silent", "traceback", "lost"]
+GOOD = ("right", "refused")
+
+
+class Trial(NamedTuple):
+    """One fault and its outcome.
+
+    right: the result is bit for bit that of a run without the fault.
+    refused: an error in plain words that quotes what is wrong and says what to do.
+    silent: a wrong result without a word. traceback: an error that advises nothing. lost: work that cannot be resumed.
+    """
+
+    fault: str  # what was done, with its values, so that it can be done again
+    outcome: Outcome
+    detail: str = ""  # what was seen where the outcome is not good
+
+
+def tally(trials: Iterable[Trial]) -> Counter[str]:
+    return Counter(trial.outcome for trial in trials)
+
+
+def assert_good(trials: Iterator[Trial], at_most: int):
+    """The first trials are right or refused, and there is at least one."""
+    seen = list(islice(trials, at_most))
+    assert seen, "the campaign made no trial"
+    bad = [f"{trial.outcome}: {trial.fault}: {trial.detail}" for trial in seen if trial.outcome not in GOOD]
+    assert not bad, "\n".join([f"{len(bad)} of {len(seen)} faults:", *bad])
+
+
+def campaigns() -> dict[str, Path]:
+    """Name and file of every campaign of this folder."""
+    files = sorted(Path(__file__).parent.glob("campaign_*.py"))
+    return {file.stem.removeprefix("campaign_"): file for file in files}
