@@ -24,7 +24,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from .checks import check_inputs
 from .configuration_looped import LoopedConfig
 from .cpu import project
-from .depth import check_depths
+from .depth import deepest, depth_per_row, depth_tensor, read_depths
 from .exit_criteria import ExitRule
 from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_pieces
 from .generation import LoopedGenerationMixin
@@ -102,7 +102,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "num_loops": num_loops,
             "initial_state": initial_state,
         }
-        batch_depths = check_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
+        depths = read_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         if exit_rule is not None:
             refuse_with_exits(
                 labels=labels,
@@ -115,7 +115,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 output_exit_probabilities=output_exit_probabilities,
                 output_exit_logits=output_exit_logits,
             )
-            return self._forward_with_exits(exit_rule, inputs, batch_depths, logits_to_keep, output_logits, kwargs)
+            return self._forward_with_exits(exit_rule, inputs, depths, logits_to_keep, output_logits, kwargs)
 
         # not a named argument: the Trainer would take it for a label that every batch must have
         labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
@@ -138,6 +138,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             backprop_loops=backprop_loops,
             output_loop_hidden_states=all_states,
             output_loop_readout_states=all_readouts,
+            has_loss=has_loss,
             **kwargs,
         )
         states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
@@ -147,16 +148,16 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
         exit_probabilities = None
         if gates is not None and (reads_exits or (has_loss and self.config.loop_loss == "exit_weighted_logits")):
-            last_loop = torch.tensor(batch_depths, device=gates.device)[:, None] - 1
+            last_loop = depth_tensor(depths, shape[0], gates.device)[:, None] - 1
             exit_probabilities = exit_log_probabilities(gates, last_loop).exp()  # [loops, batch, length]
 
         loss, losses, token_losses = None, None, None
         if has_loss and not loop_losses and self._has_plain_loss(logits, labels):
             loss = self._plain_loss(logits, labels, num_items_in_batch)
         elif has_loss:
-            terms = outputs, gates, batch_depths, labels, num_items_in_batch
+            terms = outputs, gates, depths, labels, num_items_in_batch
             if self.config.loop_loss == "exit_weighted_logits":
-                mixed = self._exit_weighted(readouts, exit_probabilities, batch_depths)
+                mixed = self._exit_weighted(readouts, exit_probabilities, depths)
                 loss = self._loop_loss(*terms, mixed)[0]
                 if output_loop_losses:
                     with torch.no_grad():
@@ -165,10 +166,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 loss, losses, token_losses = self._loop_loss(*terms, every_loop=output_loop_losses)
         loop_logits, exit_logits = None, None
         if output_loop_logits:
-            loop_logits = tuple(self.decode(state[:, keep], k, batch_depths) for k, state in enumerate(readouts))
+            loop_logits = tuple(self.decode(state[:, keep], k, depths) for k, state in enumerate(readouts))
         if output_exit_logits and exit_probabilities is not None:
             kept = [state[:, keep] for state in readouts]
-            exit_logits = self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], batch_depths))
+            exit_logits = self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], depths))
         returned = exit_probabilities if output_exit_probabilities else None
         return LoopedCausalLMOutputWithPast(
             loss=loss,
@@ -189,7 +190,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self,
         exit_rule: ExitRule,
         inputs: dict,
-        depths: list[int],
+        depths: int | list[int],
         logits_to_keep,
         output_logits: bool,
         options: dict,
@@ -201,8 +202,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         if exit_rule.per_sequence:
             names = ("past_key_values", "attention_mask")
             refuse_with_exits(**{name: inputs[name] for name in names}, **options)
-            watch = SequenceExits(self, exit_rule, depths, given.shape[1], given.device)
-            inputs = {**inputs, "num_loops": max(depths), "use_cache": False}
+            watch = SequenceExits(self, exit_rule, depth_per_row(depths, len(given)), given.shape[1], given.device)
+            inputs = {**inputs, "num_loops": deepest(depths), "use_cache": False}
             states = self.model(**inputs, exit_watch=watch).last_hidden_state
             logits = None
             if output_logits:
@@ -223,8 +224,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             outputs.past_key_values = cache if returns_cache else None
             return outputs
 
-        watch = ExitWatch(self, exit_rule, depths, past, length, given.device)
-        inputs = {**inputs, "past_key_values": cache, "num_loops": max(depths)}
+        watch = ExitWatch(self, exit_rule, depth_per_row(depths, len(given)), past, length, given.device)
+        inputs = {**inputs, "past_key_values": cache, "num_loops": deepest(depths)}
         outputs = self.model(**inputs, exit_watch=watch, **options)
         return LoopedCausalLMOutputWithPast(
             logits=self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
@@ -252,16 +253,16 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         cap = self.config.logit_softcap
         return (cap * torch.tanh(at_least_fp32(logits) / cap)).to(logits.dtype)
 
-    def decode(self, readout_states, loop: int, depths: list[int] | None = None):
+    def decode(self, readout_states, loop: int, depths: int | list[int] | None = None):
         """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""
         return self.logits(self._read_out(readout_states, loop, depths))
 
-    def _read_out(self, readout_states, loop: int, depths: list[int] | None):
+    def _read_out(self, readout_states, loop: int, depths: int | list[int] | None):
         """What the head reads there."""
-        depth = loop + 1 if depths is None else [min(loop + 1, depth) for depth in depths]
+        depth = [min(loop + 1, depth) for depth in depths] if isinstance(depths, list) else loop + 1
         return self.model.readout(readout_states, depth)
 
-    def _exit_weighted(self, readouts, exit_probabilities, depths: list[int]):
+    def _exit_weighted(self, readouts, exit_probabilities, depths: int | list[int]):
         """sum_k p_k of what the head reads after loop k, [batch, length, hidden]. The head is linear: from here come
         the exit-weighted logits."""
         terms = (
@@ -300,7 +301,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self,
         outputs,
         gates,
-        depths: list[int],
+        depths: int | list[int],
         labels,
         num_items_in_batch,
         mixed=None,

@@ -136,6 +136,7 @@ class LoopedConfig(PreTrainedConfig):
 
     model_type = "looped"
     _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
+    attribute_map = {"final_logit_softcapping": "logit_softcap"}  # what engines and trainers call it
     keys_to_ignore_at_inference = ["past_key_values", "loop_losses", "loop_token_losses"]
 
     # the first field, so that a newer format is reported before its unknown values

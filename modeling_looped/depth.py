@@ -23,7 +23,7 @@ class Tick(NamedTuple):
 
 
 class DepthPlan(NamedTuple):
-    depths: list[int]  # per row, in the order of the batch
+    depths: int | list[int]  # one for all rows, or per row, in the order of the batch
     order: torch.Tensor | None  # sorted row i is row order[i] of the batch; None if nothing was sorted
     inverse: torch.Tensor | None
     ticks: list[Tick]
@@ -31,7 +31,7 @@ class DepthPlan(NamedTuple):
 
     @property
     def max_depth(self) -> int:
-        return max(self.depths)
+        return deepest(self.depths)
 
     @property
     def is_mixed(self) -> bool:
@@ -39,8 +39,10 @@ class DepthPlan(NamedTuple):
 
     def sort(self, batched: Any) -> Any:
         """Rows in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
-        has_rows = isinstance(batched, (torch.Tensor, BlockMask)) and batched.shape[:1] == (len(self.depths),)
-        return take_rows(batched, self.order) if self.order is not None and has_rows else batched
+        if self.order is None:
+            return batched
+        has_rows = isinstance(batched, (torch.Tensor, BlockMask)) and batched.shape[:1] == self.order.shape
+        return take_rows(batched, self.order) if has_rows else batched
 
     def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.inverse is None else tensor[self.inverse.to(tensor.device)]
@@ -50,7 +52,7 @@ class DepthPlan(NamedTuple):
 
         A row that has finished keeps its last state.
         """
-        if not self.is_mixed:
+        if isinstance(self.depths, int):
             return tuple(states)
         depths = sorted(self.depths, reverse=True)
         last_tick = len(self.ticks) - 1
@@ -91,23 +93,48 @@ def from_numpy(value):
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
-def check_depths(num_loops, batch_size: int) -> list[int]:
-    """`num_loops` of a call (an int, or one per row) as a list of one positive int per row."""
+def read_depths(num_loops, batch_size: int) -> int | list[int]:
+    """`num_loops` of a call (an int, or one per row): one positive int if it is the same for all rows, else a list.
+
+    One int does not ask how many rows there are, so that a graph of the pass takes batches of any size.
+    """
     advice = "num_loops is the number of loops to run: an int of at least 1, or one such int per sequence"
     if torch.is_tensor(num_loops):
         if num_loops.is_floating_point() or num_loops.dtype == torch.bool or num_loops.ndim > 1:
             raise TypeError(f"{advice}; got a {num_loops.dtype} tensor of shape {tuple(num_loops.shape)}")
         num_loops = num_loops.tolist()
     num_loops = from_numpy(num_loops)
-    depths = list(num_loops) if isinstance(num_loops, (list, tuple)) else [num_loops] * batch_size
+    per_row = isinstance(num_loops, (list, tuple))
+    depths = list(num_loops) if per_row else [num_loops]
     for depth in depths:
         if isinstance(depth, bool) or not isinstance(depth, Integral):
             raise TypeError(f"{advice}; got {num_loops!r}")
         if depth < 1:
             raise ValueError(f"{advice}; got {num_loops!r}")
-    if len(depths) != batch_size:
+    if per_row and len(depths) != batch_size:
         raise ValueError(f"{advice}; got {len(depths)} depths for a batch of {batch_size} sequences")
-    return [index(depth) for depth in depths]  # a compiler that meets a second depth would make it a symbol
+    depths = [index(depth) for depth in depths]  # a compiler that meets a second depth would make it a symbol
+    return depths[0] if len(set(depths)) == 1 else depths
+
+
+def check_depths(num_loops, batch_size: int) -> list[int]:
+    """The same as a list of one int per row."""
+    return depth_per_row(read_depths(num_loops, batch_size), batch_size)
+
+
+def depth_per_row(depths: int | list[int], batch_size: int) -> list[int]:
+    return [depths] * batch_size if isinstance(depths, int) else depths
+
+
+def depth_tensor(depths: int | list[int], batch_size: int, device) -> torch.Tensor:
+    """[batch]"""
+    if isinstance(depths, int):
+        return torch.full((batch_size,), depths, device=device)
+    return torch.tensor(depths, device=device)
+
+
+def deepest(depths: int | list[int]) -> int:
+    return depths if isinstance(depths, int) else max(depths)
 
 
 def check_window(backprop_loops: int | None):
@@ -121,27 +148,26 @@ def check_window(backprop_loops: int | None):
 
 
 def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -> DepthPlan:
-    depths, window = check_depths(num_loops, batch_size), backprop_loops
-    check_window(window)
-    longest = max(depths, default=1)
-    mixed = len(set(depths)) > 1
-    ends_together = mixed and window is not None
+    depths = read_depths(num_loops, batch_size)
+    check_window(backprop_loops)
+    longest = deepest(depths)
+    first_with_gradient = 0 if backprop_loops is None else longest - backprop_loops
+    if isinstance(depths, int):
+        following = [batch_size] * (longest - 1) + [0]
+        ticks = [Tick(batch_size, tick, tick >= first_with_gradient, rows) for tick, rows in enumerate(following)]
+        return DepthPlan(depths, None, None, ticks, False)
 
+    ends_together = backprop_loops is not None
     by_depth = sorted(range(batch_size), key=lambda row: -depths[row])
-    ordered = [depths[row] for row in by_depth]
     running = []  # per tick: the depths of the rows that run at it
     for tick in range(longest):
         needed = longest - tick if ends_together else tick + 1
-        running.append([depth for depth in ordered if depth >= needed] if mixed else ordered)
+        running.append([depths[row] for row in by_depth if depths[row] >= needed])
 
     ticks = []
     for tick, rows in enumerate(running):
         loop = [tick - (longest - depth) for depth in rows] if ends_together else tick
-        has_gradient = window is None or tick >= longest - window
         next_rows = len(running[tick + 1]) if tick + 1 < longest else 0
-        ticks.append(Tick(len(rows), loop, has_gradient, min(len(rows), next_rows)))
-
-    if not mixed:
-        return DepthPlan(depths, None, None, ticks, False)
+        ticks.append(Tick(len(rows), loop, tick >= first_with_gradient, min(len(rows), next_rows)))
     order = torch.tensor(by_depth)
     return DepthPlan(depths, order, order.argsort(), ticks, ends_together)

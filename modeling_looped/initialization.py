@@ -107,7 +107,8 @@ def init_module(module: nn.Module, config) -> bool:
         role, scheme = getattr(module, "init_role", None), config.init_scheme
         width = getattr(module, "init_width", None) or config.hidden_size
         if role == "identity" and module.weight.shape[0] == module.weight.shape[1]:
-            init.eye_(module.weight)
+            # on the weight's own device, which torch's eye_ leaves where another is the default
+            init.copy_(module.weight, torch.eye(len(module.weight), device=module.weight.device))
         elif role == "identity":  # into a state of another width: what comes nearest (Parcae)
             init.orthogonal_(module.weight)
         elif role is None or (role in ("position", "gate") and scheme != "torch"):  # of all schemes but torch's own

@@ -130,8 +130,8 @@ class LoopedAttention(nn.Module):
             self.free_norm = LoopedRMSNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
 
         if value_embedding:
-            channels = min(VALUE_GATE_CHANNELS, width)
-            self.value_gate = linear(channels, sizes.num_key_value_heads, "value_gate")
+            self.value_gate_channels = min(VALUE_GATE_CHANNELS, width)
+            self.value_gate = linear(self.value_gate_channels, sizes.num_key_value_heads, "value_gate")
 
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
@@ -155,8 +155,7 @@ class LoopedAttention(nn.Module):
         keys = self.heads(project(self.k_proj, source))
         values = self.heads(project(self.v_proj, source))
         if value_embedding is not None:
-            read = hidden_states[..., : self.value_gate.in_features]
-            gate = 2 * torch.sigmoid(project(self.value_gate, read))
+            gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
             values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
 
         if self.qk_norm == "learned":

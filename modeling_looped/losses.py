@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .depth import deepest, depth_tensor
 from .losses_of_states import LoopStates, loss_of_states
 
 
@@ -172,7 +173,7 @@ def loop_loss(
     readouts: list[torch.Tensor],
     states: LoopStates | None,  # for losses that read them
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
-    depths: list[int],  # per row
+    depths: int | list[int],  # of all rows, or per row
     labels: torch.Tensor,  # [batch, length], already shifted
     num_items_in_batch: torch.Tensor | int | None = None,
     objective: str | None = None,  # another than the configured
@@ -190,10 +191,11 @@ def loop_loss(
         labelled = torch.ones(len(positions), device=flat.device, dtype=wide)
     targets = flat[positions]
 
-    depth = torch.tensor(depths, device=flat.device).repeat_interleave(labels.shape[1])[positions]  # of each token
-    loops = torch.arange(max(depths), device=flat.device)[:, None]
+    of_rows = depth_tensor(depths, labels.shape[0], flat.device)
+    depth = of_rows[:, None].expand(labels.shape).flatten()[positions]  # of each token
+    loops = torch.arange(deepest(depths), device=flat.device)[:, None]
     active = (loops < depth) * labelled
-    mixed = min(depths) != max(depths)
+    mixed = not isinstance(depths, int)
 
     extra = torch.zeros((), device=flat.device, dtype=wide)
     if gates is not None:

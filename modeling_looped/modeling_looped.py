@@ -34,6 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache import CacheView, view_for_pass
 from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
+from .clients import register_with_peft, warn_of_another_loss
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
@@ -73,6 +74,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
 
     def __init__(self, config, *args, **kwargs):
         config.validate()  # fields may have been assigned since it was made
+        register_with_peft(config.model_type)
         super().__init__(config, *args, **kwargs)
 
     def _init_weights(self, module):
@@ -160,6 +162,7 @@ class LoopedModel(LoopedPreTrainedModel):
         exit_watch: ExitWatch | SequenceExits | None = None,
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
+        has_loss: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> LoopedModelOutputWithPast:
         r"""
@@ -168,7 +171,10 @@ class LoopedModel(LoopedPreTrainedModel):
         initial_state: h_0, [batch, length, config.state_size], where `state_init` is "normal".
         exit_watch: decides after every loop which tokens, or which rows, stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
+        has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
         """
+        if self.training and torch.is_grad_enabled() and not has_loss:
+            warn_of_another_loss(self.config)
         check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -256,8 +262,8 @@ class LoopedModel(LoopedPreTrainedModel):
         running, finished, ticks = state[: plan.ticks[0].rows], [], []
         for tick in plan.ticks:
             with nullcontext() if tick.has_gradient else torch.no_grad():
-                if len(running) < tick.rows:  # rows that join now
-                    running = torch.cat([running, state[len(running) : tick.rows]])
+                if running.shape[0] < tick.rows:  # rows that join now
+                    running = torch.cat([running, state[running.shape[0] : tick.rows]])
                 rows = slice(tick.rows)
                 first = self._at_first_loop(tick, embedded)
                 # rows of mixed depth that end together have no cache, so their slot does not matter
@@ -287,7 +293,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def core_pass(self, state, embedded, loop: int, first: bool | torch.Tensor, scale, context: PassContext):
         """One loop: from h_t to H_{t+1}. first: whether t = 0, one bool or one per row [rows, 1, 1]."""
-        context = context.of_first_rows(len(state))
+        context = context.of_first_rows(state.shape[0])
         slots_before = loop * len(self.core)
         x = self.injection(state, embedded)
         for layer, block in enumerate(self.core):
@@ -312,7 +318,7 @@ class LoopedModel(LoopedPreTrainedModel):
         scale = self.config.residual_factor(1)
         for block in self.coda:
             assert context is not None
-            state = context.of_first_rows(len(state)).run(block, state, scale)
+            state = context.of_first_rows(state.shape[0]).run(block, state, scale)
         return state
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
@@ -356,9 +362,9 @@ class LoopedModel(LoopedPreTrainedModel):
         """eps of the core: one number, or [rows, 1, 1] where it follows each row's own depth."""
         if self.config.residual_depth == "trained":
             return self.config.residual_factor(self.config.num_loops)
+        if isinstance(plan.depths, int):
+            return self.config.residual_factor(plan.depths)
         factors = [self.config.residual_factor(depth) for depth in sorted(plan.depths, reverse=True)]
-        if not plan.is_mixed:
-            return factors[0]
         return torch.tensor(factors, device=like.device, dtype=like.dtype)[:, None, None]
 
     def _at_first_loop(self, tick, like: torch.Tensor) -> bool | torch.Tensor:

@@ -27,14 +27,22 @@ def speculate(*arguments):
     return result
 
 
+def readout_cost(config) -> float:
+    """Weights of the head over those of one loop; from the config, since quantisers replace layers."""
+    sizes = config.block_sizes("core")
+    attention = 2 * config.head_dim * (sizes.num_attention_heads + sizes.num_key_value_heads)
+    mlp = (3 if config.mlp_gated else 2) * sizes.intermediate_size
+    loop = config.num_core_layers * sizes.hidden_size * (attention + mlp)
+    return config.vocab_size * config.hidden_size / loop
+
+
 class Speculator:
     def __init__(self, engine: RowEngine):
         self.engine, self.selector, self.config = engine, engine.selector, engine.config
         self.num_loops, self.draft_loops = engine.limits[0], engine.options.draft_loops
         self.drafted = self.accepted = self.idle_rounds = 0
         self.acceptance = 1.0  # running estimate
-        core = sum(p.numel() for p in engine.trunk.core.parameters())
-        self.readout_cost = engine.model.lm_head.weight.numel() / core  # in loops
+        self.readout_cost = readout_cost(engine.model.config)
 
     def room(self, rows: list[int]) -> int:
         """The most that may be drafted: within every row's length, and within the positions that the model knows."""

@@ -1,6 +1,6 @@
 """lm-eval at every depth, from one pass of the model. The arguments are lm-eval's own, and its models are there too:
 
-    python -m eval.harness --model looped --model_args pretrained=DIR --num-loops 1..8 --tasks arc_easy --output results
+    python -m eval.harness --model looped --model_args pretrained=DIR --num-loops 1..8 --tasks piqa --output results
 
 lm-eval's own spellings are taken too (--output_path, num_loops among the --model_args). Tasks are lm-eval's and those
 of eval/tasks. With --output, the results of each depth are what lm-eval would have written for it, in loops_1,

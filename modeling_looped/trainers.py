@@ -1,0 +1,21 @@
+"""Trainers of other libraries with the model's own loss.
+
+    class Finetuning(OwnLoss, trl.SFTTrainer): ...
+
+TRL runs the trunk and multiplies its last state with the head, so that losses over loops, of states and of gates would
+be left out. This passes the labels to the model instead; what TRL measures beside the loss is not logged.
+"""
+
+from transformers import Trainer
+
+
+class OwnLoss:
+    def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        assert isinstance(self, Trainer)  # it is mixed into one
+        if self.label_smoother is not None:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} smooths the last loop's logits and would "
+                "replace the model's own loss: set it to 0"
+            )
+        inputs = {**inputs, "use_cache": False}
+        return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)

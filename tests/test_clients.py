@@ -1,0 +1,356 @@
+"""Mocks of clients that nobody here wrote: engines with a cache of their own, quantisers that replace layers, trainers
+that run the trunk alone, exporters that want batches of any size; and the real ones where they are installed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import eager_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+from tests.helpers import quick_and_slow, random_ids, tiny_config, tiny_model, tiny_tokenizer
+
+
+SYSTEMS = {
+    "plain": {},
+    "sections": {"num_prelude_layers": 1, "num_coda_layers": 1, "injection": "add", "value_embeddings": True},
+    "windows": {"window_pattern": "SL", "sliding_window": 4},
+    "ouro": {"preset": "ouro"},
+    "huginn": {"preset": "huginn", "num_prelude_layers": 1, "num_coda_layers": 1},
+    "parcae": {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1},
+    "flt": {"preset": "flt"},
+}
+over_systems = pytest.mark.parametrize("system", SYSTEMS)
+
+
+def build(system: str, **fields):
+    return tiny_model(**{"num_loops": 3, "eos_token_id": None, "pad_token_id": 0, **SYSTEMS[system], **fields})
+
+
+def greedy(model, ids, **how):
+    mask = torch.ones_like(ids)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, **how)
+
+
+# Engines that keep keys and values by `module.layer_idx`
+
+
+class Engine:
+    """Keys and values of one sequence by slot; a pass brings new tokens, and attends to all that were."""
+
+    def __init__(self):
+        self.keys, self.values = {}, {}
+
+    def attend(self, module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+        slot = module.layer_idx
+        self.keys[slot] = torch.cat([self.keys[slot], key], 2) if slot in self.keys else key
+        self.values[slot] = torch.cat([self.values[slot], value], 2) if slot in self.values else value
+        length, new = self.keys[slot].shape[2], key.shape[2]
+        places = torch.arange(length)
+        distance = places[-new:, None] - places
+        window = length if module.sliding_window is None else module.sliding_window
+        mask = torch.where((distance >= 0) & (distance < window), 0.0, float("-inf"))[None, None]
+        return eager_attention_forward(module, query, self.keys[slot], self.values[slot], mask, scaling)
+
+
+@over_systems
+def test_an_engine_with_its_own_cache(system):
+    model, ids, engine = build(system), random_ids(1, 9), Engine()
+    AttentionInterface.register("engine", engine.attend)
+    AttentionMaskInterface.register("engine", eager_mask)
+    wanted = model(ids, use_cache=False).logits
+    model.set_attn_implementation("engine")
+    chunks = []
+    for start, end in ((0, 5), (5, 6), (6, 9)):
+        positions = torch.arange(start, end)[None]
+        chunks.append(model(ids[:, start:end], position_ids=positions, use_cache=False).logits)
+    torch.testing.assert_close(torch.cat(chunks, 1), wanted, rtol=1e-4, atol=1e-4)
+    assert sorted(engine.keys) == list(range(model.config.num_hidden_layers))
+
+
+# Clients that replace layers
+
+
+class Replaced(nn.Module):
+    """What a quantiser puts in the place of a linear layer: it has a forward pass and nothing else."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.run = [lambda x: F.linear(x, linear.weight, linear.bias)]
+
+    def forward(self, x):
+        return self.run[0](x)
+
+
+def is_linear(module) -> bool:
+    return type(module) is nn.Linear  # what quantisers look for
+
+
+def num_linear(model) -> int:
+    return sum(map(is_linear, model.modules()))
+
+
+@over_systems
+def test_layers_that_are_replaced(system):
+    model, ids = build(system), random_ids(2, 7)
+    replaced = copy.deepcopy(model)
+    for name, module in list(replaced.named_modules()):
+        if is_linear(module):
+            replaced.set_submodule(name, Replaced(module))
+    assert not any(isinstance(module, nn.Linear) for module in replaced.modules())
+    torch.testing.assert_close(replaced(ids).logits, model(ids).logits)
+    ways = [{}, {"exit_criterion": "latent_diff", "exit_threshold": 0.6}, {"draft_loops": 1, "draft_tokens": 2}]
+    for how in ways:
+        assert torch.equal(greedy(replaced, ids, **how), greedy(model, ids, **how))
+    loss = replaced.train()(ids, labels=ids).loss
+    torch.testing.assert_close(loss, model.train()(ids, labels=ids).loss)
+
+
+def test_as_many_layers_are_linear_as_in_llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 99}
+    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    assert num_linear(build("plain", num_core_layers=2)) == num_linear(llama) == 15
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about its own successor of this function
+@over_systems
+def test_dynamic_quantisation_of_torch(system):
+    torch.manual_seed(0)
+    model, ids = (
+        LoopedForCausalLM(tiny_config(**{"num_loops": 3, "pad_token_id": 0, **SYSTEMS[system]})).eval(),
+        random_ids(2, 7),
+    )
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), {nn.Linear})
+    kind = torch.ao.nn.quantized.dynamic.Linear
+    assert sum(isinstance(module, kind) for module in quantised.modules()) == num_linear(model) > 0
+    exact, found = model(ids).logits, quantised(ids).logits
+    assert not torch.equal(exact, found)
+    assert (exact - found).norm() < 0.2 * exact.norm()
+    assert greedy(quantised, ids).shape == (2, 12)
+
+
+# Trainers that run the trunk, and make the loss themselves
+
+LOSSES = {
+    "terminal": {},
+    "per_loop": {"loop_loss": "per_loop"},
+    "last_third": {"loop_loss": "last_third"},
+    "exit_weighted": {"preset": "ouro"},
+    "exit_weighted_logits": {"loop_loss": "exit_weighted_logits", "exit_gate": "raw"},
+    "gate": {"preset": "ouro", "loop_loss": "gate"},
+    "norm_penalty": {"norm_penalty": 0.1},
+}
+
+
+def trl_or_skip():
+    trl = pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    return trl
+
+
+def fine_tuning(trainer_class, model, folder, **arguments):
+    import datasets
+    from trl import SFTConfig
+
+    tokenizer = tiny_tokenizer()
+    texts = datasets.Dataset.from_dict({"text": ["a b c d e f", "g h i j"] * 2})
+    settings = {"max_steps": 1, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    arguments = SFTConfig(str(folder), **{**settings, "disable_tqdm": True, **arguments})
+    return trainer_class(model, arguments, train_dataset=texts, processing_class=tokenizer)
+
+
+@pytest.fixture
+def warnings_of_clients(monkeypatch):
+    """Each is given once a process otherwise."""
+    said = []
+    monkeypatch.setattr("modeling_looped.clients.logger.warning_once", said.append)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_fine_tuning_has_the_models_own_loss(loss, tmp_path, warnings_of_clients):
+    trl = trl_or_skip()
+    from modeling_looped.trainers import OwnLoss
+
+    class Finetuning(OwnLoss, trl.SFTTrainer):
+        pass
+
+    model = tiny_model(vocab_size=30, eos_token_id=None, pad_token_id=0, **LOSSES[loss])
+    trainer = fine_tuning(Finetuning, model, tmp_path, per_device_train_batch_size=4)
+    [batch] = trainer.get_train_dataloader()
+    model.train()
+    wanted = model(**{key: batch[key] for key in ("input_ids", "attention_mask", "labels") if key in batch}).loss
+    for given in (None, (batch["labels"] != -100).sum()):  # TRL may count labels over several batches
+        found = trainer.compute_loss(model, batch, num_items_in_batch=given)
+        assert abs(found - wanted) / wanted < (1e-6 if given is None else 0.3)
+    trainer.train()
+    assert not warnings_of_clients
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_trainer_with_another_loss_is_said_to_be_one(loss, tmp_path, warnings_of_clients):
+    trl = trl_or_skip()
+    model = tiny_model(vocab_size=30, eos_token_id=None, pad_token_id=0, **LOSSES[loss])
+    trainer = fine_tuning(trl.SFTTrainer, model, tmp_path)
+    trainer.train()
+    if loss == "terminal":
+        assert not warnings_of_clients
+    else:
+        said = warnings_of_clients[0]
+        assert "no part in this training" in said and "OwnLoss" in said
+        assert all(
+            repr(value) in said for field, value in LOSSES[loss].items() if field in ("loop_loss", "norm_penalty")
+        )
+
+
+def test_label_smoothing_is_said_to_leave_out_the_loss(tmp_path, warnings_of_clients):
+    trl = trl_or_skip()
+    from modeling_looped.trainers import OwnLoss
+
+    class Finetuning(OwnLoss, trl.SFTTrainer):
+        pass
+
+    model, ids = tiny_model(vocab_size=30, loop_loss="per_loop"), random_ids(2, 5, 30)
+    trainer = fine_tuning(Finetuning, model, tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="label_smoothing_factor=0.1"):
+        trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    model.train()(ids)  # as transformers' Trainer calls it for label smoothing: without labels
+    assert len(warnings_of_clients) == 1
+
+
+def test_a_pass_that_trains_nothing_warns_of_nothing(warnings_of_clients):
+    model, ids = tiny_model(loop_loss="per_loop"), random_ids(2, 5)
+    model(ids)
+    with torch.no_grad():
+        model.train()(ids)
+    model(ids, labels=ids)
+    assert not warnings_of_clients
+
+
+@pytest.mark.filterwarnings("ignore")
+@over_systems
+def test_log_probabilities_of_policies(system):
+    """What GRPO, RLOO, DPO and KTO compute from the trunk's state and the head's weight is what the model says."""
+    trl_or_skip()
+    from trl.trainer.utils import add_fused_lm_head
+
+    model, ids = build(system, logit_softcap=3.0), random_ids(2, 7)
+    wanted = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    add_fused_lm_head(model)
+    found = model(ids, labels=ids, fused_lm_head=True).log_probs
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_softcap_has_the_name_that_others_read(tmp_path):
+    config = LoopedConfig(final_logit_softcapping=5.0)
+    assert config.logit_softcap == config.final_logit_softcapping == 5.0
+    config.save_pretrained(tmp_path)
+    assert LoopedConfig.from_pretrained(tmp_path).final_logit_softcapping == 5.0
+    assert LoopedConfig().final_logit_softcapping is None
+
+
+# PEFT
+
+
+def test_peft_knows_which_layers_to_adapt():
+    peft = pytest.importorskip("peft")
+    ids = random_ids(2, 5)
+    adapted = peft.get_peft_model(build("sections"), peft.LoraConfig(task_type="CAUSAL_LM"))
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    assert {name.split(".")[-4] for name in trained} == {"q_proj", "v_proj"}
+    assert all(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
+    norms = peft.get_peft_model(build("plain"), peft.LNTuningConfig(task_type="CAUSAL_LM"))
+    assert {"input_layernorm", "post_attention_layernorm", "norm"} == {
+        name.split(".")[-4] for name, parameter in norms.named_parameters() if parameter.requires_grad
+    }
+
+
+# Graphs for batches of any size
+
+
+class Graphs:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, example_inputs):
+        self.count += 1
+        return graph
+
+
+def num_graphs(model, batch_sizes, **inputs) -> int:
+    torch._dynamo.reset()
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    for batch_size in batch_sizes:
+        ids = random_ids(batch_size, 7)
+        labels = {"labels": ids} if inputs.get("train") else {}
+        model.train(bool(labels))
+        found, wanted = (each(ids, use_cache=False, **labels) for each in (compiled, model))
+        torch.testing.assert_close(found.logits, wanted.logits)
+        torch.testing.assert_close(found.loss, wanted.loss)
+    torch._dynamo.reset()
+    return graphs.count
+
+
+CASES = [(system, train) for system in SYSTEMS for train in (False, True)]
+
+
+@pytest.mark.parametrize(("system", "train"), quick_and_slow(CASES, ("parcae", False), ("ouro", True)))
+def test_compiled_graphs_are_as_few_as_llamas(system, train):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 99}
+    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    batch_sizes = (2, 3, 5)
+    assert num_graphs(build(system, num_loops=2), batch_sizes, train=train) == num_graphs(llama, batch_sizes) == 2
+
+
+@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "sections"))
+def test_exported_programs_take_any_batch(system):
+    model = build(system, num_loops=2)
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=32)
+    program = torch.export.export(
+        model,
+        (),
+        kwargs={"input_ids": random_ids(2, 7), "use_cache": False},
+        dynamic_shapes={"input_ids": {0: batch, 1: length}, "use_cache": None},
+        strict=False,
+    ).module()
+    for ids in (random_ids(2, 7), random_ids(1, 9), random_ids(5, 3)):
+        found = program(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch wants its exporter in the place of this
+@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "sections"))
+def test_traced_models_take_any_batch(system):
+    class Logits(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=False, return_dict=False)[0]
+
+    model = build(system)
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(model), random_ids(2, 7), check_trace=False)
+        for batch_size in (1, 2, 5):
+            ids = random_ids(batch_size, 7, seed=batch_size)
+            torch.testing.assert_close(traced(ids), model(ids, use_cache=False).logits)
+
+
+# Devices
+
+
+@over_systems
+def test_weights_are_drawn_on_meta_where_another_device_is_the_default(system):
+    model = build(system).to("meta")
+    with torch.device("cpu"):
+        model.init_weights()
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
