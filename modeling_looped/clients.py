@@ -26,7 +26,7 @@ def warn_of_another_loss(config):
     if own:
         logger.warning_once(
             f"{' and '.join(own)} of this model {'has' if len(own) == 1 else 'have'} no part in this training: a loss "
-            "is made of the last loop's output, outside of LoopedForCausalLM.forward(labels=...), as by TRL's trainers "
-            "and by label smoothing. For supervised fine-tuning with the model's own loss, put "
+            "is made of the last loop's output and not by forward(labels=...), as by TRL's trainers and "
+            "by label smoothing. For supervised fine-tuning with the model's own loss, put "
             "modeling_looped.trainers.OwnLoss before TRL's SFTTrainer."
         )
