@@ -51,7 +51,7 @@ def find_runs(folders: list[str]) -> list[RunFolder]:
 
 
 def windows(run: RunFolder) -> PackedRows:
-    """Of the validation split: one token more than the model reads, so that each has a target."""
+    """Rows of the validation split, one token longer than the model reads, so that each has a target."""
     data = run_data(run.folder)
     rows, stride = prepared_data(run.folder, data).validation, data.stride or data.sequence_length
     return PackedRows(rows.shards, data.sequence_length + 1, stride, rows.start, rows.token_bytes, rows.learn_start)

@@ -75,7 +75,7 @@ def paired_bootstrap(
 
 
 def averages(items: list[Item]) -> dict[str, float]:
-    """Of one model: accuracies over tasks, the other scores over items."""
+    """The means of one model: accuracies over tasks, the other scores over items."""
     tasks, found = np.array([item.task for item in items]), [item_scores(item) for item in items]
     columns = {name: np.array([scores[name] for scores in found]) for name in (*ACCURACIES, *SCORES)}
     by_task = {name: [columns[name][tasks == task].mean() for task in sorted(set(tasks))] for name in ACCURACIES}

@@ -37,7 +37,7 @@ class PassContext:
         return self.of_rows(slice(count), count)
 
     def of_rows(self, rows: slice | torch.Tensor, count: int) -> "PassContext":
-        """Of `count` rows, the first ones (a slice) or those at these places."""
+        """The context of `count` rows: the first ones (a slice) or those at these places."""
         if count == self.num_rows:
             return self
 

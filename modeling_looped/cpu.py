@@ -128,7 +128,7 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def has_global_hooks() -> bool:
-    """Of torch, for all modules; where torch does not say, it may have some."""
+    """Whether torch has hooks for all modules; where torch does not say, it may have some."""
     try:
         return bool(nn.modules.module._has_any_global_hook())
     except AttributeError:

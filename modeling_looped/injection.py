@@ -22,7 +22,7 @@ def where_first(first, if_first, otherwise):
     return torch.where(first, if_first, otherwise)
 
 
-class NoInjection(nn.Module):
+class Injection(nn.Module):
     """x = h"""
 
     looks_at_first = False
@@ -41,14 +41,14 @@ class NoInjection(nn.Module):
         return x, None
 
 
-class AddInjection(NoInjection):
+class AddInjection(Injection):
     """x = h + e"""
 
     def forward(self, state, embedded):
         return self.normed(state + embedded)
 
 
-class ConcatInjection(NoInjection):
+class ConcatInjection(Injection):
     """x = W [h; e] (Huginn)"""
 
     def __init__(self, config):
@@ -59,7 +59,7 @@ class ConcatInjection(NoInjection):
         return self.normed(project(self.proj, torch.cat([state, embedded], dim=-1)))
 
 
-class DiagonalInjection(NoInjection):
+class DiagonalInjection(Injection):
     """x = exp(-dt exp(a)) h + dt B e, dt = softplus(b): a decay that stays below 1 whatever is learned (Parcae)."""
 
     def __init__(self, config):
@@ -83,7 +83,7 @@ class DiagonalInjection(NoInjection):
         return self.normed(decay * state + step * project(self.input_proj, embedded))
 
 
-class ResidualAllInjection(NoInjection):
+class ResidualAllInjection(Injection):
     """The stream restarts at e; h is added before every layer, from the second loop on (FLT_res, which then norms)."""
 
     looks_at_first = True
@@ -114,7 +114,7 @@ class AttentionFirstInjection(ResidualAllInjection):
 
 
 INJECTIONS = {
-    "none": NoInjection,
+    "none": Injection,
     "add": AddInjection,
     "concat": ConcatInjection,
     "diagonal": DiagonalInjection,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from scipy import optimize
 
+from eval.laws import analyses, fitting
 from eval.laws import command as laws
-from eval.laws import fits, fitting
 from eval.laws import plots as law_plots
 from eval.laws.fitting import FitError, fit, huber, minimize
 from eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
@@ -143,7 +143,7 @@ def test_laws_are_the_equations(law):
 
 @pytest.mark.parametrize("size,restarts", [pytest.param(SMALL, 500, marks=pytest.mark.slow), (MEDIUM, 40)])
 def test_coefficients_of_table_11_come_back(size, restarts):
-    result, _ = fits.parametric(table(training_rows(size)), restarts=restarts)
+    result, _ = analyses.parametric(table(training_rows(size)), restarts=restarts)
     assert result["converged"] and result["agreeing_restarts"] > restarts / 2
     assert result["coefficients"] == pytest.approx(dict(zip(NAMES, size[0])), rel=1e-5)
     assert result["huber"] < 1e-15
@@ -151,7 +151,7 @@ def test_coefficients_of_table_11_come_back(size, restarts):
 
 def test_noisy_runs_predict_held_out_ones_and_intervals_hold_the_truth():
     rows, held_out = training_rows(SMALL, noise=1e-3), training_rows(SMALL, held_out=True)
-    result, _ = fits.parametric(table(rows), table(held_out), restarts=60, resamples=100)
+    result, _ = analyses.parametric(table(rows), table(held_out), restarts=60, resamples=100)
     for name, truth in zip(NAMES, SMALL[0]):
         low, high = result["intervals"][name]
         assert low < truth < high and low < result["coefficients"][name] < high
@@ -176,7 +176,7 @@ def isoflop_rows(exponent=0.4, budgets=(1e15, 4e15, 1.6e16, 6.4e16), noise=0.0):
 
 
 def test_isoflop_optima_and_their_power_laws():
-    result = fits.isoflop(table(isoflop_rows()), resamples=40)
+    result = analyses.isoflop(table(isoflop_rows()), resamples=40)
     assert [best["mean_depth"] for best in result["optima"]] == pytest.approx(
         [3 * 4 ** (0.4 * i) for i in range(4)], rel=1e-6
     )
@@ -185,7 +185,7 @@ def test_isoflop_optima_and_their_power_laws():
     )
     for name, exponent in (("mean_depth", 0.4), ("tokens", 0.78)):
         assert result["power_laws"][name]["exponent"] == pytest.approx(exponent, abs=5e-3)  # FLOPs vary by 1 %
-    noisy = fits.isoflop(table(isoflop_rows(noise=1e-3)), resamples=100)
+    noisy = analyses.isoflop(table(isoflop_rows(noise=1e-3)), resamples=100)
     low, high = noisy["power_laws"]["mean_depth"]["interval"]
     assert low < 0.4 < high and 0.005 < high - low < 0.3
 
@@ -200,9 +200,9 @@ def test_the_measured_frontier_and_what_looping_gains():
     budgets = (4e15, 1.6e16, 6.4e16)
     alone = isoflop_rows(budgets=budgets)
     rows = with_fixed_depth(alone, {4e15: 4.2, 6.4e16: 4.1})
-    result = fits.isoflop(table(rows))
+    result = analyses.isoflop(table(rows))
     assert [best["mean_depth"] for best in result["optima"]] == [
-        best["mean_depth"] for best in fits.isoflop(table(alone))["optima"]
+        best["mean_depth"] for best in analyses.isoflop(table(alone))["optima"]
     ]
     for point, flops, fixed in zip(result["frontier"], budgets, (4.2, None, 4.1), strict=True):
         best = min((row for row in alone if abs(row["flops"] / flops - 1) < 0.02), key=lambda row: row["loss"])
@@ -229,7 +229,7 @@ def drawn(draw, panels: int, *arguments):
 def test_the_frontier_takes_the_least_flops_for_each_loss():
     """Figure 4: against the depth that a minimiser finds, with tokens from the law solved for them."""
     rows = training_rows(SMALL)
-    result, fitted = fits.parametric(table(rows), restarts=20)
+    result, fitted = analyses.parametric(table(rows), restarts=20)
     (E, X, x, Y, y), (outer, core), _ = SMALL
 
     def least_flops(loss):
@@ -254,7 +254,7 @@ def test_the_frontier_takes_the_least_flops_for_each_loss():
     assert list(line.get_xdata()) == [point["mean_depth"] for point in inside]
     assert list(line.get_ydata()) == [point["tokens"] for point in inside]
     both = table(rows + training_rows((SMALL[0], MEDIUM[1], SMALL[2])))  # one law, two sizes
-    several, fitted = fits.parametric(both, restarts=20)
+    several, fitted = analyses.parametric(both, restarts=20)
     assert "frontier" not in several and "differ in size: fit each size apart" in several["no_frontier"]
     axes = drawn(law_plots.draw_parametric, 2, several, both, fitted)
     assert not axes[0].lines and axes[0].get_xlabel() == "effective parameters"
@@ -333,12 +333,12 @@ def test_budgets_without_an_optimum_are_named():
     for row in rows[:6]:
         row["loss"] = 8 - row["loss"]  # upside down
     outside = [{**row, "loss": 4 + 0.1 * math.log(row["mean_depth"] / 90) ** 2} for row in rows[6:12]]
-    result = fits.isoflop(table(rows[:6] + rows[6:]))
+    result = analyses.isoflop(table(rows[:6] + rows[6:]))
     assert len(result["optima"]) == 3 and "has no minimum" in result["left_out"][0]
     with pytest.raises(FitError, match="at least 3 FLOP budgets, got 2.*has no minimum.*outside the runs"):
-        fits.isoflop(table(rows[:6] + outside + rows[12:]))
+        analyses.isoflop(table(rows[:6] + outside + rows[12:]))
     with pytest.raises(FitError, match="got 0.*3 different depths; a parabola needs 4"):
-        fits.isoflop(table([row for i, row in enumerate(rows) if i % 6 < 3]))
+        analyses.isoflop(table([row for i, row in enumerate(rows) if i % 6 < 3]))
 
 
 # Test depth
@@ -364,7 +364,7 @@ TRUE_FORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("truth", TRUE_FORMS)
 def test_the_true_form_wins_in_range_and_beyond(truth):
-    result = fits.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=12)
+    result = analyses.test_time(table(curve_rows(TRUE_FORMS[truth])), restarts=12)
     assert not result["left_out"]
     for key in ("in_range", "extrapolated"):
         scores = {name: form[key]["huber"] for name, form in result["forms"].items()}
@@ -377,7 +377,7 @@ def test_the_true_form_wins_in_range_and_beyond(truth):
 
 def test_coefficients_of_every_curve_and_the_floor_against_the_loss_at_mu():
     rows = curve_rows(TRUE_FORMS["exponential"], noise=0.0)
-    result = fits.test_time(table(rows), restarts=6)
+    result = analyses.test_time(table(rows), restarts=6)
     percents = []
     for mu in (4, 8, 12):
         found = result["curves"][f"mu{mu}"]["coefficients"]
@@ -389,7 +389,7 @@ def test_coefficients_of_every_curve_and_the_floor_against_the_loss_at_mu():
 
 
 def test_short_curves_are_not_extrapolated():
-    result = fits.test_time(table(curve_rows(TRUE_FORMS["exponential"], depths=(3, 8))), restarts=6)
+    result = analyses.test_time(table(curve_rows(TRUE_FORMS["exponential"], depths=(3, 8))), restarts=6)
     assert result["left_out"] == ["mu3: 3 depths up to mu and 3 beyond; extrapolating needs 4 and 1"]
     assert result["forms"]["exponential"]["extrapolated"]["curves"] == 1
 
@@ -400,7 +400,7 @@ def test_short_curves_are_not_extrapolated():
 def test_the_unified_law_comes_back_and_predicts():
     rows = at_test_depths(training_rows(SMALL), 1.5, 3.0, 1.19, test_depths=(1, 2, 4, 8, 16))
     held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.5, 3.0, 1.19)
-    result, _ = fits.unified(table(rows), table(held_out), restarts=12)
+    result, _ = analyses.unified(table(rows), table(held_out), restarts=12)
     truth = dict(zip((*NAMES, "Z", "z", "gamma"), (*SMALL[0], 1.5, 3.0, 1.19)))
     assert result["coefficients"] == pytest.approx(truth, rel=1e-4)
     assert result["held_out"]["max_percent"] < 0.01
@@ -415,14 +415,14 @@ def test_the_unified_law_comes_back_and_predicts():
 def test_conditioning_on_the_training_depth_wins_where_it_is_true():
     rows = at_test_depths(training_rows(SMALL), 1.0, 5.0, 1.0, test_depths=(1, 2, 4, 8, 16, 24), noise=1e-4)
     held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 5.0, 1.0)
-    result = fits.conditioning(table(rows), table(held_out), restarts=12)
+    result = analyses.conditioning(table(rows), table(held_out), restarts=12)
     learned, one, none = (result["forms"][name] for name in ("learned", "one", "none"))
     assert learned["coefficients"]["gamma"] == pytest.approx(1.0, abs=0.05)
     assert none["huber"] > 2 * one["huber"] and learned["huber"] <= one["huber"] * (1 + 1e-6)
     assert none["held_out_huber"] > one["held_out_huber"]
 
     rows = at_test_depths(training_rows(SMALL), 8.0, 4.0, 0.0, test_depths=(1, 2, 4, 8, 16, 24), noise=1e-4)
-    forms = fits.conditioning(table(rows), restarts=12)["forms"]
+    forms = analyses.conditioning(table(rows), restarts=12)["forms"]
     assert forms["none"]["huber"] < forms["one"]["huber"] / 2
 
 
@@ -442,7 +442,7 @@ def conditioned_rows(noise: float) -> list[dict]:
 def test_intervals_of_conditioning_hold_the_truth_and_shrink_with_the_noise():
     held_out = table(at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.0, 12.0, 1.0))
     wide, narrow = (
-        fits.conditioning(table(conditioned_rows(noise)), held_out, restarts=10, resamples=100)
+        analyses.conditioning(table(conditioned_rows(noise)), held_out, restarts=10, resamples=100)
         for noise in (1e-3, 2e-4)
     )
     for name, truth in (("Z", 1.0), ("z", 12.0), ("gamma", 1.0)):
@@ -462,11 +462,11 @@ def test_a_resample_of_conditioning_refits_the_floor_too():
     """Its coefficients are those of a table in which the drawn runs are written out."""
     rows = conditioned_rows(1e-3)
     random.Random(0).shuffle(rows)  # runs need not be in order
-    again = fits.conditioning(table(rows), restarts=10, resamples=1, seed=3)
+    again = analyses.conditioning(table(rows), restarts=10, resamples=1, seed=3)
     times = fitting.draw_runs(table(rows).numbered("run"), 1, 3)[0].long().tolist()
     written_out = [row for row, count in zip(rows, times) for _ in range(count)]
     assert len({row["run"] for row in written_out}) < len({row["run"] for row in rows})
-    direct = fits.conditioning(table(written_out), restarts=10)
+    direct = analyses.conditioning(table(written_out), restarts=10)
     for name in ("learned", "one"):
         assert not direct["forms"][name]["intervals"] and "huber_interval" not in direct["forms"][name]
         form = again["forms"][name]
@@ -488,7 +488,7 @@ def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
                 for loss in [2.5 + 1.2 * math.exp(-0.5 * t)]
             ]
         )
-        fitted = fits.curve_bootstrap(fits.curve_fit(form, curve, 2, 0), curve, 60, seed)
+        fitted = analyses.curve_bootstrap(analyses.curve_fit(form, curve, 2, 0), curve, 60, seed)
         for name, truth in (("L_inf", 2.5), ("Z", 1.2), ("z", 0.5)):
             low, high = fitted.intervals[name]
             held[name] += low < truth < high
@@ -498,7 +498,7 @@ def test_intervals_of_curves_hold_the_truth_as_often_as_they_say():
 @pytest.mark.slow
 def test_intervals_of_test_time_shrink_with_the_noise():
     wide, narrow = (
-        fits.test_time(table(curve_rows(TRUE_FORMS["exponential"], (4, 5, 6), noise)), restarts=2, resamples=40)
+        analyses.test_time(table(curve_rows(TRUE_FORMS["exponential"], (4, 5, 6), noise)), restarts=2, resamples=40)
         for noise in (1e-3, 1e-4)
     )
     for run in ("mu4", "mu5", "mu6"):
@@ -516,11 +516,11 @@ def test_intervals_of_test_time_shrink_with_the_noise():
 def test_an_interval_over_curves_is_that_of_a_mean():
     draw = random.Random(0)
     values = [draw.gauss(5, 2) for _ in range(200)]
-    low, high = fits.over_curves("huber", values, 2000, 0)["interval"]
+    low, high = analyses.over_curves("huber", values, 2000, 0)["interval"]
     mean = sum(values) / 200
     error = math.sqrt(sum((value - mean) ** 2 for value in values)) / 200
     assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.15 * error)
-    assert fits.over_curves("huber", values[:2], 2000, 0) == {"huber": pytest.approx(sum(values[:2]) / 2)}
+    assert analyses.over_curves("huber", values[:2], 2000, 0) == {"huber": pytest.approx(sum(values[:2]) / 2)}
 
 
 def test_resamples_that_find_nothing_are_not_counted():
@@ -528,7 +528,7 @@ def test_resamples_that_find_nothing_are_not_counted():
     columns, weights = rows.columns(PARAMETRIC.columns), fitting.draw_runs(rows.numbered("run"), 5, 0)
     weights[2] = math.inf
     fitted = fitting.bootstrap(fit(PARAMETRIC, columns, rows["loss"], 20), columns, rows["loss"], 5, weights)
-    facts = fits.summary("parametric", fitted)
+    facts = analyses.summary("parametric", fitted)
     assert facts["resamples_used"] == 4 and all(map(math.isfinite, facts["intervals"]["E"]))
 
 
@@ -538,7 +538,7 @@ def test_resamples_that_find_nothing_are_not_counted():
 def test_a_fit_without_a_minimum_gives_no_number(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(fitting, "minimize", lambda objective, start: (start, objective(start, None)))
     monkeypatch.setattr(fitting, "polished", lambda objective, free: free)
-    result, fitted = fits.parametric(table(training_rows(SMALL)), restarts=2, resamples=10)
+    result, fitted = analyses.parametric(table(training_rows(SMALL)), restarts=2, resamples=10)
     assert not result["converged"] and "no minimum was reached from 2 starts" in result["reason"]
     assert not {"coefficients", "intervals", "huber"} & set(result)
     for number in (lambda: fitted.coefficients, lambda: fitted.predict({})):
@@ -552,7 +552,7 @@ def test_a_fit_without_a_minimum_gives_no_number(monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_what_the_runs_do_not_show_is_said():
     flat = [{**row, "loss": 2.5 + 3e4 * row["tokens"] ** -0.5} for row in training_rows(SMALL)]  # no use of loops
-    result, _ = fits.parametric(table(flat), restarts=40)
+    result, _ = analyses.parametric(table(flat), restarts=40)
     assert not result["converged"] and "X" in result["reason"] and "coefficients" not in result
     constant = [{**row, "loss": 2.5} for row in curve_rows(TRUE_FORMS["exponential"], depths=(8,))]
     fitted = fit(TEST_TIME["exponential"], table(constant).columns(["test_depth"]), table(constant)["loss"], 20)
@@ -566,9 +566,9 @@ def test_missing_columns_and_bad_numbers_are_named(tmp_path):
     rows = training_rows(SMALL)
     bare = [{key: row[key] for key in ("run", "loss", "tokens", "mean_depth")} for row in rows]
     with pytest.raises(FitError, match="runs lacks columns flops; it has|runs lacks column flops; it has loss"):
-        fits.isoflop(table(bare))
+        analyses.isoflop(table(bare))
     with pytest.raises(FitError, match="lacks columns test_depth, effective_parameters"):
-        fits.conditioning(table(bare))
+        analyses.conditioning(table(bare))
     for value, words in (
         (0.0, "got 0.0"),
         (-1.0, "got -1.0"),
@@ -576,22 +576,22 @@ def test_missing_columns_and_bad_numbers_are_named(tmp_path):
         ("high", "a number, got 'high'"),
     ):
         with pytest.raises(FitError, match=f"row 3 .*: loss must be .*{words}"):
-            fits.parametric(table([*rows[:2], {**rows[2], "loss": value}, *rows[3:]]))
+            analyses.parametric(table([*rows[:2], {**rows[2], "loss": value}, *rows[3:]]))
     with pytest.raises(FitError, match="row 1 .*tokens must be a number, got None"):
-        fits.parametric(table([{k: v for k, v in rows[0].items() if k != "tokens"}, *rows[1:]]))
+        analyses.parametric(table([{k: v for k, v in rows[0].items() if k != "tokens"}, *rows[1:]]))
 
 
 def test_too_few_runs_and_columns_that_do_not_vary():
     rows = training_rows(SMALL)
     with pytest.raises(FitError, match=r"5 parameters \(E, X, x, Y, y\) and needs at least 6 losses, got 5"):
-        fits.parametric(table(rows[:5]))
+        analyses.parametric(table(rows[:5]))
     with pytest.raises(FitError, match="different values of tokens, but all 36 rows have 1e.09"):
-        fits.parametric(table([{**row, "tokens": 1e9} for row in rows]))
+        analyses.parametric(table([{**row, "tokens": 1e9} for row in rows]))
     with pytest.raises(FitError, match="run mu8: .*needs at least 4 losses, got 2"):
-        fits.test_time(table(curve_rows(TRUE_FORMS["exponential"], depths=(8,))[:2]))
+        analyses.test_time(table(curve_rows(TRUE_FORMS["exponential"], depths=(8,))[:2]))
     untested = [{**row, "test_depth": row["test_depth"] + 1} for row in rows]
     with pytest.raises(FitError, match="no row with test_depth equal to mean_depth for 1.6e.19_10, .* and others"):
-        fits.parametric(table(untested))
+        analyses.parametric(table(untested))
 
 
 def test_tables_that_can_not_be_read(tmp_path):

@@ -111,7 +111,7 @@ def scores_of(lm: LoopedLM, suite: Suite) -> dict[int, dict]:
 
 
 def over_seeds(found: dict[int, dict]) -> dict:
-    """Of one depth."""
+    """The scores of one depth."""
     one = next(iter(found.values()))
     result = {}
     for name in (name for name in one if name != "tasks"):

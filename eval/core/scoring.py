@@ -17,7 +17,7 @@ class Scored(NamedTuple):
 
 
 def prompts(task: CoreTask, index: int) -> list[str]:
-    """Of each choice or context; of language modelling, without and with the answer."""
+    """The texts of each choice or context; of language modelling, without and with the answer."""
     item, delimiter = task.items[index], task.delimiter
     shots = "".join(answered(task.kind, shot, delimiter) + "\n\n" for shot in task.shots(index))
     if task.kind == "multiple_choice":
@@ -38,7 +38,7 @@ def answered(kind: str, item: dict, delimiter: str) -> str:
 
 
 def common_length(first: list[int], *others: list[int]) -> int:
-    """Of the longest beginning that all share."""
+    """The length of the longest beginning that all share."""
     length = min(len(first), *map(len, others)) if others else len(first)
     return next((i for i in range(length) if any(other[i] != first[i] for other in others)), length)
 
@@ -69,7 +69,7 @@ def score(lm: LoopedLM, requests: list[Scored]) -> torch.Tensor:
 
 
 def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
-    """Of one task, at each depth."""
+    """The accuracy of one task, at each depth."""
     tokenizer = lm.tokenizer
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     requests = []

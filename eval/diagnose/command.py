@@ -29,7 +29,7 @@ from recipes.common.command_line import Depths, Parser
 from recipes.common.files import write_whole
 from recipes.common.provenance import finite, provenance, rounded, write_json
 
-from . import dynamics, figures, premises, readout_probes, theorems, theory, transfer
+from . import dynamics, figures, growth, premises, readout_probes, theorems, transfer
 from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
 
 
@@ -64,9 +64,9 @@ class Measure(NamedTuple):
 
 LITTLE = {"loops": [1, 2, 4, 8], "seeds": 1, "steps": 3, "num_tokens": 64}
 MEASURES = {
-    "residual_norm": Measure(theory.residual_norm, figures.draw_residual_norm, LITTLE),
-    "loop_cosine": Measure(theory.loop_cosine, figures.draw_loop_cosine, {"copies": 8, "steps": 3, "num_tokens": 64}),
-    "update_size": Measure(theory.update_size, figures.draw_update_size, LITTLE),
+    "residual_norm": Measure(growth.residual_norm, figures.draw_residual_norm, LITTLE),
+    "loop_cosine": Measure(growth.loop_cosine, figures.draw_loop_cosine, {"copies": 8, "steps": 3, "num_tokens": 64}),
+    "update_size": Measure(growth.update_size, figures.draw_update_size, LITTLE),
     "premises": Measure(premises.premises, figures.draw_premises),
     "theorem_1": Measure(theorems.theorem_1, figures.draw_theorem_1),
     "theorem_2": Measure(theorems.theorem_2, figures.draw_theorem_2),
@@ -187,7 +187,7 @@ def add_options(parser: argparse.ArgumentParser, measure: Measure):
 
 
 def read_result(path: str) -> dict:
-    """Of a depth_curve.json."""
+    """The curves of a depth_curve.json."""
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
@@ -198,7 +198,7 @@ def read_result(path: str) -> dict:
 
 
 def default_folder(target: str) -> Path:
-    """Of what is measured: where eval.report looks for it, if there is a training run."""
+    """The folder of what is measured: where eval.report looks for it, if there is a training run."""
     run = training_run(target)
     return Path("runs/diagnose") / Path(target).resolve().name if run is None else run / "diagnose"
 

@@ -18,8 +18,8 @@ from recipes.common.config import DataConfig
 from recipes.common.metrics import read_metrics
 from recipes.data.sources import training_source
 
+from .growth import built, random_tokens
 from .readout_probes import token_classes
-from .theory import built, random_tokens
 
 
 class DiagnoseError(ValueError):

@@ -67,7 +67,7 @@ def averaged(rows: list[dict]) -> dict:
 
 
 def sums_of_residuals(weights: torch.Tensor, h_0: torch.Tensor, eps: float) -> dict:
-    """Of one run: conclusions and premises of theorem 1, lemma 4 and equation R_N^2 = R_0^2 + B_N + C_N."""
+    """Conclusions and premises, of one run, of theorem 1, lemma 4 and equation R_N^2 = R_0^2 + B_N + C_N."""
     activations, residuals, out = run(weights, h_0, eps)
     u, r, loops, width = activations[:, 0], residuals[:, 0], len(weights), len(h_0)
     total, activation_sum = r.sum(0), u.sum(0)
@@ -201,7 +201,7 @@ def branch_outputs(weights: torch.Tensor, h_0: torch.Tensor, loops: int, eps: fl
 
 
 def jacobians(weights: torch.Tensor, activations: torch.Tensor, eps: float):
-    """Of h_out by what is added after branch (n, l), from the last to the first."""
+    """Jacobians of h_out by what is added after branch (n, l), from the last to the first."""
     jacobian = torch.eye(weights.shape[-1], dtype=weights.dtype)
     for n in reversed(range(activations.shape[0])):
         for layer in reversed(range(activations.shape[1])):

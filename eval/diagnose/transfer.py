@@ -10,7 +10,7 @@ from modeling_looped import LoopedConfig
 from recipes.common.optimum import optimum, shifts
 from recipes.common.token_losses import next_token_losses
 
-from .theory import RULES, built, looped, optimizer_of, with_fields
+from .growth import RULES, built, looped, optimizer_of, with_fields
 
 
 def trained_loss(

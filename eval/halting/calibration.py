@@ -68,7 +68,7 @@ def exit_loops(rule: ExitRule, scores: torch.Tensor) -> torch.Tensor:
 
 
 def perplexity_at(loops: torch.Tensor, losses: torch.Tensor) -> float:
-    """Of units that exit after so many loops each; losses: [loops, units]."""
+    """The perplexity of units that exit after so many loops each; losses: [loops, units]."""
     return mean_perplexity(losses.gather(0, loops[None] - 1))
 
 

@@ -136,7 +136,7 @@ class LoopedLM(HFLM):
 
     @property
     def mean_loops(self) -> float | None:
-        """Of the tokens that were scored or generated at this depth."""
+        """The mean loops of the tokens that were scored or generated at this depth."""
         loops, tokens = (self._counted if self.world_size == 1 else self._counted_everywhere).tolist()
         return loops / tokens if tokens else None
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from recipes.common.command_line import Parser
 from recipes.common.provenance import write_json
 
-from .fits import conditioning, isoflop, parametric, test_time, unified
+from .analyses import conditioning, isoflop, parametric, test_time, unified
 from .fitting import Fit, FitError
 from .forms import CONDITIONING
 from .frontier import is_fixed_depth

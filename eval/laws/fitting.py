@@ -130,7 +130,7 @@ class Fit:
 
     @property
     def intervals(self) -> dict[str, list[float]]:
-        """Of every coefficient: 95 % of the refits."""
+        """The interval of every coefficient that holds 95 % of the refits."""
         if self.refits is None:
             return {}
         return {name: interval(values) for name, values in self.law.coefficients(self.refits).items()}

@@ -15,7 +15,7 @@ from .run_table import Table
 
 @dataclass(frozen=True)
 class DepthCosts:
-    """Of one model, at the mean depths of its runs in ascending order."""
+    """The frontier of one model, at the mean depths of its runs in ascending order."""
 
     depths: np.ndarray
     parameters: np.ndarray  # N(mu)

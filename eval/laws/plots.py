@@ -6,7 +6,7 @@ import numpy as np
 
 from recipes.common.canvas import canvas
 
-from .fits import budgets_of
+from .analyses import budgets_of
 from .fitting import Fit
 from .forms import TEST_TIME
 from .frontier import depth_costs, is_fixed_depth, predicted
@@ -67,7 +67,7 @@ def draw_measured_frontier(axis, result, table):
 
 
 def plain_ticks(axis, values, form: str = "{x:g}"):
-    """Of a logarithmic axis: these values, written out."""
+    """Ticks of a logarithmic axis at these values, written out."""
     ticks = sorted(set(np.asarray(values).tolist()))
     axis.set_ticks(ticks, [form.format(x=tick) for tick in ticks], fontsize=7)
     axis.set_ticks([], minor=True)

@@ -94,7 +94,7 @@ def write(model, ids: torch.Tensor, rule: ExitRule, args) -> tuple[list[int], li
 
 @torch.no_grad()
 def margins(model, ids: torch.Tensor, num_new: int, num_loops: int) -> list[list[float]]:
-    """Of each of the last `num_new` tokens, where it was predicted: logit margin after every loop."""
+    """The logit margin after every loop where each of the last `num_new` tokens was predicted."""
     places = torch.arange(ids.shape[1] - num_new, ids.shape[1], device=ids.device) - 1
     outputs = model(
         ids,

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 
 
 def held_out(fraction: float, characters: int, **_) -> DatasetDict:
-    """Of each document the beginning, to the first blank line after so many characters."""
+    """The beginning of each document, to the first blank line after so many characters."""
     sys.path.append(str(Path(__file__).parents[2]))  # lm-eval imports this file by itself, from anywhere
     from recipes.data.part_files import HeldOut
     from recipes.data.sources import cut_at_blank_lines, embedded_documents

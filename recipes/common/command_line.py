@@ -57,7 +57,7 @@ def check_device(name: str | None):
 
 
 def print_help(arguments: list[str], text: str, least: int = 1):
-    """Of a command that takes a recipe and section.key=value, and no options."""
+    """The help of a command that takes a recipe and section.key=value, and no options."""
     if len(arguments) < least or {"-h", "--help"} & set(arguments):
         print(text)
         raise SystemExit(0 if arguments else 2)
@@ -76,7 +76,7 @@ def parse_depths(num_loops) -> list[int]:
 
 
 class Depths(argparse.Action):
-    """Of an option that takes several depths: 1 2 4, or 1,2,4, or 1..4."""
+    """The action of an option that takes several depths: 1 2 4, or 1,2,4, or 1..4."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         try:

@@ -62,7 +62,7 @@ def spread(values: torch.Tensor) -> dict[str, float]:
 
 
 def increment_products(states) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of increments d_i = h_i - h_{i-1}, averaged over tokens: cosines and inner products / d, both [N, N].
+    """Cosines and inner products / d of increments d_i = h_i - h_{i-1}, averaged over tokens, both [N, N].
 
     With h_i = h_{i-1} + eps r_i the second is the workshop paper's eps^2 <r_i, r_j> / d.
     """

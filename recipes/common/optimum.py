@@ -110,7 +110,7 @@ def shift(first: dict, other: dict) -> dict:
 
 
 def shifts(optima: dict[str, dict]) -> dict[str, dict]:
-    """Of each optimum from the first."""
+    """How far each optimum is from the first."""
     first = next(iter(optima.values()))
     return {name: {"octaves": 0.0} if one is first else shift(first, one) for name, one in optima.items()}
 

@@ -37,7 +37,7 @@ def own_command() -> str:
 
 @cache
 def commit() -> str:
-    """Of this code, with a plus sign where it was changed since."""
+    """The commit of this code, with a plus sign where it was changed since."""
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):

@@ -11,7 +11,7 @@ def ratio(sums: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 
 def standard_error(sums: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Of that ratio, rows being independent: sqrt(n / (n - 1) sum (s_i - r b_i)^2) / sum b_i."""
+    """The standard error of that ratio, rows being independent: sqrt(n / (n - 1) sum (s_i - r b_i)^2) / sum b_i."""
     residual = sums - ratio(sums, sizes)[..., None] * sizes
     n = len(sizes)
     return (residual.square().sum(-1) * (n / (n - 1) if n > 1 else math.nan)).sqrt() / sizes.sum()

@@ -17,5 +17,5 @@ def perplexity(mean_loss: float) -> float:
 
 
 def next_token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """Of the next token at every position that has one: [batch, length - 1]."""
+    """The loss of the next token at every position that has one: [batch, length - 1]."""
     return token_losses(logits[:, :-1], input_ids[:, 1:])

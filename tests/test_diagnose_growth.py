@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.common.hooks import trace
-from eval.diagnose import theory, transfer
+from eval.diagnose import growth, transfer
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from recipes.common.measures import increment_products, power_law
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -34,8 +34,8 @@ def test_power_law():
 
 def test_growth_has_the_exponents_of_the_theory():
     """Theorem 1 and appendix 7.1, at initialisation; seeds and width leave an error of about 0.1."""
-    result = theory.residual_norm(theorem_config(), loops=[4, 8, 16, 32], seeds=2, steps=0, num_tokens=32)
-    for arrangement, rules in theory.NORM_THEORY.items():
+    result = growth.residual_norm(theorem_config(), loops=[4, 8, 16, 32], seeds=2, steps=0, num_tokens=32)
+    for arrangement, rules in growth.NORM_THEORY.items():
         for rule, exponent in rules.items():
             fit = result[arrangement].get(rule, {}).get("slope")
             if exponent is None:
@@ -47,8 +47,8 @@ def test_growth_has_the_exponents_of_the_theory():
 def test_residual_norm_is_that_of_the_models_themselves():
     """Brute force: R at every step, from the public states of a model trained by hand."""
     config = theorem_config(hidden_size=32, intermediate_size=48, num_core_layers=2)
-    result = theory.residual_norm(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
-    changes = theory.update_size(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
+    result = growth.residual_norm(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
+    changes = growth.update_size(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
     fields = {**config.to_dict(), "num_loops": 3, "residual_scaling": "factored"}
     fields.pop("num_hidden_layers")
     torch.manual_seed(0)
@@ -75,13 +75,13 @@ def test_residual_norm_is_that_of_the_models_themselves():
 
 def test_unshared_stack_has_the_rule_of_its_depth():
     config = theorem_config(num_core_layers=2)
-    stack = theory.unshared(config, 9, "sqrt")
+    stack = growth.unshared(config, 9, "sqrt")
     assert (stack.num_core_layers, stack.num_loops) == (18, 1)
     assert stack.residual_factor(1) == pytest.approx(1 / 3)
-    assert theory.unshared(config, 9, "none").residual_factor(1) == 1
-    assert theory.unshared(config, 9, "linear").residual_factor(1) == pytest.approx(1 / 9)
+    assert growth.unshared(config, 9, "none").residual_factor(1) == 1
+    assert growth.unshared(config, 9, "linear").residual_factor(1) == pytest.approx(1 / 9)
     for fields in ({"injection": "add", "state_init": "zeros"}, {"num_coda_layers": 1}, {"loop_damping": True}):
-        result = theory.residual_norm(
+        result = growth.residual_norm(
             theorem_config(**fields), loops=[1, 2, 3], rules=["none"], seeds=1, steps=0, num_tokens=8
         )
         assert "unshared" not in result and next(iter(fields)) in result["no_unshared"]
@@ -92,7 +92,7 @@ def test_increments_of_a_linear_loop():
     model = linear_model(DECAY)
     e = embedded(model).flatten(0, 1)
     steps = torch.stack([(DECAY - 1) * DECAY**i * e for i in range(4)])  # [N, tokens, d]
-    result = theory.increments(trace(model, BATCH, 4).trajectory, eps=1.0)
+    result = growth.increments(trace(model, BATCH, 4).trajectory, eps=1.0)
     for i in range(4):
         for j in range(4):
             cosine = torch.nn.functional.cosine_similarity(steps[i], steps[j], dim=-1).mean().item()
@@ -115,7 +115,7 @@ def test_increments_in_one_direction_and_in_none():
 
 def test_loop_cosine_tells_shared_weights_from_independent_ones():
     model = LoopedForCausalLM(theorem_config(num_core_layers=2)).eval()
-    result = theory.loop_cosine(model, {"input_ids": random_ids(2, 16, 64)}, copies=12, num_loops=6, num_tokens=32)
+    result = growth.loop_cosine(model, {"input_ids": random_ids(2, 16, 64)}, copies=12, num_loops=6, num_tokens=32)
     assert len(result["model"]["cosine"]) == 6 and len(result["unshared"]["cosine"]) == 12
     assert result["looped"]["off_diagonal"]["mean"] > 0.4
     assert abs(result["unshared"]["off_diagonal"]["mean"]) < 0.1
@@ -130,21 +130,21 @@ def test_loop_cosine_tells_shared_weights_from_independent_ones():
 def test_cosines_of_a_trained_model_alone():
     """Figures 6 and 8 are of the model itself: no fresh ones beside it."""
     model = tiny_model()
-    assert set(theory.loop_cosine(model, BATCH, copies=0)) == {"num_loops", "copies", "steps", "model"}
+    assert set(growth.loop_cosine(model, BATCH, copies=0)) == {"num_loops", "copies", "steps", "model"}
 
 
 @pytest.mark.slow
 def test_sixty_four_unshared_copies_of_twelve_layers_fit():
     config = theorem_config(num_core_layers=12, hidden_size=32, intermediate_size=64)
-    stack = theory.increments_of_stack(config, "unshared", 64, steps=0, lr=1e-4, num_tokens=8)
+    stack = growth.increments_of_stack(config, "unshared", 64, steps=0, lr=1e-4, num_tokens=8)
     assert len(stack["cosine"]) == 64 and abs(stack["off_diagonal"]["mean"]) < 0.05
 
 
 def test_training_of_measures_leaves_random_numbers_and_the_model_alone():
     model = tiny_model(residual_dropout=0.3)
     before, noise = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    theory.loop_cosine(model, BATCH, copies=2, steps=1, num_tokens=8)
-    theory.residual_norm(model.config, loops=[1, 2, 3], rules=["none"], seeds=1, steps=1, num_tokens=8)
+    growth.loop_cosine(model, BATCH, copies=2, steps=1, num_tokens=8)
+    growth.residual_norm(model.config, loops=[1, 2, 3], rules=["none"], seeds=1, steps=1, num_tokens=8)
     transfer.lr_transfer(model.config, BATCH, loops=[1], rates=[1e-3, 2e-3, 4e-3], steps=1, rows_per_step=1)
     assert torch.equal(noise, torch.get_rng_state())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -226,7 +226,7 @@ def test_the_rate_of_lr_transfer_rises_and_falls_to_zero(monkeypatch):
         ({"rules": ["cubic"]}, "rules must be among none, sqrt, linear, factored"),
     ],
 )
-@pytest.mark.parametrize("measure", [theory.residual_norm, theory.update_size], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("measure", [growth.residual_norm, growth.update_size], ids=lambda m: m.__name__)
 def test_bad_sweeps_are_refused(measure, options, message):
     with pytest.raises(ValueError, match=message):
         measure(tiny_config(), **options)
@@ -234,11 +234,11 @@ def test_bad_sweeps_are_refused(measure, options, message):
 
 def test_other_bad_input_is_refused():
     with pytest.raises(ValueError, match="at least 1 step, got 0"):
-        theory.update_size(tiny_config(), steps=0)
+        growth.update_size(tiny_config(), steps=0)
     with pytest.raises(ValueError, match="at least 2 of them, got num_loops=1"):
-        theory.loop_cosine(tiny_model(), BATCH, num_loops=1)
+        growth.loop_cosine(tiny_model(), BATCH, num_loops=1)
     with pytest.raises(ValueError, match="got num_loops=3 and copies=1"):
-        theory.loop_cosine(tiny_model(), BATCH, copies=1)
+        growth.loop_cosine(tiny_model(), BATCH, copies=1)
     with pytest.raises(ValueError, match="at least 3 positive learning rates"):
         transfer.lr_transfer(tiny_config(), BATCH, rates=[1e-3, 1e-2])
     with pytest.raises(ValueError, match="at least 2 of them; got 1"):

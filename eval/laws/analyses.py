@@ -54,7 +54,7 @@ def optima(budgets: dict[float, Table], draw=None) -> tuple[list[dict], list[str
 
 
 def power_laws(found: list[dict]) -> dict:
-    """Of the best loops and the best tokens: scale * FLOPs ** exponent."""
+    """The laws of the best loops and the best tokens: scale * FLOPs ** exponent."""
     flops = [best["flops"] for best in found]
     laws = {}
     for name in ("mean_depth", "tokens"):
