@@ -23,15 +23,11 @@ from recipes.engine.training import Divergence, Pretraining
 PROMPT = 'def read(self, size=-1):\n    """'
 
 
-def fit_to_processor() -> list[str]:
-    """bf16 where this processor multiplies it in hardware (accelerate reads this); and overrides of the recipe."""
+def choose_precision():
+    """bf16 where this processor multiplies it in hardware; accelerate reads this."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
         os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
-    if torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return []
-    # torch's Muon multiplies in bf16, which takes such a processor ten times as long as all the rest of a step
-    return ["optimizer.name=adamw", "optimizer.lr=2e-3"]
 
 
 def by_depth(metrics: Path, measure: str) -> dict[int, float]:
@@ -63,7 +59,8 @@ def write(folder: Path, loops: list[int]):
 
 def main(overrides: list[str]) -> Path:
     print_help(overrides, __doc__, least=0)
-    run = Pretraining(load_recipe(Path(__file__).with_suffix(".yaml"), [*fit_to_processor(), *overrides]))
+    choose_precision()
+    run = Pretraining(load_recipe(Path(__file__).with_suffix(".yaml"), overrides))
     config = run.config
     print(f"{run.bare.num_parameters():,} parameters: {config.num_core_layers} layer, {config.num_loops} loops")
     final = run.train()

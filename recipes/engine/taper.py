@@ -37,6 +37,6 @@ class Taper:
         self.norm.gate.fill_(self.gate(step))
 
     def fit_terms(self, readouts: Iterable[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        """Sums over what the norm reads after every loop, [rows, length, hidden], where there is a label to predict."""
+        """Sums over what the norm reads after every loop, [rows, length, hidden], where a label is to be predicted."""
         labelled = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
         return sum(self.norm.fit_terms(state[labelled]).double() for state in readouts)
