@@ -1,19 +1,24 @@
 """Try faults for a while and write what came of them.
 
-    python -m tests.faults --minutes 10 --seed 1 --output results/reliability
+    python -m tests.faults --minutes 10 --seed 1 --output results
     python -m tests.faults --only recipes --trials 500
 
-Writes OUTPUT/reliability.json and prints a table; ends with 1 if any outcome is not good.
+Writes reliability.json and RELIABILITY.md into --output; ends with 1 if any outcome is not good.
 """
 
 import importlib
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 from recipes.common.command_line import Parser, run_command
-from recipes.common.provenance import write_json
-from tests.faults.campaign import GOOD, campaigns, tally
+from recipes.common.files import write_whole
+from recipes.common.provenance import provenance, write_json
+from tests.faults.campaign import GOOD, Outcome, campaigns, tally
+
+
+OUTCOMES = get_args(Outcome)
 
 
 def main(arguments: list[str] | None = None):
@@ -23,14 +28,13 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--minutes", type=float, default=5, help="of each campaign, at most")
     parser.add_argument("--trials", type=int, default=None, help="of each campaign, at most")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=None, help="folder of reliability.json")
+    parser.add_argument("--output", type=Path, default=None, help="folder of reliability.json and RELIABILITY.md")
     args = parser.parse_args(arguments)
     found = {name: run(name, args) for name in args.only}
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
         write_json(args.output / "reliability.json", {"seed": args.seed, "campaigns": found}, args.command)
-    if any(campaign["bad"] for campaign in found.values()):
-        raise SystemExit(1)
+        write_whole(args.output / "RELIABILITY.md", page(found, args))
+    return int(any(campaign["bad"] for campaign in found.values()))
 
 
 def run(name: str, args) -> dict:
@@ -47,6 +51,42 @@ def run(name: str, args) -> dict:
     print(f"{name}: {len(seen)} trials, {outcomes}", flush=True)
     bad = [trial._asdict() for trial in seen if trial.outcome not in GOOD]
     return {"about": campaign.__doc__.splitlines()[0], "trials": len(seen), "outcomes": outcomes, "bad": bad}
+
+
+def page(found: dict[str, dict], args) -> str:
+    """A row for each campaign, and the faults that were not met well."""
+    made_by = provenance(args.command)
+    rows = [
+        f"| {campaign['about']} | {campaign['trials']} | "
+        + " | ".join(str(campaign["outcomes"].get(outcome, 0)) for outcome in OUTCOMES)
+        + " |"
+        for campaign in found.values()
+    ]
+    bad = [
+        f"- {name}: {trial['outcome']}: `{trial['fault']}`: {trial['detail']}"
+        for name, campaign in found.items()
+        for trial in campaign["bad"]
+    ]
+    return "\n".join(
+        [
+            "# Reliability",
+            "",
+            "Faults on purpose, and what came of them. Right: the result is bit for bit that without the fault. "
+            "Refused: one line",
+            "that quotes what is wrong and says what to do. Silent: a wrong result without a word. Traceback: an error "
+            "that advises",
+            "nothing. Lost: work that cannot be resumed.",
+            "",
+            f"| campaign | faults | {' | '.join(OUTCOMES)} |",
+            f"|---|{'---|' * (len(OUTCOMES) + 1)}",
+            *rows,
+            "",
+            *(["Not met well:", "", *bad, ""] if bad else []),
+            f"`{made_by['command']}`, commit {made_by['commit']}, {made_by['hardware']}, "
+            + ", ".join(f"{name} {version}" for name, version in made_by["versions"].items()),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":
