@@ -189,7 +189,7 @@ class LoopedCache(DynamicCache):
 class CacheView:
     """What the blocks see of a cache during one pass; `update` is that of the cache."""
 
-    def __init__(self, cache: Cache, config, plan, stored_loops: int):
+    def __init__(self, cache: Cache, config, plan, stored_loops: int, may_exit: bool):
         self.cache, self.config, self.plan = cache, config, plan
         self.shared = num_shared_slots(sharing_of(cache))
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
@@ -198,7 +198,8 @@ class CacheView:
         self.latest, self.written = {}, {}  # a layer is named by its slot in the first loop
         self.loops_run = 0
         self.frozen: torch.Tensor | None = None  # [batch, length]: tokens that have exited
-        if self.shared is not None:
+        self.takes_back = self.shared is not None or may_exit
+        if self.takes_back:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
     def slot(self, layer: int, loop: int) -> int:
@@ -210,10 +211,10 @@ class CacheView:
         slot = self.slot(layer, loop)
         self.loops_run = max(self.loops_run, loop + 1)
         fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
-        if self.shared is not None:
-            if slot in self.written:  # take back what an earlier loop of this pass wrote
-                fresh = self.of_all_tokens((keys, values), self.written[slot])
-                self.cache.layers[slot].crop(-keys.shape[-2])
+        if slot in self.written:  # take back what an earlier loop of this pass wrote
+            fresh = self.of_all_tokens((keys, values), self.written[slot])
+            self.cache.layers[slot].crop(-keys.shape[-2])
+        if self.shared is not None or slot < self.config.core_slot(0):  # a check for exits may run the coda
             self.written[slot] = fresh
         keys, values = self.write(slot, *fresh, *args, **kwargs)
         if self.plan.is_mixed:
@@ -241,7 +242,7 @@ class CacheView:
             for layer in range(self.config.num_core_layers):
                 layer = self.config.core_slot(0, layer)
                 self.write(self.slot(layer, loop), *self.latest[layer])
-        if self.shared is not None:
+        if self.takes_back:
             for layer in self.cache.layers:
                 if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
                     layer.crop(0)  # back to the window
@@ -273,7 +274,7 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
         if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
             fit_layers(cache, config.core_slot(needed), config.num_core_layers)
     if plan.is_mixed or shared is not None or stored > plan.max_depth or may_exit:
-        return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored)
+        return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored, may_exit)
     return cache
 
 
