@@ -210,11 +210,13 @@ class CacheView:
         layer, loop = self.config.split_slot(slot)
         slot = self.slot(layer, loop)
         self.loops_run = max(self.loops_run, loop + 1)
-        fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
-        if slot in self.written:  # take back what an earlier loop of this pass wrote
-            fresh = self.of_all_tokens((keys, values), self.written[slot])
+        fresh, is_core = (keys, values), layer >= self.config.core_slot(0)
+        if is_core:
+            fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
+        if slot in self.written:  # take back what an earlier loop of this pass wrote, or the coda at a check for exits
+            fresh = self.of_all_tokens((keys, values), self.written[slot]) if is_core else (keys, values)
             self.cache.layers[slot].crop(-keys.shape[-2])
-        if self.shared is not None or slot < self.config.core_slot(0):  # a check for exits may run the coda
+        if self.shared is not None or not is_core:
             self.written[slot] = fresh
         keys, values = self.write(slot, *fresh, *args, **kwargs)
         if self.plan.is_mixed:
