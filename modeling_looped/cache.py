@@ -39,7 +39,7 @@ class PreallocatedLayer(DynamicLayer):
     room = 64  # tokens
     keys: torch.Tensor  # of an initialized layer, as the values
     values: torch.Tensor
-    buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+    buffers: tuple[torch.Tensor, ...] = ()  # keys and values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if key_states.requires_grad or torch.compiler.is_compiling():
@@ -48,35 +48,24 @@ class PreallocatedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        buffers = self.buffers_with_room(end, key_states)
-        if buffers is not None:
-            keys, values = buffers
-        else:
-            keys, values = (
-                new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (key_states, value_states)
-            )
-            self.buffers = (keys, values)
-            if start:
-                keys[..., :start, :], values[..., :start, :] = self.keys, self.values
+        if not self.has_room(end):
+            states, held = (key_states, value_states), (self.keys, self.values)
+            self.buffers = tuple(new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in states)
+            for buffer, old in zip(self.buffers, held) if start else ():
+                buffer[..., :start, :] = old
+        keys, values = self.buffers
         keys.narrow(-2, start, end - start).copy_(key_states)
         values.narrow(-2, start, end - start).copy_(value_states)
         self.keys, self.values = keys.narrow(-2, 0, end), values.narrow(-2, 0, end)
         return self.keys, self.values
 
-    def buffers_with_room(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """None also where the buffers do not hold what the layer holds: others may have put tensors of their own."""
-        if self.buffers is None:
-            return None
+    def has_room(self, length: int) -> bool:
+        """In buffers that hold what the layer holds: others may have put tensors of their own."""
+        if not self.buffers or self.keys.numel() == 0:
+            return False
         keys, values = self.buffers
-        is_empty = self.keys.numel() == 0
-        held = like if is_empty else self.keys
-        if keys.shape[-2] < length or keys.shape[:-2] != held.shape[:-2]:
-            return None
-        if is_empty:
-            fits = (keys.dtype, keys.device) == (like.dtype, like.device)
-        else:
-            fits = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
-        return self.buffers if fits else None
+        is_held = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+        return is_held and keys.shape[-2] >= length and keys.shape[:-2] == self.keys.shape[:-2]
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
         """To buffers of the cache, of which it holds the first tokens; it goes on writing there."""
@@ -85,7 +74,7 @@ class PreallocatedLayer(DynamicLayer):
 
     def reset(self):
         super().reset()
-        self.buffers = None
+        self.buffers = ()
 
 
 class LoopedCache(DynamicCache):
@@ -117,8 +106,8 @@ class LoopedCache(DynamicCache):
         prelude, core, coda = config.section_layer_types()
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        # what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
-        self.one_row: torch.Tensor | None = None
+        # by heads and head_dim, what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
+        self.one_row: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
     def num_stored_loops(self) -> int:

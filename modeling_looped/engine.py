@@ -12,6 +12,7 @@ from transformers.cache_utils import QuantizedCache
 from .cache import LoopedCache
 from .checks import check_length, refuse_if
 from .context import PassContext
+from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .row_view import Padding, RowView
@@ -62,8 +63,8 @@ class RowEngine:
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
         self.num_rows, self.rule = len(input_ids), self.options.exit_rule(model.config)
         self.prompt_loops = None if self.rule is None else self.options.prompt_loops
-        depths = model_kwargs.get("num_loops", model.config.num_loops)  # repeated with the prompts, unlike config's
-        self.limits = [depths] * self.num_rows if isinstance(depths, int) else depths.tolist()
+        # repeated with the prompts, unlike those of the options
+        self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
         runs = model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
         self.scale = model.config.residual_factor(runs)
         self.rotary_table = None  # by position
