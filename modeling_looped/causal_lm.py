@@ -215,10 +215,10 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         if len(self.model.coda) and exit_rule.criterion.needs == "logits":  # each check overwrites what the last wrote
             refuse_with_exits(**{type(cache).__name__: isinstance(cache, (QuantizedCache, StaticCache))})
             if length > 1:  # the check of a token reads what the token before left at its exit
-                names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+                tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids")}
+                mask, past = inputs["attention_mask"], int(cache.get_seq_length())
                 arguments = {"past_key_values": cache, "num_loops": depths, "exit_rule": exit_rule, **options}
-                batch, past = {name: inputs[name] for name in names}, int(cache.get_seq_length())
-                outputs = token_by_token(self, batch, past, length, logits_to_keep, arguments)
+                outputs = token_by_token(self, tokens, mask, past, length, logits_to_keep, arguments)
                 outputs.past_key_values = returned
                 return outputs
 

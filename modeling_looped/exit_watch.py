@@ -91,18 +91,15 @@ def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, par
     return whole.index_copy(0, rows, parts)
 
 
-def token_by_token(model, inputs: dict, past: int, length: int, logits_to_keep, arguments: dict):
-    """A pass of the causal LM as one for each of `length` tokens, after the other on the same cache."""
-    inputs, mask = {name: value for name, value in inputs.items() if value is not None}, inputs["attention_mask"]
-    refuse_with_exits(
-        **{"a prepared attention_mask": mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2)}
-    )
+def token_by_token(model, inputs: dict, attention_mask, past: int, length: int, logits_to_keep, arguments: dict):
+    """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache."""
+    if attention_mask is not None and not (torch.is_tensor(attention_mask) and attention_mask.ndim == 2):
+        refuse_with_exits(**{"a prepared attention_mask": True})
     outputs = []
     for i in range(length):
-        pieces = {
-            name: value[:, : past + i + 1] if value is mask else value[:, i : i + 1] for name, value in inputs.items()
-        }
-        outputs.append(model(**pieces, **arguments))
+        pieces = {name: value[:, i : i + 1] for name, value in inputs.items() if value is not None}
+        mask = None if attention_mask is None else attention_mask[:, : past + i + 1]
+        outputs.append(model(**pieces, attention_mask=mask, **arguments))
     return LoopedCausalLMOutputWithPast(
         logits=torch.cat([output.logits for output in outputs], dim=1)[:, kept_positions(logits_to_keep)],
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),

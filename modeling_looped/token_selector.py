@@ -1,4 +1,7 @@
-"""Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops."""
+"""Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops.
+
+Where a processor or criterion may look at more than one row, rows get their tokens in step: some wait for the last.
+"""
 
 from collections.abc import Callable
 
@@ -34,7 +37,7 @@ def first_batchwise_part(processors, criteria) -> str | None:
 
 def cannot_stop(criterion, length: int) -> bool:
     """Whether it stops no sequence of this length, and has no warning to give."""
-    if not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+    if type(criterion) is not stopping_criteria.MaxLengthCriteria:
         return False
     known = criterion.max_position_embeddings
     return length < criterion.max_length and (known is None or length <= known)
@@ -46,8 +49,8 @@ class TokenSelector:
     def __init__(self, input_ids, processors, criteria, config, streamer):
         self.processors, self.config, self.streamer = processors, config, streamer
         self.of_tokens: list[Callable[..., torch.Tensor]]
-        self.of_tokens = [each for each in criteria if isinstance(each, CRITERIA_OF_LAST_TOKEN)]
-        self.of_sequences = [each for each in criteria if not isinstance(each, CRITERIA_OF_LAST_TOKEN)]
+        self.of_tokens = [each for each in criteria if type(each) in CRITERIA_OF_LAST_TOKEN]
+        self.of_sequences = [each for each in criteria if type(each) not in CRITERIA_OF_LAST_TOKEN]
         self.batchwise_part = first_batchwise_part(processors, criteria)
         self.in_step = self.batchwise_part is not None  # rows get their tokens at the same time
         self.num_rows, self.prompt_length = input_ids.shape

@@ -275,6 +275,14 @@ def test_one_pass_stops_every_token_at_its_own_loop(name, system):
     torch.testing.assert_close(last.logits, whole.logits[:, -1:], rtol=1e-9, atol=1e-9)
 
 
+def test_checks_behind_a_coda_need_a_cache_that_can_be_cropped():
+    model, text = model_of("windows"), random_ids(1, 3)
+    for length in (1, 3):
+        with pytest.raises(ValueError, match="exit_rule .* which StaticCache cannot go with"):
+            cache = StaticCache(model.config, max_cache_len=4)
+            model(text[:, :length], exit_rule=ExitRule("max_prob", 0.5), past_key_values=cache)
+
+
 # All families: by plain passes
 
 
