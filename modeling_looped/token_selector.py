@@ -47,7 +47,7 @@ class TokenSelector:
     """The sequences so far, and how they grow."""
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
-        self.processors, self.config, self.streamer = processors, config, streamer
+        self.processors, self.criteria, self.config, self.streamer = processors, criteria, config, streamer
         self.of_tokens: list[Callable[..., torch.Tensor]]
         self.of_tokens = [each for each in criteria if type(each) in CRITERIA_OF_LAST_TOKEN]
         self.of_sequences = [each for each in criteria if type(each) not in CRITERIA_OF_LAST_TOKEN]
@@ -174,6 +174,9 @@ class TokenSelector:
 
     def stops(self, rows: list[int], tokens: torch.Tensor) -> list[bool]:
         """Which of `rows` end with these tokens, which are their last."""
+        if self.in_step:  # as transformers asks: of all rows, also those that have finished
+            scores = None if self.scores is None else tuple(self.scores)
+            return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
         stops = [False] * len(rows)
         for criterion in self.of_tokens:
             stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]
@@ -181,15 +184,10 @@ class TokenSelector:
             for criterion in self.of_sequences:
                 if cannot_stop(criterion, length):
                     continue
-                for i, stop in zip(members, self.ask(criterion, [rows[i] for i in members], length)):
+                sequences = self.ids[self.index([rows[i] for i in members]), :length]
+                for i, stop in zip(members, criterion(sequences, None).tolist()):
                     stops[i] |= stop
         return stops
-
-    def ask(self, criterion, rows: list[int], length: int) -> list[bool]:
-        """Which of `rows`, all of this length, the criterion stops; as transformers would, with the finished ones."""
-        if not self.in_step:
-            return criterion(self.ids[self.index(rows), :length], None).tolist()
-        return criterion(self.ids[:, :length], None if self.scores is None else tuple(self.scores))[rows].tolist()
 
     def make_room(self, length: int):
         if length > self.ids.shape[1]:
