@@ -39,7 +39,7 @@ class PreallocatedLayer(DynamicLayer):
     room = 64  # tokens
     keys: torch.Tensor  # of an initialized layer, as the values
     values: torch.Tensor
-    buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+    buffers: tuple[torch.Tensor, ...] = ()  # keys and values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if key_states.requires_grad or torch.compiler.is_compiling():
@@ -48,35 +48,24 @@ class PreallocatedLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
-        buffers = self.buffers_with_room(end, key_states)
-        if buffers is not None:
-            keys, values = buffers
-        else:
-            keys, values = (
-                new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in (key_states, value_states)
-            )
-            self.buffers = (keys, values)
-            if start:
-                keys[..., :start, :], values[..., :start, :] = self.keys, self.values
+        if not self.has_room(end):
+            states, held = (key_states, value_states), (self.keys, self.values)
+            self.buffers = tuple(new.new_empty(*new.shape[:-2], end + self.room, new.shape[-1]) for new in states)
+            for buffer, old in zip(self.buffers, held) if start else ():
+                buffer[..., :start, :] = old
+        keys, values = self.buffers
         keys.narrow(-2, start, end - start).copy_(key_states)
         values.narrow(-2, start, end - start).copy_(value_states)
         self.keys, self.values = keys.narrow(-2, 0, end), values.narrow(-2, 0, end)
         return self.keys, self.values
 
-    def buffers_with_room(self, length: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """None also where the buffers do not hold what the layer holds: others may have put tensors of their own."""
-        if self.buffers is None:
-            return None
+    def has_room(self, length: int) -> bool:
+        """In buffers that hold what the layer holds: others may have put tensors of their own."""
+        if not self.buffers or self.keys.numel() == 0:
+            return False
         keys, values = self.buffers
-        is_empty = self.keys.numel() == 0
-        held = like if is_empty else self.keys
-        if keys.shape[-2] < length or keys.shape[:-2] != held.shape[:-2]:
-            return None
-        if is_empty:
-            fits = (keys.dtype, keys.device) == (like.dtype, like.device)
-        else:
-            fits = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
-        return self.buffers if fits else None
+        is_held = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+        return is_held and keys.shape[-2] >= length and keys.shape[:-2] == self.keys.shape[:-2]
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
         """To buffers of the cache, of which it holds the first tokens; it goes on writing there."""
@@ -85,7 +74,7 @@ class PreallocatedLayer(DynamicLayer):
 
     def reset(self):
         super().reset()
-        self.buffers = None
+        self.buffers = ()
 
 
 class LoopedCache(DynamicCache):
@@ -117,8 +106,8 @@ class LoopedCache(DynamicCache):
         prelude, core, coda = config.section_layer_types()
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        # what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
-        self.one_row: torch.Tensor | None = None
+        # by heads and head_dim, what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
+        self.one_row: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
     def num_stored_loops(self) -> int:
@@ -189,7 +178,7 @@ class LoopedCache(DynamicCache):
 class CacheView:
     """What the blocks see of a cache during one pass; `update` is that of the cache."""
 
-    def __init__(self, cache: Cache, config, plan, stored_loops: int):
+    def __init__(self, cache: Cache, config, plan, stored_loops: int, may_exit: bool):
         self.cache, self.config, self.plan = cache, config, plan
         self.shared = num_shared_slots(sharing_of(cache))
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
@@ -198,7 +187,8 @@ class CacheView:
         self.latest, self.written = {}, {}  # a layer is named by its slot in the first loop
         self.loops_run = 0
         self.frozen: torch.Tensor | None = None  # [batch, length]: tokens that have exited
-        if self.shared is not None:
+        self.takes_back = self.shared is not None or may_exit
+        if self.takes_back:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
     def slot(self, layer: int, loop: int) -> int:
@@ -209,11 +199,13 @@ class CacheView:
         layer, loop = self.config.split_slot(slot)
         slot = self.slot(layer, loop)
         self.loops_run = max(self.loops_run, loop + 1)
-        fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
-        if self.shared is not None:
-            if slot in self.written:  # take back what an earlier loop of this pass wrote
-                fresh = self.of_all_tokens((keys, values), self.written[slot])
-                self.cache.layers[slot].crop(-keys.shape[-2])
+        fresh, is_core = (keys, values), layer >= self.config.core_slot(0)
+        if is_core:
+            fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
+        if slot in self.written:  # take back what an earlier loop of this pass wrote, or the coda at a check for exits
+            fresh = self.of_all_tokens((keys, values), self.written[slot]) if is_core else (keys, values)
+            self.cache.layers[slot].crop(-keys.shape[-2])
+        if self.shared is not None or not is_core:
             self.written[slot] = fresh
         keys, values = self.write(slot, *fresh, *args, **kwargs)
         if self.plan.is_mixed:
@@ -241,7 +233,7 @@ class CacheView:
             for layer in range(self.config.num_core_layers):
                 layer = self.config.core_slot(0, layer)
                 self.write(self.slot(layer, loop), *self.latest[layer])
-        if self.shared is not None:
+        if self.takes_back:
             for layer in self.cache.layers:
                 if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
                     layer.crop(0)  # back to the window
@@ -273,7 +265,7 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
         if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
             fit_layers(cache, config.core_slot(needed), config.num_core_layers)
     if plan.is_mixed or shared is not None or stored > plan.max_depth or may_exit:
-        return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored)
+        return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored, may_exit)
     return cache
 
 

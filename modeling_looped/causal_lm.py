@@ -17,7 +17,7 @@ from functools import reduce
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
@@ -26,7 +26,7 @@ from .configuration_looped import LoopedConfig
 from .cpu import project
 from .depth import deepest, depth_per_row, depth_tensor, read_depths
 from .exit_criteria import ExitRule
-from .exit_watch import ExitWatch, cut_into_tokens, refuse_with_exits, run_pieces
+from .exit_watch import SequenceExits, TokenExits, refuse_with_exits, token_by_token
 from .generation import LoopedGenerationMixin
 from .layers import linear, with_role
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
@@ -34,7 +34,6 @@ from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .optimization import parameter_groups
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions
-from .sequence_exits import SequenceExits
 
 
 LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
@@ -198,41 +197,41 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         """Each sequence stops at a loop of its own and leaves the batch, or each token does; what a token leaves at
         its exit lives in a cache, so there is one."""
         given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
-        keep = kept_positions(logits_to_keep)
+        keep, length = kept_positions(logits_to_keep), given.shape[1]
         if exit_rule.per_sequence:
             names = ("past_key_values", "attention_mask")
             refuse_with_exits(**{name: inputs[name] for name in names}, **options)
-            watch = SequenceExits(self, exit_rule, depth_per_row(depths, len(given)), given.shape[1], given.device)
+            watch = SequenceExits(self, exit_rule, depth_per_row(depths, len(given)), length, given.device)
             inputs = {**inputs, "num_loops": deepest(depths), "use_cache": False}
             states = self.model(**inputs, exit_watch=watch).last_hidden_state
             logits = None
             if output_logits:
-                logits = self.logits(states[:, keep]) if watch.logits is None else watch.logits[:, keep]
+                logits = self.logits(states[:, keep]) if watch.final_logits is None else watch.final_logits[:, keep]
             return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
 
         cache = inputs["past_key_values"]
         returns_cache = cache is not None or inputs["use_cache"] is not False
-        if cache is None:
-            cache = DynamicCache(config=self.config)
-        past, length = int(cache.get_seq_length()), given.shape[1]
-        pieces = cut_into_tokens(exit_rule, past, length)
-        # behind a coda, the check of a token reads what the token before left at its exit
-        if len(self.model.coda) and exit_rule.criterion.needs == "logits" and len(pieces) > 1:
-            batch = [inputs[name] for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids")]
-            arguments = {"past_key_values": cache, "num_loops": depths, "exit_rule": exit_rule, **options}
-            outputs = run_pieces(self, pieces, past, batch, logits_to_keep, arguments)
-            outputs.past_key_values = cache if returns_cache else None
-            return outputs
+        cache = DynamicCache(config=self.config) if cache is None else cache
+        returned = cache if returns_cache else None
+        if len(self.model.coda) and exit_rule.criterion.needs == "logits":  # each check overwrites what the last wrote
+            refuse_with_exits(**{type(cache).__name__: isinstance(cache, (QuantizedCache, StaticCache))})
+            if length > 1:  # the check of a token reads what the token before left at its exit
+                tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids")}
+                mask, past = inputs["attention_mask"], int(cache.get_seq_length())
+                arguments = {"past_key_values": cache, "num_loops": depths, "exit_rule": exit_rule, **options}
+                outputs = token_by_token(self, tokens, mask, past, length, logits_to_keep, arguments)
+                outputs.past_key_values = returned
+                return outputs
 
-        watch = ExitWatch(self, exit_rule, depth_per_row(depths, len(given)), past, length, given.device)
+        watch = TokenExits(self, exit_rule, depth_per_row(depths, len(given)), length, given.device)
         inputs = {**inputs, "past_key_values": cache, "num_loops": deepest(depths)}
         outputs = self.model(**inputs, exit_watch=watch, **options)
         return LoopedCausalLMOutputWithPast(
             logits=self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
-            past_key_values=cache if returns_cache else None,
+            past_key_values=returned,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            token_loops=watch.token_loops[:, watch.first_reported :],
+            token_loops=watch.token_loops,
         )
 
     def _get_resized_lm_head(self, old_lm_head, *args, **kwargs):

@@ -13,9 +13,9 @@ from .engine import RowEngine, Tokens
 from .exit_criteria import INITIAL
 
 
-def decode_continuously(*arguments):
-    """`_sample` of transformers, in continuous depth. arguments: of `RowEngine`."""
-    decoder = ContinuousDecoder(RowEngine(*arguments))
+def decode_continuously(engine: RowEngine):
+    """`_sample` of transformers, in continuous depth."""
+    decoder = ContinuousDecoder(engine)
     starting = decoder.selector.running()
     while starting or decoder.selector.running():
         decoder.begin(starting)
@@ -89,7 +89,7 @@ class ContinuousDecoder:
         return [row for row in exits if self.selector.unfinished[row]]
 
     def emit_exiting_rows(self, rows: list[int], state: torch.Tensor) -> list[int]:
-        """Check the rows that are due, and emit the tokens of those that exit."""
+        """Check the rows that are due, and emit the tokens of those that exit; the rows that have got theirs."""
         rule, stops, read_out, logits = self.rule, [], [], None
         ends = [row for row in rows if self.loops[row] >= self.engine.limits[row]]
         due = [row for row in rows if rule is not None and row not in ends and rule.reads(self.loops[row])]
@@ -114,8 +114,7 @@ class ContinuousDecoder:
             read_out, logits = exits, self.logits(exits, of_rows(exits, rows, state))
         loops = [self.loops[row] for row in exits]
         self.engine.cache.leave_in_deeper_loops(exits, loops, self.engine.last_places(exits))
-        self.selector.emit(exits, of_rows(exits, read_out, logits), loops)
-        return exits
+        return self.selector.emit(exits, of_rows(exits, read_out, logits), loops)
 
     def logits(self, rows: list[int], state: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary]"""

@@ -57,7 +57,7 @@ class DepthOptions:
         rule = exit_rule(model_config, self.exit_criterion, *settings, depth)
         if self.prompt_loops is not None and check_count("prompt_loops", self.prompt_loops) > depth:
             raise ValueError(f"prompt_loops={self.prompt_loops} must be between 1 and num_loops={depth}")
-        return rule._replace(prompt_loops=self.prompt_loops)
+        return rule
 
     def check(self, model_config, asked: dict):
         """Refuse what does not go together, or not with this model. asked: the fields that the call sets."""
@@ -113,14 +113,14 @@ class DepthOptions:
         if self.draft_loops is not None:
             refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
 
-    def refuse_for(self, mode: str | None):
+    def refuse_for(self, mode: str):
         """Refuse what another way of decoding cannot do."""
-        for name in ("draft_loops", "warm_start"):
+        for name in ("exit_criterion", "draft_loops", "warm_start"):
             value = getattr(self, name)
             refuse_if(
                 value not in (None, False),
-                f"{name}={value} goes with greedy decoding and sampling, and not with {mode}: leave one out, or pass "
-                f"{name}=None",
+                f"{name}={value!r} goes with greedy decoding and sampling, and not with {mode}: leave one out, or "
+                f"pass {name}=None",
             )
 
 

@@ -3,23 +3,24 @@
 `continuous.py` and `speculation.py` decide which rows run which loop of which token; here it is run.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from transformers.cache_utils import QuantizedCache
 
 from .cache import LoopedCache
-from .checks import check_length
+from .checks import check_length, refuse_if
 from .context import PassContext
+from .depth import check_depths
+from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .row_view import Padding, RowView
 from .token_selector import TokenSelector, first_batchwise_part
 
 
-def obstacle_to_rows_apart(
-    model, input_ids, processors, criteria, config, synced_gpus: bool, model_kwargs: dict
-) -> str | None:
-    """Why rows of this batch cannot be decoded apart, or None; if they cannot, transformers' own loop decodes."""
+def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
+    """Why this batch cannot be decoded here, or None."""
     cache, implementation = model_kwargs.get("past_key_values"), model.config._attn_implementation
     obstacles = {
         f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager"),
@@ -27,16 +28,13 @@ def obstacle_to_rows_apart(
         "output_attentions": config.output_attentions,
         "output_hidden_states": config.output_hidden_states,
         "synced_gpus": synced_gpus,
-        "inputs_embeds": input_ids.shape[1] == 0,
         "an assistant's cache": config.is_assistant,
         "a quantized cache, which cannot be cropped": isinstance(cache, QuantizedCache),
         "an offloaded cache": getattr(cache, "offloading", False),
-        "a core with key/value heads of its own": (
-            model.config.block_sizes("core").num_key_value_heads != model.config.num_key_value_heads
-        ),
     }
-    found = [name for name, stands in obstacles.items() if stands]
-    return found[0] if found else first_batchwise_part(processors, criteria)
+    found = next((name for name, stands in obstacles.items() if stands), None)
+    drafts = config.depth_options.draft_loops is not None  # of which each row accepts a number of its own
+    return first_batchwise_part(processors, criteria) if found is None and drafts else found
 
 
 @dataclass
@@ -58,14 +56,15 @@ def joined(parts: list[Tokens]) -> Tokens:
 
 
 class RowEngine:
-    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM."""
+    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`."""
 
-    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs):
+    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs: dict):
         self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
-        self.num_rows, self.rule = len(input_ids), model_kwargs.get("exit_rule")
-        depths = model_kwargs.get("num_loops", model.config.num_loops)  # repeated with the prompts, unlike config's
-        self.limits = [depths] * self.num_rows if isinstance(depths, int) else depths.tolist()
+        self.num_rows, self.rule = len(input_ids), self.options.exit_rule(model.config)
+        self.prompt_loops = None if self.rule is None else self.options.prompt_loops
+        # repeated with the prompts, unlike those of the options
+        self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
         runs = model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
         self.scale = model.config.residual_factor(runs)
         self.rotary_table = None  # by position
@@ -83,24 +82,28 @@ class RowEngine:
             shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
             self.shifts = shifts * (self.num_rows // len(positions))
 
-        limit = max(self.limits) if self.rule is None or self.rule.prompt_loops is None else self.rule.prompt_loops
-        prompt_loops = [min(loops, limit) for loops in self.limits]
+        prompt_loops = [min(loops, self.prompt_loops or loops) for loops in self.limits]
         self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], prompt_loops)
 
     def prefill(self, input_ids, model_kwargs: dict):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
-        if self.rule is not None and self.rule.prompt_loops is None:  # nothing of the prompt exits: a plain pass
-            model_kwargs = {name: value for name, value in model_kwargs.items() if name != "exit_rule"}
-        self.warm_state = None
-        if not self.options.warm_start:
-            return self.model._prefill(input_ids, self.config, model_kwargs)
+        if self.prompt_loops is not None:  # at which any change of the state is small enough to stop
+            model_kwargs = {**model_kwargs, "exit_rule": ExitRule("latent_diff", math.inf, self.prompt_loops)}
         states = []
         hook = self.trunk.core[-1].register_forward_hook(lambda block, inputs, state: states.append(state[:, -1:]))
         try:
             outputs = self.model._prefill(input_ids, self.config, model_kwargs)
         finally:
             hook.remove()
-        self.warm_state = self.trunk.to_next_loop(states[-1])
+        self.warm_state = self.trunk.to_next_loop(states[-1]) if self.options.warm_start else None
+        mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
+        length = max(input_ids.shape[1], self.config._mask_length or 0 if mask is None else mask.shape[1])
+        held = int(outputs.past_key_values.get_seq_length())
+        refuse_if(
+            held != length,
+            f"the cache holds {held} tokens of a prompt of {length}: virtual tokens, as prefix and prompt tuning put "
+            "before it, go with plain decoding: leave out exits, draft_loops and warm_start",
+        )
         return outputs
 
     def last_places(self, rows: list[int]) -> list[int]:

@@ -132,8 +132,6 @@ class ExitRule(NamedTuple):
     threshold: float
     min_loops: int = 1
     interval: int = 1  # check at min_loops and at every n-th loop after it
-    prompt_length: int = 0  # tokens of the sequence that are prompt: they run to a fixed depth
-    prompt_loops: int | None = None  # by default that of the pass
     per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
 
     @property
@@ -156,6 +154,8 @@ class ExitRule(NamedTuple):
         return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:
+        if self.per_sequence:
+            score = score.double().mean(-1)
         if self.name == "gate" and self.threshold == 1:  # reached by rounding only
             return torch.zeros_like(score, dtype=torch.bool)
         return score >= self.threshold if self.criterion.exits_above else score <= self.threshold

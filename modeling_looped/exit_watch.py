@@ -1,118 +1,107 @@
-"""Early exit inside one forward pass, for beams, assistants and all else that calls forward by itself.
+"""Early exit inside one forward pass, of tokens or of whole sequences: how text is scored under an exit rule.
 
-Tokens that have exited are frozen: the pass goes on for the others until all are done, and what a frozen token leaves
-in deeper slots is what it left at its exit. Nothing is gathered and scattered, so compute is saved only where a whole
-batch may stop; `continuous.py` is the way to decode a batch whose rows exit apart.
+`continuous.py` is how tokens are generated under one.
 """
 
-import copy
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import PreallocatedLayer
 from .context import PassContext
 from .exit_criteria import ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
 
 
 class ExitWatch:
-    """Which tokens of the pass still run. `model` is the causal LM, `past` the number of tokens in the cache."""
+    """Asked after every loop of a pass. `model` is the causal LM; depths: the most that each row may run."""
 
-    def __init__(self, model, rule: ExitRule, depths: list[int], past: int, length: int, device):
+    def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         self.model, self.rule = model, rule
-        limits = torch.tensor(depths, device=device)[:, None].repeat(1, length)
-        prompt = torch.arange(past, past + length, device=device) < rule.prompt_length
-        if rule.prompt_loops is not None:
-            limits[:, prompt] = limits[:, prompt].clamp(max=rule.prompt_loops)
-        self.limits, self.is_prompt = limits, prompt  # [batch, length], [length]
-        self.token_loops = torch.zeros_like(limits)  # 0 while the token runs
-        # of the prompt, only its last token makes a new one
-        self.first_reported = max(rule.prompt_length - 1 - past, 0)
-        self.final: torch.Tensor | None = None  # H of the last loop, frozen where tokens have exited
+        self.limits = torch.tensor(depths, device=device)[:, None]
+        self.token_loops = torch.zeros(len(depths), length, dtype=torch.long, device=device)  # 0 while the token runs
+        self.final: torch.Tensor | None = None  # H of each token at its exit
         self.memory = {}
 
     @property
-    def exited(self) -> torch.Tensor:
-        return self.token_loops > 0
-
-    @property
     def is_done(self) -> bool:
-        return bool(self.exited.all())
+        return bool(self.token_loops.all())
+
+    def exits(self, loop: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
+        """Who is stopped by the criterion or by the limit after `loop` loops."""
+        exits = limits <= loop
+        if self.rule.reads(loop) and not exits.all():
+            score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
+            if self.rule.checks(loop):
+                exits = exits | self.rule.exits(score)
+        return exits
+
+    def logits(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
+        return self.model.decode(unrecorded(self.model.model.run_coda, state, context), loop - 1)
+
+
+class TokenExits(ExitWatch):
+    """Tokens that have exited are frozen: the pass goes on for the others until all are done, and what a frozen token
+    leaves in deeper slots is what it left at its exit."""
 
     def after_loop(self, loop: int, state: torch.Tensor, context: PassContext):
-        """`state` with exited tokens as they were; no row leaves the batch. Those tokens exit that the criterion or
-        their limit stops at `loop`."""
+        """`state` with exited tokens as they were; no row leaves the batch."""
+        exited = self.token_loops > 0
         if self.final is not None:
-            state = torch.where(self.exited.unsqueeze(-1), self.final, state)
+            state = torch.where(exited.unsqueeze(-1), self.final, state)
         self.final = state
-        exits = self.limits <= loop
-        if self.rule.reads(loop) and not (exits | self.is_prompt).all():
-            score = self.score(loop, state, context)
-            if self.rule.checks(loop):
-                exits = exits | (self.rule.exits(score) & ~self.is_prompt)
-        self.token_loops = torch.where(~self.exited & exits, loop, self.token_loops)
-        context.past_key_values.frozen = self.exited
+        exits = self.exits(loop, self.limits, state, lambda: self.logits(loop, state, context))
+        self.token_loops = torch.where(~exited & exits, loop, self.token_loops)
+        context.past_key_values.frozen = self.token_loops > 0
         return state, None
 
-    def score(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
+
+class SequenceExits(ExitWatch):
+    """Sequences leave their batch where they exit."""
+
+    def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
+        super().__init__(model, rule, depths, length, device)
+        self.running = torch.arange(len(depths), device=device)  # numbers of rows
+        self.final_logits: torch.Tensor | None = None  # at each row's exit, where the criterion reads them
+
+    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext):
+        """`state` of the rows that go on, and which of the rows that ran these are; None if all are."""
+        read = []
+
         def logits() -> torch.Tensor:
-            read_only = replace(context, past_key_values=ReadOnlyCache(context.past_key_values))
-            return self.model.decode(unrecorded(self.model.model.run_coda, state, read_only), loop - 1)
+            if not read:
+                read.append(self.logits(loop, state, context))
+            return read[0]
 
-        score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
-        return score
-
-
-class ReadOnlyCache:
-    """A cache that shows what `update` would return and keeps nothing."""
-
-    def __init__(self, view):
-        self.view = view
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
-        while slot >= len(self.view.cache.layers):  # a dynamic cache grows when it is written to
-            self.view.cache.layers.append(self.view.cache.layer_class_to_replicate())
-        layer = self.view.cache.layers[slot]
-        # a dynamic layer's update puts new tensors in its place, or writes beyond what it holds
-        is_dynamic = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, PreallocatedLayer)
-        layer = copy.copy(layer) if is_dynamic else copy.deepcopy(layer)
-        return layer.update(keys, values, *args, **kwargs)
+        exits = self.exits(loop, self.limits[self.running, 0], state, logits)
+        if not exits.any():
+            return state, None
+        rows = self.running[exits]
+        self.token_loops[rows] = loop
+        self.final = with_rows(self.final, len(self.limits), rows, state[exits])
+        if self.rule.criterion.needs == "logits":
+            self.final_logits = with_rows(self.final_logits, len(self.limits), rows, logits()[exits])
+        going = (~exits).nonzero()[:, 0]
+        self.running = self.running[going]
+        self.memory = {name: values[going] for name, values in self.memory.items()}
+        return state[going], going
 
 
-def cut_into_tokens(rule: ExitRule, past: int, length: int) -> list[slice]:
-    """The prompt in one piece, each generated token by itself."""
-    first = min(max(rule.prompt_length - past, 0), length)
-    return [slice(0, first)] * (first > 0) + [slice(i, i + 1) for i in range(first, length)]
+def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    whole = parts.new_empty(num_rows, *parts.shape[1:]) if whole is None else whole
+    return whole.index_copy(0, rows, parts)
 
 
-def mask_of_piece(attention_mask, past: int, piece: slice) -> Any:
-    """What generate prepared for the whole pass, for some of its queries."""
-    if isinstance(attention_mask, dict):
-        return {kind: mask_of_piece(mask, past, piece) for kind, mask in attention_mask.items()}
-    if attention_mask is None:
-        return None
-    return attention_mask[:, :, piece] if attention_mask.ndim == 4 else attention_mask[:, : past + piece.stop]
-
-
-def run_pieces(model, pieces: list[slice], past: int, batch: list, logits_to_keep, arguments: dict):
-    """One pass of the causal LM as several, one after the other on the same cache."""
-    input_ids, inputs_embeds, attention_mask, position_ids = batch
-    outputs = [
-        model(
-            input_ids=None if input_ids is None else input_ids[:, piece],
-            inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, piece],
-            attention_mask=mask_of_piece(attention_mask, past, piece),
-            position_ids=None if position_ids is None else position_ids[:, piece],
-            **arguments,
-        )
-        for piece in pieces
-    ]
-    keep = kept_positions(logits_to_keep)
+def token_by_token(model, inputs: dict, attention_mask, past: int, length: int, logits_to_keep, arguments: dict):
+    """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache."""
+    if attention_mask is not None and not (torch.is_tensor(attention_mask) and attention_mask.ndim == 2):
+        refuse_with_exits(**{"a prepared attention_mask": True})
+    outputs = []
+    for i in range(length):
+        pieces = {name: value[:, i : i + 1] for name, value in inputs.items() if value is not None}
+        mask = None if attention_mask is None else attention_mask[:, : past + i + 1]
+        outputs.append(model(**pieces, attention_mask=mask, **arguments))
     return LoopedCausalLMOutputWithPast(
-        logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
+        logits=torch.cat([output.logits for output in outputs], dim=1)[:, kept_positions(logits_to_keep)],
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
     )
 

@@ -1,8 +1,8 @@
 """generate() of a looped model: transformers' own, with depth, early exit, drafting and cache sharing as arguments.
 
 Which way of decoding runs: greedy decoding and sampling under an exit criterion (or a warm start) go to
-`continuous.py`, where rows of a batch exit apart; self-speculation to `speculation.py`; everything else, and what
-these two do not know, to transformers' own loops, whose passes stop early by themselves (`exit_watch.py`).
+`continuous.py`, where rows of a batch exit apart; self-speculation to `speculation.py`; everything else, at a fixed
+depth, to transformers' own loops.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.generation import GenerationMixin
+from transformers.generation import BaseStreamer, GenerationMixin
 from transformers.utils import logging
 
 from .cache import LoopedCache, sharing_of
@@ -18,7 +18,7 @@ from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_depths
 from .depth_options import DEPTH_FIELDS, DepthOptions, refuse_sharing, set_fields
-from .engine import obstacle_to_rows_apart
+from .engine import RowEngine, obstacle_to_row_engine
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .speculation import speculate
 
@@ -76,12 +76,10 @@ class LoopedGenerationMixin(Generative):
         config.depth_options, config.cache_is_given = options, kwargs.get("past_key_values") is not None
         if options.num_loops is not None:
             model_kwargs["num_loops"] = options.num_loops
-        if rule := options.exit_rule(self.config):
-            model_kwargs["exit_rule"] = rule
-            if self.config.loop_loss == "terminal" and self.config.num_loops > 1:
-                logger.warning_once(
-                    "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
-                )
+        if options.exit_rule(self.config) and self.config.loop_loss == "terminal" and self.config.num_loops > 1:
+            logger.warning_once(
+                "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
+            )
         options.check(self.config, asked)
         if config.assistant_early_exit is not None:
             raise ValueError(
@@ -114,19 +112,18 @@ class LoopedGenerationMixin(Generative):
         streamer=None,
         **model_kwargs,
     ):
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        options, obstacle = generation_config.depth_options, None
-        if options.changes_decoding:
-            obstacle = obstacle_to_rows_apart(self, *arguments, synced_gpus, model_kwargs)
-            if obstacle is None:
-                mark_prompt(input_ids, generation_config, model_kwargs)
-                decode = decode_continuously if options.draft_loops is None else speculate
-                return decode(self, *arguments, streamer, model_kwargs)
-            if len(input_ids) > 1:
-                logger.warning_once(f"With {obstacle} the rows of a batch wait for the one that runs deepest.")
-        settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-        put_loops = getattr(streamer, "put_loops", None)
-        return self._by_passes(super()._sample, obstacle, *arguments, put_loops=put_loops, **settings)
+        rules, options = (logits_processor, stopping_criteria, generation_config), generation_config.depth_options
+        if not options.changes_decoding:
+            if hasattr(streamer, "put_loops"):
+                streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
+            settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+            return self._by_passes(super()._sample, None, input_ids, *rules, **settings)
+        if obstacle := obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs):
+            options.refuse_for(obstacle)
+        engine = RowEngine(self, input_ids, *rules, streamer, model_kwargs)
+        if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
+            logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
+        return decode_continuously(engine) if options.draft_loops is None else speculate(engine)
 
     def _beam_search(self, *arguments, **model_kwargs):
         return self._by_passes(super()._beam_search, "beam search", *arguments, **model_kwargs)
@@ -143,46 +140,26 @@ class LoopedGenerationMixin(Generative):
         logits_processor,
         stopping_criteria,
         generation_config,
-        put_loops=None,
         **model_kwargs,
     ):
-        """One of transformers' own loops; its output, with the loops of each token."""
-        generation_config.depth_options.refuse_for(mode)
-        mark_prompt(input_ids, generation_config, model_kwargs)
+        """One of transformers' own loops; its output, with the loops of each token, which are those of its row."""
+        if mode is not None:
+            generation_config.depth_options.refuse_for(mode)
+        result = decode(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        depths = self._depths(input_ids, model_kwargs)
+        return with_token_loops(result, depths, input_ids.shape[1], generation_config)
+
+    def _depths(self, input_ids, model_kwargs: dict) -> torch.Tensor:
+        """[rows]"""
         depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
-        record = LoopRecord(torch.tensor(depths, device=input_ids.device), put_loops)
-        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        result = decode(*arguments, loop_record=record, **model_kwargs)
-        return with_token_loops(result, record, input_ids, generation_config)
-
-    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
-        outputs = super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        if generation_config.depth_options.changes_decoding and outputs.past_key_values is not None:
-            held = int(outputs.past_key_values.get_seq_length())
-            if held != (length := prompt_length(input_ids, generation_config, model_kwargs)):
-                raise ValueError(
-                    f"the cache holds {held} tokens of a prompt of {length}: virtual tokens, as prefix and prompt "
-                    "tuning put before it, go with plain decoding: leave out exits, draft_loops and warm_start"
-                )
-        return outputs
-
-    def prepare_inputs_for_generation(self, *args, inputs_embeds=None, loop_record=None, **kwargs):
-        return super().prepare_inputs_for_generation(*args, inputs_embeds=inputs_embeds, **kwargs)
-
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, num_new_tokens: int = 1, **kwargs):
-        if record := model_kwargs.get("loop_record"):
-            record.add(getattr(outputs, "token_loops", None), num_new_tokens, model_kwargs.get("use_cache", True))
-        return super()._update_model_kwargs_for_generation(
-            outputs, model_kwargs, *args, num_new_tokens=num_new_tokens, **kwargs
-        )
+        return torch.tensor(depths, device=input_ids.device)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
-        """Depths and exits are those of this model, not of its assistant, which drafts at its own."""
+        """Depths are those of this model, not of its assistant, which drafts at its own."""
         generation_config = copy.copy(generation_config)
         for name in ("depth_options", *set_fields(generation_config)):
             delattr(generation_config, name)
-        ours = {"num_loops", "exit_rule", "loop_record"}
-        model_kwargs = {key: value for key, value in model_kwargs.items() if key not in ours}
+        model_kwargs = {key: value for key, value in model_kwargs.items() if key != "num_loops"}
         return super()._get_candidate_generator(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
 
     def generate_batch(self, inputs, generation_config=None, *args, **kwargs):
@@ -232,48 +209,29 @@ def listed(fields: dict) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
-def prompt_length(input_ids, generation_config, model_kwargs: dict) -> int:
-    """Also what a cache holds already, or what comes as embeddings. transformers drops a mask without padding."""
-    mask = model_kwargs.get("attention_mask")
-    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-    return max(input_ids.shape[1], length or 0)
+class StreamerOfDepths(BaseStreamer):
+    """Tells a streamer that has `put_loops` the loops of every token before the token."""
+
+    def __init__(self, streamer, depths: torch.Tensor):
+        self.streamer, self.depths = streamer, depths.cpu()
+
+    def put(self, value):
+        self.streamer.put_loops(self.depths)
+        self.streamer.put(value)
+
+    def end(self):
+        self.streamer.end()
 
 
-def mark_prompt(input_ids, generation_config, model_kwargs: dict):
-    """Tell the exit rule how many tokens are prompt."""
-    if "exit_rule" in model_kwargs:
-        length = prompt_length(input_ids, generation_config, model_kwargs)
-        model_kwargs["exit_rule"] = model_kwargs["exit_rule"]._replace(prompt_length=length)
-
-
-class LoopRecord:
-    """Loops of the new tokens, pass by pass; a streamer that takes them gets them before the tokens."""
-
-    def __init__(self, depths: torch.Tensor, put_loops):
-        """depths: of rows that do not exit."""
-        self.depths, self.put_loops, self.passes = depths, put_loops, []
-
-    def add(self, loops: torch.Tensor | None, num_new_tokens: int, use_cache: bool):
-        if loops is None:
-            loops = self.depths[:, None].expand(-1, num_new_tokens)
-        # a pass without a cache runs all new tokens again, one that verifies candidates also those it refuses
-        self.passes.append(loops[:, :num_new_tokens] if use_cache else loops[:, -num_new_tokens:])
-        if self.put_loops is not None:
-            self.put_loops(self.passes[-1][:, -1].cpu())
-
-
-def with_token_loops(result, record: LoopRecord, input_ids, generation_config):
-    """transformers' output as ours, with the loops of each token; of beams, those along which the sequence grew."""
+def with_token_loops(result, depths: torch.Tensor, prompt_length: int, generation_config):
+    """transformers' output as ours, with the loops of each token. depths: of rows, or of the beams of all rows."""
     if torch.is_tensor(result):
         return result
-    loops = torch.cat(record.passes, dim=1)
     if "beam_indices" in result:
         beams = result.beam_indices
-        steps = min(beams.shape[1], loops.shape[1])
-        taken = loops[beams[:, :steps].clamp(min=0), torch.arange(steps, device=loops.device)]
-        return LoopedGenerateBeamOutput(**result, token_loops=taken.masked_fill(beams[:, :steps] < 0, 0))
-    new_tokens = result.sequences[:, input_ids.shape[1] :]
-    loops = loops[:, : new_tokens.shape[1]]  # there may be a last pass that transformers took back
+        return LoopedGenerateBeamOutput(**result, token_loops=depths[beams.clamp(min=0)].masked_fill(beams < 0, 0))
+    new_tokens = result.sequences[:, prompt_length:]
+    loops = depths[:, None].expand_as(new_tokens)
     if generation_config._eos_token_tensor is not None:
         is_end = torch.isin(new_tokens, generation_config._eos_token_tensor).int()
         loops = loops.masked_fill(is_end.cumsum(-1) > is_end, 0)

@@ -39,7 +39,7 @@ from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
 from .depth import DepthPlan, plan_depths
-from .exit_watch import ExitWatch
+from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
 from .injection import INJECTIONS
 from .layers import (
@@ -55,7 +55,6 @@ from .layers import (
 from .loading import StrictLoadingMixin
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
-from .sequence_exits import SequenceExits
 
 
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
@@ -159,7 +158,7 @@ class LoopedModel(LoopedPreTrainedModel):
         num_loops: int | list[int] | torch.Tensor | None = None,
         backprop_loops: int | None = None,
         initial_state: torch.Tensor | None = None,
-        exit_watch: ExitWatch | SequenceExits | None = None,
+        exit_watch: TokenExits | SequenceExits | None = None,
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
         has_loss: bool = False,

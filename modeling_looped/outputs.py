@@ -48,7 +48,7 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     loop_losses: mean cross-entropy after every loop that the loss reads, [loops], without gradients; nan after others.
     loop_token_losses: the same of every token, [loops, batch, length]: at position i that of token i + 1; 0 without
         label.
-    token_loops: the loops that each token ran under an exit rule, [batch, length]; of a prompt, its last token alone.
+    token_loops: the loops that each token ran under an exit rule, [batch, length].
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None

@@ -83,10 +83,11 @@ class RowView:
 
     def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
         """Keys and values of one row, until the next one's take their place."""
-        length, room = view.shape[3], self.cache.one_row
+        length, kind = view.shape[3], (view.shape[1], view.shape[-1])
+        room = self.cache.one_row.get(kind)
         if room is None or room.shape[3] < length:
             shape = (*view.shape[:3], self.cache.capacity, view.shape[-1])
-            room = self.cache.one_row = view.new_empty(shape, dtype=torch.float32)
+            room = self.cache.one_row[kind] = view.new_empty(shape, dtype=torch.float32)
         return room[..., :length, :].copy_(view)
 
     def write(self, buffer: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
@@ -102,7 +103,7 @@ class RowView:
     def seen(self, slot: int) -> list[tuple]:
         """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
-        kind = buffer.shape[1], window
+        kind = *buffer.shape, window
         if kind not in self.spans:  # the same in all layers of a kind
             heads, head_dim = buffer.shape[2], buffer.shape[-1]
             of_row, of_loop, *strides = buffer.stride()

@@ -16,9 +16,9 @@ ACCEPTANCE_DECAY = 0.9  # of the running acceptance rate, per drafted token
 PROBE_EVERY = 16  # rounds without drafts, until acceptance is measured again
 
 
-def speculate(*arguments):
-    """`_sample` of transformers, speculating. arguments: of `RowEngine`."""
-    decoder = Speculator(RowEngine(*arguments))
+def speculate(engine: RowEngine):
+    """`_sample` of transformers, speculating."""
+    decoder = Speculator(engine)
     while decoder.selector.running():
         decoder.round()
     result = decoder.engine.output()

@@ -1,4 +1,7 @@
-"""Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops."""
+"""Chooses the tokens of rows that get there at different times, as transformers does after a pass; streams, stops.
+
+Where a processor or criterion may look at more than one row, rows get their tokens in step: some wait for the last.
+"""
 
 from collections.abc import Callable
 
@@ -34,7 +37,7 @@ def first_batchwise_part(processors, criteria) -> str | None:
 
 def cannot_stop(criterion, length: int) -> bool:
     """Whether it stops no sequence of this length, and has no warning to give."""
-    if not isinstance(criterion, stopping_criteria.MaxLengthCriteria):
+    if type(criterion) is not stopping_criteria.MaxLengthCriteria:
         return False
     known = criterion.max_position_embeddings
     return length < criterion.max_length and (known is None or length <= known)
@@ -44,10 +47,12 @@ class TokenSelector:
     """The sequences so far, and how they grow."""
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
-        self.processors, self.config, self.streamer = processors, config, streamer
+        self.processors, self.criteria, self.config, self.streamer = processors, criteria, config, streamer
         self.of_tokens: list[Callable[..., torch.Tensor]]
-        self.of_tokens = [each for each in criteria if isinstance(each, CRITERIA_OF_LAST_TOKEN)]
-        self.of_sequences = [each for each in criteria if not isinstance(each, CRITERIA_OF_LAST_TOKEN)]
+        self.of_tokens = [each for each in criteria if type(each) in CRITERIA_OF_LAST_TOKEN]
+        self.of_sequences = [each for each in criteria if type(each) not in CRITERIA_OF_LAST_TOKEN]
+        self.batchwise_part = first_batchwise_part(processors, criteria)
+        self.in_step = self.batchwise_part is not None  # rows get their tokens at the same time
         self.num_rows, self.prompt_length = input_ids.shape
         # transformers 5.23: the penalty leaves out the padding of each row
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
@@ -56,14 +61,15 @@ class TokenSelector:
         self.ids = torch.nn.functional.pad(input_ids.long(), (0, 64), value=self.pad)
         self.loops = torch.zeros_like(self.ids)  # that the new tokens took
         self.lengths = [self.prompt_length] * self.num_rows
-        self.last = input_ids[:, -1].tolist()  # token of each row
+        self.last = [self.pad] * self.num_rows  # token of each row
         self.unfinished = [True] * self.num_rows
+        self.waiting: dict[int, tuple[torch.Tensor, int]] = {}  # in step: logits and loops of rows, for the others
         self.streamed = self.prompt_length
         self.scores = [] if config.return_dict_in_generate and config.output_scores else None
         self.logits = [] if config.return_dict_in_generate and config.output_logits else None
 
     def running(self) -> list[int]:
-        return [row for row, runs in enumerate(self.unfinished) if runs]
+        return [row for row, runs in enumerate(self.unfinished) if runs and row not in self.waiting]
 
     def last_tokens(self, rows: list[int], ahead: int = 0) -> torch.Tensor:
         """[rows, 1]; or the guesses `ahead` tokens after them."""
@@ -72,8 +78,18 @@ class TokenSelector:
         return self.ids[rows, [self.lengths[row] - 1 + ahead for row in rows]][:, None]
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
-        """The next token of `rows`, from logits [rows, vocabulary]. loops: that it took. noise: see `choose`."""
+        """The next token of `rows`, from logits [rows, vocabulary]; those that have got theirs.
+
+        loops: that it took. noise: see `choose`.
+        """
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
+        if self.in_step:
+            self.waiting |= {row: (of_row, taken) for row, of_row, taken in zip(rows, logits, loops)}
+            if self.running():
+                return []
+            rows = sorted(self.waiting)
+            logits, loops = torch.stack([self.waiting[row][0] for row in rows]), [self.waiting[row][1] for row in rows]
+            self.waiting = {}
         if not self.processors and not self.config.do_sample:
             scores, tokens = logits, logits.argmax(-1)
         else:
@@ -82,6 +98,7 @@ class TokenSelector:
         self.keep(self.logits, rows, logits)
         self.append(rows, tokens, loops)
         self.stream()
+        return rows
 
     def choose_by_length(self, rows: list[int], logits: torch.Tensor, noise: torch.Tensor | None):
         """Processed scores and tokens of `rows`."""
@@ -157,6 +174,9 @@ class TokenSelector:
 
     def stops(self, rows: list[int], tokens: torch.Tensor) -> list[bool]:
         """Which of `rows` end with these tokens, which are their last."""
+        if self.in_step:  # as transformers asks: of all rows, also those that have finished
+            scores = None if self.scores is None else tuple(self.scores)
+            return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
         stops = [False] * len(rows)
         for criterion in self.of_tokens:
             stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]

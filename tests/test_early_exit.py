@@ -138,7 +138,7 @@ def test_greedy_batch_of_left_padded_prompts(name, system, way):
 
 @over_ways
 @over_systems
-@pytest.mark.parametrize("cache", ["static", "of_the_config", "static_of_the_config", "without_arguments", "none"])
+@pytest.mark.parametrize("cache", ["static", "of_the_config", "static_of_the_config", "without_arguments"])
 @pytest.mark.covering
 def test_caches(system, cache, way):
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -147,7 +147,6 @@ def test_caches(system, cache, way):
         "of_the_config": lambda: {"past_key_values": DynamicCache(config=model.config)},
         "static_of_the_config": lambda: {"past_key_values": StaticCache(model.config, max_cache_len=LENGTH + NEW)},
         "without_arguments": lambda: {"past_key_values": DynamicCache()},
-        "none": lambda: {"use_cache": False},
     }[cache]
     for name in ("logit_margin", "latent_diff"):
         rule = rule_for(model, name, rows[0])
@@ -276,6 +275,14 @@ def test_one_pass_stops_every_token_at_its_own_loop(name, system):
     torch.testing.assert_close(last.logits, whole.logits[:, -1:], rtol=1e-9, atol=1e-9)
 
 
+def test_checks_behind_a_coda_need_a_cache_that_can_be_cropped():
+    model, text = model_of("windows"), random_ids(1, 3)
+    for length in (1, 3):
+        with pytest.raises(ValueError, match="exit_rule .* which StaticCache cannot go with"):
+            cache = StaticCache(model.config, max_cache_len=4)
+            model(text[:, :length], exit_rule=ExitRule("max_prob", 0.5), past_key_values=cache)
+
+
 # All families: by plain passes
 
 
@@ -368,11 +375,13 @@ def test_never_is_full_depth_and_always_is_min_loops(data, config, cache, way):
 
 
 def test_both_ways_are_taken(monkeypatch):
-    """What `way` says above."""
-    model, decoders = model_of("plain"), []
-    original = ContinuousDecoder.tick
-    monkeypatch.setattr(ContinuousDecoder, "tick", lambda self: decoders.append(self) or original(self))
+    """What `way` says above: whether rows are seen at different tokens."""
+    model, (ids, mask, rows), apart = model_of("plain"), prompts(), []
+    tick = ContinuousDecoder.tick
+    monkeypatch.setattr(
+        ContinuousDecoder, "tick", lambda self: apart.append(len(set(self.selector.lengths)) > 1) or tick(self)
+    )
     for way in ("together", "apart"):
-        assert not decoders
-        generate(model, random_ids(1, 3), NaiveRule("kl", 0.1), way)
-    assert decoders
+        assert not any(apart)
+        generate(model, ids, rule_for(model, "logit_margin", rows[0]), way, attention_mask=mask)
+    assert any(apart)

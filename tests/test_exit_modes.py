@@ -1,4 +1,4 @@
-"""Early exit with what else generate does: beams, assistants, samples, streams, processors, conversations, configs."""
+"""Early exit with what else generate does: samples, streams, processors, conversations, configs; what is refused."""
 
 import copy
 import math
@@ -25,7 +25,6 @@ from .test_early_exit import (
     generate,
     model_of,
     naive_rows,
-    over_systems,
     over_ways,
     prompts,
     rule_for,
@@ -42,49 +41,39 @@ def case(request):
     return model, ids, mask, rows, rule_for(model, "logit_margin", rows[0])
 
 
-# Beams and assistants
+# What is refused
 
 
-@over_systems
-@over_rules
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, {"cache_sharing": "last"}], ids=str)
-@pytest.mark.covering
-def test_beams(system, name, cache):
-    """The score and the loops of every beam are those of its tokens by themselves, so the cache moved with it."""
-    model, (ids, mask, rows) = model_of(system), prompts()
-    rule = rule_for(model, name, rows[0])
-    beams = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True, "length_penalty": 0.0}
-    out = generate(model, ids, rule, attention_mask=mask, **beams, **cache)
-    assert (out.beam_indices[:, 1:] % 3 != out.beam_indices[:, :-1] % 3).any()
-    for i, (tokens, loops) in enumerate(zip(*found(out))):
-        decoder, score, took = NaiveDecoder(model, cache.get("cache_sharing", "none")), 0.0, [LOOPS]
-        logits = decoder.run(rows[i // 3], LOOPS)
-        for token in tokens:
-            score += logits[-1].log_softmax(-1)[token].item()
-            logits, count = decoder.run_until(rule, token, LOOPS)
-            took.append(count)
-        assert out.sequences_scores[i].item() == pytest.approx(score, rel=1e-5)
-        assert loops == took[:NEW]
-    assert len(out.token_loops[:, 1:].unique()) > 1
+REFUSED = {
+    "beam search": {"num_beams": 2},
+    "assisted decoding": {"prompt_lookup_num_tokens": 2},
+    "use_cache=False": {"use_cache": False},
+    "output_hidden_states": {"output_hidden_states": True},
+}
 
 
-@over_systems
-@pytest.mark.parametrize("name", ["logit_margin", "kl", "latent_diff", "gate"])
-@pytest.mark.parametrize("assistant", ["good", "bad", "lookup"])
-@pytest.mark.covering
-def test_assisted(system, name, assistant):
-    """A chunk that is verified exits token by token; what is rejected leaves nothing behind."""
-    model, prompt = model_of(system), random_ids(1, 4).repeat(1, 2)
-    rule = rule_for(model, name, prompt[0].tolist())
-    expected = naive_generate(model, rule, prompt[0].tolist(), LOOPS, NEW)
-    assert len(set(expected[1][1:])) > 1
-    if assistant == "lookup":
-        arguments = {"prompt_lookup_num_tokens": 3}
-    else:
-        arguments = {"assistant_model": model_of("plain", num_loops=2) if assistant == "bad" else model}
-    for cache in ({}, {"past_key_values": DynamicCache(config=model.config)}):
-        out = generate(model, prompt, rule, **arguments, **cache)
-        assert found(out, prompt.shape[1]) == ([expected[0]], [expected[1]])
+@pytest.mark.parametrize("mode", REFUSED)
+@pytest.mark.parametrize("saved", [False, True], ids=["asked", "saved"])
+def test_what_exits_do_not_go_with_is_refused(mode, saved):
+    model, exits = model_of("plain"), {"exit_criterion": "kl", "exit_threshold": 0.1}
+    arguments = {"max_new_tokens": 3, "return_dict_in_generate": True, **REFUSED[mode]}
+    plain = model.generate(random_ids(1, 5), **arguments)
+    for name, value in exits.items() if saved else ():
+        setattr(model.generation_config, name, value)
+    reason = f"exit_criterion='kl' goes with greedy .* and not with {mode}: leave one out, or pass exit_criterion=None"
+    with pytest.raises(ValueError, match=reason):
+        model.generate(random_ids(1, 5), **arguments, **({} if saved else exits))
+    assert torch.equal(model.generate(random_ids(1, 5), exit_criterion=None, **arguments).sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("drafts_with_exits", [False, True])
+def test_an_assistant_does_not_exit(drafts_with_exits):
+    model, assistant = model_of("plain"), model_of("plain", num_loops=2)
+    exiting = assistant if drafts_with_exits else model
+    exiting.generation_config.exit_criterion = "kl"
+    reason = "an assistant's cache" if drafts_with_exits else "assisted decoding"
+    with pytest.raises(ValueError, match=f"exit_criterion='kl' goes with greedy .* and not with {reason}: leave"):
+        model.generate(random_ids(1, 5), assistant_model=assistant, max_new_tokens=3)
 
 
 # Samples
@@ -356,30 +345,6 @@ def test_more_positions_than_learned_are_refused():
             generate(model, random_ids(1, 5), NaiveRule("kl", 0.1), way)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_recorded_states_are_those_of_the_loops(implementation):
-    """Not those of the coda at every check: what is recorded of a token that ran k loops is that of a run of depth k.
-
-    Single tokens, so that no state hangs on what an earlier one left at its exit.
-    """
-    model, prompt = model_of("windows", attn_implementation=implementation), random_ids(1, 5)
-    kinds = ["hidden_states", "attentions"] if implementation == "eager" else ["hidden_states"]
-    wanted = {f"output_{kind}": True for kind in kinds}
-    rule = NaiveRule("max_prob", 0.0, 2)
-    out = generate(model, prompt, rule, new_tokens=2, **wanted)
-    with torch.no_grad():
-        cache = model(prompt, use_cache=True).past_key_values
-        whole = model(prompt, **wanted)
-        step = model(out.sequences[:, 5:6], past_key_values=cache, num_loops=2, **wanted)
-        all_logits = model(prompt, output_loop_logits=True, **wanted)
-    for kind in kinds:
-        for found_states, expected in zip((*out[kind], all_logits[kind]), (whole[kind], step[kind], whole[kind])):
-            assert len(found_states) == len(expected)
-            for one, other in zip(found_states, expected):
-                torch.testing.assert_close(one, other)
-    assert [len(states) for states in out.hidden_states] == [1 + 1 + 2 * LOOPS + 1, 1 + 1 + 2 * 2 + 1]
-
-
 # Generation configs, precision
 
 
@@ -475,8 +440,10 @@ def test_numbers_of_numpy():
 def test_rows_that_wait_are_announced_where_there_are_several(rows, monkeypatch):
     said = []
     monkeypatch.setattr(generation.logger, "warning_once", said.append)
-    generate(model_of("plain"), random_ids(rows, 4), NaiveRule("kl", 0.1), use_cache=False)
-    assert ["rows of a batch wait" in text for text in said] == [True] * (rows - 1)
+    generate(model_of("plain"), random_ids(rows, 4), NaiveRule("kl", 0.1))
+    assert not said
+    generate(model_of("plain"), random_ids(rows, 4), NaiveRule("kl", 0.1), "together")
+    assert ["With Unknown the rows of a batch wait" in text for text in said] == [True] * (rows - 1)
 
 
 @over_ways

@@ -467,7 +467,7 @@ def test_paged_cache_of_generate_refuses_a_depth():
 
 
 def test_a_core_with_heads_of_its_own():
-    """Exits too, where the rows of a batch then wait for each other; what holds equal heads everywhere is refused."""
+    """Exits and drafts too; what holds equal heads everywhere is refused."""
     model = tiny_model(
         injection="diagonal",
         state_init="zeros",
@@ -483,6 +483,7 @@ def test_a_core_with_heads_of_its_own():
     assert torch.equal(with_cache, without)
     never = model.generate(ids, exit_criterion="logit_margin", exit_threshold=math.inf, **arguments)
     assert torch.equal(never, with_cache)
+    assert torch.equal(model.generate(ids, draft_loops=1, **arguments), with_cache)
     early = model.generate(
         ids, exit_criterion="max_prob", exit_threshold=0.0, min_loops=1, prompt_loops=1, **arguments
     )

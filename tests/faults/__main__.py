@@ -19,6 +19,10 @@ from tests.faults.campaign import GOOD, Outcome, campaigns, tally
 
 
 OUTCOMES = get_args(Outcome)
+INTRODUCTION = """\
+Faults on purpose, and what came of them. Right: the result is bit for bit that without the fault. Refused: one line
+that quotes what is wrong and says what to do. Silent: a wrong result without a word. Traceback: an error that advises
+nothing. Lost: work that cannot be resumed.""".splitlines()
 
 
 def main(arguments: list[str] | None = None):
@@ -71,11 +75,7 @@ def page(found: dict[str, dict], args) -> str:
         [
             "# Reliability",
             "",
-            "Faults on purpose, and what came of them. Right: the result is bit for bit that without the fault. "
-            "Refused: one line",
-            "that quotes what is wrong and says what to do. Silent: a wrong result without a word. Traceback: an error "
-            "that advises",
-            "nothing. Lost: work that cannot be resumed.",
+            *INTRODUCTION,
             "",
             f"| campaign | faults | {' | '.join(OUTCOMES)} |",
             f"|---|{'---|' * (len(OUTCOMES) + 1)}",
