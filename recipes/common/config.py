@@ -123,23 +123,29 @@ class Recipe:
         Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
-def load_recipe(path: str | Path, overrides: typing.Sequence[str] = (), finished: bool = False) -> Recipe:
-    """A recipe from YAML, with `section.key=value` overrides (values are YAML too).
+def load_recipe(
+    path: str | Path,
+    overrides: typing.Sequence[str] = (),
+    changes: dict[str, typing.Any] | None = None,
+    finished: bool = False,
+) -> Recipe:
+    """A recipe from YAML, changed by `changes` and then by overrides: section.key=value, where values are YAML too.
 
     finished: of a run that was trained, perhaps when settings without effect were not yet refused.
     """
     raw = _read(path)
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        section, dot, name = key.partition(".")
-        if not equals or not dot:
-            raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")
-        if raw.get(section) is None:
-            raw[section] = {}
-        if not isinstance(raw[section], dict):
-            raise RecipeError(f"section {section!r} must hold key: value pairs, got {shortly(raw[section])}")
-        raw[section] = {**raw[section], name: parse_yaml(value, f"{override!r} is not an override: {value!r}")}
+    for key, value in (*(changes or {}).items(), *map(_split_override, overrides)):
+        section, _, name = key.partition(".")
+        values = _section(raw, section, f"{path} with {key}")
+        raw[section] = {**values, name: value}
     return recipe_from_dict(raw, str(path), finished)
+
+
+def _split_override(override: str) -> tuple[str, typing.Any]:
+    key, equals, value = override.partition("=")
+    if not equals or not all(key.partition(".")):
+        raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")
+    return key, parse_yaml(value, f"{override!r} is not an override: {value!r}")
 
 
 def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = False) -> Recipe:
