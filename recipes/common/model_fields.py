@@ -4,7 +4,6 @@ Sizes are looked at before a config is made, so that a slip of the pen costs no 
 """
 
 import difflib
-import math
 
 from transformers.modeling_rope_utils import RopeParameters
 
@@ -15,6 +14,7 @@ from .sections import RecipeError
 from .yaml_files import shortly
 
 
+MOST = 1e9  # of any number
 MOST_LAYERS = 1024
 MOST_SLOTS = 2**18  # of keys and values: layers times loops
 LARGEST = {
@@ -64,8 +64,8 @@ def check_model_fields(fields: dict, where: str):
         refuse_foreign(name, where)
         if name in LARGEST and isinstance(value, (int, float)) and not value <= LARGEST[name]:
             raise RecipeError(f"{where}: model.{name} must be at most {LARGEST[name]}, got {shortly(value)}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise RecipeError(f"{where}: model.{name} must be finite, got {value}")
+        if isinstance(value, (int, float)) and not abs(value) <= MOST:
+            raise RecipeError(f"{where}: model.{name} must be a number of at most {MOST:g}, got {shortly(value)}")
         if isinstance(value, str) and len(value) > 2 * MOST_LAYERS:
             raise RecipeError(f"{where}: model.{name} is longer than any name or pattern, got {shortly(value)}")
     preset = fields.get("preset")
