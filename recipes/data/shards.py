@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from recipes.common.config import DataConfig, RecipeError
 from recipes.common.folder_lock import exclusive
+from recipes.common.paths import expanded
 from recipes.common.provenance import provenance
 
 from .packing import PackedRows
@@ -115,7 +116,7 @@ def _settings(data: DataConfig, training: Source, validation: Source | None) -> 
 
 def _folder(data: DataConfig, settings: dict) -> Path:
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(data.source).name).strip("-")[:40] or "data"
-    return Path(data.cache_dir).expanduser() / f"{name}-{fingerprint(settings)[:12]}"
+    return expanded(data.cache_dir) / f"{name}-{fingerprint(settings)[:12]}"
 
 
 # Making shards
