@@ -24,6 +24,7 @@ from recipes.common.folder_lock import exclusive
 from recipes.common.paths import expanded
 from recipes.common.provenance import provenance
 
+from .overlap import overlap
 from .packing import PackedRows
 from .part_files import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_facts, write_shard
 from .shuffle import rows_of_step
@@ -205,11 +206,17 @@ def _write_manifest(
         },
         "counts": counts,
         "overlapping_documents": sum(fact["overlapping_documents"] for fact in facts),
+        "empty_documents": sum(fact.get("empty_documents", 0) for fact in facts),
+        "overlap": overlap(*(packed_tokens(folder, shards[split]) for split in ("validation", "train"))),
         "dtype": maker.dtype,
         "shards": shards,
         "made_by": provenance(),
     }
     write_facts(folder / MANIFEST, manifest)
+
+
+def packed_tokens(folder: Path, shards: list[dict]) -> Iterator[np.ndarray]:
+    return (np.load(folder / shard["file"], mmap_mode="r")[: shard["tokens"]] for shard in shards)
 
 
 # Opening shards
@@ -240,7 +247,7 @@ def _check_settings(folder: Path, found: dict, wanted: dict):
 
 def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths: torch.Tensor) -> PackedRows:
     return PackedRows(
-        [np.load(folder / shard["file"], mmap_mode="r")[: shard["tokens"]] for shard in shards],
+        list(packed_tokens(folder, shards)),
         sequence_length=data.sequence_length,
         stride=data.stride or data.sequence_length,
         start=tokenizer.bos_token_id,
