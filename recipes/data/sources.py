@@ -35,6 +35,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from recipes.common.config import DataConfig, RecipeError
 from recipes.common.paths import expanded
+from recipes.common.yaml_files import shortly
 
 from .strict_json import strict_about_text
 
@@ -149,6 +150,7 @@ class Source:
         options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}
         if folder.is_dir():  # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
             reader = load_dataset_builder(str(folder), self.config, **options)
+            refuse_left_out(self.name, files, reader)
         else:
             reader = load_dataset_builder(builder, data_files=[glob.escape(str(path)) for path in files], **options)
         documents = _read(strict_about_text(reader, self.text_field), self.split, self.streaming)
@@ -215,8 +217,11 @@ def readable(name: str):
 def local_files(name: str) -> list[Path] | None:
     """The data files that `name` stands for, sorted; None if it is a name on the hub."""
     path = expanded(name)
-    if path.is_file():
-        return [path]
+    try:
+        if path.is_file():
+            return [path]
+    except OSError as error:
+        raise RecipeError(f"can not read {shortly(name)}: {error.strerror}; name a file or a dataset") from None
     if path.is_dir():
         found = [
             file for file in path.rglob("*") if file.is_file() and _builder_of(file) and file.name not in METADATA
@@ -239,6 +244,19 @@ def local_files(name: str) -> list[Path] | None:
 def looks_like_path(name: str) -> bool:
     """Hub names are `name` or `owner/name`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or _builder_of(Path(name)) is not None
+
+
+def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
+    """Where some names of a folder say a split, `datasets` takes no file whose name says none."""
+    if (expanded(name) / "README.md").exists():  # it says which files are whose
+        return
+    taken = {os.path.realpath(path) for paths in (reader.config.data_files or {}).values() for path in paths}
+    left = [path.name for path in files if os.path.realpath(path) not in taken]
+    if taken and left:
+        raise RecipeError(
+            f"folder {name!r} holds {len(left)} files that are of no split, e.g. {left[0]!r}: put a split into their "
+            "names (train, validation, test), or name the files with a pattern"
+        )
 
 
 def _read(reader: DatasetBuilder, split: str, streaming: bool) -> Documents:
