@@ -77,8 +77,8 @@ def check_against_model(recipe: Recipe, config: LoopedConfig):
     own_size = "vocab_size" in recipe.model or "preset" in recipe.model
     if own_size and data.tokenizer in TRAINED_TOKENIZERS and data.tokenizer_vocab_size > config.vocab_size:
         raise RecipeError(
-            f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} is more than the model's vocab_size="
-            f"{config.vocab_size}: raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+            f"the tokenizer has up to data.tokenizer_vocab_size={data.tokenizer_vocab_size} entries, but the model's "
+            f"vocab_size is {config.vocab_size}: raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
         )
 
 

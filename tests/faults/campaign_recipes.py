@@ -291,7 +291,7 @@ BROKEN = [
     ("extends what is not there", lambda text: "extends: missing/x.yaml"),
     ("latin-1", lambda text: (text + "# ä").encode("latin-1", "replace")),
     ("laughs", lambda text: "\n".join(
-        ["model: &a0 [x, x, x, x, x, x, x, x]"] + [f"m{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+        ["model: &a0 [x, x, x]"] + [f"m{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     )),
     ("no length", lambda text: "training: {rows_per_step: 3}"),
 ]  # fmt: skip

@@ -15,9 +15,10 @@ from tests.faults.campaign import Trial
 
 
 WORDS = "loop depth state norm exit gate größer 日本 🙂 “quoted” a\\b {brace} <|bos|> 1.5 2020-01-01 null".split()
-NAMES = """a[1] a[!b] [] a{1,2} a* a? b** a#b a%20b a&b a+b a=b a,b a;b 'a' "a" $HOME -a --help ~a .hidden __a__ größer 日本
-    🙂 a..b a::b con {a} (a) a@b a^b !a a\\b a|b http:x README""".split()
+NAMES = """a[1] a[!b] [] a{1,2} a* a? b** a#b a%20b a&b a+b a=b a,b a;b 'a' "a" $HOME -a --help ~a .hidden __a__ größer
+    日本 🙂 a..b a::b con {a} (a) a@b a^b !a a\\b a|b http:x README""".split()
 NAMES += ["a b", " a", "a ", "a\nb", "x" * 200, "train-0001", "state", "a.b.c"]
+BRACKETS = "brackets beside the file that they would stand for"
 
 
 class Naive(Exception):
@@ -64,12 +65,62 @@ def lines_of(texts: list) -> list[bytes]:
     return [json.dumps({"text": text, "n": i}, ensure_ascii=i % 2 == 0).encode() for i, text in enumerate(texts)]
 
 
-ODD_LINES = [b"junk", b"{", b"[1", b'{"text": }', b"null", b"3", b'"a"', b"{}", b"[]", b'{"body": "x"}', b"\xff", b"\x00",
-             b'{"text": "a", "text": "b"}', b'{"text": "a"} x', b'{"text": "a\\ud800"}', b'{"text": NaN}', b'{"text": "a',
-             b"{'text': 'a'}", b'{"text": "a",}', b'{"Text": "a"}', b'{"text": "a", "n": "word"}', b'{"text": "a", "n": {}}',
-             b"   ", b"\t", b"// note", b'{"text": "tab\there"}']  # fmt: skip
-ODD_TEXTS = [None, "", "  \n", 3, 1.5, True, ["a"], {"a": "b"}, "2020-01-01", "2020-01-01T00:00:00Z", "12", "true", "a\0b",
-             "a\u2028b", "a\x85b", "a\x1cb\x0c", "a\r\nb", "\ufeff", "x" * 200_000, "\\", '"', "<|eos|>"]  # fmt: skip
+ODD_LINES = [
+    b"junk",
+    b"{",
+    b"[1",
+    b'{"text": }',
+    b"null",
+    b"3",
+    b'"a"',
+    b"{}",
+    b"[]",
+    b'{"body": "x"}',
+    b"\xff",
+    b"\x00",
+    b'{"text": "a", "text": "b"}',
+    b'{"text": "a"} x',
+    b'{"text": "a\\ud800"}',
+    b'{"text": NaN}',
+    b'{"text": "a',
+    b"{'text': 'a'}",
+    b'{"text": "a",}',
+    b'{"Text": "a"}',
+    b'{"text": "a", "n": "word"}',
+    b'{"text": "a", "n": {}}',
+    b"true",
+    b"null {}",
+    b"-1",
+    b"[null]",
+    b"   ",
+    b"\t",
+    b"// note",
+    b'{"text": "tab\there"}',
+]
+ODD_TEXTS = [
+    None,
+    "",
+    "  \n",
+    3,
+    1.5,
+    True,
+    ["a"],
+    {"a": "b"},
+    "2020-01-01",
+    "2020-01-01T00:00:00Z",
+    "12",
+    "true",
+    "a\0b",
+    "a\u2028b",
+    "a\x85b",
+    "a\x1cb\x0c",
+    "a\r\nb",
+    "\ufeff",
+    "x" * 200_000,
+    "\\",
+    '"',
+    "<|eos|>",
+]
 
 
 def odd_line(draw: random.Random, lines: list[bytes]) -> tuple[str, bytes]:
@@ -205,16 +256,16 @@ def no_file(draw: random.Random, folder: Path) -> Trial:
             ("a link to itself", lambda: path.symlink_to(path)),
             ("a pipe", lambda: os.mkfifo(path)),
             ("a name too long", lambda: None),
-            ("brackets beside the file that they would stand for", lambda: (folder / "a1.jsonl").write_text('{"text": "a"}')),
+            (BRACKETS, lambda: (folder / "a1.jsonl").write_text('{"text": "a"}')),
             ("somebody's home", lambda: None),
             ("a kind nobody knows", lambda: (folder / "a.xyz").write_text("text")),
             ("a file that nobody may read", lambda: (path.write_bytes(b"\xff"), path.chmod(0))),
         ]
-    )  # fmt: skip
+    )
     make()
     name = {
         "a name too long": "x" * 5000 + ".jsonl",
-        "brackets beside the file that they would stand for": str(folder / "a[1].jsonl"),
+        BRACKETS: str(folder / "a[1].jsonl"),
         "somebody's home": "~nobody-of-this-name/x.jsonl",
         "a kind nobody knows": str(folder / "a.xyz"),
     }.get(words, str(path))
