@@ -52,6 +52,7 @@ BUILDERS = {
 }
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2"}
+BYTE_ORDER_MARK = "\ufeff"
 TEXT_DOCUMENT = 16_384  # characters from which a text file is cut at the next blank line
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
@@ -147,7 +148,7 @@ class Source:
             saved = load_from_disk(folder)
             return _split_of(saved, self.split) if isinstance(saved, DatasetDict) else saved
         builder = _builder(self.name, files)
-        options = {"sample_by": "document", "encoding": "utf-8-sig"} if builder == "text" else {}
+        options = {"sample_by": "document"} if builder == "text" else {}
         if folder.is_dir():  # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
             reader = load_dataset_builder(str(folder), self.config, **options)
             refuse_left_out(self.name, files, reader)
@@ -347,7 +348,8 @@ def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:
 
 
 def _cut_texts(batch: dict) -> dict:
-    return {"text": [piece for text in batch["text"] for piece in cut_at_blank_lines(text)]}
+    texts = (text.removeprefix(BYTE_ORDER_MARK) for text in batch["text"])
+    return {"text": [piece for text in texts for piece in cut_at_blank_lines(text)]}
 
 
 def library_files() -> list[tuple[str, Path]]:
