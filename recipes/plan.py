@@ -2,17 +2,19 @@
 
 Parameters, tokens, steps and operations by the papers' formulas, without data or weights. Tables of value embeddings
 count in the effective parameters and not in the operations, as the laws want it; where a model has them, the other way
-is named beside it. For a `*.sweep.yaml`, one line per run.
+is named beside it. For a `*.sweep.yaml`, one line per run. What a launch refuses without its data is refused here:
+settings that do not go together, a warm-up longer than the run, an output_dir that can not be written.
 """
 
 from recipes.common.command_line import print_help, run_command
-from recipes.common.config import DataConfig, Recipe, RecipeError, load_recipe
+from recipes.common.config import Recipe, UnknownEpoch, load_recipe
 from recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
+from recipes.common.run_checks import check_run
 from recipes.sweep import is_sweep, load_sweep
 
 
 def plan(recipe: Recipe) -> dict:
-    config = recipe.model_config()
+    config = check_run(recipe)
     n = sizes(config)
     length = recipe.data.sequence_length
     depth, window = recipe.mean_depth(config), recipe.backprop_loops(config)
@@ -34,17 +36,11 @@ def plan(recipe: Recipe) -> dict:
         result[without] = round(effective_parameters(config, depth, value_tables=False))
         result[with_tables] = training_flops_per_token(config, length, depth, window, value_tables=True)
     try:
-        steps = recipe.num_steps(n, per_token, expected_rows(recipe.data))
-    except RecipeError as error:
+        steps = recipe.num_steps(n, per_token, recipe.data.expected_rows())
+    except UnknownEpoch as error:
         return {**result, "steps": str(error)}
     tokens = steps * recipe.training.rows_per_step * length
     return {**result, "steps": steps, "tokens": tokens, "training FLOPs": tokens * per_token}
-
-
-def expected_rows(data: DataConfig) -> int | None:
-    if data.expected_tokens is None:
-        return None
-    return int(data.expected_tokens - data.sequence_length) // (data.stride or data.sequence_length) + 1
 
 
 def show(value) -> str:

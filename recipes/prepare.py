@@ -7,6 +7,7 @@ Training does the same by itself if it was not done before. A preparation that w
 
 from recipes.common.command_line import Parser, run_command
 from recipes.common.config import load_recipe
+from recipes.data.overlap import notes
 from recipes.data.shards import Prepared, prepare
 
 
@@ -19,7 +20,8 @@ def main(arguments: list[str] | None = None):
 
 
 def describe(prepared: Prepared) -> str:
-    lines = [f"{prepared.folder}", f"{'':10}  {'documents':>12}  {'tokens':>15}  {'bytes':>15}  {'rows':>12}"]
+    lines = notes(prepared.manifest)
+    lines += [f"{prepared.folder}", f"{'':10}  {'documents':>12}  {'tokens':>15}  {'bytes':>15}  {'rows':>12}"]
     for split in ("train", "validation"):
         counts = prepared.manifest["counts"][split]
         numbers = f"{counts['documents']:12,}  {counts['tokens']:15,}  {counts['bytes']:15,}  {counts['rows']:12,}"

@@ -14,7 +14,6 @@ the final validation loss against x (residual scaling, figure 5) and optima.json
 and its interval. Settings that are neither x, curve nor panel, such as seeds, count as replicas.
 """
 
-import itertools
 import json
 import math
 from collections import defaultdict
@@ -22,16 +21,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-import yaml
-
 from modeling_looped.optimization import depth_correction
 from recipes.common.canvas import canvas
 from recipes.common.command_line import print_help, run_command
-from recipes.common.config import Recipe, RecipeError, as_number, load_recipe
+from recipes.common.config import Recipe, RecipeError, load_recipe
 from recipes.common.files import write_whole
 from recipes.common.metrics import read_metrics
 from recipes.common.optimum import in_words, optimum, shifts
+from recipes.common.paths import expanded
 from recipes.common.provenance import provenance, write_json
+from recipes.common.run_checks import check_run
+from recipes.common.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
 from recipes.engine.training import Divergence, Pretraining
 
 
@@ -43,7 +43,6 @@ class Run(NamedTuple):
     name: str
     settings: dict  # what sets it apart
     path: Path  # of the recipe
-    overrides: list[str]
     recipe: Recipe
     same_as: str | None = None  # an earlier run that computes the same
 
@@ -53,44 +52,31 @@ def is_sweep(path) -> bool:
 
 
 def load_sweep(path: str | Path, overrides=()) -> list[Run]:
-    path = Path(path)
-    if not path.is_file():
-        raise RecipeError(f"there is no sweep {path}")
-    raw = yaml.safe_load(path.read_text()) or {}
-    unknown = set(raw) - {"recipe", "set", "grid", "runs", "plot"}
-    if unknown or "recipe" not in raw or ("grid" in raw) == ("runs" in raw):
-        raise RecipeError(
-            f"{path} must hold recipe, one of grid and runs, and may hold set and plot; got {sorted(raw)}"
-        )
-    entries = combinations(raw["grid"]) if "grid" in raw else raw["runs"]
-    runs, named = [], {}
-    for entry in entries:
-        entry = {key: as_number(value) for key, value in entry.items()}
-        own_base = entry.pop("recipe", None)
-        base = path.parent / (own_base or raw["recipe"])
-        described = [f"{key.split('.')[-1]}={value}" for key, value in entry.items() if key != "name"]
-        name = entry.pop("name", None) or "_".join(([Path(own_base).stem] if own_base else []) + described)
-        folder = Path("runs") / path.name.removesuffix(".sweep.yaml") / name
-        changes = {**(raw.get("set") or {}), **entry, "training.output_dir": str(folder)}
-        arguments = [f"{key}={json.dumps(value)}" for key, value in changes.items()] + list(overrides)
-        recipe = load_recipe(base, arguments)
-        if any(argument.startswith("training.output_dir=") for argument in overrides):
-            recipe.training.output_dir = str(Path(recipe.training.output_dir) / name)
-            arguments.append(f"training.output_dir={recipe.training.output_dir}")
-        if name in [run.name for run in runs]:
+    sweep = read_sweep(path, overrides)
+    runs, first_of = {}, {}
+    for entry in sweep.entries:
+        settings = {key: value for key, value in entry.items() if key not in ("name", "recipe")}
+        own = checked_recipe(entry["recipe"], sweep.path) if entry.get("recipe") is not None else None
+        name = checked_name(entry["name"] if "name" in entry else described(own, settings), sweep.path)
+        if name in runs:
             raise RecipeError(
                 f"{path}: two runs have the name {name!r}: take one of them out, or give them names of their own"
             )
-        first = named.setdefault(computation(recipe), name)
-        runs.append(Run(name, entry, base, arguments, recipe, None if first == name else first))
-    return runs
+        base = sweep.path.parent / expanded(own or sweep.recipe)
+        changes = {**sweep.set, **settings, OUTPUT: str(sweep.folder / name)}
+        recipe = load_recipe(base, overrides, changes)
+        if any(override.startswith(f"{OUTPUT}=") for override in overrides):
+            recipe.training.output_dir = str(Path(recipe.training.output_dir) / name)
+        first = first_of.setdefault(computation(recipe), name)
+        runs[name] = Run(name, settings, base, recipe, None if first == name else first)
+    return list(runs.values())
 
 
-def combinations(grids: dict | list[dict]) -> list[dict]:
-    entries = []
-    for grid in grids if isinstance(grids, list) else [grids]:
-        entries += [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
-    return entries
+def described(recipe: str | None, settings: dict) -> str:
+    """The name of a run that has none: what sets it apart; a path in it is one word."""
+    words = [Path(recipe).stem] if recipe else []
+    words += [f"{key.split('.')[-1]}={value}" for key, value in settings.items()]
+    return "_".join(words).replace("/", "_").replace("\\", "_")
 
 
 def computation(recipe: Recipe) -> str:
@@ -204,12 +190,14 @@ def draw_optimum(axis, found: dict, points: list[tuple[float, float]], color):
 def main(arguments: list[str]):
     print_help(arguments, __doc__)
     runs = load_sweep(arguments[0], arguments[1:])
+    for run in runs:
+        check_run(run.recipe)
     results = run_all(runs)
     folder = Path(runs[0].recipe.training.output_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
     write_whole(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))
-    plot = yaml.safe_load(Path(arguments[0]).read_text()).get("plot")
+    plot = read_sweep(arguments[0]).plot
     if plot:
         draw(results, plot, folder / "results.png")
         found = []

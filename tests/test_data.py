@@ -730,6 +730,44 @@ def test_bad_sources_are_named_with_advice(tmp_path):
         load("no/such")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_brackets_in_names_are_names(tmp_path, streaming):
+    for name in ("a[1]", "a1", "b*", "bb", "c d?", "größer"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [name])
+    for name in ("a[1]", "b*", "c d?", "größer"):
+        assert load(tmp_path / f"{name}.jsonl", streaming=streaming) == [name]
+    with pytest.raises(RecipeError, match=r"no file or folder .*a\[1-9\].jsonl"):
+        load(tmp_path / "a[1-9].jsonl")
+    assert load(tmp_path / "[ab]*.jsonl".replace("[ab]", ""), streaming=streaming)[0] == "a1"
+
+
+def test_values_further_down_that_are_no_texts_are_refused(tmp_path):
+    """`datasets` would write a date, a number or a mixture as it likes; a null at the beginning stops its parser."""
+    for content in (
+        '{"text": "2020-01-01"}',
+        '{"text": 3}',
+        '{"text": 3}\n{"text": "a"}',
+        '{"text": {"a": 1}}',
+        "null",
+    ):
+        write_jsonl(tmp_path / content[-8:-4] / "1.jsonl", ["a", "b"])
+        (tmp_path / content[-8:-4] / "2.jsonl").write_text(content + "\n")
+        with pytest.raises(RecipeError, match="holds text first and|begins with null"):
+            load(tmp_path / content[-8:-4])
+
+
+def test_files_of_a_folder_that_are_of_no_split_are_named(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ["a"])
+    write_jsonl(tmp_path / "more.jsonl", ["b"])
+    with pytest.raises(RecipeError, match="1 files that are of no split, e.g. 'more.jsonl'"):
+        load(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
+    assert load(tmp_path / "a.txt") == ["words"]
+
+
 def test_too_little_text_is_refused_with_advice(make_data, tmp_path):
     with pytest.raises(RecipeError, match="documents for train hold .*sequence_length=100000 is longer than all"):
         shards.prepare(make_data(sequence_length=100_000))

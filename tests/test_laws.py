@@ -700,7 +700,7 @@ def make_run(folder, steps=20):
                 "num_attention_heads": 2,
                 "num_loops": 4,
             },
-            "data": {"sequence_length": 64},
+            "data": {"sequence_length": 64, "tokenizer_vocab_size": 512},
             "depth": {"sampler": "poisson", "backprop_loops": "half"},
             "training": {"steps": steps, "rows_per_step": 8},
         }

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import typing
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import yaml
 
 from recipes import sweep
 from recipes.common.config import RecipeError, load_recipe
+from recipes.common.ranges import RANGES
+from recipes.common.sections import SECTIONS
 from recipes.engine.optimizers import build_schedulers, set_learning_rates
 from recipes.plan import plan
 from recipes.sweep import is_sweep, optima
@@ -482,6 +486,22 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["evaluation.loops=[0, 2]"], r"depths of at least 1, got \[0, 2\]"),
         (["training.steps=["], "'\\[' is not YAML"),
         (["optimizer.decay_product=1e-5", "optimizer.weight_decay=0.1"], "not both"),
+        (
+            ["optimizer.muon_lr=0.5"],
+            r"muon_lr=0.5 .* no effect with optimizer.name='adamw'.*\(optimizer.muon_lr=0.02\)",
+        ),
+        (["schedule.name=cosine", "schedule.decay_steps=3"], "decay_steps=3 would have no effect"),
+        (["optimizer.decay_product=.nan"], "decay_product must lie between 0 and 1, got nan"),
+        (["training.max_loss=.inf"], "max_loss must be above 0 and finite, got inf"),
+        (["data.tokenizer_max_characters=-3"], "tokenizer_max_characters must be at least 1, got -3"),
+        (["training.seed=-1"], "training.seed must be at least 0, got -1"),
+        (["training.seed=4294967296"], "training.seed must be at most 4.29497e.09, got 4294967296"),
+        (["model.dtype=banana"], "model.dtype does nothing in a recipe"),
+        (["model.rope_parameters={rope_type: default, rope_thetta: 3}"], "'rope_thetta'; did you mean 'rope_theta'"),
+        (["model.num_loops=1000000000"], "model.num_loops must be at most 4096, got 1000000000"),
+        (["data.source=''"], "data.source must not be empty"),
+        (["training.steps=1:30"], "training.steps must be int, got '1:30'"),
+        (["training.output_dir=~nobody-of-this-name/x"], "training.output_dir='~nobody.*home folder of nobody"),
     ],
 )
 def test_bad_recipes(overrides, message):
@@ -510,3 +530,71 @@ def test_saved_recipe_opens_again(tmp_path):
     recipe = load_recipe(RECIPES / "parcae/small.yaml")
     recipe.save(tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["schedule.warmup_steps=25"], "warmup_steps=25 .* do not fit into a run of 24 steps"),
+        (["training.output_dir=/dev/null/run"], "'/dev/null/run' can not be written"),
+        (["optimizer.head_lr=1", "model.tie_word_embeddings=true"], "head_lr would have no effect: it needs a head"),
+        (["training.freeze_all_but_gate=true"], "needs a model with an exit gate"),
+        (["training.taper_end=0.5"], "it needs model.readout_norm 'taper'"),
+        (["depth.sampler=poisson", "depth.split=prefix", "depth.backprop_loops=4"], "backprop_loops=4 and mean=3"),
+        (["model.window_pattern=SSSL", "model.sliding_window=4"], "4 letters for 2 layers"),
+        (["model.window_pattern=LL", "model.sliding_window=4"], "without a layer that slides"),
+        (["model.num_core_layers=900", "model.num_loops=4000"], "900 layers and 4000 loops are more than"),
+        (["training.steps=null"], "say how long to train"),
+    ],
+)
+def test_a_plan_refuses_what_a_launch_would(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        plan(load_recipe(RECIPES / "smoke/base.yaml", overrides))
+
+
+def test_a_final_folder_of_something_else_is_refused_before_training(tmp_path):
+    recipe = load_recipe(RECIPES / "smoke/base.yaml", [f"training.output_dir={tmp_path}"])
+    plan(recipe)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "thesis.tex").write_text("the only copy")
+    with pytest.raises(RecipeError, match="final exists and is not a saved model"):
+        plan(recipe)
+
+
+def test_every_number_has_its_range():
+    for name, section in SECTIONS.items():
+        hints = typing.get_type_hints(section)
+        numbers = {key for key, hint in hints.items() if {"int", "float"} & set(re.findall(r"\w+", str(hint)))}
+        assert numbers == set(RANGES[name])
+
+
+def test_yaml_that_says_a_thing_twice_or_not_at_all(tmp_path):
+    base, path = RECIPES / "smoke/lt.yaml", tmp_path / "a.yaml"
+    for text, message in [
+        ("training:\n  steps: 3\n  seed: 1\n  steps: 4\n", "line 4, column 3: 'steps' stands twice, first in line 2"),
+        ("data: {}\ntraining: {steps: 3}\ndata: {}\n", "line 3, column 1: 'data' stands twice, first in line 1"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            load_recipe(path)
+    path.write_text(f"extends: {base}\noptimizer:\nschedule: {{}}\n")
+    assert load_recipe(path) == load_recipe(base)
+    path.write_text(f"extends: {base}\ntraining: {{steps: 010, seed: '7'}}\n")
+    assert (load_recipe(path).training.steps, load_recipe(path).training.seed) == (10, 7)
+
+
+def test_home_folders_are_found_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text("training: {steps: 3, output_dir: ~/run, initialize_from: ~/model}")
+    (tmp_path / "a.yaml").write_text("extends: ~/base.yaml\ndata: {cache_dir: ~/shards}")
+    recipe = load_recipe("~/a.yaml", ["data.source=~/text.jsonl"])
+    found = [recipe.training.output_dir, recipe.training.initialize_from, recipe.data.cache_dir, recipe.data.source]
+    assert found == [str(tmp_path / name) for name in ("run", "model", "shards", "text.jsonl")]
+
+
+def test_a_run_that_is_done_opens_with_settings_that_had_no_effect(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("training: {steps: 3}\noptimizer: {muon_lr: 0.5}")
+    with pytest.raises(RecipeError, match="no effect"):
+        load_recipe(tmp_path / "recipe.yaml")
+    assert load_recipe(tmp_path / "recipe.yaml", finished=True).optimizer.muon_lr == 0.5

@@ -102,6 +102,36 @@ def test_the_same_settings_twice_are_refused(tmp_path):
         load_sweep(written(tmp_path, grids))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("runs: [{name: ../../x}]", "the name '../../x' would be another folder"),
+        ("grid: {model.num_loops: 3}", "a list of values for each setting"),
+        ("grid: {training.output_dir: [a, b]}", "training.output_dir in grid would have no effect"),
+        ("set: {training.output_dir: a}\nruns: [{name: a}]", "training.output_dir in set would have no effect"),
+        ("set: {model.num_loops: 3}\ngrid: {model.num_loops: [1]}", "every run sets anew"),
+        ("grid: {model.num_loops: []}", "holds no run"),
+        ("runs: [{name: 3}]", "the name 3 is no text"),
+        ("grid: {training.seed: [1]}\nplot: {x: optimizer.lr, curve: training.seed}", "not a setting of every run"),
+        ("grid: [", "is not YAML"),
+    ],
+)
+def test_what_is_no_sweep_is_said(tmp_path, text, message):
+    with pytest.raises(RecipeError, match=message):
+        load_sweep(written(tmp_path, text))
+
+
+def test_an_override_of_what_is_swept_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="'model.num_loops=4' would overrule what the runs"):
+        load_sweep(written(tmp_path, "grid: {model.num_loops: [1, 2]}"), ["model.num_loops=4"])
+
+
+def test_a_path_among_the_settings_is_one_word_of_a_name(tmp_path):
+    (run,) = load_sweep(written(tmp_path, "grid: {data.cache_dir: [../../x/🙂]}"))
+    assert run.name == "cache_dir=.._.._x_🙂" and run.recipe.data.cache_dir == "../../x/🙂"
+    assert Path(run.recipe.training.output_dir) == Path("runs/a") / run.name
+
+
 def test_a_plan_counts_what_is_trained(tmp_path, capsys):
     path = written(tmp_path, "grid: {model.residual_scaling: [sqrt, linear], model.num_loops: [1, 2]}")
     plan_main([str(path)])

@@ -21,7 +21,7 @@ def run_data(run: Path) -> DataConfig:
     path = run / "recipe.yaml"
     if not path.is_file():
         raise HeldOutError(f"{run} holds no recipe.yaml, so what this model was trained on is not known: {ADVICE}")
-    return load_recipe(path).data
+    return load_recipe(path, finished=True).data
 
 
 def prepared_data(run: Path, data: DataConfig) -> Prepared:

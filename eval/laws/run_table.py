@@ -160,7 +160,7 @@ def collect(folder: str | Path) -> list[dict]:
             raise FitError(
                 f"{folder} has no {part}: it is no finished run of recipes.pretrain; the same command continues it"
             )
-    recipe, config = load_recipe(folder / "recipe.yaml"), LoopedConfig.from_pretrained(folder / "final")
+    recipe, config = load_recipe(folder / "recipe.yaml", finished=True), LoopedConfig.from_pretrained(folder / "final")
     last = next((r for r in reversed(read_metrics(folder / "metrics.jsonl")) if "validation/loss" in r), None)
     if last is None:
         raise FitError(f"{folder}/metrics.jsonl holds no validation loss; train with evaluation.rows above 0")

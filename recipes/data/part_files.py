@@ -67,9 +67,12 @@ class PartMaker:
 
     def __call__(self, part: str, texts: Iterable[str | None], **facts):
         split_texts: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
+        num_empty = 0
         for text in texts:
             if text and not text.isspace():
                 split_texts[self.outside if text in self.held_out else "train"].append(text)
+            else:
+                num_empty += 1
         counts, shards = {}, {}
         for split in SPLITS:
             tokens = [np.array(ids, dtype=self.dtype) for ids in self.encode(split_texts[split])]
@@ -80,7 +83,8 @@ class PartMaker:
             }
             if tokens:
                 shards[split] = write_shard(self.folder / f"{part}.{split}.npy", *self.pack(tokens))
-        facts |= {"counts": counts, "overlapping_documents": len(split_texts[None]), "shards": shards}
+        facts |= {"counts": counts, "overlapping_documents": len(split_texts[None]), "empty_documents": num_empty}
+        facts["shards"] = shards
         write_facts(self.folder / f"{part}.json", facts)
 
     def pack(self, documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -21,8 +21,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from recipes.common.config import DataConfig, RecipeError
 from recipes.common.folder_lock import exclusive
+from recipes.common.paths import expanded
 from recipes.common.provenance import provenance
 
+from .overlap import overlap
 from .packing import PackedRows
 from .part_files import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_facts, write_shard
 from .shuffle import rows_of_step
@@ -115,7 +117,7 @@ def _settings(data: DataConfig, training: Source, validation: Source | None) -> 
 
 def _folder(data: DataConfig, settings: dict) -> Path:
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(data.source).name).strip("-")[:40] or "data"
-    return Path(data.cache_dir).expanduser() / f"{name}-{fingerprint(settings)[:12]}"
+    return expanded(data.cache_dir) / f"{name}-{fingerprint(settings)[:12]}"
 
 
 # Making shards
@@ -204,11 +206,17 @@ def _write_manifest(
         },
         "counts": counts,
         "overlapping_documents": sum(fact["overlapping_documents"] for fact in facts),
+        "empty_documents": sum(fact.get("empty_documents", 0) for fact in facts),
+        "overlap": overlap(*(packed_tokens(folder, shards[split]) for split in ("validation", "train"))),
         "dtype": maker.dtype,
         "shards": shards,
         "made_by": provenance(),
     }
     write_facts(folder / MANIFEST, manifest)
+
+
+def packed_tokens(folder: Path, shards: list[dict]) -> Iterator[np.ndarray]:
+    return (np.load(folder / shard["file"], mmap_mode="r")[: shard["tokens"]] for shard in shards)
 
 
 # Opening shards
@@ -239,7 +247,7 @@ def _check_settings(folder: Path, found: dict, wanted: dict):
 
 def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths: torch.Tensor) -> PackedRows:
     return PackedRows(
-        [np.load(folder / shard["file"], mmap_mode="r")[: shard["tokens"]] for shard in shards],
+        list(packed_tokens(folder, shards)),
         sequence_length=data.sequence_length,
         stride=data.stride or data.sequence_length,
         start=tokenizer.bos_token_id,

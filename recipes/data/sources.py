@@ -21,10 +21,23 @@ from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from datasets import Dataset, DatasetDict, IterableDataset, Value, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetBuilder,
+    DatasetDict,
+    IterableDataset,
+    Value,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetGenerationError
 
 from recipes.common.config import DataConfig, RecipeError
+from recipes.common.paths import expanded
+from recipes.common.yaml_files import shortly
+
+from .strict_json import strict_about_text
 
 
 Documents = Dataset | IterableDataset
@@ -39,6 +52,7 @@ BUILDERS = {
 }
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2"}
+BYTE_ORDER_MARK = "\ufeff"
 TEXT_DOCUMENT = 16_384  # characters from which a text file is cut at the next blank line
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
@@ -89,7 +103,7 @@ class Source:
         if files is not None:
             stats = [(path, path.stat()) for path in files]
             fields["files"] = _digest([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats])
-            fields["name"] = str(Path(self.name).expanduser().absolute())
+            fields["name"] = str(expanded(self.name).absolute())
         return fields
 
     def load(self) -> Documents:
@@ -125,20 +139,22 @@ class Source:
 
     def _open(self) -> Documents:
         files = local_files(self.name)
+        if files is not None and self.config is not None and not expanded(self.name).is_dir():
+            raise RecipeError(f"data.source_config={self.config!r} would have no effect on files: leave it out")
         if files is None:
             return load_dataset(self.name, self.config, split=self.split, streaming=self.streaming)
-        folder = Path(self.name).expanduser()
+        folder = expanded(self.name)
         if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
             saved = load_from_disk(folder)
             return _split_of(saved, self.split) if isinstance(saved, DatasetDict) else saved
         builder = _builder(self.name, files)
-        options = {"split": self.split, "streaming": self.streaming}
-        if builder == "text":
-            options["sample_by"] = "document"
+        options = {"sample_by": "document"} if builder == "text" else {}
         if folder.is_dir():  # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
-            documents = load_dataset(str(folder), self.config, **options)
+            reader = load_dataset_builder(str(folder), self.config, **options)
+            refuse_left_out(self.name, files, reader)
         else:
-            documents = load_dataset(builder, data_files=[str(path) for path in files], **options)
+            reader = load_dataset_builder(builder, data_files=[glob.escape(str(path)) for path in files], **options)
+        documents = _read(strict_about_text(reader, self.text_field), self.split, self.streaming)
         if builder == "text" and self.text_field == "text":
             documents = documents.map(_cut_texts, batched=True, batch_size=16)
         return documents
@@ -195,23 +211,29 @@ def readable(name: str):
             advice = "it is no file here either; check the name, data.source_config, data.split and the connection"
         else:
             advice = "check data.split, data.source_config and the files"
-        raise RecipeError(f"can not read {name!r}: {type(reason).__name__}: {reason}; {advice}") from error
+        said = " ".join(str(reason).split())
+        raise RecipeError(f"can not read {name!r}: {type(reason).__name__}: {said}; {advice}") from error
 
 
 def local_files(name: str) -> list[Path] | None:
     """The data files that `name` stands for, sorted; None if it is a name on the hub."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        return [path]
+    path = expanded(name)
+    try:
+        if path.is_file():
+            return [path]
+    except OSError as error:
+        raise RecipeError(f"can not read {shortly(name)}: {error.strerror}; name a file or a dataset") from None
     if path.is_dir():
         found = [
             file for file in path.rglob("*") if file.is_file() and _builder_of(file) and file.name not in METADATA
         ]
+        if glob.has_magic(str(path.absolute())):
+            raise RecipeError(f"the name of folder {name!r} holds one of []*?: rename it, or name its files")
         if not found:
             raise RecipeError(f"folder {name!r} holds no data files ({', '.join(BUILDERS)})")
         return sorted(found)
-    if glob.has_magic(name):
-        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
+    if set(name) & set("*?"):
+        found = [Path(file) for file in glob.glob(str(path).replace("[", "[[]"), recursive=True)]
         if not any(file.is_file() for file in found):
             raise RecipeError(f"no file matches {name!r} (looked from {Path.cwd()})")
         return sorted(file for file in found if file.is_file())
@@ -223,6 +245,26 @@ def local_files(name: str) -> list[Path] | None:
 def looks_like_path(name: str) -> bool:
     """Hub names are `name` or `owner/name`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or _builder_of(Path(name)) is not None
+
+
+def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
+    """Where some names of a folder say a split, `datasets` takes no file whose name says none."""
+    if (expanded(name) / "README.md").exists():  # it says which files are whose
+        return
+    taken = {os.path.realpath(path) for paths in (reader.config.data_files or {}).values() for path in paths}
+    left = [path.name for path in files if os.path.realpath(path) not in taken]
+    if taken and left:
+        raise RecipeError(
+            f"folder {name!r} holds {len(left)} files that are of no split, e.g. {left[0]!r}: put a split into their "
+            "names (train, validation, test), or name the files with a pattern"
+        )
+
+
+def _read(reader: DatasetBuilder, split: str, streaming: bool) -> Documents:
+    if streaming:
+        return reader.as_streaming_dataset(split=split)
+    reader.download_and_prepare()
+    return reader.as_dataset(split=split)
 
 
 def _builder_of(path: Path) -> str | None:
@@ -306,7 +348,8 @@ def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:
 
 
 def _cut_texts(batch: dict) -> dict:
-    return {"text": [piece for text in batch["text"] for piece in cut_at_blank_lines(text)]}
+    texts = (text.removeprefix(BYTE_ORDER_MARK) for text in batch["text"])
+    return {"text": [piece for text in texts for piece in cut_at_blank_lines(text)]}
 
 
 def library_files() -> list[tuple[str, Path]]:

@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes.common.config import DataConfig, RecipeError
+from recipes.common.paths import expanded
 
 from .sources import looks_like_path
 
@@ -126,16 +127,17 @@ def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreT
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    if looks_like_path(name) and not Path(name).expanduser().exists():
+    if looks_like_path(name) and not expanded(name).exists():
         raise RecipeError(
             f"there is no tokenizer folder {name!r} (looked from {Path.cwd()}); set data.tokenizer to a folder, a "
             f"name on the hub, or one of {', '.join(TRAINERS)} to train one"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(Path(name).expanduser() if Path(name).exists() else name)
+        tokenizer = AutoTokenizer.from_pretrained(expanded(name) if expanded(name).exists() else name)
     except Exception as error:  # the hub, the folder and the file each have their own
+        said = " ".join(str(error).split())
         raise RecipeError(
-            f"can not load tokenizer {name!r}: {error}; set data.tokenizer to a folder that holds a tokenizer.json, a "
+            f"can not load tokenizer {name!r}: {said}; set data.tokenizer to a folder that holds a tokenizer.json, a "
             f"name on the hub, or one of {', '.join(TRAINERS)} to train one"
         ) from error
     if not tokenizer.is_fast:
@@ -162,7 +164,7 @@ def tokenizer_settings(data: DataConfig) -> dict:
             "max_characters": data.tokenizer_max_characters,
             **({"pieces": list(WORD_PIECES)} if data.tokenizer == "word" else {}),
         }
-    if Path(data.tokenizer).expanduser().exists() or looks_like_path(data.tokenizer):
+    if expanded(data.tokenizer).exists() or looks_like_path(data.tokenizer):
         return {"name": data.tokenizer, **start, "sha256": tokenizer_hash(load_tokenizer(data.tokenizer))}
     return {"name": data.tokenizer, **start}
 

@@ -17,6 +17,7 @@ from transformers.optimization import (
 )
 
 from recipes.common.config import OptimizerConfig, RecipeError, ScheduleConfig
+from recipes.common.relations import check_schedule, decay_steps_of
 
 from .muon import NorMuon
 from .stable_adamw import StableAdamW
@@ -152,8 +153,8 @@ def build_schedulers(
     optimizers: list[torch.optim.Optimizer], config: ScheduleConfig, total_steps: int
 ) -> list[LambdaLR]:
     """One schedule per optimizer, the same multiple of every base rate. `set_learning_rates` moves them to a step."""
-    decay_steps = _decay_steps(config, total_steps)
-    _check_schedule(config, decay_steps, total_steps)
+    check_schedule(config, total_steps)
+    decay_steps = decay_steps_of(config, total_steps)
     schedulers = []
     for optimizer in optimizers:
         optimizer = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
@@ -186,12 +187,6 @@ def set_learning_rates(schedulers: list[LambdaLR], step: int):
         scheduler._last_lr = rates  # what get_last_lr returns
 
 
-def _decay_steps(config: ScheduleConfig, total_steps: int) -> int:
-    if config.name != "wsd":
-        return 0
-    return config.decay_steps if config.decay_steps is not None else round(config.decay_fraction * total_steps)
-
-
 def _check(model: nn.Module, config: OptimizerConfig):
     if config.head_lr is not None and model.config.tie_word_embeddings:
         raise RecipeError(
@@ -207,13 +202,3 @@ def _check(model: nn.Module, config: OptimizerConfig):
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise RecipeError(f"optimizer.{name} must be positive, got {value}")
-
-
-def _check_schedule(config: ScheduleConfig, decay_steps: int, total_steps: int):
-    if config.warmup_steps + decay_steps > total_steps:
-        raise RecipeError(
-            f"schedule.warmup_steps={config.warmup_steps} and {decay_steps} steps of decay do not fit into a run of "
-            f"{total_steps} steps"
-        )
-    if not 0 <= config.final_ratio <= 1:
-        raise RecipeError(f"schedule.final_ratio must lie between 0 and 1, got {config.final_ratio}")

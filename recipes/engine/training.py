@@ -29,6 +29,7 @@ from recipes.common.hardware import reference_rate
 from recipes.common.metrics import MetricsLog
 from recipes.common.provenance import provenance
 from recipes.common.ratios import ratio, standard_error
+from recipes.common.run_checks import check_run
 from recipes.common.token_losses import next_token_losses
 from recipes.data.shards import prepare, rows_of_step
 from recipes.data.sources import looks_like_path
@@ -59,9 +60,8 @@ class Pretraining:
         self.recipe = recipe
         training = recipe.training
         self.output = Path(training.output_dir)
-        gaps = gradients_may_be_missing(
-            recipe.model_config(), recipe.depths_vary, recipe.backprop_loops(recipe.model_config())
-        )
+        config = check_run(recipe)
+        gaps = gradients_may_be_missing(config, recipe.depths_vary, recipe.backprop_loops(config))
         self.accelerator = make_accelerator(
             find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
         )

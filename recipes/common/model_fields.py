@@ -1,0 +1,130 @@
+"""What the section `model` of a recipe may hold: fields of LoopedConfig that do something in training.
+
+Sizes are looked at before a config is made, so that a slip of the pen costs no memory and no time.
+"""
+
+import difflib
+
+from transformers.modeling_rope_utils import RopeParameters
+
+from modeling_looped import LoopedConfig
+
+from .ranges import MOST_DEPTH
+from .sections import RecipeError
+from .yaml_files import shortly
+
+
+MOST = 1e9  # of any number
+MOST_LAYERS = 1024
+MOST_SLOTS = 2**18  # of keys and values: layers times loops
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**24,
+    "num_prelude_layers": MOST_LAYERS,
+    "num_core_layers": MOST_LAYERS,
+    "num_coda_layers": MOST_LAYERS,
+    "num_loops": MOST_DEPTH,
+    "core_hidden_size": 2**17,
+    "core_intermediate_size": 2**20,
+    "core_num_attention_heads": 2**14,
+    "num_readout_alphas": MOST_DEPTH,
+    "kv_latent_size": 2**17,
+    "sliding_window": 2**24,
+}
+OWN_FIELDS = [name for name in LoopedConfig.__annotations__ if name != "format_version"]
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+# fields that act only where the config says so; of a config that has them and does not, the condition in words
+CONDITIONS = {
+    "residual_scale": ("a residual_scaling", lambda c: c.residual_scaling != "none"),
+    "residual_reference_layers": ("residual_scaling 'factored'", lambda c: c.residual_scaling == "factored"),
+    "residual_depth": ("a residual_scaling", lambda c: c.residual_scaling != "none"),
+    "state_init_std": ("state_init 'normal'", lambda c: c.state_init == "normal"),
+    "readout_alpha": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
+    "readout_alpha_learned": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
+    "num_readout_alphas": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
+    "exit_entropy_weight": ("a loop_loss 'exit_weighted' or alike", lambda c: c.exit_gate != "none"),
+    "scale_anchor_target": ("a scale_anchor", lambda c: c.scale_anchor > 0),
+    "residual_dropout_on": ("a residual_dropout", lambda c: c.residual_dropout > 0),
+    "rope_parameters": ("position_embedding 'rope'", lambda c: c.position_embedding == "rope"),
+    "window_pattern": (
+        "a layer that slides, and the last never does, so a pattern of L alone or of one layer",
+        lambda c: any("sliding_attention" in types for types in c.section_layer_types()),
+    ),
+}
+
+
+def check_model_fields(fields: dict, where: str):
+    for name, value in fields.items():
+        refuse_foreign(name, where)
+        if name in LARGEST and isinstance(value, (int, float)) and not value <= LARGEST[name]:
+            raise RecipeError(f"{where}: model.{name} must be at most {LARGEST[name]}, got {shortly(value)}")
+        if isinstance(value, (int, float)) and not abs(value) <= MOST:
+            raise RecipeError(f"{where}: model.{name} must be a number of at most {MOST:g}, got {shortly(value)}")
+        if isinstance(value, str) and len(value) > 2 * MOST_LAYERS:
+            raise RecipeError(f"{where}: model.{name} is longer than any name or pattern, got {shortly(value)}")
+    preset = fields.get("preset")
+    if preset is not None and not isinstance(preset, str):
+        raise RecipeError(
+            f"{where}: model.preset must be one of {', '.join(LoopedConfig.preset_names())}, got {preset!r}"
+        )
+    if fields.get("rope_parameters") is not None:
+        check_rope(fields["rope_parameters"], where)
+
+
+def refuse_foreign(name: str, where: str):
+    if name in TOKENS:
+        raise RecipeError(f"{where}: model.{name} would have no effect, the tokenizer says it: leave it out")
+    if name not in (*OWN_FIELDS, "preset"):
+        raise RecipeError(
+            f"{where}: model.{name} does nothing in a recipe: leave it out, and set it in the saved model"
+        )
+
+
+def check_rope(parameters, where: str):
+    if not isinstance(parameters, dict):
+        raise RecipeError(
+            f"{where}: model.rope_parameters must hold key: value pairs such as rope_theta: 10000.0, got "
+            f"{shortly(parameters)}"
+        )
+    known = list(RopeParameters.__annotations__)
+    for name, value in parameters.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            raise RecipeError(f"{where}: unknown key in model.rope_parameters: {name!r}; {advice}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        numbers = value if isinstance(value, list) else [value] if is_number else []
+        if not all(isinstance(one, (int, float)) and 0 < one < 1e30 for one in numbers):
+            raise RecipeError(
+                f"{where}: model.rope_parameters.{name} must be above 0 and finite, got {shortly(value)}"
+            )
+        if not is_number and name not in ("rope_type", "short_factor", "long_factor", "truncate", "mrope_section"):
+            raise RecipeError(f"{where}: model.rope_parameters.{name} must be a number, got {shortly(value)}")
+
+
+def check_model(given: dict, config: LoopedConfig):
+    """Sizes of the whole, and fields of the recipe that have no effect in its config."""
+    slots = config.num_prelude_layers + config.num_coda_layers + config.num_core_layers * config.num_loops
+    if config.num_layers > MOST_LAYERS or slots > MOST_SLOTS:
+        raise RecipeError(
+            f"section 'model': {config.num_layers} layers and {config.num_loops} loops are more than the "
+            f"{MOST_LAYERS} layers, or the {MOST_SLOTS} layers times loops, that a model may have"
+        )
+    for name, (needed, applies) in CONDITIONS.items():
+        value, default = given.get(name), getattr(LoopedConfig, name, None)
+        if value is not None and value != default and not applies(config):
+            raise RecipeError(
+                f"section 'model': {name}={shortly(value)} would have no effect without {needed}: leave it out"
+            )
+    pattern = given.get("window_pattern")
+    if pattern is not None and len(pattern) > config.num_layers:
+        raise RecipeError(
+            f"section 'model': window_pattern={pattern!r} has {len(pattern)} letters for {config.num_layers} layers: "
+            "leave out what no layer takes"
+        )

@@ -1,0 +1,21 @@
+"""Paths as people write them: `~` is their home, everywhere."""
+
+import os
+from pathlib import Path
+
+
+def expanded(path: str | Path) -> Path:
+    """`path` with the home folder that a leading `~` or `~name` stands for."""
+    whole = os.path.expanduser(path)
+    if whole.startswith("~"):
+        raise ValueError(
+            f"{str(path)!r} begins with the home folder of nobody on this machine: write it out, or ./~ for a name"
+        )
+    return Path(whole)
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path

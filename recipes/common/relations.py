@@ -1,0 +1,245 @@
+"""Which settings of a recipe exclude each other, need each other, or have no effect beside the others."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from .sections import (
+    SECTIONS,
+    DataConfig,
+    DepthConfig,
+    OptimizerConfig,
+    RecipeError,
+    ScheduleConfig,
+    TrainingConfig,
+)
+
+
+TRAINED_TOKENIZERS = {"bpe": 259, "word": 5}  # and their least vocabulary: special tokens, and single bytes of bpe
+MUON = [field.name for field in dataclasses.fields(OptimizerConfig) if field.name.startswith("muon_")]
+
+
+# Settings without effect
+
+
+def refuse_idle(recipe, where: str):
+    """Settings that are not at their default although others make that they change nothing."""
+    for section, names, reason in idle(recipe):
+        defaults = SECTIONS[section]()
+        given = getattr(recipe, section)
+        names = [name for name in names if getattr(given, name) != getattr(defaults, name)]
+        if names:
+            set_ = ", ".join(f"{section}.{name}={getattr(given, name)}" for name in names)
+            back = " ".join(f"{section}.{name}={as_yaml(getattr(defaults, name))}" for name in names)
+            raise RecipeError(f"{where}: {set_} would have no effect with {reason}: leave it out ({back})")
+
+
+def as_yaml(value) -> str:
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+
+
+def idle(recipe) -> Iterator[tuple[str, list[str], str]]:
+    """(section, settings that have no effect, why)"""
+    yield from idle_data(recipe.data)
+    yield from idle_depth(recipe.depth)
+    yield from idle_optimizer(recipe.optimizer)
+    decay = ["decay_steps", "decay_fraction"]
+    if recipe.schedule.name == "constant":
+        yield "schedule", [*decay, "final_ratio"], "schedule.name='constant'"
+    elif recipe.schedule.name == "cosine":
+        yield "schedule", decay, "schedule.name='cosine', which falls until the last step"
+    if recipe.training.tokens_per_parameter is None:
+        yield "training", ["count_embedding"], "no training.tokens_per_parameter"
+    if not recipe.logging.trackers:
+        yield "logging", ["project"], "no logging.trackers"
+
+
+def idle_data(data: DataConfig) -> Iterator[tuple[str, list[str], str]]:
+    if data.source == "embedded":
+        yield "data", ["source_config", "split"], "data.source='embedded'"
+        if data.validation_source in (None, "embedded"):
+            yield "data", ["text_field", "streaming"], "data.source='embedded'"
+    if (data.validation_source or data.source) == "embedded":
+        yield "data", ["validation_split"], "validation on embedded documents, which have one split"
+    if data.validation_source is not None or data.validation_split is not None:
+        yield "data", ["validation_fraction"], "validation documents of their own"
+    if data.tokenizer in TRAINED_TOKENIZERS:
+        reason = f"data.tokenizer={data.tokenizer!r}, which is trained here and has its own"
+        yield "data", ["start_token"], reason
+    else:
+        names = ["tokenizer_vocab_size", "tokenizer_max_characters"]
+        yield "data", names, f"data.tokenizer={data.tokenizer!r}, which is not trained here"
+    if data.packing == "concatenate":
+        yield "data", ["cropped"], "data.packing='concatenate'"
+    if data.joined_by is not None:
+        yield "data", ["document_tokens", "start_token"], "data.joined_by, which makes one text without documents"
+    if data.streaming:
+        yield "data", ["num_proc"], "data.streaming=true, which one process reads"
+
+
+def idle_depth(depth: DepthConfig) -> Iterator[tuple[str, list[str], str]]:
+    if depth.sampler == "fixed":
+        yield "depth", ["maximum", "per", "rows_per_draw", "split"], "depth.sampler='fixed', which draws nothing"
+    if depth.curriculum is None:
+        yield "depth", ["curriculum_target"], "no depth.curriculum"
+
+
+def idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, list[str], str]]:
+    muon = optimizer.name != "adamw"
+    if not muon:
+        yield "optimizer", MUON, "optimizer.name='adamw'"
+    elif optimizer.muon_momentum_steps == 0:
+        yield "optimizer", ["muon_momentum_start"], "optimizer.muon_momentum_steps=0"
+    if optimizer.atan2 and not optimizer.update_clipping:
+        yield "optimizer", ["eps"], "optimizer.atan2=true and no update_clipping"
+    if optimizer.weight_decay == 0:
+        yield "optimizer", ["decay_all"], "optimizer.weight_decay=0"
+        if not muon or not (optimizer.muon_weight_decay or optimizer.muon_weight_decay_end):
+            yield "optimizer", ["keep_decay_product"], "no weight decay"
+
+
+# Settings that do not go together
+
+
+def check_relations(recipe, where: str):
+    check_data(recipe.data, where)
+    check_joined(recipe.data, where)
+    check_depth(recipe.depth, where)
+    check_draws(recipe.depth, where)
+    check_optimizer(recipe.optimizer, where)
+    check_training(recipe.training, where)
+    loops = recipe.evaluation.loops
+    if loops is not None and (not loops or min(loops) < 1 or len(set(loops)) < len(loops)):
+        raise RecipeError(f"{where}: evaluation.loops must be depths of at least 1, got {loops}")
+    trackers = recipe.logging.trackers
+    if len(set(trackers)) < len(trackers):
+        raise RecipeError(f"{where}: logging.trackers must name each once, got {trackers}")
+    needs = (recipe.schedule.decay_steps is None) == (recipe.schedule.decay_fraction is None)
+    if recipe.schedule.name == "wsd" and needs:
+        raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
+
+
+def check_optimizer(optimizer: OptimizerConfig, where: str):
+    """`decay_product` becomes the weight decay that it stands for."""
+    if len(optimizer.betas) != 2:
+        raise RecipeError(f"{where}: optimizer.betas must be two numbers from 0 to below 1, got {optimizer.betas}")
+    if optimizer.decay_product is None:
+        return
+    decay = optimizer.decay_product / optimizer.lr
+    if optimizer.weight_decay not in (0, decay):
+        raise RecipeError(f"{where}: set optimizer.weight_decay or optimizer.decay_product, not both")
+    optimizer.weight_decay = decay
+
+
+def check_data(data: DataConfig, where: str):
+    if data.document_masking and data.document_tokens == "none":
+        raise RecipeError(
+            f"{where}: data.document_masking needs a token between documents, but data.document_tokens is 'none'"
+        )
+    if data.start_token is not None and data.document_tokens in ("end", "none"):
+        raise RecipeError(
+            f"{where}: data.start_token={data.start_token!r} would begin documents, but data.document_tokens is "
+            f"{data.document_tokens!r}: leave it out, or write 'start'"
+        )
+    if data.packing == "best_fit" and data.stride is not None:
+        raise RecipeError(f"{where}: data.stride={data.stride} is for packing 'concatenate'; best_fit has no stride")
+    if data.stride is not None and data.stride > data.sequence_length:
+        raise RecipeError(
+            f"{where}: data.stride={data.stride} is longer than data.sequence_length={data.sequence_length}, so what "
+            "lies between rows would never be read: make it shorter"
+        )
+    if data.expected_tokens is not None and data.expected_tokens < data.sequence_length:
+        raise RecipeError(
+            f"{where}: data.expected_tokens={data.expected_tokens:g} do not fill one row of data.sequence_length="
+            f"{data.sequence_length}: correct one of them"
+        )
+    least = TRAINED_TOKENIZERS.get(data.tokenizer, 0)
+    if data.tokenizer_vocab_size < least:
+        raise RecipeError(
+            f"{where}: data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single "
+            f"bytes alone are {least} with data.tokenizer={data.tokenizer!r}"
+        )
+    try:
+        re.compile(data.document_start or "")
+    except re.error as error:
+        raise RecipeError(
+            f"{where}: data.document_start={data.document_start!r} is no regular expression: {error}"
+        ) from None
+
+
+def check_joined(data: DataConfig, where: str):
+    """One text has no documents to hold out, to mask, to pack, or to begin anew."""
+    if data.joined_by is None:
+        return
+    if not data.joined_by.isspace():
+        raise RecipeError(f"{where}: data.joined_by must be white space, e.g. a blank line, got {data.joined_by!r}")
+    if data.validation_source is None and data.validation_split is None:
+        raise RecipeError(
+            f"{where}: data.joined_by={data.joined_by!r} makes one text, of which no documents can be held out: name "
+            "a data.validation_split or a data.validation_source"
+        )
+    others = {"packing": "concatenate", "document_masking": False, "document_start": None}
+    for name, needed in others.items():
+        if getattr(data, name) != needed:
+            raise RecipeError(
+                f"{where}: data.joined_by={data.joined_by!r} makes one text without documents, but "
+                f"data.{name}={getattr(data, name)!r}: leave one of them out"
+            )
+
+
+def check_depth(depth: DepthConfig, where: str):
+    if depth.sampler == "fixed" and depth.mean is not None:
+        raise RecipeError(
+            f"{where}: depth.mean={depth.mean} needs a sampler that draws depths; set model.num_loops instead"
+        )
+    if depth.split == "prefix" and depth.backprop_loops is None:
+        raise RecipeError(
+            f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops"
+        )
+
+
+def check_draws(depth: DepthConfig, where: str):
+    if (depth.per == "micro_batch") != (depth.rows_per_draw is not None):
+        raise RecipeError(
+            f"{where}: depth.rows_per_draw says how many rows share a depth, for depth.per='micro_batch' and nothing "
+            f"else; got per={depth.per!r} and rows_per_draw={depth.rows_per_draw}"
+        )
+    if (depth.curriculum is None) != (depth.curriculum_steps is None):
+        raise RecipeError(
+            f"{where}: depth.curriculum needs depth.curriculum_steps, and the other way round; got "
+            f"curriculum={depth.curriculum!r} and curriculum_steps={depth.curriculum_steps}"
+        )
+    if depth.curriculum and depth.curriculum_target == "forward" and depth.backprop_loops is None:
+        raise RecipeError(
+            f"{where}: depth.curriculum_target='forward' grows the loops without gradients, and there are none: set "
+            "depth.backprop_loops, or the target backward"
+        )
+
+
+def check_training(training: TrainingConfig, where: str):
+    if not 0 <= training.taper_start < training.taper_end <= 1:
+        raise RecipeError(
+            f"{where}: training.taper_start and training.taper_end are parts of the run, 0 <= start < end <= 1, got "
+            f"{training.taper_start} and {training.taper_end}"
+        )
+    name = training.push_to_hub
+    if name is not None and not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", name, re.ASCII):
+        raise RecipeError(f"{where}: training.push_to_hub must be owner/name, got {name!r}")
+
+
+def check_schedule(schedule: ScheduleConfig, total_steps: int):
+    """Of a run of so many steps: warm-up and decay fit into it."""
+    decay_steps = decay_steps_of(schedule, total_steps)
+    if schedule.warmup_steps + decay_steps > total_steps:
+        raise RecipeError(
+            f"schedule.warmup_steps={schedule.warmup_steps} and {decay_steps} steps of decay do not fit into a run of "
+            f"{total_steps} steps"
+        )
+    if not 0 <= schedule.final_ratio <= 1:
+        raise RecipeError(f"schedule.final_ratio must lie between 0 and 1, got {schedule.final_ratio}")
+
+
+def decay_steps_of(schedule: ScheduleConfig, total_steps: int) -> int:
+    if schedule.name != "wsd":
+        return 0
+    return schedule.decay_steps if schedule.decay_steps is not None else round(schedule.decay_fraction * total_steps)

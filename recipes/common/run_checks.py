@@ -1,0 +1,123 @@
+"""What can be known of a run before its data are prepared: `recipes.plan` and a launch refuse the same."""
+
+import tempfile
+from pathlib import Path
+
+from modeling_looped import LoopedConfig, depths_of_step
+
+from .config import Recipe, RecipeError, UnknownEpoch
+from .flops import sizes, training_flops_per_token
+from .model_fields import check_model
+from .paths import nearest_existing
+from .relations import TRAINED_TOKENIZERS, check_schedule
+
+
+def check_run(recipe: Recipe) -> LoopedConfig:
+    """The model's config, of a recipe that can be run as far as its own words tell."""
+    config = recipe.model_config()
+    check_model(recipe.model, config)
+    try:
+        sizes(config)
+    except Exception as error:  # torch and transformers each have their own
+        raise RecipeError(f"section 'model' can not be built: {' '.join(str(error).split())}") from error
+    if recipe.training.initialize_from is None:  # else the saved model may say otherwise
+        check_against_model(recipe, config)
+    check_depths(recipe, config)
+    steps = steps_of(recipe, config)
+    if steps is not None:
+        check_schedule(recipe.schedule, steps)
+    check_output(Path(recipe.training.output_dir))
+    start = recipe.training.initialize_from
+    if start is not None and Path(start).resolve().is_relative_to(Path(recipe.training.output_dir, "final").resolve()):
+        raise RecipeError(
+            f"training.initialize_from={start!r} is what this run itself would write: choose another "
+            "training.output_dir"
+        )
+    return config
+
+
+def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
+    """Steps of the run; None where only the prepared data can tell."""
+    depth, window = recipe.mean_depth(config), recipe.backprop_loops(config)
+    per_token = training_flops_per_token(config, recipe.data.sequence_length, depth, window)
+    try:
+        return recipe.num_steps(sizes(config), per_token, recipe.data.expected_rows())
+    except UnknownEpoch:
+        return None
+
+
+def check_against_model(recipe: Recipe, config: LoopedConfig):
+    optimizer, training, data = recipe.optimizer, recipe.training, recipe.data
+    needs = {
+        "optimizer.head_lr": (optimizer.head_lr is None, not config.tie_word_embeddings, "a head that is not tied"),
+        "optimizer.correct_for_depth": (
+            optimizer.correct_for_depth,
+            config.residual_scaling == "factored",
+            "model.residual_scaling 'factored'",
+        ),
+        "optimizer.muon_value_gates": (
+            not optimizer.muon_value_gates,
+            config.value_embeddings,
+            "model.value_embeddings",
+        ),
+        "training.freeze_all_but_gate": (
+            not training.freeze_all_but_gate,
+            config.exit_gate != "none",
+            "a model with an exit gate (model.exit_gate)",
+        ),
+        "training.taper_start and taper_end": (
+            (training.taper_start, training.taper_end) == (0.05, 1.0),
+            config.readout_norm == "taper",
+            "model.readout_norm 'taper'",
+        ),
+    }
+    for name, (at_default, applies, needed) in needs.items():
+        if not at_default and not applies:
+            raise RecipeError(f"{name} would have no effect: it needs {needed}; set that, or leave it out")
+    own_size = "vocab_size" in recipe.model or "preset" in recipe.model
+    if own_size and data.tokenizer in TRAINED_TOKENIZERS and data.tokenizer_vocab_size > config.vocab_size:
+        raise RecipeError(
+            f"the tokenizer has up to data.tokenizer_vocab_size={data.tokenizer_vocab_size} entries, but the model's "
+            f"vocab_size is {config.vocab_size}: raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+        )
+
+
+def check_depths(recipe: Recipe, config: LoopedConfig):
+    """Depths can be drawn; a limit below their mean would decide most of them."""
+    depth, mean = recipe.depth, recipe.mean_depth(config)
+    if depth.maximum is not None and depth.maximum < mean:
+        raise RecipeError(f"depth.maximum={depth.maximum} is below the mean depth {mean:g}: raise it, or leave it out")
+    try:
+        depths_of_step(
+            depth.sampler,
+            mean,
+            seed=0,
+            step=0,
+            rows=[0],
+            per=depth.per,
+            backprop_loops=recipe.backprop_loops(config),
+            split=depth.split,
+            maximum=depth.maximum,
+            rows_per_draw=depth.rows_per_draw,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise RecipeError(f"section 'depth': {error}") from error
+
+
+def check_output(folder: Path):
+    """The folder of the run can be written, and its final/ is not something else."""
+    try:
+        existing = nearest_existing(folder.absolute())
+        with tempfile.TemporaryDirectory(prefix=".looped-", dir=existing) as trial:
+            Path(trial, *folder.absolute().relative_to(existing).parts).mkdir(parents=True, exist_ok=True)
+        final = folder / "final"
+        foreign = final.exists() and (not final.is_dir() or any(final.iterdir()))
+        if foreign and not (final / "config.json").exists():
+            raise RecipeError(
+                f"{final} exists and is not a saved model: it would not be overwritten; choose another "
+                "training.output_dir"
+            )
+    except OSError as error:
+        raise RecipeError(
+            f"training.output_dir={str(folder)!r} can not be written ({error.strerror or error}): choose another"
+        ) from error

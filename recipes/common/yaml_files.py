@@ -1,0 +1,112 @@
+"""YAML as recipes and sweeps want it: a key stands once, numbers are decimal, and an error is one line with its place.
+
+YAML 1.1 reads 010 as 8 and 1:30 as 90, and takes the last of two equal keys without a word.
+"""
+
+import re
+import reprlib
+from pathlib import Path
+
+import yaml
+
+from .paths import expanded
+from .sections import RecipeError
+
+
+NESTING = 50  # of lists and mappings
+LARGEST_FILE = 2**20  # bytes: recipes are written by hand
+
+
+def shortly(value) -> str:
+    """`repr` of a few hundred characters at most, in one line."""
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = shortener.maxlong = 100
+    shortener.maxlist = shortener.maxdict = 12
+    shortener.maxlevel = 3
+    return shortener.repr(value)
+
+
+class StrictLoader(yaml.SafeLoader):
+    depth = 0
+
+    def compose_node(self, parent, index):
+        self.depth += 1
+        if self.depth > NESTING:
+            raise _error(f"lists and mappings are more than {NESTING} deep", self.peek_event())
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise _error("a key must be a word", key)
+            if key.value in lines:
+                raise _error(f"{key.value!r} stands twice, first in line {lines[key.value]}: take one out", key)
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+
+def _error(problem: str, node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _without(*tags: str) -> dict:
+    """What plain words may stand for, less dates and times and the numbers of base 8 and 60."""
+    resolvers = yaml.SafeLoader.yaml_implicit_resolvers
+    return {letter: [pair for pair in pairs if pair[0] not in tags] for letter, pairs in resolvers.items()}
+
+
+INT, FLOAT, TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+StrictLoader.yaml_implicit_resolvers = _without(INT, FLOAT, TIME)
+StrictLoader.add_implicit_resolver(INT, re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789"))
+StrictLoader.add_implicit_resolver(
+    FLOAT,
+    re.compile(
+        r"""([-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?
+        |\.[0-9][0-9_]*([eE][-+][0-9]+)?
+        |[-+]?\.(inf|Inf|INF)
+        |\.(nan|NaN|NAN))$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str, where: str):
+    """What a text holds; an error names `where`, the line and the column."""
+    try:
+        return yaml.load(text, StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise RecipeError(f"{where} is not YAML: {place}{error.problem or error.context}") from None
+    # characters that YAML does not know, numbers that Python does not, values that are not what their tag says
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise RecipeError(f"{where} is not YAML: {said}; write it as text, in quotes, or correct it") from None
+
+
+def read_yaml(path: str | Path, kind: str = "recipe") -> dict:
+    """The mapping that a file holds; an empty file holds an empty one."""
+    try:
+        path = expanded(path)
+        if not path.is_file():
+            raise RecipeError(f"there is no {kind} {path}")
+        if path.stat().st_size > LARGEST_FILE:
+            raise RecipeError(f"{path} has {path.stat().st_size} bytes, which is no {kind}: name a YAML file")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not YAML: {error}; save it as UTF-8") from None
+    except RecipeError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"can not read {kind} {str(path)!r}: {error}; name a YAML file") from None
+    raw = parse_yaml(text, str(path))
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} must hold key: value pairs (of a {kind}), got {shortly(raw)}")
+    return raw

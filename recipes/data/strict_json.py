@@ -1,0 +1,55 @@
+"""JSON whose column of texts holds texts only, in every file and to the end."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from datasets import DatasetBuilder, Value
+from datasets.packaged_modules.json.json import Json
+from datasets.utils.file_utils import xopen
+from pyarrow.types import is_large_string, is_null, is_string
+
+
+NULL_LINE = re.compile(rb"(?:^(?:\xef\xbb\xbf)?|\n)[ \t\r]*null(?![ \t\r]*[,\]}])")
+BLOCK = 2**24  # bytes
+LONGEST = 2**10  # bytes of such a line, blanks and all
+
+
+class StrictJson(Json):
+    """`datasets` decides by the first rows that a column is text, and writes later numbers and dates as it likes."""
+
+    text_column = "text"
+
+    def _generate_tables(self, base_files, files_iterables, *args, **kwargs):
+        files_iterables = [without_null_lines(files) for files in files_iterables]
+        yield from super()._generate_tables(base_files, files_iterables, *args, **kwargs)
+
+    def _cast_table(self, pa_table, json_field_paths=()):
+        name = self.text_column
+        known = (self.info.features or {}).get(name)
+        if isinstance(known, Value) and "string" in known.dtype and name in pa_table.column_names:
+            kind = pa_table.schema.field(name).type
+            if any(name in (path, *path) for path in json_field_paths):
+                kind = "values of several kinds"
+            elif is_string(kind) or is_large_string(kind) or is_null(kind):
+                return super()._cast_table(pa_table, json_field_paths)
+            raise ValueError(f"column {name!r} holds text first and {kind} further down; make all of it text")
+        return super()._cast_table(pa_table, json_field_paths)
+
+
+def strict_about_text(reader: DatasetBuilder, column: str) -> DatasetBuilder:
+    if isinstance(reader, Json):
+        reader.__class__ = StrictJson
+        reader.text_column = column
+    return reader
+
+
+def without_null_lines(files: Iterable[str]) -> Iterator[str]:
+    """`files`, each looked through before it is read: pyarrow's parser crashes where a block begins with null."""
+    for file in files:
+        with xopen(file, "rb") as stream:
+            end = b""
+            while block := stream.read(BLOCK):
+                if NULL_LINE.search(end + block):
+                    raise ValueError(f"{file} holds a line that begins with null; leave it out")
+                end = b"\n" + block[-LONGEST:].partition(b"\n")[2] if b"\n" in block[-LONGEST:] else b"\0"
+        yield file
