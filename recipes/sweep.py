@@ -32,6 +32,7 @@ from recipes.common.files import write_whole
 from recipes.common.metrics import read_metrics
 from recipes.common.optimum import in_words, optimum, shifts
 from recipes.common.provenance import provenance, write_json
+from recipes.engine.peers import PeerLost, one_message
 from recipes.engine.training import Divergence, Pretraining
 
 
@@ -118,7 +119,10 @@ def outcome(run: Run) -> dict | None:
     if (folder / DIVERGED).exists():
         result["diverged"] = (folder / DIVERGED).read_text()
     elif (folder / "final" / "config.json").exists():
-        loss = next((r["validation/loss"] for r in reversed(records) if "validation/loss" in r), math.nan)
+        last = max((r["step"] for r in records), default=None)
+        loss = next((r["validation/loss"] for r in reversed(records) if "validation/loss" in r), None)
+        if loss is None or not any(r["step"] == last and "validation/loss" in r for r in records):
+            return None  # the last validation is not to be read: training writes it again from its checkpoint
         limit = run.recipe.training.max_loss
         if not math.isfinite(loss):
             result["diverged"] = f"the run ended at a validation loss of {loss}"
@@ -145,7 +149,7 @@ def run_all(runs: list[Run]) -> list[dict]:
                 try:
                     Pretraining(run.recipe).train()
                 except Divergence as divergence:
-                    (Path(run.recipe.training.output_dir) / DIVERGED).write_text(str(divergence))
+                    write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
             results[run.name] = outcome(run)
         print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
     return list(results.values())
@@ -204,7 +208,8 @@ def draw_optimum(axis, found: dict, points: list[tuple[float, float]], color):
 def main(arguments: list[str]):
     print_help(arguments, __doc__)
     runs = load_sweep(arguments[0], arguments[1:])
-    results = run_all(runs)
+    with one_message():
+        results = run_all(runs)
     folder = Path(runs[0].recipe.training.output_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
@@ -224,4 +229,4 @@ def main(arguments: list[str]):
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, PeerLost)

@@ -1,7 +1,7 @@
 """Checksums of files, so that what a disk has changed is not taken for what was written.
 
-XXH3, 64 bits, as 16 hexadecimal digits: it finds accidents, not forgeries. Measured on one core: 0.14 s for a GB that is
-in memory already, else what the disk takes to read it.
+XXH3, 64 bits, as 16 hexadecimal digits: it finds accidents, not forgeries. Measured on one core: 0.14 s for a GB that
+is in memory already, else what the disk takes to read it.
 """
 
 import json

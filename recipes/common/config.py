@@ -17,6 +17,7 @@ import yaml
 
 from modeling_looped import LoopedConfig
 
+from .files import write_whole
 from .flops import Sizes
 
 
@@ -131,10 +132,12 @@ class TrainingConfig:
     taper_end: float = 1.0  # and where it is gone
     save_every: int = 500
     keep_last: int = 2
-    keep_best: bool = True
+    keep_best: bool = True  # of the checkpoints at whose step the model was evaluated
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
+    # steps of a run whose loss or gradients are no numbers that are left out, without an update; one more stops it
+    skip_nonfinite_steps: int = 0
     max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end
 
@@ -220,7 +223,7 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def save(self, path: str | Path):
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        write_whole(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
 def load_recipe(path: str | Path, overrides: typing.Sequence[str] = ()) -> Recipe:
@@ -348,6 +351,7 @@ AT_LEAST = {
         "save_every": 1,
         "keep_last": 1,
         "stop_after": 1,
+        "skip_nonfinite_steps": 0,
     },
     "evaluation": {"every": 1, "rows": 1},
     "logging": {"every": 1, "monitor_every": 1},

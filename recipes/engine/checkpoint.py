@@ -1,14 +1,14 @@
 """Checkpoints that are whole or not there.
 
-    checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes and checksums of the files
+    checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes and checksums of files
                               *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
                               metrics.jsonl      what was logged until then
     checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
     checkpoints/damaged-*     set aside: what lies there is not what was written
 
 A checkpoint is written beside the others, forced to disk, marked, and only then renamed to its name; older ones go
-after that. It opens with any number of processes, under DDP or FSDP2. All processes must see the folder. Reading it runs
-nothing that lies in it (safe_reading.py).
+after that. It opens with any number of processes, under DDP or FSDP2. All processes must see the folder. Reading it
+runs nothing that lies in it (safe_reading.py).
 """
 
 import os
@@ -245,21 +245,21 @@ def named_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
 
 
-def sound_checkpoint(folder: str | Path, say: Callable[[str], None] = print) -> Path | None:
+def sound_checkpoint(folder: str | Path, refused: dict[Path, str] | None = None) -> Path | None:
     """The newest checkpoint that is what was written; None if there never was one. Every process calls it.
 
-    Newer ones that are damaged are set aside, and it is said. If all are, it is an error: a run does not begin anew
-    where it has come further.
+    Newer ones that are damaged are set aside, and it is said; so are those that are `refused`, with the reason. If
+    none is left, it is an error: a run does not begin anew where it has come further.
     """
     folder = Path(folder)
 
     def look() -> Path | None:
         reasons = {}
         for path in reversed(named_checkpoints(folder)):
-            reason = why_damaged(path)
+            reason = (refused or {}).get(path) or why_damaged(path)
             if reason is None:
                 for damaged, why in reasons.items():
-                    set_aside(damaged, why, path, say)
+                    set_aside(damaged, why, path)
                 return path
             reasons[path] = reason
         aside = sorted(path.name for path in folder.glob(f"{DAMAGED}*"))
@@ -274,7 +274,7 @@ def sound_checkpoint(folder: str | Path, say: Callable[[str], None] = print) -> 
     return on_main_process(look, folder)
 
 
-def set_aside(path: Path, why: str, instead: Path, say: Callable[[str], None]):
+def set_aside(path: Path, why: str, instead: Path):
     """Give a damaged checkpoint a name under which it is never read."""
     aside = next(
         name
@@ -283,7 +283,9 @@ def set_aside(path: Path, why: str, instead: Path, say: Callable[[str], None]):
     )
     os.rename(path, aside)
     sync_folder(path.parent)
-    say(f"{path} is damaged: {why}; it is set aside as {aside.name}, and {instead.name} is taken instead")
+    print(
+        f"{path} is not taken: {why}; it is set aside as {aside.name}, and {instead.name} is taken instead", flush=True
+    )
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -332,9 +334,7 @@ def load_checkpoint(
     state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
     try:
         with quiet():
-            dcp.load(
-                state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized()
-            )
+            dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized())
     except (*UNREADABLE, RuntimeError, CheckpointException) as error:
         reason = (str(root_cause(error)).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error

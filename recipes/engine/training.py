@@ -6,9 +6,11 @@ bit after any interruption, and the number of processes does not matter.
 
 import json
 import math
+import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGTERM
 
 import torch
 from accelerate.utils import set_seed
@@ -24,15 +26,24 @@ from modeling_looped import (
     initial_state_of_step,
 )
 from recipes.common.config import Recipe, RecipeError
+from recipes.common.files import append_line, remove_leftovers
 from recipes.common.flops import sizes, training_flops_per_token
 from recipes.common.hardware import reference_rate
 from recipes.common.metrics import MetricsLog
-from recipes.common.provenance import provenance
+from recipes.common.orphans import end_with
+from recipes.common.provenance import own_command, provenance
 from recipes.common.ratios import ratio, standard_error
 from recipes.common.token_losses import next_token_losses
 from recipes.data.shards import prepare, rows_of_step
 from recipes.data.sources import looks_like_path
-from recipes.engine.checkpoint import check_space, latest_checkpoint, load_checkpoint, read_marker, save_checkpoint
+from recipes.engine.checkpoint import (
+    METRICS,
+    check_space,
+    load_checkpoint,
+    read_marker,
+    save_checkpoint,
+    sound_checkpoint,
+)
 from recipes.engine.distributed import (
     bare,
     fill_missing_gradients,
@@ -42,16 +53,23 @@ from recipes.engine.distributed import (
 )
 from recipes.engine.distributed import prepare as distribute
 from recipes.engine.export import export_model
+from recipes.engine.finite import ADVICE, Divergence, nonfinite_part
+from recipes.engine.interruption import Interrupted, Interruption
 from recipes.engine.monitor import Monitor
 from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
 from recipes.engine.publish import create_repository, model_card, push
-from recipes.engine.resume import comparable, compared_settings, differing, may_change, shown
-from recipes.engine.saving import on_main_process, only_run
+from recipes.engine.resume import (
+    comparable,
+    compared_settings,
+    differing,
+    may_change,
+    other_versions,
+    refuse_lost_run,
+    shown,
+)
+from recipes.engine.peers import main_process_first
+from recipes.engine.saving import from_all_processes, on_main_process, only_run
 from recipes.engine.taper import Taper
-
-
-class Divergence(RuntimeError):
-    """The training loss is no longer a number."""
 
 
 class Pretraining:
@@ -68,8 +86,9 @@ class Pretraining:
         self.check_batches()
         self.check_trackers()
         self.check_start()
-        with self.accelerator.main_process_first():
-            self.data = prepare(recipe.data)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes of a launcher
+            end_with(os.getppid())
+        self.data = main_process_first(lambda is_main: prepare(recipe.data, check=is_main))
 
         set_seed(training.seed)
         self.model = self.build_model()
@@ -98,7 +117,11 @@ class Pretraining:
         self.taper = Taper(self.bare.model.norm, recipe, self.total_steps) if tapers else None
         self.monitor = Monitor()
         self.step = 0
-        self.best = self.last_validation = math.inf
+        self.best = self.last_validation = math.inf  # best: of the checkpoints that were evaluated
+        self.evaluated_at = None
+        self.num_skipped = 0
+        self.interruption = Interruption()
+        self.signal = 0  # that came to any of the processes
         self.metrics = MetricsLog(self.output / "metrics.jsonl", self.accelerator)
 
     # Setting up
@@ -253,23 +276,25 @@ class Pretraining:
                 accelerator.backward(outputs.loss)
             total += outputs.loss.detach()
             states = outputs.loop_hidden_states
-        loss = accelerator.reduce(total, reduction="mean").item()
-        if not math.isfinite(loss):
-            rows = rows_of_step(recipe.training.seed, step, recipe.training.rows_per_step, len(self.data.train))
-            raise Divergence(
-                f"the loss of step {step} is {loss} on training rows {rows}; the last checkpoint is intact. "
-                "Lower optimizer.lr (training.resume=changed goes on with it), or control the state (norm_penalty, "
-                "inter_loop_norm, injection, residual_scaling) in another run."
-            )
+        # signals go along, so that all processes leave after the same step
+        told = torch.stack([total, torch.full_like(total, self.interruption.number)])
+        loss, signal = accelerator.reduce(told, reduction="sum").tolist()
+        loss /= accelerator.num_processes
+        self.signal = (self.interruption.number or SIGTERM) if signal else 0
         metrics = {"loss": loss, "loops": sum(self.depths(step)) / recipe.training.rows_per_step}
         if self.taper is not None:
             metrics["taper_gate"] = self.taper.gate(step)
         if watch:
             metrics.update(self.monitor.measure(self.bare, states or ()))
         fill_missing_gradients(self.optimizers)
+        clip = math.inf if recipe.optimizer.clip is None else recipe.optimizer.clip  # infinity leaves them as they are
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), clip)
+        norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
         if recipe.optimizer.clip is not None:
-            norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
-            metrics["gradient_norm"] = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
+            metrics["gradient_norm"] = norm
+        scaler = getattr(accelerator, "scaler", None)  # of fp16: leaves out such gradients by itself
+        if not (math.isfinite(loss) and (math.isfinite(norm) or scaler is not None)):
+            return self.skip_step(step, metrics, norm)
         apply_step_settings(self.optimizers, step, recipe.optimizer, self.total_steps)
         set_learning_rates(self.schedulers, step)
         metrics["lr"] = self.optimizers[0].param_groups[0]["lr"]
@@ -277,6 +302,22 @@ class Pretraining:
             optimizer.step()
             optimizer.zero_grad()
         return metrics
+
+    def skip_step(self, step: int, metrics: dict, gradient_norm: float) -> dict:
+        """No update from what is no number: the run stops, or leaves the step out if the recipe says so."""
+        training, loss = self.recipe.training, metrics["loss"]
+        what = f"the gradient norm of step {step} is {gradient_norm}"
+        if not math.isfinite(loss):
+            what = f"the loss of step {step} is {loss}"
+        if self.num_skipped >= training.skip_nonfinite_steps:
+            rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
+            left_out = f" after {self.num_skipped} steps that were left out" if self.num_skipped else ""
+            raise Divergence(f"{what} on training rows {rows}{left_out}; the checkpoints are good. {ADVICE}")
+        self.num_skipped += 1
+        self.accelerator.print(f"{what}: left out, {self.num_skipped} of {training.skip_nonfinite_steps} at most")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     # The run
 
@@ -286,53 +327,67 @@ class Pretraining:
 
     def run(self):
         self.start()
-        self.last_step = min(self.total_steps, self.recipe.training.stop_after or self.total_steps)
         quiet = not self.accelerator.is_main_process
-        with tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar:
+        with (
+            self.interruption,
+            tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar,
+        ):
             self.take_steps(bar)
-        if self.step < self.total_steps:
-            self.accelerator.print(
-                f"left off after step {self.step} of {self.total_steps}, as training.stop_after says"
-            )
+        if self.recipe.logging.trackers:
+            self.accelerator.end_training()
+        if self.step == self.total_steps:
+            return self.finish()
+        reached = f"step {self.step} of {self.total_steps} is saved in {self.output / 'checkpoints'}"
+        if not self.signal:
+            self.accelerator.print(f"left off as training.stop_after says: {reached}")
             return self.output
-        return self.finish()
+        again = own_command() if self.accelerator.num_processes == 1 else "the same launch again"
+        self.accelerator.print(f"interrupted by signal {self.signal}: {reached}; to go on: {again}")
+        raise Interrupted(self.signal)
+
+    @property
+    def leaves_off(self) -> bool:
+        """Before the end, with nothing done that a run which is not interrupted would not do."""
+        return bool(self.signal) or self.step >= (self.recipe.training.stop_after or self.total_steps)
 
     def take_steps(self, bar):
         recipe = self.recipe
         peak = reference_rate(self.accelerator) * self.accelerator.num_processes
         tokens = recipe.training.rows_per_step * recipe.data.sequence_length
         clock, since = time.perf_counter(), 0
-        while self.step < self.last_step:
+        while self.step < self.total_steps and not self.leaves_off:
             step = self.step
             watch = step % recipe.logging.monitor_every == 0
             metrics = self.train_step(step, watch)
             self.go_to(step + 1)
             since += 1
-            for message in self.monitor.warnings(metrics):
+            for message in self.monitor.warnings(metrics) if "loss" in metrics else ():
                 if self.accelerator.is_main_process:
                     bar.write(f"step {step}: {message}")
-            done = self.step == self.last_step
+            done = self.step == self.total_steps
+            if recipe.training.skip_nonfinite_steps:
+                metrics["skipped_steps"] = self.num_skipped
             if watch or done or self.step % recipe.logging.every == 0:
                 speed = tokens * since / (time.perf_counter() - clock)
                 clock, since = time.perf_counter(), 0
                 metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
                 self.metrics.write(step, metrics)
                 bar.set_postfix_str(
-                    f"loss {metrics['loss']:.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
+                    f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
                     f"{metrics['loops']:.1f} loops"
                 )
             bar.update(1)
             if done or self.step % recipe.evaluation.every == 0:
                 self.evaluate()
                 clock = time.perf_counter()
-            if done or self.step % recipe.training.save_every == 0:
+            if done or self.leaves_off or self.step % recipe.training.save_every == 0:
                 self.save()
                 clock = time.perf_counter()
 
     def start(self):
         """Continue from the newest whole checkpoint, or begin."""
         recipe = self.recipe
-        found = latest_checkpoint(self.output / "checkpoints")
+        found = sound_checkpoint(self.output / "checkpoints")
         if found is not None and not recipe.training.resume:
             raise RecipeError(
                 f"training.resume=false, but {self.output} holds {found.name}: choose another training.output_dir, or "
@@ -340,36 +395,80 @@ class Pretraining:
             )
         check_space(self.output / "checkpoints", self.model, self.optimizers)
         if found is None:
+            on_main_process(lambda: refuse_lost_run(self.output), self.output)
             self.go_to(0)
         else:
-            self.go_on_from(found)
+            found = self.go_on_from_newest(found)
         if recipe.training.push_to_hub:
             on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)
-        self.metrics.start(self.step)
-        if self.accelerator.is_main_process:
-            recipe.save(self.output / "recipe.yaml")
-            with open(self.output / "provenance.jsonl", "a") as file:  # a line for each launch
-                file.write(json.dumps({"step": self.step, **provenance()}) + "\n")
+        on_main_process(lambda: self.write_beginning(found), self.output)
         if recipe.logging.trackers:
-            self.accelerator.init_trackers(recipe.logging.project, config=flat(recipe.to_dict()))
+            purge = {"tensorboard": {"purge_step": self.step}}  # what an interrupted run told beyond its checkpoint
+            self.accelerator.init_trackers(recipe.logging.project, flat(recipe.to_dict()), init_kwargs=purge)
+
+    def write_beginning(self, checkpoint: Path | None):
+        remove_leftovers(self.output)
+        self.metrics.start(self.step, None if checkpoint is None else checkpoint / METRICS)
+        self.recipe.save(self.output / "recipe.yaml")
+        append_line(self.output / "provenance.jsonl", json.dumps({"step": self.step, **provenance()}))  # each launch
 
     def compared_settings(self) -> dict:
-        return comparable(compared_settings(self.recipe, comparable(self.config.to_dict()), self.data))
+        settings = compared_settings(self.recipe, comparable(self.config.to_dict()), self.data)
+        return comparable({**settings, "precision": self.accelerator.mixed_precision})
+
+    def go_on_from_newest(self, found: Path) -> Path:
+        """Load the newest checkpoint whose numbers are numbers; where it lies."""
+        refused = {}
+        while True:
+            self.go_on_from(found)
+            bad = self.nonfinite_part()
+            if bad is None:
+                said = f"; changed: {shown(self.changes)}" if self.changes else ""
+                self.accelerator.print(f"continuing from {found} at step {self.step}{said}")
+                return found
+            refused[found] = f"{bad} is not finite"
+            found = sound_checkpoint(self.output / "checkpoints", refused)
+
+    def nonfinite_part(self) -> str | None:
+        """Of the weights and moments on all processes."""
+        parts = from_all_processes(lambda: nonfinite_part(self.model, self.optimizers), self.output)
+        return next((part for part in parts if part is not None), None)
 
     def go_on_from(self, checkpoint: Path):
-        own = self.compared_settings()
-        changes = differing(read_marker(checkpoint)["config"], own)
+        own, marker = self.compared_settings(), read_marker(checkpoint)
+        if "precision" not in marker["config"]:  # not written down by older versions
+            own.pop("precision")
+        changes = differing(marker["config"], own)
         resume = self.recipe.training.resume
         extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
         self.go_to(extra["step"])
-        self.best = extra["best"]
+        self.best, self.num_skipped = extra["best"], extra.get("skipped_steps", 0)
         self.monitor.load_state_dict(extra["monitor"])
-        said = f"; changed: {shown(changes)}" if changes else ""
-        self.accelerator.print(f"continuing from {checkpoint} at step {self.step}{said}")
+        self.changes = changes
+        other = other_versions(marker.get("made_by", {}))
+        if other:
+            self.accelerator.print(
+                f"{checkpoint} was made with {other}: steps may be rounded differently from here on"
+            )
 
     def save(self):
-        extra = {"step": self.step, "best": self.best, "monitor": self.monitor.state_dict()}
-        is_best = self.recipe.training.keep_best and self.last_validation <= self.best
+        bad = self.nonfinite_part()
+        if bad is not None:
+            raise Divergence(
+                f"{bad} is not finite after step {self.step - 1}: it is not saved, and the checkpoints before are "
+                f"good. {ADVICE}"
+            )
+        is_best = self.evaluated_at == self.step and self.last_validation < self.best
+        if is_best:
+            self.best = self.last_validation
+        extra = {
+            "step": self.step,
+            "best": self.best,
+            "monitor": self.monitor.state_dict(),
+            "skipped_steps": self.num_skipped,
+        }
+        for tracker in self.accelerator.trackers:
+            getattr(tracker.tracker, "flush", int)()
         save_checkpoint(
             self.output / "checkpoints",
             self.step,
@@ -377,8 +476,9 @@ class Pretraining:
             self.optimizers,
             extra,
             keep_last=self.recipe.training.keep_last,
-            is_best=is_best,
+            is_best=is_best and self.recipe.training.keep_best,
             config=self.compared_settings(),
+            metrics=self.metrics.path,
         )
 
     @torch.no_grad()
@@ -424,7 +524,12 @@ class Pretraining:
         self.last_validation = metrics[f"validation/loss_at_{final}"]
         metrics["validation/loss"] = self.last_validation
         self.metrics.write(self.step - 1, metrics)
-        self.best = min(self.best, self.last_validation)
+        self.evaluated_at = self.step
+        if not math.isfinite(self.last_validation):
+            raise Divergence(
+                f"the validation loss after step {self.step - 1} is {self.last_validation}; the checkpoints before "
+                f"are good. {ADVICE}"
+            )
         limit = recipe.training.max_loss
         if self.step == self.total_steps and limit is not None and not self.last_validation <= limit:
             accelerator.print(f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged")
@@ -454,13 +559,11 @@ class Pretraining:
     def finish(self) -> Path:
         final = self.output / "final"
         repository = self.recipe.training.push_to_hub
-        card = model_card(self.recipe, self.config, self.metrics.path, repository or str(final))
+        card = model_card(self.recipe, self.config, self.metrics.path, repository or self.output.absolute().name)
         export_model(final, self.model, self.data.tokenizer, readme=card)
         if repository:
             address = on_main_process(lambda: push(final, repository), final)
             self.accelerator.print(f"pushed to {address}")
-        if self.recipe.logging.trackers:
-            self.accelerator.end_training()
         self.accelerator.print(f"saved {final}; open it with from_pretrained")
         return final
 
