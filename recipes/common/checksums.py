@@ -81,6 +81,16 @@ def write_checksums(folder: str | Path):
     write_whole(Path(folder) / LIST, sealed({"files": sizes, "checksums": files}))
 
 
+def renew_checksum(folder: str | Path, name: str):
+    """After a file of a folder was changed on purpose; where there is no list none is made."""
+    folder = Path(folder)
+    if (folder / LIST).is_file():
+        listed = read_sealed(folder / LIST)
+        listed["files"][name] = (folder / name).stat().st_size
+        listed["checksums"][name] = checksum(folder / name)
+        write_whole(folder / LIST, sealed(listed))
+
+
 def check_folder(folder: str | Path):
     """An error if a file is not the one that was saved, a warning for settings, which people edit.
 

@@ -7,6 +7,7 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from recipes.common.checksums import check_folder
 from recipes.common.config import Recipe, RecipeError
 from recipes.common.flops import sizes
 from recipes.common.metrics import read_metrics
@@ -104,6 +105,7 @@ def create_repository(name: str):
 
 def push(folder: str | Path, name: str) -> str:
     """Upload an exported folder; its address."""
+    check_folder(folder)
     with hub(f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"):
         return str(HfApi().upload_folder(repo_id=name, folder_path=str(folder)))
 

@@ -3,7 +3,7 @@
 Refused if different: the model, the tokens, their order and depths, the kind of optimizer, the precision. Rates,
 other settings of optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of
 the run at any time; what was changed is printed, and so are other versions of code and libraries. Everything else
-(logging, evaluation, saving, compiling, processes, micro batches) changes no step beyond rounding, and is not compared.
+(logging, evaluation, saving, compiling, processes, micro batches) changes no step beyond rounding: it is not compared.
 """
 
 import dataclasses

@@ -25,6 +25,7 @@ from modeling_looped import (
     generator_of,
     initial_state_of_step,
 )
+from recipes.common.checksums import check_folder
 from recipes.common.config import Recipe, RecipeError
 from recipes.common.files import append_line, remove_leftovers
 from recipes.common.flops import sizes, training_flops_per_token
@@ -57,6 +58,7 @@ from recipes.engine.finite import ADVICE, Divergence, nonfinite_part
 from recipes.engine.interruption import Interrupted, Interruption
 from recipes.engine.monitor import Monitor
 from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from recipes.engine.peers import main_process_first
 from recipes.engine.publish import create_repository, model_card, push
 from recipes.engine.resume import (
     comparable,
@@ -67,7 +69,6 @@ from recipes.engine.resume import (
     refuse_lost_run,
     shown,
 )
-from recipes.engine.peers import main_process_first
 from recipes.engine.saving import from_all_processes, on_main_process, only_run
 from recipes.engine.taper import Taper
 
@@ -157,6 +158,7 @@ class Pretraining:
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, self.trained_positions())}
         if recipe.training.initialize_from is not None:
+            check_folder(recipe.training.initialize_from)
             model = LoopedForCausalLM.from_pretrained(recipe.training.initialize_from, **self.changes_to_start())
         else:
             if "vocab_size" not in recipe.model and "preset" not in recipe.model:
