@@ -19,7 +19,7 @@ class CheckpointError(RecipeError):
 def error_of_saving(folder: Path, error: BaseException) -> CheckpointError:
     space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "there is no space left on the disk" if space else f"{type(error).__name__}: {error}"
-    return CheckpointError(f"could not save a checkpoint in {folder}: {advice}. The checkpoints before it are intact.")
+    return CheckpointError(f"could not write to {folder}: {advice}. The checkpoints before it are intact.")
 
 
 def root_cause(error: BaseException) -> BaseException:
