@@ -11,10 +11,10 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from signal import SIGTERM
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import set_seed
-from torch.nn.functional import pad
 from tqdm import tqdm
 
 from modeling_looped import (
@@ -33,8 +33,6 @@ from recipes.common.hardware import reference_rate
 from recipes.common.metrics import MetricsLog
 from recipes.common.orphans import end_with
 from recipes.common.provenance import own_command, provenance
-from recipes.common.ratios import ratio, standard_error
-from recipes.common.token_losses import next_token_losses
 from recipes.data.shards import prepare, rows_of_step
 from recipes.data.sources import looks_like_path
 from recipes.engine.checkpoint import (
@@ -56,7 +54,7 @@ from recipes.engine.distributed import prepare as distribute
 from recipes.engine.export import export_model
 from recipes.engine.finite import ADVICE, Divergence, nonfinite_part
 from recipes.engine.interruption import Interrupted, Interruption
-from recipes.engine.monitor import Monitor
+from recipes.engine.monitor import Monitor, StateNorms
 from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
 from recipes.engine.peers import main_process_first
 from recipes.engine.publish import create_repository, model_card, push
@@ -71,6 +69,14 @@ from recipes.engine.resume import (
 )
 from recipes.engine.saving import from_all_processes, on_main_process, only_run
 from recipes.engine.taper import Taper
+from recipes.engine.validation import depths_in_one_pass, validate
+
+
+class MicroBatch(NamedTuple):
+    number: int  # what dropout is seeded with
+    batch: dict[str, torch.Tensor]
+    depths: list[int]
+    noise: torch.Tensor | None
 
 
 class Pretraining:
@@ -100,6 +106,7 @@ class Pretraining:
             self.config, recipe.data.sequence_length, recipe.mean_depth(self.config), self.backprop_loops
         )
         self.total_steps = recipe.num_steps(sizes(self.config), self.flops_per_token, num_rows)
+        self.check_groups()
         self.model.train()
         if training.gradient_checkpointing:
             # its name from transformers 5.23 on, and before
@@ -133,6 +140,15 @@ class Pretraining:
             raise RecipeError(
                 f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; "
                 "change one"
+            )
+
+    def check_groups(self):
+        training, (world, _) = self.recipe.training, self.place
+        if self.has_dropout and training.rows_per_step % (training.micro_batch_size * world):
+            raise RecipeError(
+                f"with dropout the {world} processes share whole micro batches, but training.rows_per_step="
+                f"{training.rows_per_step} is not a multiple of {world} times training.micro_batch_size="
+                f"{training.micro_batch_size}: lower training.micro_batch_size, or use fewer processes"
             )
 
     def check_trackers(self):
@@ -215,16 +231,36 @@ class Pretraining:
         )
 
     def micro_batches(self, step: int):
-        """This process's rows of a step, as (batch, depths, initial state); every process makes equally many."""
+        """This process's rows of a step; every process makes equally many."""
         training, accelerator = self.recipe.training, self.accelerator
         data_rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
         depths = self.depths(step)  # of the rows of the global batch
-        mine = balanced_ranks(depths, accelerator.num_processes)[accelerator.process_index]
-        for start in range(0, len(mine), training.micro_batch_size):
-            rows = mine[start : start + training.micro_batch_size]
+        for number, rows in self.rows_of_micro_batches(depths):
             batch = self.data.train.batch([data_rows[row] for row in rows])
             batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-            yield batch, [depths[row] for row in rows], self.noise(step, rows)
+            yield MicroBatch(number, batch, [depths[row] for row in rows], self.noise(step, rows))
+
+    def rows_of_micro_batches(self, depths: list[int]) -> list[tuple[int, list[int]]]:
+        """(number, rows of the global batch) of this process's micro batches.
+
+        What dropout draws belongs to a whole micro batch, so with dropout all processes together make the same ones
+        however many they are.
+        """
+        size, world, index = self.recipe.training.micro_batch_size, *self.place
+        if not self.has_dropout:
+            mine = balanced_ranks(depths, world)[index]
+            return list(enumerate(mine[start : start + size] for start in range(0, len(mine), size)))
+        groups = [list(range(start, start + size)) for start in range(0, len(depths), size)]
+        mine = balanced_ranks([sum(depths[row] for row in rows) for rows in groups], world)[index]
+        return [(number, groups[number]) for number in mine]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.accelerator.num_processes, self.accelerator.process_index
+
+    @property
+    def has_dropout(self) -> bool:
+        return any(getattr(self.config, f"{place}_dropout") for place in ("attention", "residual", "embedding"))
 
     def noise(self, step: int, rows: list[int]):
         if self.config.state_init != "normal":
@@ -243,7 +279,7 @@ class Pretraining:
         """What the taper is fitted to: the rows of this step, without dropout."""
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
-        for batch, depths, noise in self.micro_batches(self.step):
+        for _, batch, depths, noise in self.micro_batches(self.step):
             arguments = {"num_loops": depths, "initial_state": noise, "output_logits": False, "use_cache": False}
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             outputs = self.model(**inputs, **arguments, output_loop_readout_states=True)
@@ -255,13 +291,14 @@ class Pretraining:
     def train_step(self, step: int, watch: bool) -> dict:
         """Forward, backward and update on all rows of a step; `watch` measures the states and gradients too."""
         accelerator, recipe = self.accelerator, self.recipe
-        set_seed(generator_of("dropout", recipe.training.seed, step, accelerator.process_index).initial_seed() % 2**32)
         micro_batches = list(self.micro_batches(step))
         _, window = self.depth_settings(step)
-        labelled = sum((batch["labels"][:, 1:] != -100).sum() for batch, _, _ in micro_batches)
+        labelled = sum((part.batch["labels"][:, 1:] != -100).sum() for part in micro_batches)
         labelled = accelerator.reduce(labelled, reduction="sum").clamp(min=1)
-        total, states = torch.zeros((), device=accelerator.device), None
-        for i, (batch, depths, noise) in enumerate(micro_batches):
+        total, watch_states = torch.zeros((), device=accelerator.device), watch and depths_in_one_pass(self.config)
+        norms = StateNorms(max(self.depths(step)), accelerator.device)
+        for i, (number, batch, depths, noise) in enumerate(micro_batches):
+            set_seed(generator_of("dropout", recipe.training.seed, step, number).initial_seed() % 2**32)
             last = i == len(micro_batches) - 1
             with accelerator.no_sync(self.model) if not last else nullcontext():
                 outputs = self.model(
@@ -272,12 +309,14 @@ class Pretraining:
                     # gradients are averaged over processes, so each divides by its share of the labels
                     num_items_in_batch=labelled / accelerator.num_processes,
                     output_logits=False,
-                    output_loop_hidden_states=watch and last and self.depths_in_one_pass,
+                    output_loop_hidden_states=watch_states,
                     use_cache=False,
                 )
                 accelerator.backward(outputs.loss)
             total += outputs.loss.detach()
-            states = outputs.loop_hidden_states
+            if watch_states:
+                norms.add([state.detach() for state in outputs.loop_hidden_states])
+            del outputs
         # signals go along, so that all processes leave after the same step
         told = torch.stack([total, torch.full_like(total, self.interruption.number)])
         loss, signal = accelerator.reduce(told, reduction="sum").tolist()
@@ -287,7 +326,10 @@ class Pretraining:
         if self.taper is not None:
             metrics["taper_gate"] = self.taper.gate(step)
         if watch:
-            metrics.update(self.monitor.measure(self.bare, states or ()))
+            metrics.update(
+                norms.metrics(lambda sums: accelerator.reduce(sums, reduction="sum")) if watch_states else {}
+            )
+            metrics.update(self.monitor.measure_weights(self.bare))
         fill_missing_gradients(self.optimizers)
         clip = math.inf if recipe.optimizer.clip is None else recipe.optimizer.clip  # infinity leaves them as they are
         norm = accelerator.clip_grad_norm_(self.model.parameters(), clip)
@@ -416,7 +458,9 @@ class Pretraining:
 
     def compared_settings(self) -> dict:
         settings = compared_settings(self.recipe, comparable(self.config.to_dict()), self.data)
-        return comparable({**settings, "precision": self.accelerator.mixed_precision})
+        settings["precision"] = self.accelerator.mixed_precision
+        settings["rows_of_dropout"] = self.recipe.training.micro_batch_size if self.has_dropout else None
+        return comparable(settings)
 
     def go_on_from_newest(self, found: Path) -> Path:
         """Load the newest checkpoint whose numbers are numbers; where it lies."""
@@ -438,8 +482,8 @@ class Pretraining:
 
     def go_on_from(self, checkpoint: Path):
         own, marker = self.compared_settings(), read_marker(checkpoint)
-        if "precision" not in marker["config"]:  # not written down by older versions
-            own.pop("precision")
+        for name in {"precision", "rows_of_dropout"} - marker["config"].keys():  # not written down by older versions
+            own.pop(name)
         changes = differing(marker["config"], own)
         resume = self.recipe.training.resume
         extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
@@ -483,80 +527,20 @@ class Pretraining:
             metrics=self.metrics.path,
         )
 
-    @torch.no_grad()
-    def evaluate(self) -> dict:
+    def evaluate(self):
         """Cross-entropy and bits per byte on the validation rows, at every depth from one pass."""
-        accelerator, recipe = self.accelerator, self.recipe
-        validation = self.data.validation
-        count = min(recipe.evaluation.rows, len(validation))
-        mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
-        loops = recipe.evaluation.loops or list(range(1, self.config.num_loops + 1))
-        sums = torch.zeros(len(loops), device=accelerator.device, dtype=torch.float64)
-        nats = torch.zeros(len(loops), count, device=accelerator.device, dtype=torch.float64)
-        labels, bytes_of_rows = torch.zeros_like(sums[0]), torch.zeros_like(nats[0])
-        self.model.eval()
-        for i in range(self.equal_batches(count)):
-            rows = mine[i * recipe.training.micro_batch_size : (i + 1) * recipe.training.micro_batch_size]
-            # a process without rows left still takes part, FSDP gathers in every pass
-            batch = self.data.validation.batch(rows or [0])
-            num_bytes = self.data.validation.num_bytes(rows or [0]).to(accelerator.device)
-            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-            losses = self.losses_at(loops, batch)
-            labelled = torch.zeros_like(losses[0])
-            labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
-            has_bytes = labelled * (num_bytes > 0)
-            if rows:
-                sums += (losses * labelled).sum((1, 2))
-                labels += labelled.sum()
-                nats[:, rows] = (losses * has_bytes).sum(-1)
-                bytes_of_rows[rows] = (num_bytes * has_bytes).sum(-1)
-        self.model.train()
-        to_shards(self.model)
-        sums, labels, nats, bytes_of_rows = (
-            accelerator.reduce(t, reduction="sum") for t in (sums, labels, nats, bytes_of_rows)
-        )
-        bits, errors = (f(nats, bytes_of_rows) / math.log(2) for f in (ratio, standard_error))
-        metrics = {}
-        for i, k in enumerate(loops):
-            metrics[f"validation/loss_at_{k}"] = (sums[i] / labels).item()
-            metrics[f"validation/bits_per_byte_at_{k}"] = bits[i].item()
-        if count > 1:  # standard error over rows, at the depth where it is largest
-            metrics["validation/bits_per_byte_error"] = errors.max().item()
-        final = max((k for k in loops if k <= self.config.num_loops), default=min(loops))
-        self.last_validation = metrics[f"validation/loss_at_{final}"]
-        metrics["validation/loss"] = self.last_validation
+        metrics = validate(self.accelerator, self.model, self.config, self.recipe, self.data.validation)
+        self.last_validation, self.evaluated_at = metrics["validation/loss"], self.step
         self.metrics.write(self.step - 1, metrics)
-        self.evaluated_at = self.step
         if not math.isfinite(self.last_validation):
             raise Divergence(
                 f"the validation loss after step {self.step - 1} is {self.last_validation}; the checkpoints before "
                 f"are good. {ADVICE}"
             )
-        limit = recipe.training.max_loss
+        limit = self.recipe.training.max_loss
         if self.step == self.total_steps and limit is not None and not self.last_validation <= limit:
-            accelerator.print(f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged")
-        return metrics
-
-    @property
-    def depths_in_one_pass(self) -> bool:
-        """Whether the states of a pass are those of shallower passes."""
-        return self.config.residual_depth == "trained"
-
-    def losses_at(self, loops: list[int], batch: dict) -> torch.Tensor:
-        """Cross-entropy at every depth and position, 0 at the last, which has no target: [depths, rows, length]."""
-        if self.depths_in_one_pass:
-            outputs = self.model(
-                **batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False
-            )
-            return outputs.loop_token_losses.double()[[k - 1 for k in loops]]
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        passes = (self.model(**inputs, num_loops=k, use_cache=False).logits for k in loops)
-        return torch.stack([pad(next_token_losses(logits, batch["labels"]), (0, 1)) for logits in passes]).double()
-
-    def equal_batches(self, count: int) -> int:
-        """Forward passes that every process makes over `count` rows."""
-        per_process = -(-count // self.accelerator.num_processes)
-        return -(-per_process // self.recipe.training.micro_batch_size)
+            said = f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged"
+            self.accelerator.print(said)
 
     def finish(self) -> Path:
         final = self.output / "final"
