@@ -345,6 +345,8 @@ class Pretraining:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if accelerator.num_processes == 1:  # nobody else to agree with
+            self.signal = self.interruption.number
         return metrics
 
     def skip_step(self, step: int, metrics: dict, gradient_norm: float) -> dict:

@@ -16,24 +16,23 @@ from tests.faults.tiny_run import Runs
 
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+CHANGES_OF_A_RUN = 150  # about; at a moment that a run does not reach it is not killed
 ENDED_BY_ITSELF = (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 def trials(seed: int, folder: Path) -> Iterator[Trial]:
     draw = random.Random(seed)
     runs = Runs(folder)
-    with CHANGES.act(lambda event: None, 10**9, folder) as changes:
-        runs.train(folder / "counted")
     while True:
-        yield killed(draw, runs, changes.seen)
+        yield killed(draw, runs)
 
 
-def killed(draw: random.Random, runs: Runs, num_changes: int) -> Trial:
+def killed(draw: random.Random, runs: Runs) -> Trial:
     """One to three kills, some of them of the run that goes on, then it may end."""
     place = runs.copy(runs.nothing, "trial")
     kills = []
     for _ in range(draw.randint(1, 3)):
-        number, moment = draw.choice(SIGNALS), draw.randrange(num_changes)
+        number, moment = draw.choice(SIGNALS), draw.randrange(CHANGES_OF_A_RUN)
         status = in_a_process(lambda number=number, moment=moment: work(runs, place, number, moment))
         kills.append(f"{signal.Signals(number).name} at change {moment}")
         if status not in (*ENDED_BY_ITSELF, -signal.SIGKILL, -signal.SIGTERM, 130):

@@ -43,12 +43,11 @@ class Runs:
         source.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
         self.recipe = folder / "recipe.yaml"
         self.recipe.write_text(json.dumps({**RECIPE, "data": {**RECIPE["data"], "source": str(source)}}))
-        self.whole = folder / "whole"
-        self.train(self.whole)
-        self.nothing = folder / "nothing"
-        self.nothing.mkdir()
-        self.half = folder / "half"
-        self.train(self.half, f"training.stop_after={HALF}")
+        self.whole, self.half, self.nothing = (folder / name for name in ("whole", "half", "nothing"))
+        if not self.nothing.is_dir():  # else they are there
+            self.train(self.whole)
+            self.train(self.half, f"training.stop_after={HALF}")
+            self.nothing.mkdir()
 
     def train(self, place: Path, *overrides: str) -> str:
         """Train in `place`/run with data in `place`/shards; what was printed."""
