@@ -37,7 +37,7 @@ def nan_gradient(optimizers):
     optimizers[0].param_groups[0]["params"][0].grad.view(-1)[3] = math.nan
 
 
-@pytest.mark.parametrize("clip", ["1.0", "null"])
+@pytest.mark.parametrize("clip", ["1.0", pytest.param("null", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_no_number_stops_the_run_before_the_step(runs, tmp_path, monkeypatch, clip):
     """With one checkpoint kept: it is from before, and the run goes on from it as if nothing had been."""
     with monkeypatch.context() as patch:
@@ -123,7 +123,7 @@ def test_rates_that_are_no_numbers_are_refused():
         optimum([1e-3, math.nan, 1e-2], [1.0, 0.5, 1.0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_the_step(runs, monkeypatch, number):
     place = runs.copy(runs.half, "signalled")
     before = signal.getsignal(number)
@@ -137,6 +137,7 @@ def test_a_signal_saves_the_step(runs, monkeypatch, number):
     assert runs.why_other(place) is None
 
 
+@pytest.mark.slow
 def test_the_best_is_the_best_that_was_evaluated_whatever_stops_the_run(runs, tmp_path):
     """Saved at every step and evaluated at every second one; once in one go and once a step at a time."""
     more = ["training.save_every=1", "training.keep_last=6", "optimizer.lr=0.1"]
