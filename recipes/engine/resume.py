@@ -101,7 +101,7 @@ def other_versions(made_by: dict) -> str:
     return ", ".join(
         f"{name} {there[name]} (here {here.get(name)})"
         for name in names
-        if there.get(name) is not None and there[name] != here.get(name)
+        if there.get(name) not in (None, "unknown") and there[name] != here.get(name)
     )
 
 
