@@ -119,10 +119,10 @@ def outcome(run: Run) -> dict | None:
     if (folder / DIVERGED).exists():
         result["diverged"] = (folder / DIVERGED).read_text()
     elif (folder / "final" / "config.json").exists():
-        last = max((r["step"] for r in records), default=None)
-        loss = next((r["validation/loss"] for r in reversed(records) if "validation/loss" in r), None)
-        if loss is None or not any(r["step"] == last and "validation/loss" in r for r in records):
+        validations = [r for r in records if "validation/loss" in r]
+        if records and (not validations or validations[-1]["step"] < records[-1]["step"]):
             return None  # the last validation is not to be read: training writes it again from its checkpoint
+        loss = validations[-1]["validation/loss"] if validations else math.nan
         limit = run.recipe.training.max_loss
         if not math.isfinite(loss):
             result["diverged"] = f"the run ended at a validation loss of {loss}"

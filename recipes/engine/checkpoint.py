@@ -2,7 +2,7 @@
 
     checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes and checksums of files
                               *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
-                              metrics.jsonl      what was logged until then
+                              logged.jsonl       metrics.jsonl until then
     checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
     checkpoints/damaged-*     set aside: what lies there is not what was written
 
@@ -49,7 +49,7 @@ from .saving import (
 
 
 MARKER = "checkpoint.json"
-METRICS = "metrics.jsonl"
+METRICS = "logged.jsonl"
 DAMAGED = "damaged-"
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, pickle.UnpicklingError)
 NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # .2 and so on: the same step saved again
