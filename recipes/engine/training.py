@@ -67,7 +67,7 @@ from recipes.engine.resume import (
     refuse_lost_run,
     shown,
 )
-from recipes.engine.saving import from_all_processes, on_main_process, only_run
+from recipes.engine.saving import error_of_saving, from_all_processes, on_main_process, only_run
 from recipes.engine.taper import Taper
 from recipes.engine.validation import depths_in_one_pass, validate
 
@@ -417,7 +417,7 @@ class Pretraining:
                 speed = tokens * since / (time.perf_counter() - clock)
                 clock, since = time.perf_counter(), 0
                 metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
-                self.metrics.write(step, metrics)
+                self.log(step, metrics)
                 bar.set_postfix_str(
                     f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
                     f"{metrics['loops']:.1f} loops"
@@ -529,11 +529,17 @@ class Pretraining:
             metrics=self.metrics.path,
         )
 
+    def log(self, step: int, metrics: dict):
+        try:
+            self.metrics.write(step, metrics)
+        except OSError as error:
+            raise error_of_saving(self.metrics.path, error) from error
+
     def evaluate(self):
         """Cross-entropy and bits per byte on the validation rows, at every depth from one pass."""
         metrics = validate(self.accelerator, self.model, self.config, self.recipe, self.data.validation)
         self.last_validation, self.evaluated_at = metrics["validation/loss"], self.step
-        self.metrics.write(self.step - 1, metrics)
+        self.log(self.step - 1, metrics)
         if not math.isfinite(self.last_validation):
             raise Divergence(
                 f"the validation loss after step {self.step - 1} is {self.last_validation}; the checkpoints before "

@@ -40,7 +40,8 @@ class Runs:
         words = ["".join(draw.choice("abcdefgh") for _ in range(4)) for _ in range(60)]
         documents = [" ".join(draw.choice(words) for _ in range(40)) for _ in range(40)]
         source = folder / "source.jsonl"
-        source.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+        if not source.exists():  # a newer one would be prepared anew
+            source.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
         self.recipe = folder / "recipe.yaml"
         self.recipe.write_text(json.dumps({**RECIPE, "data": {**RECIPE["data"], "source": str(source)}}))
         self.whole, self.half, self.nothing = (folder / name for name in ("whole", "half", "nothing"))
