@@ -28,6 +28,7 @@ from eval.common.held_out import prepared_data, run_data
 from eval.common.run_folder import RunFolder
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.losses import exit_log_probabilities
+from recipes.common.checksums import check_folder
 from recipes.common.command_line import Parser, run_command
 from recipes.common.files import write_whole
 from recipes.common.measures import token_rms
@@ -190,6 +191,7 @@ def main(arguments: list[str] | None = None) -> dict:
         if run.status != "finished":
             print(f"left out: {run.name} is {run.status}")
             continue
+        check_folder(run.folder / "final")
         config = LoopedConfig.from_pretrained(run.folder / "final")
         model = LoopedForCausalLM.from_pretrained(run.folder / "final", dtype=getattr(torch, args.dtype))
         measured[run.name] = measure(model.to(args.device).eval(), windows(run), args.batch_size)

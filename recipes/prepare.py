@@ -2,7 +2,8 @@
 
     python -m recipes.prepare recipe.yaml [section.key=value ...]
 
-Training does the same by itself if it was not done before. A preparation that was stopped goes on where it was.
+Training does the same by itself if it was not done before: one process prepares, and the others wait for it. A
+preparation that was stopped goes on where it was.
 """
 
 from recipes.common.command_line import Parser, run_command

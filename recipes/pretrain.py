@@ -2,20 +2,24 @@
 
 The run is a function of the recipe alone: which tokens, depths and noise a step sees depends on (seed, step, row of
 the global batch), so it resumes bit for bit after any interruption, and the number of processes does not matter.
-Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and final/ to load.
+Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and final/ to load. SIGTERM and
+Ctrl-C end it after the step it is at, with a checkpoint; the exit status is then that of the signal (143, 130).
 """
 
 from pathlib import Path
 
 from recipes.common.command_line import print_help, run_command
 from recipes.common.config import load_recipe
+from recipes.engine.peers import PeerLost, one_message
 from recipes.engine.training import Divergence, Pretraining
 
 
 def main(arguments: list[str]) -> Path:
     print_help(arguments, __doc__)
-    return Pretraining(load_recipe(arguments[0], arguments[1:])).train()
+    recipe = load_recipe(arguments[0], arguments[1:])
+    with one_message():
+        return Pretraining(recipe).train()
 
 
 if __name__ == "__main__":
-    run_command(main, Divergence)
+    run_command(main, Divergence, PeerLost)

@@ -32,6 +32,7 @@ from recipes.common.paths import expanded
 from recipes.common.provenance import provenance, write_json
 from recipes.common.run_checks import check_run
 from recipes.common.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
+from recipes.engine.peers import PeerLost, one_message
 from recipes.engine.training import Divergence, Pretraining
 
 
@@ -104,7 +105,10 @@ def outcome(run: Run) -> dict | None:
     if (folder / DIVERGED).exists():
         result["diverged"] = (folder / DIVERGED).read_text()
     elif (folder / "final" / "config.json").exists():
-        loss = next((r["validation/loss"] for r in reversed(records) if "validation/loss" in r), math.nan)
+        validations = [r for r in records if "validation/loss" in r]
+        if records and (not validations or validations[-1]["step"] < records[-1]["step"]):
+            return None  # the last validation is not to be read: training writes it again from its checkpoint
+        loss = validations[-1]["validation/loss"] if validations else math.nan
         limit = run.recipe.training.max_loss
         if not math.isfinite(loss):
             result["diverged"] = f"the run ended at a validation loss of {loss}"
@@ -131,7 +135,7 @@ def run_all(runs: list[Run]) -> list[dict]:
                 try:
                     Pretraining(run.recipe).train()
                 except Divergence as divergence:
-                    (Path(run.recipe.training.output_dir) / DIVERGED).write_text(str(divergence))
+                    write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
             results[run.name] = outcome(run)
         print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
     return list(results.values())
@@ -192,7 +196,8 @@ def main(arguments: list[str]):
     runs = load_sweep(arguments[0], arguments[1:])
     for run in runs:
         check_run(run.recipe)
-    results = run_all(runs)
+    with one_message():
+        results = run_all(runs)
     folder = Path(runs[0].recipe.training.output_dir).parent
     folder.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
@@ -212,4 +217,4 @@ def main(arguments: list[str]):
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, PeerLost)

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,33 @@ def test_slurm_starts_one_launcher_per_machine(tmp_path):
         assert options["--num_machines"] == "2" and options["--num_processes"] == "8"
         assert (ROOT / options["--config_file"]).is_file()
     assert subprocess.run(script, env=environment, capture_output=True).returncode == 2
+
+
+def test_a_slurm_job_that_is_told_to_end_lets_the_run_save_and_is_queued_again(tmp_path):
+    """srun stands for a run that saves and ends with 143 when it is told to end, or for one that was done by then."""
+    executable(
+        tmp_path / "scontrol",
+        f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" >> {tmp_path}/queued; else echo first; fi\n',
+    )
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "n",
+        "SLURM_JOB_ID": "7",
+    }
+    for status, queued in ((143, "7\n"), (0, None)):
+        (tmp_path / "queued").unlink(missing_ok=True)
+        (tmp_path / "begun").unlink(missing_ok=True)
+        executable(
+            tmp_path / "srun",
+            f"#!/bin/bash\ntrap 'sleep 0.3; echo saved > {tmp_path}/saved; exit {status}' TERM\n"
+            f"touch {tmp_path}/begun\nfor i in $(seq 100); do sleep 0.1; done\n",
+        )
+        job = subprocess.Popen(
+            ["bash", str(CONFIGS / "slurm.sh"), "a.yaml"], env=environment, stdout=subprocess.DEVNULL
+        )
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.02)
+        job.terminate()
+        assert job.wait(20) == status and (tmp_path / "saved").exists()
+        assert ((tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else None) == queued

@@ -1,7 +1,6 @@
 """A checkpoint is whole or not there, whatever happens while it is written, and opens on any number of processes."""
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -359,11 +358,11 @@ def test_a_disk_that_fills_up_at_the_marker(tmp_path, monkeypatch):
     model, optimizers = model_and_optimizers()
     good = save_checkpoint(tmp_path, 1, model, optimizers, {})
 
-    def dump(*_, **__):
+    def write_whole(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="no space left"):
-        patch.setattr(json, "dump", dump)
+        patch.setattr("recipes.engine.checkpoint.write_whole", write_whole)
         save_checkpoint(tmp_path, 2, model, optimizers, {})
     assert latest_checkpoint(tmp_path) == good
 

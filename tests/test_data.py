@@ -48,10 +48,11 @@ def texts_of(prepared, split: str) -> list[str]:
 
 
 def contents(folder: Path) -> dict:
-    """All files, but for the bookmarks that streams leave with their parts."""
+    """All files, but for the bookmarks that streams leave with their parts, and checksums of those."""
     files = {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     for name in [name for name in files if name.startswith("part-") and name.endswith(".json")]:
-        files[name] = {key: value for key, value in json.loads(files[name]).items() if key != "stream"}
+        facts = json.loads(files[name])
+        files[name] = {key: value for key, value in facts.items() if key not in ("stream", "checksum")}
     return files
 
 

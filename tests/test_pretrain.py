@@ -283,14 +283,21 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, traini
     )
 
 
-def launch(recipe, arguments, processes, config):
+def launch_command(recipe, arguments, processes, config) -> list[str]:
     """As from a shell, without GPUs: `config` is a file of recipes/accelerate."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(FOLDER / "recipes" / "accelerate" / f"{config}.yaml")]
     command += ["--num_processes", str(processes), "--mixed_precision", "no"]
     command += ["--main_process_port", str(20000 + os.getpid() % 20000)]
-    command += ["-m", "recipes.pretrain", str(SMOKE / f"{recipe}.yaml"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
+    return [*command, "-m", "recipes.pretrain", str(SMOKE / f"{recipe}.yaml"), *arguments]
+
+
+def launch_environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
+
+
+def launch(*launched):
+    command, environment = launch_command(*launched), launch_environment()
     return subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=280)
 
 
@@ -314,6 +321,52 @@ def test_the_number_of_processes_does_not_matter(config, training_text, tmp_path
         for folder in (output, tmp_path / "one")
     ]
     assert evaluations[0][-1] == pytest.approx(evaluations[1][-1], rel=2e-4)
+
+
+@pytest.mark.slow
+def test_dropout_and_logged_norms_do_not_depend_on_the_number_of_processes(training_text, tmp_path):
+    more = ["model.residual_dropout=0.2", "model.attention_dropout=0.2", "optimizer.name=adamw", "optimizer.lr=1e-3"]
+    more += ["training.micro_batch_size=2", "training.steps=3", "logging.monitor_every=1"]
+    main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "one", *more)])
+    result = launch("lt", smoke_settings(training_text, tmp_path / "two", *more), 2, "ddp")
+    assert result.returncode == 0, result.stdout + result.stderr
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert "state_norm/loop_3" in one[0] and len(one) == len(two)
+    for before, after in zip(one, two):
+        timed = ("tokens_per_second", "mfu")
+        expected = {key: value for key, value in before.items() if key not in timed}
+        assert {key: value for key, value in after.items() if key not in timed} == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(RecipeError, match="rows_of_dropout was 2, is 4"):
+        main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "one", *more),
+              "training.micro_batch_size=4"])  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_a_launch_that_is_told_to_end_saves_and_goes_on(config, whole_run, training_text, tmp_path):
+    """SIGTERM to the launcher; then one process of the next launch is killed, and the other says so in a line."""
+    arguments = smoke_settings(training_text, tmp_path, "training.save_every=6")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        logged = len(logged_losses(tmp_path))
+        process = subprocess.Popen(
+            launch_command("parcae", arguments, 2, config), cwd=FOLDER, env=launch_environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        while len(logged_losses(tmp_path)) <= logged and process.poll() is None:
+            time.sleep(0.02)
+        if number == signal.SIGTERM:
+            process.send_signal(number)
+        else:
+            children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+            os.kill(int(children.stdout.split()[-1]), number)
+        said = process.communicate(timeout=120)[0]
+        assert process.returncode != 0
+        if number == signal.SIGTERM and not (tmp_path / "final").exists():
+            assert said.count("interrupted by signal 15: step ") == 1, said
+        elif not (tmp_path / "final").exists():
+            assert said.count("another process of this launch has ended") == 1, said
+    main([str(SMOKE / "parcae.yaml"), *arguments])
+    assert logged_losses(tmp_path) == pytest.approx(logged_losses(whole_run), rel=2e-4)
 
 
 def test_depths_of_micro_batches_do_not_depend_on_how_rows_are_passed(training_text, tmp_path):

@@ -12,6 +12,7 @@ import yaml
 from eval.common.run_folder import RunError, RunFolder
 from eval.report import command as report
 from modeling_looped import LoopedConfig
+from recipes.common.canvas import as_label, canvas
 from recipes.common.config import recipe_from_dict
 from recipes.common.flops import sizes
 
@@ -286,3 +287,22 @@ def test_a_recipe_is_not_needed(tmp_path):
     assert "finished" in page.cells and "– tokens seen" in " ".join(page.cells)
     (run / "recipe.yaml").write_text(yaml.safe_dump({"model": None, "data": None}))
     assert "finished" in page_of(run).cells
+
+
+@pytest.mark.parametrize("name", ["<b>&|`x`\nbreak", b"\xff\xfe".decode(errors="surrogateescape")])
+def test_a_run_may_have_any_name(tmp_path, unrendered, name):
+    runs = [make_run(tmp_path / name), make_run(tmp_path / "other")]
+    page = report.make_report(runs, tmp_path / "page.html")
+    Page(page.read_text())
+    text = report.to_markdown(report.title_of(found := report.open_runs(runs)), report.sections_of(found))
+    assert "<b>" not in re.sub("`[^`]*`", "", text) and text.encode()
+    rows = [line for line in text.splitlines() if line.startswith("| state")]
+    assert len(rows) == 1 and rows[0].count("|") == 4
+
+
+@pytest.mark.parametrize("name", ["a$b$\\frac{", "$x", "_first"])
+def test_a_legend_shows_any_name(tmp_path, name):
+    with canvas(tmp_path / "x.png", size=(1, 1)) as [axis]:
+        axis.plot([0, 1], label=as_label(name))
+        axis.set_title(as_label(name))
+        assert axis.get_legend_handles_labels()[1]

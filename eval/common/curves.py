@@ -5,7 +5,7 @@ curves[measure][series][depth] = (value, what it may be off by, or None)
 
 from pathlib import Path
 
-from recipes.common.canvas import canvas
+from recipes.common.canvas import as_label, canvas
 
 
 Point = tuple[float, float | None]
@@ -36,7 +36,7 @@ def draw(curves: Curves, path: Path):
                 depths = sorted(points)
                 values = [points[depth][0] for depth in depths]
                 deviations = [points[depth][1] or 0 for depth in depths]
-                axis.errorbar(depths, values, deviations, marker="o", markersize=3, capsize=2, label=series)
+                axis.errorbar(depths, values, deviations, marker="o", markersize=3, capsize=2, label=as_label(series))
             axis.set(
                 title=measure, xlabel="loops", xticks=sorted({d for points in of_series.values() for d in points})
             )

@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from modeling_looped import LoopedConfig
+from recipes.common.checksums import check_folder
 
 
 def open_config(target: str) -> tuple[Path, LoopedConfig]:
@@ -37,11 +38,15 @@ def training_run(target: str) -> Path | None:
 
 
 def model_folder(target: str) -> Path | None:
-    """The folder of a saved model, also inside that of its training run; None if it is no folder."""
+    """The folder of a saved model, also inside that of its training run; None if it is no folder.
+
+    An error if its weights are not those that training saved.
+    """
     path = Path(target)
     if not path.is_dir():
         return None
     for folder in (path, path / "final"):
         if (folder / "config.json").is_file():
+            check_folder(folder)
             return folder
     raise ValueError(f"folder {target!r} holds neither a saved model (config.json) nor a finished run (final/)")

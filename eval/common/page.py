@@ -10,6 +10,20 @@ from html import escape
 from recipes.common.canvas import canvas
 
 
+def one_line(words: str) -> str:
+    return " ".join(words.split("\n"))
+
+
+def in_markdown(words: str) -> str:
+    """Words that are neither HTML nor a table's end, whatever a run is called."""
+    return one_line(escape(words, quote=False)).replace("|", "\\|")
+
+
+def writable(text: str) -> str:
+    """Names of files may hold bytes that are no text."""
+    return text.encode(errors="replace").decode()
+
+
 @dataclass
 class Table:
     head: list[str]
@@ -22,7 +36,7 @@ class Table:
 
     def markdown(self) -> str:
         lines = [self.head, ["---"] * len(self.head), *self.rows]
-        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        return "\n".join("| " + " | ".join(map(in_markdown, line)) + " |" for line in lines)
 
 
 @dataclass
@@ -33,7 +47,7 @@ class Text:
         return f"<p>{escape(self.words)}</p>"
 
     def markdown(self) -> str:
-        return self.words
+        return in_markdown(self.words)
 
 
 class Heading(Text):
@@ -43,7 +57,7 @@ class Heading(Text):
         return f"<h3>{escape(self.words)}</h3>"
 
     def markdown(self) -> str:
-        return f"#### {self.words}"
+        return f"#### {in_markdown(self.words)}"
 
 
 @dataclass
@@ -56,7 +70,7 @@ class Missing(Text):
         return f'<p class="missing">{escape(self.words)} <code>{escape(self.command)}</code></p>'
 
     def markdown(self) -> str:
-        return f"{self.words} `{self.command}`"
+        return f"{in_markdown(self.words)} `{one_line(self.command).replace('`', ' ')}`"
 
 
 @dataclass
@@ -138,7 +152,7 @@ def to_html(title: str, sections: list[Section]) -> str:
 
 
 def document(title: str, style: str, body: str) -> str:
-    return (
+    return writable(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
@@ -146,11 +160,11 @@ def document(title: str, style: str, body: str) -> str:
 
 
 def to_markdown(title: str, sections: list[Section]) -> str:
-    parts = [f"## {title}"]
+    parts = [f"## {in_markdown(title)}"]
     for section in sections:
         blocks = [words for block in section.blocks if (words := block.markdown())]
-        parts += [f"### {section.title}", *blocks] if blocks else []
-    return "\n\n".join(parts) + "\n"
+        parts += [f"### {in_markdown(section.title)}", *blocks] if blocks else []
+    return writable("\n\n".join(parts) + "\n")
 
 
 def single_numbers(result: dict, prefix: str = "") -> dict[str, object]:

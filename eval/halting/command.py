@@ -25,6 +25,7 @@ from eval.common.model_folder import open_config, open_tokenizer, training_run
 from eval.common.timing import least_seconds
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from recipes.common.checksums import renew_checksum
 from recipes.common.command_line import Parser
 from recipes.common.config import DataConfig
 from recipes.common.flops import attention_flops, sizes
@@ -242,6 +243,7 @@ def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args)
         setattr(model.generation_config, name, value)
     model.generation_config._from_model_config = False  # else it is made anew at loading, without these fields
     model.generation_config.save_pretrained(folder)
+    renew_checksum(folder, "generation_config.json")
     return f"{folder / 'generation_config.json'}: " + ", ".join(f"{name}={value}" for name, value in chosen.items())
 
 

@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 from modeling_looped import LoopedConfig, generator_of
 from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule, exit_rule
+from recipes.common.checksums import check_folder
 from recipes.common.command_line import parse_depths
 
 
@@ -54,6 +55,7 @@ def check_question(
                 f"pretrained={pretrained!r} has model_type {fields['model_type']!r}, which has no loops: use "
                 "--model hf"
             )
+        check_folder(pretrained)
         config = LoopedConfig.from_pretrained(pretrained, revision=revision)
     else:
         config = pretrained.config

@@ -30,6 +30,7 @@ from eval.common.page import (
     to_markdown,
 )
 from eval.common.run_folder import BITS_AT, LOSS_AT, RunError, RunFolder, open_runs
+from recipes.common.canvas import as_label
 from recipes.common.command_line import Parser
 from recipes.common.files import write_whole
 
@@ -123,9 +124,9 @@ def training(runs: list[RunFolder]) -> Section:
     with picture(blocks, "training and validation loss, and gradient norm, over steps", 2) as (loss, gradient):
         for i, run in enumerate(runs):
             color = f"C{i}"
-            draw_series(loss, run, "loss", color=color, linewidth=1, alpha=0.6, label=run.name)
+            draw_series(loss, run, "loss", color=color, linewidth=1, alpha=0.6, label=as_label(run.name))
             draw_series(loss, run, "validation/loss", color=color, marker="o", markersize=4, linestyle="--")
-            draw_series(gradient, run, "gradient_norm", color=color, linewidth=1, label=run.name)
+            draw_series(gradient, run, "gradient_norm", color=color, linewidth=1, label=as_label(run.name))
         loss.set(xlabel="step", ylabel="loss", title="line: training; dots: validation")
         gradient.set(xlabel="step", ylabel="gradient norm before clipping", yscale="log")
     if not blocks:
@@ -159,7 +160,7 @@ def over_depth(runs: list[RunFolder]) -> Section:
                 if run.name in series:
                     points = series[run.name]
                     axis.plot(list(points), [point[0] for point in points.values()], marker="o", color=f"C{i}")
-                    axis.lines[-1].set_label(run.name)
+                    axis.lines[-1].set_label(as_label(run.name))
                     if run.trained_loops:
                         axis.axvline(run.trained_loops, linestyle=":", color=f"C{i}", alpha=0.6)
             axis.set(xlabel="loops (dotted: as trained)", ylabel=f"held-out {measure}")
@@ -183,12 +184,12 @@ def norms(runs: list[RunFolder]) -> Section:
         for i, run in enumerate(runs):
             last = {k: v for k, v in run.last_by_number("residual_norm/loop_").items() if math.isfinite(v)}
             if last:
-                over_loops.plot(list(last), list(last.values()), marker="o", color=f"C{i}", label=run.name)
+                over_loops.plot(list(last), list(last.values()), marker="o", color=f"C{i}", label=as_label(run.name))
                 rows.append(
                     [run.name, *(number(run.last(m)) for m in ("residual_norm", "state_change", "spectral_radius"))]
                 )
-            draw_series(over_steps, run, "residual_norm", color=f"C{i}", label=run.name)
-            draw_series(radius, run, "spectral_radius", color=f"C{i}", label=run.name)
+            draw_series(over_steps, run, "residual_norm", color=f"C{i}", label=as_label(run.name))
+            draw_series(radius, run, "spectral_radius", color=f"C{i}", label=as_label(run.name))
         over_loops.locator_params(axis="x", integer=True)
         over_loops.set(xlabel="loop", ylabel="||h|| / sqrt(d) at the end")
         over_steps.set(xlabel="step", ylabel="||h|| / sqrt(d) after the last loop")
@@ -210,7 +211,7 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
     with picture(blocks, "norm of the state over steps", 2) as (first, last):
         for i, run in enumerate(runs):
             depth = max(run.last_by_number("state_norm/loop_"), default=1)
-            draw_series(first, run, "state_norm/loop_1", color=f"C{i}", label=run.name)
+            draw_series(first, run, "state_norm/loop_1", color=f"C{i}", label=as_label(run.name))
             draw_series(last, run, f"state_norm/loop_{depth}", color=f"C{i}", label=f"{run.name}, loop {depth}")
         first.set(xlabel="step", ylabel="||h|| after the first loop", yscale="log")
         last.set(xlabel="step", ylabel="||h|| after the last loop", yscale="log")
@@ -221,7 +222,7 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
                 if clipped:
                     norms = [norm * share for norm, share in zip(norms, clip_shares(run, steps))]
                 if norms:
-                    axis.plot(steps, norms, color=f"C{i}", label=run.name, linewidth=1)
+                    axis.plot(steps, norms, color=f"C{i}", label=as_label(run.name), linewidth=1)
                 axis.set(xlabel="step", ylabel=f"gradient of {block}", yscale="log")
     when = "after" if clipped else "before"
     return Section("Norms over training", [Text(f"Gradients {when} clipping."), *blocks]) if blocks else None

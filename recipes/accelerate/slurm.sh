@@ -2,13 +2,16 @@
 # sbatch --nodes 4 recipes/accelerate/slurm.sh recipes/parcae/small.yaml training.output_dir=/shared/runs/parcae-small
 #
 # One launcher per machine, one process per GPU. output_dir and data.cache_dir must lie where all machines see them.
-# A job that is stopped, or requeued, goes on from the newest whole checkpoint when it is submitted again.
+# Five minutes before its time is up, or when it is told to end, the run saves the step it is at, and the job is queued
+# again until the run is done; scancel JOB ends it for good. A job that is submitted again goes on, too.
 #SBATCH --job-name=looped
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --signal=B:TERM@300
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 
@@ -22,8 +25,9 @@ gpus=${SLURM_GPUS_ON_NODE:-8}
 
 # SLURM_NODEID differs between machines, so the launcher's arguments are put together there
 export first_machine gpus
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=270  # seconds that a launcher gives its processes to save
 srun --kill-on-bad-exit=1 bash -c '
-    accelerate launch \
+    exec accelerate launch \
         --config_file recipes/accelerate/multi_node.yaml \
         --num_machines "$SLURM_NNODES" \
         --num_processes "$((SLURM_NNODES * gpus))" \
@@ -31,4 +35,20 @@ srun --kill-on-bad-exit=1 bash -c '
         --main_process_ip "$first_machine" \
         --main_process_port "${MASTER_PORT:-29500}" \
         -m recipes.pretrain "$@"
-' launcher "$@"
+' launcher "$@" &
+run=$!
+
+# the signal comes to this shell alone: it goes to the run, which saves, and then the job is queued again
+stopped=
+trap 'stopped=yes; kill -TERM "$run" 2>/dev/null || true' TERM
+status=0
+wait "$run" || status=$?
+while kill -0 "$run" 2>/dev/null; do  # wait returns when the signal comes
+    status=0
+    wait "$run" || status=$?
+done
+if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then
+    echo "the run was stopped before its end: the job is queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

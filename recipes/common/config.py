@@ -18,6 +18,7 @@ import yaml
 
 from modeling_looped import LoopedConfig
 
+from .files import write_whole
 from .flops import Sizes
 from .model_fields import check_model_fields
 from .paths import expanded
@@ -120,7 +121,7 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def save(self, path: str | Path):
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+        write_whole(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
 
 
 def load_recipe(

@@ -2,16 +2,20 @@
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+
+
+LEFTOVERS = ("*.tmp", ".saving-*", ".deleting-*")  # of writers that were killed
 
 
 def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], object]):
     """Write bytes, text, or what a function writes, with its folders; on the disk when this returns."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # of this process: another one may write the same
     try:
         with open(partial, "wb") as file:
             if callable(content):
@@ -21,17 +25,46 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
     sync_folder(path.parent)
 
 
+def append_line(path: str | Path, line: str):
+    """One more line, on the disk when this returns."""
+    with open(path, "a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: str | Path):
     """The names of a folder's files are on the disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    sync(folder)
+
+
+def sync_all(folder: str | Path):
+    """Everything in a folder is on the disk, whoever wrote it."""
+    for inner, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(inner) / name)
+        sync(inner)
+
+
+def sync(path: str | Path):
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_leftovers(folder: str | Path):
+    """What killed writers left in a folder that nobody else writes to now."""
+    for leftover in [path for pattern in LEFTOVERS for path in Path(folder).glob(pattern)]:
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)

@@ -1,37 +1,53 @@
 """metrics.jsonl: one JSON object a line, with its step; and the same to trackers."""
 
 import json
+import sys
 from pathlib import Path
 
-from .files import write_whole
+from .files import append_line, write_whole
 
 
 class MetricsLog:
     def __init__(self, path: Path, accelerator):
         self.path, self.accelerator = Path(path), accelerator
 
-    def start(self, step: int):
-        """Continue at `step`: what an interrupted run wrote beyond its checkpoint is written again."""
-        if not self.accelerator.is_main_process:
-            return
-        kept = [record for record in read_metrics(self.path) if record["step"] < step]
+    def start(self, step: int, saved: Path | None):
+        """Continue at `step`, on one process: what an interrupted run wrote beyond its checkpoint is written again.
+
+        saved: the metrics until then, kept with the checkpoint; older checkpoints have none.
+        """
+        kept = [] if saved is None else read_metrics(saved if saved.is_file() else self.path)
+        kept = [record for record in kept if record["step"] < step]
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, step: int, metrics: dict):
         if self.accelerator.is_main_process:
-            with open(self.path, "a") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            append_line(self.path, json.dumps({"step": step, **metrics}))
         self.accelerator.log(metrics, step=step)
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The records of a metrics.jsonl; a last line cut off by an interruption is left out."""
-    records = []
+    """The records of a metrics.jsonl; lines that are no record are left out, and said unless it is a cut last one."""
     if not Path(path).exists():
-        return records
-    for line in Path(path).read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+        return []
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    records, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        record = record_of(line)
+        if record is not None:
+            records.append(record)
+        elif line.strip() and number < len(lines):
+            damaged.append(number)
+    if damaged:
+        listed = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
+        print(f"{path}: left out what is no record: line {listed}", file=sys.stderr)
     return records
+
+
+def record_of(line: str) -> dict | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    has_step = isinstance(record, dict) and type(record.get("step")) is int
+    return record if has_step else None

@@ -19,6 +19,8 @@ def optimum(rates: list[float], losses: list, level: float = 0.95) -> dict:
     no parabola; it is cut where the grid ends, and left out if it is the whole grid. A rate at which any seed diverged
     counts as diverged. No lr is given where the best rate is the lowest or highest that trained.
     """
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"learning rates must be above 0 and finite, got {rates}")
     points = trained(rates, losses)
     if len(points) < 3:
         return {"lr": None, "why": f"only {len(points)} of {len(rates)} learning rates trained, and 3 are needed"}

@@ -95,6 +95,7 @@ RANGES: dict[str, dict[str, Range]] = {
         "save_every": STEPS,
         "keep_last": Range(1, 10**6),
         "stop_after": STEPS,
+        "skip_nonfinite_steps": Range(0, 1e9),
         "max_loss": Range(0, 1e6, above=True),
     },
     # relations.py: loops are at least 1

@@ -121,10 +121,12 @@ class TrainingConfig:
     taper_end: float = 1.0  # and where it is gone
     save_every: int = 500
     keep_last: int = 2
-    keep_best: bool = True
+    keep_best: bool = True  # of the checkpoints at whose step the model was evaluated
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
+    # steps of a run whose loss or gradients are no numbers that are left out, without an update; one more stops it
+    skip_nonfinite_steps: int = 0
     max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end
 

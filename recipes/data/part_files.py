@@ -18,7 +18,9 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
+from recipes.common.checksums import checksum, difference, read_sealed, sealed
 from recipes.common.files import write_whole
+from recipes.common.orphans import end_with
 
 from .packing import best_fit
 from .sources import Documents, readable
@@ -58,12 +60,18 @@ class PartMaker:
     row_length: int | None  # of best fit; None concatenates
     keep: bool
     dtype: str
+    tokenizer: str  # its hash
 
     def is_made(self, part: str) -> bool:
-        if not (self.folder / f"{part}.json").exists():
+        """Whether the files of a part are there as they were written, by this tokenizer."""
+        try:
+            facts = read_sealed(self.folder / f"{part}.json")
+            shards = facts["shards"].values()
+            return facts.get("tokenizer", self.tokenizer) == self.tokenizer and all(
+                "left" in shard and damage(self.folder, shard) is None for shard in shards
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-        shards = json.loads((self.folder / f"{part}.json").read_text())["shards"].values()
-        return all((self.folder / shard["file"]).exists() and "left" in shard for shard in shards)
 
     def __call__(self, part: str, texts: Iterable[str | None], **facts):
         split_texts: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
@@ -84,7 +92,7 @@ class PartMaker:
             if tokens:
                 shards[split] = write_shard(self.folder / f"{part}.{split}.npy", *self.pack(tokens))
         facts |= {"counts": counts, "overlapping_documents": len(split_texts[None]), "empty_documents": num_empty}
-        facts["shards"] = shards
+        facts |= {"shards": shards, "tokenizer": self.tokenizer}
         write_facts(self.folder / f"{part}.json", facts)
 
     def pack(self, documents: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -102,7 +110,11 @@ def make_parts(maker: PartMaker, kind: str, documents: Documents, name: str, num
     parts = [f"{kind}-{number:05}" for number in range(math.ceil(len(documents) / size))]
     missing = [number for number, part in enumerate(parts) if not maker.is_made(part)]
 
+    parent = os.getpid()
+
     def make(number: int):
+        if os.getpid() != parent:
+            end_with(parent)
         with readable(name):
             texts = documents[number * size : (number + 1) * size]["text"]
         maker(parts[number], texts)
@@ -135,7 +147,7 @@ def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, name:
             continue
         if rows is None:
             if parts:
-                documents.load_state_dict(json.loads((maker.folder / f"{parts[-1]}.json").read_text())["stream"])
+                documents.load_state_dict(read_sealed(maker.folder / f"{parts[-1]}.json")["stream"])
             rows = iter(documents)
         with readable(name):
             texts = [row["text"] for row in islice(rows, STREAMED_PART)]
@@ -154,7 +166,18 @@ def write_shard(path: Path, packed: list[np.ndarray], left: list[np.ndarray]) ->
     num_tokens = sum(map(len, packed))
     stream = np.concatenate([*packed, *left])
     write_whole(path, lambda file: save_array(file, stream))
-    return {"file": path.name, "tokens": num_tokens, "size": path.stat().st_size, "left": [len(one) for one in left]}
+    return {
+        "file": path.name,
+        "tokens": num_tokens,
+        "size": path.stat().st_size,
+        "checksum": checksum(path),
+        "left": [len(one) for one in left],
+    }
+
+
+def damage(folder: Path, shard: dict) -> str | None:
+    """How a shard is not what was written; None if it is. Older ones have a size alone."""
+    return difference(folder / shard["file"], shard["size"], shard.get("checksum"))
 
 
 def save_array(file, array: np.ndarray):
@@ -164,7 +187,7 @@ def save_array(file, array: np.ndarray):
 
 
 def write_facts(path: Path, facts: dict):
-    write_whole(path, json.dumps(facts, indent=1))
+    write_whole(path, sealed(facts))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ with what is missing.
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import re
 import shutil
@@ -19,14 +18,26 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from recipes.common.checksums import Damaged, check_folder, read_sealed, write_checksums
 from recipes.common.config import DataConfig, RecipeError
+from recipes.common.files import remove_leftovers, sync_all, sync_folder
 from recipes.common.folder_lock import exclusive
 from recipes.common.paths import expanded
 from recipes.common.provenance import provenance
 
 from .overlap import overlap
 from .packing import PackedRows
-from .part_files import SPLITS, HeldOut, PartMaker, document_hash, fingerprint, make_parts, write_facts, write_shard
+from .part_files import (
+    SPLITS,
+    HeldOut,
+    PartMaker,
+    damage,
+    document_hash,
+    fingerprint,
+    make_parts,
+    write_facts,
+    write_shard,
+)
 from .shuffle import rows_of_step
 from .sources import Documents, Source, readable, training_source, validation_source
 from .tokenizers import Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_settings
@@ -49,8 +60,11 @@ class Prepared:
     token_bytes: torch.Tensor  # int64 [vocabulary], 0 for special tokens
 
 
-def prepare(data: DataConfig) -> Prepared:
-    """Open the shards of these settings; make them first, or what is missing of them, if need be."""
+def prepare(data: DataConfig, check: bool = True) -> Prepared:
+    """Open the shards of these settings; make them first, or what is missing of them, if need be.
+
+    check: read them all for their checksums; of several processes one is enough.
+    """
     training, validation = training_source(data), validation_source(data)
     settings = _settings(data, training, validation)
     folder = _folder(data, settings)
@@ -60,10 +74,10 @@ def prepare(data: DataConfig) -> Prepared:
             with exclusive(folder, _wait):
                 if not _is_whole(folder):  # else another process was quicker
                     _build(folder, data, settings, training, validation)
-    return open_prepared(folder, data, settings)
+    return open_prepared(folder, data, settings, check)
 
 
-def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = None) -> Prepared:
+def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = None, check: bool = True) -> Prepared:
     """Prepared data in `folder`, after checking that it is whole and what `data` (or `settings`) asks for."""
     folder = Path(folder)
     if settings is None:
@@ -71,14 +85,13 @@ def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = 
     manifest = _read_manifest(folder)
     _check_settings(folder, manifest["settings"], settings)
     for shard in (shard for split in SPLITS for shard in manifest["shards"][split]):
-        path = folder / shard["file"]
-        size = path.stat().st_size if path.exists() else 0
-        if size != shard["size"]:
+        damaged = damage(folder, shard if check else {"file": shard["file"], "size": shard["size"]})
+        if damaged is not None:
             raise RecipeError(
-                f"shard {path} has {size} bytes, but {shard['size']} were written: it was cut or replaced. Delete "
-                "this file and prepare again: only it is made anew"
+                f"shard {folder / damaged}: it was cut, changed or replaced. Delete this file and prepare again: only "
+                "it is made anew"
             )
-    tokenizer = AutoTokenizer.from_pretrained(folder / TOKENIZER)
+    tokenizer = _open_tokenizer(folder)
     if tokenizer_hash(tokenizer) != manifest["tokenizer"]["sha256"]:
         raise RecipeError(
             f"the shards in {folder} were made with another tokenizer than the one in {folder / TOKENIZER} (it was "
@@ -124,8 +137,7 @@ def _folder(data: DataConfig, settings: dict) -> Path:
 
 
 def _build(folder: Path, data: DataConfig, settings: dict, training: Source, validation: Source | None):
-    for leftover in folder.glob("*.tmp"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    remove_leftovers(folder)
     documents = training.load()
     validation_documents = None if validation is None else validation.load()
     held_out = HeldOut(fraction=data.validation_fraction)
@@ -145,6 +157,7 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
         row_length=data.sequence_length if data.packing == "best_fit" else None,
         keep=data.cropped == "keep",
         dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
+        tokenizer=tokenizer_hash(tokenizer),
     )
     parts = make_parts(maker, "part", documents, training.name, data.num_proc)
     if validation is not None:
@@ -173,14 +186,31 @@ def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) ->
             if number:
                 raise OSError(int(number[1]), str(error)) from error
             raise
+        write_checksums(temporary)
+        sync_all(temporary)
         os.replace(temporary, path)
-    return AutoTokenizer.from_pretrained(path)
+        sync_folder(folder)
+    return _open_tokenizer(folder)
+
+
+def _open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        check_folder(folder / TOKENIZER)
+        return AutoTokenizer.from_pretrained(folder / TOKENIZER)
+    except Damaged as error:
+        reason = str(error).partition(": if you")[0]
+    except Exception as error:  # the Rust library raises plain Exception
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    raise RecipeError(
+        f"the tokenizer in {folder / TOKENIZER} can not be read ({reason}): put the old one back, or delete {folder} "
+        "and prepare again"
+    )
 
 
 def _write_manifest(
     folder: Path, settings: dict, tokenizer: PreTrainedTokenizerBase, maker: PartMaker, parts: list[str]
 ):
-    facts = [json.loads((folder / f"{part}.json").read_text()) for part in parts]
+    facts = [read_sealed(folder / f"{part}.json") for part in parts]
     counts = {
         split: {key: sum(fact["counts"][split][key] for fact in facts) for key in ("documents", "tokens", "bytes")}
         for split in SPLITS
@@ -227,10 +257,10 @@ def _read_manifest(folder: Path) -> dict:
     if not path.exists():
         raise RecipeError(f"{folder} holds no {MANIFEST}: it was not prepared to the end; prepare it again")
     try:
-        manifest = json.loads(path.read_text())
+        manifest = read_sealed(path)
         if fingerprint(manifest["settings"]) == manifest["fingerprint"]:
             return manifest
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         pass
     raise RecipeError(f"{path} is damaged: delete it and prepare again; shards that are whole are kept")
 

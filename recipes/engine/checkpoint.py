@@ -1,15 +1,18 @@
 """Checkpoints that are whole or not there.
 
-    checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes of the files
+    checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes and checksums of files
                               *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
+                              logged.jsonl       metrics.jsonl until then
     checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
+    checkpoints/damaged-*     set aside: what lies there is not what was written
 
 A checkpoint is written beside the others, forced to disk, marked, and only then renamed to its name; older ones go
-after that. It opens with any number of processes, under DDP or FSDP2. All processes must see the folder.
+after that. It opens with any number of processes, under DDP or FSDP2. All processes must see the folder. Reading it
+runs nothing that lies in it (safe_reading.py).
 """
 
-import json
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -27,14 +30,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from recipes.common.checksums import checksum, difference, read_sealed, sealed
+from recipes.common.files import remove_leftovers, sync_folder, write_whole
 from recipes.common.provenance import provenance
 
 from .distributed import bare, to_shards
 from .resume import comparable, refuse_other_config
-from .saving import CheckpointError, error_of_saving, is_main_process, on_main_process, root_cause, sync
+from .safe_reading import TensorPlanner, TensorReader
+from .saving import (
+    CheckpointError,
+    error_of_saving,
+    from_all_processes,
+    is_main_process,
+    on_main_process,
+    process_index,
+    root_cause,
+)
 
 
 MARKER = "checkpoint.json"
+METRICS = "logged.jsonl"
+DAMAGED = "damaged-"
+UNREADABLE = (OSError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, pickle.UnpicklingError)
 NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # .2 and so on: the same step saved again
 
 
@@ -50,11 +67,12 @@ def save_checkpoint(
     keep_last: int = 2,
     is_best: bool = False,
     config: dict | None = None,
+    metrics: Path | None = None,
 ) -> Path:
     """Save a step, then remove all but the newest `keep_last` and the newest best. Every process calls it.
 
     extra: what `load_checkpoint` gives back, as JSON. config: what a run must share to continue from here; by default
-    the model's.
+    the model's. metrics: a file that is kept with it.
     """
     folder = Path(folder)
     marker = {
@@ -68,7 +86,9 @@ def save_checkpoint(
     state = training_state(model, optimizers)
     try:
         with quiet():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=not dist.is_initialized())
+            dcp.save(state, storage_writer=TensorWriter(temporary), no_dist=not dist.is_initialized())
+        own = lambda: {path.name: checksum(path) for path in temporary.glob(f"__{process_index()}_*")}  # noqa: E731
+        checksums = {name: digest for part in from_all_processes(own, folder) for name, digest in part.items()}
     except (OSError, CheckpointException) as error:
         # every process gets here, with the reason of the one that failed
         if is_main_process():
@@ -76,20 +96,33 @@ def save_checkpoint(
         raise error_of_saving(folder, root_cause(error)) from error
 
     def finish():
-        write_marker(temporary, marker)
+        if metrics is not None and metrics.exists():
+            write_whole(temporary / METRICS, metrics.read_bytes())
+        write_marker(temporary, marker, checksums)
         os.rename(temporary, folder / name)
-        sync(folder)
+        sync_folder(folder)
         remove_old(folder, name, keep_last)
 
     on_main_process(finish, folder)
     return folder / name
 
 
+class TensorWriter(dcp.FileSystemWriter):
+    def write_data(self, plan, planner):
+        """torch.save hides what the disk said behind an error of its own."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            said = error
+            while said is not None and not isinstance(said, OSError):
+                said = said.__cause__ or said.__context__
+            raise said or error from None
+
+
 def begin(folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[str, Path]:
     """An empty folder to write to, and its name once it is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in [*folder.glob(".saving-*"), *folder.glob(".deleting-*")]:
-        shutil.rmtree(leftover)
+    remove_leftovers(folder)
     later = [path.name for path in whole_checkpoints(folder) if step_of(path)[0] > step]
     if later:
         raise CheckpointError(
@@ -143,16 +176,17 @@ def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as
             optimizer.state.clear()
             for name in names:
                 del optimizer_state["state"][name]
-    return {"model": model_state, "optimizers": optimizer_state}
+    if as_template:
+        return {"model": model_state, "optimizers": optimizer_state}
+    # tensors alone: settings of the optimizers are those of the recipe, and are not read back
+    return {"model": model_state, "optimizers": {"state": optimizer_state["state"]}}
 
 
-def write_marker(folder: Path, marker: dict):
-    files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    with open(folder / MARKER, "w") as stream:
-        json.dump({**marker, "files": files}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync(folder)
+def write_marker(folder: Path, marker: dict, checksums: dict[str, str]):
+    """checksums: of the files that are known; the others are read for theirs."""
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    checksums = {name: checksums.get(name) or checksum(folder / name) for name in files}
+    write_whole(folder / MARKER, sealed({**marker, "files": files, "checksums": checksums}))
 
 
 def remove_old(folder: Path, saved: str, keep_last: int):
@@ -181,20 +215,77 @@ def step_of(path: Path) -> tuple[int, int]:
 def read_marker(path: Path) -> dict | None:
     """The marker of a whole checkpoint; None if anything is missing or shorter than it was."""
     try:
-        marker = json.loads((path / MARKER).read_text())
+        marker = read_sealed(path / MARKER)
         sizes = {name: (path / name).stat().st_size for name in marker["files"]}
-    except (OSError, ValueError, KeyError):
+        is_whole = sizes == marker["files"] and marker["step"] == step_of(path)[0] and "config" in marker
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return marker if sizes == marker["files"] else None
+    return marker if is_whole else None
+
+
+def why_damaged(path: Path) -> str | None:
+    """What of a checkpoint is not as it was written; None if nothing is. Reads all of it."""
+    marker = read_marker(path)
+    if marker is None:
+        return f"{MARKER} is damaged, or a file is missing or cut"
+    checksums = marker.get("checksums", {})
+    found = (difference(path / name, size, checksums.get(name)) for name, size in marker["files"].items())
+    return next((reason for reason in found if reason is not None), None)
 
 
 def whole_checkpoints(folder: str | Path) -> list[Path]:
     """Oldest first."""
-    folder = Path(folder)
+    return [path for path in named_checkpoints(Path(folder)) if read_marker(path) is not None]
+
+
+def named_checkpoints(folder: Path) -> list[Path]:
+    """All that have the name of one, whole or not, oldest first."""
     if not folder.is_dir():
         return []
-    named = sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
-    return [path for path in named if read_marker(path) is not None]
+    return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
+
+
+def sound_checkpoint(folder: str | Path, refused: dict[Path, str] | None = None) -> Path | None:
+    """The newest checkpoint that is what was written; None if there never was one. Every process calls it.
+
+    Newer ones that are damaged are set aside, and it is said; so are those that are `refused`, with the reason. If
+    none is left, it is an error: a run does not begin anew where it has come further.
+    """
+    folder = Path(folder)
+
+    def look() -> Path | None:
+        reasons = {}
+        for path in reversed(named_checkpoints(folder)):
+            reason = (refused or {}).get(path) or why_damaged(path)
+            if reason is None:
+                for damaged, why in reasons.items():
+                    set_aside(damaged, why, path)
+                return path
+            reasons[path] = reason
+        aside = sorted(path.name for path in folder.glob(f"{DAMAGED}*"))
+        if reasons or aside:
+            listed = "; ".join([f"{path.name}: {reason}" for path, reason in reasons.items()] + aside)
+            raise CheckpointError(
+                f"no checkpoint in {folder} is sound ({listed}): copy one back, or, to begin anew, remove "
+                f"{folder.parent} or choose another training.output_dir"
+            )
+        return None
+
+    return on_main_process(look, folder)
+
+
+def set_aside(path: Path, why: str, instead: Path):
+    """Give a damaged checkpoint a name under which it is never read."""
+    aside = next(
+        name
+        for number in range(1, 10_000)
+        if not (name := path.with_name(f"{DAMAGED}{path.name}" + (f"-{number}" if number > 1 else ""))).exists()
+    )
+    os.rename(path, aside)
+    sync_folder(path.parent)
+    print(
+        f"{path} is not taken: {why}; it is set aside as {aside.name}, and {instead.name} is taken instead", flush=True
+    )
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -230,20 +321,24 @@ def load_checkpoint(
         )
     config = comparable(bare(model).config.to_dict() if config is None else config)
     refuse_other_config(path, marker["config"], config, may_change)
-    reader = dcp.FileSystemReader(path)
-    saved = reader.read_metadata().state_dict_metadata
+    reader = TensorReader(path)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path} can not be read: {error}; remove it to go on from the one before") from error
     state = training_state(model, optimizers, as_template=True)
+    groups_of_template = state["optimizers"].pop("param_groups")
     moments = state["optimizers"]["state"]
     # parameters that had no gradient until then have no state: none is read, and the template's is removed
     without = {name for name in moments if not any(key.startswith(f"optimizers.state.{name}.") for key in saved)}
     state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
     try:
         with quiet():
-            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (RuntimeError, ValueError, CheckpointException) as error:
-        reason = str(root_cause(error)).strip().splitlines()[0]
+            dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized())
+    except (*UNREADABLE, RuntimeError, CheckpointException) as error:
+        reason = (str(root_cause(error)).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
-    state["optimizers"]["state"] = {**moments, **state["optimizers"]["state"]}
+    state["optimizers"] = {"state": {**moments, **state["optimizers"]["state"]}, "param_groups": groups_of_template}
     optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]

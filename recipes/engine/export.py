@@ -10,7 +10,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
+from recipes.common.checksums import write_checksums
+from recipes.common.files import sync_all, sync_folder
+
 from .distributed import bare, to_shards
+from .finite import Divergence, first_nonfinite
 from .saving import CheckpointError, on_main_process
 
 
@@ -29,6 +33,9 @@ def export_model(
 
 
 def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, readme):
+    bad = first_nonfinite(state.items())
+    if bad is not None:
+        raise Divergence(f"the weight {bad} is not finite: {path} is not written, and what was there before is kept")
     if path.exists() and not (path / "config.json").exists() and any(path.iterdir()):
         raise CheckpointError(f"{path} exists and is not a saved model: it is not overwritten, choose another folder")
     # a new model, because the class of a sharded one is not that of its config
@@ -49,7 +56,10 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
         tokenizer.save_pretrained(temporary)
     if readme is not None:
         (temporary / "README.md").write_text(readme)
+    write_checksums(temporary)
+    sync_all(temporary)
     if path.exists():
         os.rename(path, replaced)
     os.rename(temporary, path)
+    sync_folder(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)

@@ -1,15 +1,11 @@
 """Divergence monitor: what grows or vanishes before a looped model fails, watched while it trains."""
 
 import statistics
+from collections.abc import Callable
 
-from recipes.common.measures import (
-    gradient_norm,
-    mean_norm,
-    residual_norms,
-    spectral_radius,
-    state_change,
-    watched_blocks,
-)
+import torch
+
+from recipes.common.measures import gradient_norm, spectral_radius, token_rms, watched_blocks
 
 
 LIMITS = {  # metric: (absolute limit, factor over its own early median)
@@ -19,6 +15,38 @@ LIMITS = {  # metric: (absolute limit, factor over its own early median)
     "spectral_radius": (1.0, None),
 }
 EARLY = 5  # measurements that make the reference
+
+
+class StateNorms:
+    """Mean norms of the states of a step: those of one batch of all its rows, however they are cut and spread.
+
+    States of a row that ran fewer loops than the deepest of the step stay what they were.
+    """
+
+    def __init__(self, deepest: int, device):
+        self.rms = torch.zeros(deepest, dtype=torch.float64, device=device)  # sums over tokens, of every loop
+        self.change, self.num_tokens = (torch.zeros(1, dtype=torch.float64, device=device) for _ in range(2))
+        self.width = 0
+
+    def add(self, states: tuple[torch.Tensor, ...]):
+        """States of a micro batch after every loop, [rows, length, hidden] each."""
+        deepest = len(self.rms)
+        norms = [token_rms(state).double().sum() for state in states]
+        self.rms += torch.stack([*norms, *[norms[-1]] * (deepest - len(norms))])
+        if len(states) == deepest > 1:
+            self.change += token_rms(states[-1] - states[-2]).double().sum()
+        self.num_tokens += states[0][..., 0].numel()
+        self.width = states[0].shape[-1]
+
+    def metrics(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """reduce: the sum over processes, which all call this."""
+        *norms, change, num_tokens = reduce(torch.cat([self.rms, self.change, self.num_tokens])).tolist()
+        norms = [norm / num_tokens for norm in norms]
+        metrics = {f"residual_norm/loop_{k}": norm for k, norm in enumerate(norms, start=1)}
+        metrics["residual_norm"] = norms[-1]
+        # the same without the division by sqrt d: ||H_k||, as the Fully Looped Transformer's figures show it
+        metrics |= {f"state_norm/loop_{k}": norm * self.width**0.5 for k, norm in enumerate(norms, start=1)}
+        return metrics | ({"state_change": change / num_tokens} if len(norms) > 1 else {})
 
 
 class Monitor:
@@ -35,13 +63,18 @@ class Monitor:
         self.history, self.warned = dict(state["history"]), set(state["warned"])
 
     def measure(self, model, loop_hidden_states) -> dict[str, float]:
-        """Call after the backward pass and before clipping. `model` is the bare causal LM; states may be none."""
-        norms = residual_norms(loop_hidden_states)
-        metrics = {f"residual_norm/loop_{k}": norm for k, norm in enumerate(norms, start=1)}
-        metrics["residual_norm"] = norms[-1] if norms else None
-        # the same without the division by sqrt d: ||H_k||, as the Fully Looped Transformer's figures show it
-        metrics |= {f"state_norm/loop_{k}": mean_norm(state) for k, state in enumerate(loop_hidden_states, start=1)}
-        metrics["state_change"] = state_change(loop_hidden_states)
+        """Of one batch, after its backward pass and before clipping. `model` is the bare causal LM; states may be
+        none."""
+        metrics = {}
+        if loop_hidden_states:
+            norms = StateNorms(len(loop_hidden_states), loop_hidden_states[0].device)
+            norms.add(loop_hidden_states)
+            metrics = norms.metrics(lambda sums: sums)
+        return metrics | self.measure_weights(model)
+
+    def measure_weights(self, model) -> dict[str, float]:
+        """Norms of gradients, and spectra."""
+        metrics = {}
         metrics["first_mlp_gradient_norm"] = gradient_norm((list(model.model.prelude) + list(model.model.core))[0].mlp)
         metrics |= {f"gradient_norm/{name}": gradient_norm(block) for name, block in watched_blocks(model).items()}
         metrics["spectral_radius"] = spectral_radius(model.model.injection)

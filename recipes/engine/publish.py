@@ -7,11 +7,21 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from recipes.common.checksums import check_folder
 from recipes.common.config import Recipe, RecipeError
 from recipes.common.flops import sizes
 from recipes.common.metrics import read_metrics
+from recipes.data.sources import looks_like_path
 
 
+PLACES = (
+    "data.source",
+    "data.validation_source",
+    "data.tokenizer",
+    "data.cache_dir",
+    "training.output_dir",
+    "training.initialize_from",
+)
 CARD = """---
 library_name: transformers
 tags: [looped, {injection}]
@@ -66,10 +76,25 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str) -> s
         table="\n".join(rows),
         steps=last.get("step", -1) + 1,
         tokens_per_step=recipe.training.rows_per_step * recipe.data.sequence_length,
-        source=recipe.data.source,
+        source=without_place(recipe.data.source),
         seed=recipe.training.seed,
-        recipe=yaml.safe_dump(recipe.to_dict(), sort_keys=False).strip(),
+        recipe=yaml.safe_dump(without_places(recipe.to_dict()), sort_keys=False).strip(),
     )
+
+
+def without_places(recipe: dict) -> dict:
+    """A recipe in which files and folders are names: where they lay on this machine helps nobody."""
+    return {
+        section: {
+            key: without_place(value) if f"{section}.{key}" in PLACES else value for key, value in fields.items()
+        }
+        for section, fields in recipe.items()
+    }
+
+
+def without_place(name: str | None) -> str | None:
+    is_place = name is not None and (looks_like_path(name) or Path(name).expanduser().exists())
+    return Path(name).name if is_place else name
 
 
 def create_repository(name: str):
@@ -80,6 +105,7 @@ def create_repository(name: str):
 
 def push(folder: str | Path, name: str) -> str:
     """Upload an exported folder; its address."""
+    check_folder(folder)
     with hub(f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"):
         return str(HfApi().upload_folder(repo_id=name, folder_path=str(folder)))
 

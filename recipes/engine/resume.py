@@ -1,9 +1,9 @@
 """Which settings must agree before a run goes on from a checkpoint.
 
-Refused if different: the model, the tokens, their order and depths, the kind of optimizer. Rates, other settings of
-optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of the run at any
-time; what was changed is printed. Everything else (logging, evaluation, saving, compiling, processes, micro batches)
-changes no step beyond rounding, and is not compared.
+Refused if different: the model, the tokens, their order and depths, the kind of optimizer, the precision. Rates,
+other settings of optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of
+the run at any time; what was changed is printed, and so are other versions of code and libraries. Everything else
+(logging, evaluation, saving, compiling, processes, micro batches) changes no step beyond rounding: it is not compared.
 """
 
 import dataclasses
@@ -13,8 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from recipes.common.config import Recipe
+from recipes.common.metrics import read_metrics
+from recipes.common.provenance import commit, versions
 
 from .saving import CheckpointError
 
@@ -73,6 +76,33 @@ def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Calla
             f"{path} is a checkpoint of another config: {shown(refused)}. Go back to that config, choose another "
             "training.output_dir, or, if only rates or the schedule differ, set training.resume=changed"
         )
+
+
+def refuse_lost_run(output: Path):
+    """An error if a run without a checkpoint has come further than its first one: its metrics would be lost."""
+    reached = max((record["step"] for record in read_metrics(output / "metrics.jsonl")), default=-1)
+    try:
+        recipe = yaml.safe_load((output / "recipe.yaml").read_text())
+        first = int(recipe["training"]["save_every"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        first = 0  # whatever was logged may have been saved
+    if (output / "final").exists() or reached >= first:
+        came = "a finished model in final/" if (output / "final").exists() else f"metrics until step {reached}"
+        raise CheckpointError(
+            f"{output} holds {came}, but no checkpoint to go on from: copy checkpoints/ back, choose another "
+            "training.output_dir, or remove that folder to begin anew"
+        )
+
+
+def other_versions(made_by: dict) -> str:
+    """What of code and libraries was another when a checkpoint was made, in words; empty if nothing was."""
+    here, there = {**versions(), "commit": commit()}, {**made_by.get("versions", {}), "commit": made_by.get("commit")}
+    names = ("torch", "transformers", "modeling-looped", "commit")
+    return ", ".join(
+        f"{name} {there[name]} (here {here.get(name)})"
+        for name in names
+        if there.get(name) not in (None, "unknown") and there[name] != here.get(name)
+    )
 
 
 def shown(differences: list[tuple[str, object, object]], limit: int = 8) -> str:

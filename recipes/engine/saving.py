@@ -1,7 +1,6 @@
 """What a run writes: one process writes, the others learn of its errors, and no two runs share a folder."""
 
 import errno
-import os
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,16 +19,7 @@ class CheckpointError(RecipeError):
 def error_of_saving(folder: Path, error: BaseException) -> CheckpointError:
     space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "there is no space left on the disk" if space else f"{type(error).__name__}: {error}"
-    return CheckpointError(f"could not save a checkpoint in {folder}: {advice}. The checkpoints before it are intact.")
-
-
-def sync(folder: Path):
-    """Force the entries of a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return CheckpointError(f"could not write to {folder}: {advice}. The checkpoints before it are intact.")
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -43,14 +33,34 @@ def is_main_process() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def process_index() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def from_all_processes(function: Callable, folder: Path) -> list:
+    """What `function` returns on each process, or the first error, on every process."""
+    result, error = attempt(function, folder)
+    shared = [(result, error)]
+    if dist.is_initialized():
+        shared = [None] * dist.get_world_size()
+        dist.all_gather_object(shared, (result, error))
+    for _, error in shared:
+        if error is not None:
+            raise error
+    return [result for result, _ in shared]
+
+
+def attempt(function: Callable, folder: Path) -> tuple:
+    """(what it returns, None) or (None, its error): whatever it is, other processes must not wait for it."""
+    try:
+        return function(), None
+    except Exception as failure:
+        return None, error_of_saving(folder, failure) if isinstance(failure, OSError) else failure
+
+
 def on_main_process(function: Callable, folder: Path):
     """What `function` returns on the main process, or its error, on every process."""
-    result, error = None, None
-    if is_main_process():
-        try:
-            result = function()
-        except Exception as failure:  # whatever it is, the others must not wait for it
-            error = error_of_saving(folder, failure) if isinstance(failure, OSError) else failure
+    result, error = attempt(function, folder) if is_main_process() else (None, None)
     if dist.is_initialized():
         shared = [(result, error)]
         dist.broadcast_object_list(shared, src=0)

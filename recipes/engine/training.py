@@ -6,13 +6,15 @@ bit after any interruption, and the number of processes does not matter.
 
 import json
 import math
+import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGTERM
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import set_seed
-from torch.nn.functional import pad
 from tqdm import tqdm
 
 from modeling_looped import (
@@ -23,17 +25,25 @@ from modeling_looped import (
     generator_of,
     initial_state_of_step,
 )
+from recipes.common.checksums import check_folder
 from recipes.common.config import Recipe, RecipeError
+from recipes.common.files import append_line, remove_leftovers
 from recipes.common.flops import sizes, training_flops_per_token
 from recipes.common.hardware import reference_rate
 from recipes.common.metrics import MetricsLog
-from recipes.common.provenance import provenance
-from recipes.common.ratios import ratio, standard_error
+from recipes.common.orphans import end_with
+from recipes.common.provenance import own_command, provenance
 from recipes.common.run_checks import check_run
-from recipes.common.token_losses import next_token_losses
 from recipes.data.shards import prepare, rows_of_step
 from recipes.data.sources import looks_like_path
-from recipes.engine.checkpoint import check_space, latest_checkpoint, load_checkpoint, read_marker, save_checkpoint
+from recipes.engine.checkpoint import (
+    METRICS,
+    check_space,
+    load_checkpoint,
+    read_marker,
+    save_checkpoint,
+    sound_checkpoint,
+)
 from recipes.engine.distributed import (
     bare,
     fill_missing_gradients,
@@ -43,16 +53,31 @@ from recipes.engine.distributed import (
 )
 from recipes.engine.distributed import prepare as distribute
 from recipes.engine.export import export_model
-from recipes.engine.monitor import Monitor
+from recipes.engine.finite import ADVICE, Divergence, nonfinite_part
+from recipes.engine.interruption import Interrupted, Interruption
+from recipes.engine.monitor import Monitor, StateNorms
 from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
+from recipes.engine.peers import main_process_first
 from recipes.engine.publish import create_repository, model_card, push
-from recipes.engine.resume import comparable, compared_settings, differing, may_change, shown
-from recipes.engine.saving import on_main_process, only_run
+from recipes.engine.resume import (
+    comparable,
+    compared_settings,
+    differing,
+    may_change,
+    other_versions,
+    refuse_lost_run,
+    shown,
+)
+from recipes.engine.saving import error_of_saving, from_all_processes, on_main_process, only_run
 from recipes.engine.taper import Taper
+from recipes.engine.validation import depths_in_one_pass, validate
 
 
-class Divergence(RuntimeError):
-    """The training loss is no longer a number."""
+class MicroBatch(NamedTuple):
+    number: int  # what dropout is seeded with
+    batch: dict[str, torch.Tensor]
+    depths: list[int]
+    noise: torch.Tensor | None
 
 
 class Pretraining:
@@ -68,8 +93,9 @@ class Pretraining:
         self.check_batches()
         self.check_trackers()
         self.check_start()
-        with self.accelerator.main_process_first():
-            self.data = prepare(recipe.data)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes of a launcher
+            end_with(os.getppid())
+        self.data = main_process_first(lambda is_main: prepare(recipe.data, check=is_main))
 
         set_seed(training.seed)
         self.model = self.build_model()
@@ -80,6 +106,7 @@ class Pretraining:
             self.config, recipe.data.sequence_length, recipe.mean_depth(self.config), self.backprop_loops
         )
         self.total_steps = recipe.num_steps(sizes(self.config), self.flops_per_token, num_rows)
+        self.check_groups()
         self.model.train()
         if training.gradient_checkpointing:
             # its name from transformers 5.23 on, and before
@@ -98,7 +125,11 @@ class Pretraining:
         self.taper = Taper(self.bare.model.norm, recipe, self.total_steps) if tapers else None
         self.monitor = Monitor()
         self.step = 0
-        self.best = self.last_validation = math.inf
+        self.best = self.last_validation = math.inf  # best: of the checkpoints that were evaluated
+        self.evaluated_at = None
+        self.num_skipped = 0
+        self.interruption = Interruption()
+        self.signal = 0  # that came to any of the processes
         self.metrics = MetricsLog(self.output / "metrics.jsonl", self.accelerator)
 
     # Setting up
@@ -109,6 +140,15 @@ class Pretraining:
             raise RecipeError(
                 f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; "
                 "change one"
+            )
+
+    def check_groups(self):
+        training, (world, _) = self.recipe.training, self.place
+        if self.has_dropout and training.rows_per_step % (training.micro_batch_size * world):
+            raise RecipeError(
+                f"with dropout the {world} processes share whole micro batches, but training.rows_per_step="
+                f"{training.rows_per_step} is not a multiple of {world} times training.micro_batch_size="
+                f"{training.micro_batch_size}: lower training.micro_batch_size, or use fewer processes"
             )
 
     def check_trackers(self):
@@ -134,6 +174,7 @@ class Pretraining:
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, self.trained_positions())}
         if recipe.training.initialize_from is not None:
+            check_folder(recipe.training.initialize_from)
             model = LoopedForCausalLM.from_pretrained(recipe.training.initialize_from, **self.changes_to_start())
         else:
             if "vocab_size" not in recipe.model and "preset" not in recipe.model:
@@ -190,16 +231,36 @@ class Pretraining:
         )
 
     def micro_batches(self, step: int):
-        """This process's rows of a step, as (batch, depths, initial state); every process makes equally many."""
+        """This process's rows of a step; every process makes equally many."""
         training, accelerator = self.recipe.training, self.accelerator
         data_rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
         depths = self.depths(step)  # of the rows of the global batch
-        mine = balanced_ranks(depths, accelerator.num_processes)[accelerator.process_index]
-        for start in range(0, len(mine), training.micro_batch_size):
-            rows = mine[start : start + training.micro_batch_size]
+        for number, rows in self.rows_of_micro_batches(depths):
             batch = self.data.train.batch([data_rows[row] for row in rows])
             batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-            yield batch, [depths[row] for row in rows], self.noise(step, rows)
+            yield MicroBatch(number, batch, [depths[row] for row in rows], self.noise(step, rows))
+
+    def rows_of_micro_batches(self, depths: list[int]) -> list[tuple[int, list[int]]]:
+        """(number, rows of the global batch) of this process's micro batches.
+
+        What dropout draws belongs to a whole micro batch, so with dropout all processes together make the same ones
+        however many they are.
+        """
+        size, world, index = self.recipe.training.micro_batch_size, *self.place
+        if not self.has_dropout:
+            mine = balanced_ranks(depths, world)[index]
+            return list(enumerate(mine[start : start + size] for start in range(0, len(mine), size)))
+        groups = [list(range(start, start + size)) for start in range(0, len(depths), size)]
+        mine = balanced_ranks([sum(depths[row] for row in rows) for rows in groups], world)[index]
+        return [(number, groups[number]) for number in mine]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.accelerator.num_processes, self.accelerator.process_index
+
+    @property
+    def has_dropout(self) -> bool:
+        return any(getattr(self.config, f"{place}_dropout") for place in ("attention", "residual", "embedding"))
 
     def noise(self, step: int, rows: list[int]):
         if self.config.state_init != "normal":
@@ -218,7 +279,7 @@ class Pretraining:
         """What the taper is fitted to: the rows of this step, without dropout."""
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
-        for batch, depths, noise in self.micro_batches(self.step):
+        for _, batch, depths, noise in self.micro_batches(self.step):
             arguments = {"num_loops": depths, "initial_state": noise, "output_logits": False, "use_cache": False}
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             outputs = self.model(**inputs, **arguments, output_loop_readout_states=True)
@@ -230,13 +291,14 @@ class Pretraining:
     def train_step(self, step: int, watch: bool) -> dict:
         """Forward, backward and update on all rows of a step; `watch` measures the states and gradients too."""
         accelerator, recipe = self.accelerator, self.recipe
-        set_seed(generator_of("dropout", recipe.training.seed, step, accelerator.process_index).initial_seed() % 2**32)
         micro_batches = list(self.micro_batches(step))
         _, window = self.depth_settings(step)
-        labelled = sum((batch["labels"][:, 1:] != -100).sum() for batch, _, _ in micro_batches)
+        labelled = sum((part.batch["labels"][:, 1:] != -100).sum() for part in micro_batches)
         labelled = accelerator.reduce(labelled, reduction="sum").clamp(min=1)
-        total, states = torch.zeros((), device=accelerator.device), None
-        for i, (batch, depths, noise) in enumerate(micro_batches):
+        total, watch_states = torch.zeros((), device=accelerator.device), watch and depths_in_one_pass(self.config)
+        norms = StateNorms(max(self.depths(step)), accelerator.device)
+        for i, (number, batch, depths, noise) in enumerate(micro_batches):
+            set_seed(generator_of("dropout", recipe.training.seed, step, number).initial_seed() % 2**32)
             last = i == len(micro_batches) - 1
             with accelerator.no_sync(self.model) if not last else nullcontext():
                 outputs = self.model(
@@ -247,36 +309,61 @@ class Pretraining:
                     # gradients are averaged over processes, so each divides by its share of the labels
                     num_items_in_batch=labelled / accelerator.num_processes,
                     output_logits=False,
-                    output_loop_hidden_states=watch and last and self.depths_in_one_pass,
+                    output_loop_hidden_states=watch_states,
                     use_cache=False,
                 )
                 accelerator.backward(outputs.loss)
             total += outputs.loss.detach()
-            states = outputs.loop_hidden_states
-        loss = accelerator.reduce(total, reduction="mean").item()
-        if not math.isfinite(loss):
-            rows = rows_of_step(recipe.training.seed, step, recipe.training.rows_per_step, len(self.data.train))
-            raise Divergence(
-                f"the loss of step {step} is {loss} on training rows {rows}; the last checkpoint is intact. "
-                "Lower optimizer.lr (training.resume=changed goes on with it), or control the state (norm_penalty, "
-                "inter_loop_norm, injection, residual_scaling) in another run."
-            )
+            if watch_states:
+                norms.add([state.detach() for state in outputs.loop_hidden_states])
+            del outputs
+        # signals go along, so that all processes leave after the same step
+        told = torch.stack([total, torch.full_like(total, self.interruption.number)])
+        loss, signal = accelerator.reduce(told, reduction="sum").tolist()
+        loss /= accelerator.num_processes
+        self.signal = (self.interruption.number or SIGTERM) if signal else 0
         metrics = {"loss": loss, "loops": sum(self.depths(step)) / recipe.training.rows_per_step}
         if self.taper is not None:
             metrics["taper_gate"] = self.taper.gate(step)
         if watch:
-            metrics.update(self.monitor.measure(self.bare, states or ()))
+            metrics.update(
+                norms.metrics(lambda sums: accelerator.reduce(sums, reduction="sum")) if watch_states else {}
+            )
+            metrics.update(self.monitor.measure_weights(self.bare))
         fill_missing_gradients(self.optimizers)
+        clip = math.inf if recipe.optimizer.clip is None else recipe.optimizer.clip  # infinity leaves them as they are
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), clip)
+        norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
         if recipe.optimizer.clip is not None:
-            norm = accelerator.clip_grad_norm_(self.model.parameters(), recipe.optimizer.clip)
-            metrics["gradient_norm"] = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
+            metrics["gradient_norm"] = norm
+        scaler = getattr(accelerator, "scaler", None)  # of fp16: leaves out such gradients by itself
+        if not (math.isfinite(loss) and (math.isfinite(norm) or scaler is not None)):
+            return self.skip_step(step, metrics, norm)
         apply_step_settings(self.optimizers, step, recipe.optimizer, self.total_steps)
         set_learning_rates(self.schedulers, step)
         metrics["lr"] = self.optimizers[0].param_groups[0]["lr"]
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if accelerator.num_processes == 1:  # nobody else to agree with
+            self.signal = self.interruption.number
         return metrics
+
+    def skip_step(self, step: int, metrics: dict, gradient_norm: float) -> dict:
+        """No update from what is no number: the run stops, or leaves the step out if the recipe says so."""
+        training, loss = self.recipe.training, metrics["loss"]
+        what = f"the gradient norm of step {step} is {gradient_norm}"
+        if not math.isfinite(loss):
+            what = f"the loss of step {step} is {loss}"
+        if self.num_skipped >= training.skip_nonfinite_steps:
+            rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
+            left_out = f" after {self.num_skipped} steps that were left out" if self.num_skipped else ""
+            raise Divergence(f"{what} on training rows {rows}{left_out}; the checkpoints are good. {ADVICE}")
+        self.num_skipped += 1
+        self.accelerator.print(f"{what}: left out, {self.num_skipped} of {training.skip_nonfinite_steps} at most")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     # The run
 
@@ -286,53 +373,67 @@ class Pretraining:
 
     def run(self):
         self.start()
-        self.last_step = min(self.total_steps, self.recipe.training.stop_after or self.total_steps)
         quiet = not self.accelerator.is_main_process
-        with tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar:
+        with (
+            self.interruption,
+            tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar,
+        ):
             self.take_steps(bar)
-        if self.step < self.total_steps:
-            self.accelerator.print(
-                f"left off after step {self.step} of {self.total_steps}, as training.stop_after says"
-            )
+        if self.recipe.logging.trackers:
+            self.accelerator.end_training()
+        if self.step == self.total_steps:
+            return self.finish()
+        reached = f"step {self.step} of {self.total_steps} is saved in {self.output / 'checkpoints'}"
+        if not self.signal:
+            self.accelerator.print(f"left off as training.stop_after says: {reached}")
             return self.output
-        return self.finish()
+        again = own_command() if self.accelerator.num_processes == 1 else "the same launch again"
+        self.accelerator.print(f"interrupted by signal {self.signal}: {reached}; to go on: {again}")
+        raise Interrupted(self.signal)
+
+    @property
+    def leaves_off(self) -> bool:
+        """Before the end, with nothing done that a run which is not interrupted would not do."""
+        return bool(self.signal) or self.step >= (self.recipe.training.stop_after or self.total_steps)
 
     def take_steps(self, bar):
         recipe = self.recipe
         peak = reference_rate(self.accelerator) * self.accelerator.num_processes
         tokens = recipe.training.rows_per_step * recipe.data.sequence_length
         clock, since = time.perf_counter(), 0
-        while self.step < self.last_step:
+        while self.step < self.total_steps and not self.leaves_off:
             step = self.step
             watch = step % recipe.logging.monitor_every == 0
             metrics = self.train_step(step, watch)
             self.go_to(step + 1)
             since += 1
-            for message in self.monitor.warnings(metrics):
+            for message in self.monitor.warnings(metrics) if "loss" in metrics else ():
                 if self.accelerator.is_main_process:
                     bar.write(f"step {step}: {message}")
-            done = self.step == self.last_step
+            done = self.step == self.total_steps
+            if recipe.training.skip_nonfinite_steps:
+                metrics["skipped_steps"] = self.num_skipped
             if watch or done or self.step % recipe.logging.every == 0:
                 speed = tokens * since / (time.perf_counter() - clock)
                 clock, since = time.perf_counter(), 0
                 metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
-                self.metrics.write(step, metrics)
+                self.log(step, metrics)
                 bar.set_postfix_str(
-                    f"loss {metrics['loss']:.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
+                    f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
                     f"{metrics['loops']:.1f} loops"
                 )
             bar.update(1)
             if done or self.step % recipe.evaluation.every == 0:
                 self.evaluate()
                 clock = time.perf_counter()
-            if done or self.step % recipe.training.save_every == 0:
+            if done or self.leaves_off or self.step % recipe.training.save_every == 0:
                 self.save()
                 clock = time.perf_counter()
 
     def start(self):
         """Continue from the newest whole checkpoint, or begin."""
         recipe = self.recipe
-        found = latest_checkpoint(self.output / "checkpoints")
+        found = sound_checkpoint(self.output / "checkpoints")
         if found is not None and not recipe.training.resume:
             raise RecipeError(
                 f"training.resume=false, but {self.output} holds {found.name}: choose another training.output_dir, or "
@@ -340,36 +441,82 @@ class Pretraining:
             )
         check_space(self.output / "checkpoints", self.model, self.optimizers)
         if found is None:
+            on_main_process(lambda: refuse_lost_run(self.output), self.output)
             self.go_to(0)
         else:
-            self.go_on_from(found)
+            found = self.go_on_from_newest(found)
         if recipe.training.push_to_hub:
             on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)
-        self.metrics.start(self.step)
-        if self.accelerator.is_main_process:
-            recipe.save(self.output / "recipe.yaml")
-            with open(self.output / "provenance.jsonl", "a") as file:  # a line for each launch
-                file.write(json.dumps({"step": self.step, **provenance()}) + "\n")
+        on_main_process(lambda: self.write_beginning(found), self.output)
         if recipe.logging.trackers:
-            self.accelerator.init_trackers(recipe.logging.project, config=flat(recipe.to_dict()))
+            purge = {"tensorboard": {"purge_step": self.step}}  # what an interrupted run told beyond its checkpoint
+            self.accelerator.init_trackers(recipe.logging.project, flat(recipe.to_dict()), init_kwargs=purge)
+
+    def write_beginning(self, checkpoint: Path | None):
+        remove_leftovers(self.output)
+        self.metrics.start(self.step, None if checkpoint is None else checkpoint / METRICS)
+        self.recipe.save(self.output / "recipe.yaml")
+        append_line(self.output / "provenance.jsonl", json.dumps({"step": self.step, **provenance()}))  # each launch
 
     def compared_settings(self) -> dict:
-        return comparable(compared_settings(self.recipe, comparable(self.config.to_dict()), self.data))
+        settings = compared_settings(self.recipe, comparable(self.config.to_dict()), self.data)
+        settings["precision"] = self.accelerator.mixed_precision
+        settings["rows_of_dropout"] = self.recipe.training.micro_batch_size if self.has_dropout else None
+        return comparable(settings)
+
+    def go_on_from_newest(self, found: Path) -> Path:
+        """Load the newest checkpoint whose numbers are numbers; where it lies."""
+        refused = {}
+        while True:
+            self.go_on_from(found)
+            bad = self.nonfinite_part()
+            if bad is None:
+                said = f"; changed: {shown(self.changes)}" if self.changes else ""
+                self.accelerator.print(f"continuing from {found} at step {self.step}{said}")
+                return found
+            refused[found] = f"{bad} is not finite"
+            found = sound_checkpoint(self.output / "checkpoints", refused)
+
+    def nonfinite_part(self) -> str | None:
+        """Of the weights and moments on all processes."""
+        parts = from_all_processes(lambda: nonfinite_part(self.model, self.optimizers), self.output)
+        return next((part for part in parts if part is not None), None)
 
     def go_on_from(self, checkpoint: Path):
-        own = self.compared_settings()
-        changes = differing(read_marker(checkpoint)["config"], own)
+        own, marker = self.compared_settings(), read_marker(checkpoint)
+        for name in {"precision", "rows_of_dropout"} - marker["config"].keys():  # not written down by older versions
+            own.pop(name)
+        changes = differing(marker["config"], own)
         resume = self.recipe.training.resume
         extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
         self.go_to(extra["step"])
-        self.best = extra["best"]
+        self.best, self.num_skipped = extra["best"], extra.get("skipped_steps", 0)
         self.monitor.load_state_dict(extra["monitor"])
-        said = f"; changed: {shown(changes)}" if changes else ""
-        self.accelerator.print(f"continuing from {checkpoint} at step {self.step}{said}")
+        self.changes = changes
+        other = other_versions(marker.get("made_by", {}))
+        if other:
+            self.accelerator.print(
+                f"{checkpoint} was made with {other}: steps may be rounded differently from here on"
+            )
 
     def save(self):
-        extra = {"step": self.step, "best": self.best, "monitor": self.monitor.state_dict()}
-        is_best = self.recipe.training.keep_best and self.last_validation <= self.best
+        bad = self.nonfinite_part()
+        if bad is not None:
+            raise Divergence(
+                f"{bad} is not finite after step {self.step - 1}: it is not saved, and the checkpoints before are "
+                f"good. {ADVICE}"
+            )
+        is_best = self.evaluated_at == self.step and self.last_validation < self.best
+        if is_best:
+            self.best = self.last_validation
+        extra = {
+            "step": self.step,
+            "best": self.best,
+            "monitor": self.monitor.state_dict(),
+            "skipped_steps": self.num_skipped,
+        }
+        for tracker in self.accelerator.trackers:
+            getattr(tracker.tracker, "flush", int)()
         save_checkpoint(
             self.output / "checkpoints",
             self.step,
@@ -377,90 +524,40 @@ class Pretraining:
             self.optimizers,
             extra,
             keep_last=self.recipe.training.keep_last,
-            is_best=is_best,
+            is_best=is_best and self.recipe.training.keep_best,
             config=self.compared_settings(),
+            metrics=self.metrics.path,
         )
 
-    @torch.no_grad()
-    def evaluate(self) -> dict:
+    def log(self, step: int, metrics: dict):
+        try:
+            self.metrics.write(step, metrics)
+        except OSError as error:
+            raise error_of_saving(self.metrics.path, error) from error
+
+    def evaluate(self):
         """Cross-entropy and bits per byte on the validation rows, at every depth from one pass."""
-        accelerator, recipe = self.accelerator, self.recipe
-        validation = self.data.validation
-        count = min(recipe.evaluation.rows, len(validation))
-        mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
-        loops = recipe.evaluation.loops or list(range(1, self.config.num_loops + 1))
-        sums = torch.zeros(len(loops), device=accelerator.device, dtype=torch.float64)
-        nats = torch.zeros(len(loops), count, device=accelerator.device, dtype=torch.float64)
-        labels, bytes_of_rows = torch.zeros_like(sums[0]), torch.zeros_like(nats[0])
-        self.model.eval()
-        for i in range(self.equal_batches(count)):
-            rows = mine[i * recipe.training.micro_batch_size : (i + 1) * recipe.training.micro_batch_size]
-            # a process without rows left still takes part, FSDP gathers in every pass
-            batch = self.data.validation.batch(rows or [0])
-            num_bytes = self.data.validation.num_bytes(rows or [0]).to(accelerator.device)
-            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
-            losses = self.losses_at(loops, batch)
-            labelled = torch.zeros_like(losses[0])
-            labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
-            has_bytes = labelled * (num_bytes > 0)
-            if rows:
-                sums += (losses * labelled).sum((1, 2))
-                labels += labelled.sum()
-                nats[:, rows] = (losses * has_bytes).sum(-1)
-                bytes_of_rows[rows] = (num_bytes * has_bytes).sum(-1)
-        self.model.train()
-        to_shards(self.model)
-        sums, labels, nats, bytes_of_rows = (
-            accelerator.reduce(t, reduction="sum") for t in (sums, labels, nats, bytes_of_rows)
-        )
-        bits, errors = (f(nats, bytes_of_rows) / math.log(2) for f in (ratio, standard_error))
-        metrics = {}
-        for i, k in enumerate(loops):
-            metrics[f"validation/loss_at_{k}"] = (sums[i] / labels).item()
-            metrics[f"validation/bits_per_byte_at_{k}"] = bits[i].item()
-        if count > 1:  # standard error over rows, at the depth where it is largest
-            metrics["validation/bits_per_byte_error"] = errors.max().item()
-        final = max((k for k in loops if k <= self.config.num_loops), default=min(loops))
-        self.last_validation = metrics[f"validation/loss_at_{final}"]
-        metrics["validation/loss"] = self.last_validation
-        self.metrics.write(self.step - 1, metrics)
-        self.best = min(self.best, self.last_validation)
-        limit = recipe.training.max_loss
-        if self.step == self.total_steps and limit is not None and not self.last_validation <= limit:
-            accelerator.print(f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged")
-        return metrics
-
-    @property
-    def depths_in_one_pass(self) -> bool:
-        """Whether the states of a pass are those of shallower passes."""
-        return self.config.residual_depth == "trained"
-
-    def losses_at(self, loops: list[int], batch: dict) -> torch.Tensor:
-        """Cross-entropy at every depth and position, 0 at the last, which has no target: [depths, rows, length]."""
-        if self.depths_in_one_pass:
-            outputs = self.model(
-                **batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False
+        metrics = validate(self.accelerator, self.model, self.config, self.recipe, self.data.validation)
+        self.last_validation, self.evaluated_at = metrics["validation/loss"], self.step
+        self.log(self.step - 1, metrics)
+        if not math.isfinite(self.last_validation):
+            raise Divergence(
+                f"the validation loss after step {self.step - 1} is {self.last_validation}; the checkpoints before "
+                f"are good. {ADVICE}"
             )
-            return outputs.loop_token_losses.double()[[k - 1 for k in loops]]
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        passes = (self.model(**inputs, num_loops=k, use_cache=False).logits for k in loops)
-        return torch.stack([pad(next_token_losses(logits, batch["labels"]), (0, 1)) for logits in passes]).double()
-
-    def equal_batches(self, count: int) -> int:
-        """Forward passes that every process makes over `count` rows."""
-        per_process = -(-count // self.accelerator.num_processes)
-        return -(-per_process // self.recipe.training.micro_batch_size)
+        limit = self.recipe.training.max_loss
+        if self.step == self.total_steps and limit is not None and not self.last_validation <= limit:
+            said = f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged"
+            self.accelerator.print(said)
 
     def finish(self) -> Path:
         final = self.output / "final"
         repository = self.recipe.training.push_to_hub
-        card = model_card(self.recipe, self.config, self.metrics.path, repository or str(final))
+        card = model_card(self.recipe, self.config, self.metrics.path, repository or self.output.absolute().name)
         export_model(final, self.model, self.data.tokenizer, readme=card)
         if repository:
             address = on_main_process(lambda: push(final, repository), final)
             self.accelerator.print(f"pushed to {address}")
-        if self.recipe.logging.trackers:
-            self.accelerator.end_training()
         self.accelerator.print(f"saved {final}; open it with from_pretrained")
         return final
 

@@ -1,0 +1,63 @@
+"""Reading torch's sharded checkpoints without running what is in them.
+
+The index of such a checkpoint is a pickle, and a pickle may call any function. Here it may only make the objects that
+an index is made of; tensors are read with `weights_only`, and nothing else is.
+"""
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+
+ALLOWED = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "StorageMeta"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}  # where it was written
+
+
+class IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_path = module in ("pathlib", "pathlib._local") and name in PATHS
+        if (module, name) in ALLOWED or is_dtype or is_path:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its index asks for {module}.{name}, which has no place in a checkpoint")
+
+
+class TensorReader(FileSystemReader):
+    """Reads tensors, and the index of where they lie."""
+
+    def read_metadata(self, *args, **kwargs):
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = IndexUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """What is no tensor would be unpickled: it is refused."""
+
+    def load_bytes(self, read_item, value):
+        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")

@@ -1,0 +1,78 @@
+"""Loss and bits per byte on held-out rows while a model trains, at every depth."""
+
+import math
+
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import pad
+
+from recipes.common.config import Recipe
+from recipes.common.ratios import ratio, standard_error
+from recipes.common.token_losses import next_token_losses
+from recipes.data.packing import PackedRows
+
+from .distributed import to_shards
+
+
+@torch.no_grad()
+def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation: PackedRows) -> dict[str, float]:
+    """Cross-entropy and bits per byte over the first rows, at every depth from one pass. Every process calls it."""
+    size = recipe.training.micro_batch_size
+    count = min(recipe.evaluation.rows, len(validation))
+    mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
+    loops = recipe.evaluation.loops or list(range(1, config.num_loops + 1))
+    sums = torch.zeros(len(loops), device=accelerator.device, dtype=torch.float64)
+    nats = torch.zeros(len(loops), count, device=accelerator.device, dtype=torch.float64)
+    labels, bytes_of_rows = torch.zeros_like(sums[0]), torch.zeros_like(nats[0])
+    model.eval()
+    for i in range(equal_batches(accelerator, count, size)):
+        rows = mine[i * size : (i + 1) * size]
+        # a process without rows left still takes part, FSDP gathers in every pass
+        batch = validation.batch(rows or [0])
+        num_bytes = validation.num_bytes(rows or [0]).to(accelerator.device)
+        batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+        losses = losses_at(model, config, loops, batch)
+        labelled = torch.zeros_like(losses[0])
+        labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
+        has_bytes = labelled * (num_bytes > 0)
+        if rows:
+            sums += (losses * labelled).sum((1, 2))
+            labels += labelled.sum()
+            nats[:, rows] = (losses * has_bytes).sum(-1)
+            bytes_of_rows[rows] = (num_bytes * has_bytes).sum(-1)
+    model.train()
+    to_shards(model)
+    sums, labels, nats, bytes_of_rows = (
+        accelerator.reduce(t, reduction="sum") for t in (sums, labels, nats, bytes_of_rows)
+    )
+    bits, errors = (f(nats, bytes_of_rows) / math.log(2) for f in (ratio, standard_error))
+    metrics = {}
+    for i, k in enumerate(loops):
+        metrics[f"validation/loss_at_{k}"] = (sums[i] / labels).item()
+        metrics[f"validation/bits_per_byte_at_{k}"] = bits[i].item()
+    if count > 1:  # standard error over rows, at the depth where it is largest
+        metrics["validation/bits_per_byte_error"] = errors.max().item()
+    final = max((k for k in loops if k <= config.num_loops), default=min(loops))
+    metrics["validation/loss"] = metrics[f"validation/loss_at_{final}"]
+    return metrics
+
+
+def depths_in_one_pass(config) -> bool:
+    """Whether the states of a pass are those of shallower passes."""
+    return config.residual_depth == "trained"
+
+
+def losses_at(model, config, loops: list[int], batch: dict) -> torch.Tensor:
+    """Cross-entropy at every depth and position, 0 at the last, which has no target: [depths, rows, length]."""
+    if depths_in_one_pass(config):
+        outputs = model(**batch, num_loops=max(loops), output_logits=False, output_loop_losses=True, use_cache=False)
+        return outputs.loop_token_losses.double()[[k - 1 for k in loops]]
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    passes = (model(**inputs, num_loops=k, use_cache=False).logits for k in loops)
+    return torch.stack([pad(next_token_losses(logits, batch["labels"]), (0, 1)) for logits in passes]).double()
+
+
+def equal_batches(accelerator: Accelerator, count: int, size: int) -> int:
+    """Forward passes of `size` rows that every process makes over `count` rows."""
+    per_process = -(-count // accelerator.num_processes)
+    return -(-per_process // size)

@@ -1,0 +1,225 @@
+"""Files of a run, finished or half done, that a disk has changed: the run goes on bit for bit, or refuses in words."""
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recipes.common.checksums import check_folder
+from tests.faults.campaign import Trial
+from tests.faults.tiny_run import Runs, files_of
+
+
+Fault = Callable[[random.Random, Path], str]  # does something to a folder; what, in words
+
+
+def flip(draw: random.Random, place: Path) -> str:
+    path = draw.choice([path for path in files_of(place) if path.stat().st_size])
+    content = bytearray(path.read_bytes())
+    bit = draw.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    return f"bit {bit} of {path.relative_to(place)}"
+
+
+def cut(draw: random.Random, place: Path) -> str:
+    path = draw.choice([path for path in files_of(place) if path.stat().st_size])
+    size = draw.randrange(path.stat().st_size)
+    os.truncate(path, size)
+    return f"{path.relative_to(place)} cut to {size} bytes"
+
+
+def empty(draw: random.Random, place: Path) -> str:
+    path = draw.choice(files_of(place))
+    path.write_bytes(b"")
+    return f"{path.relative_to(place)} emptied"
+
+
+def fill(draw: random.Random, place: Path) -> str:
+    """As some file systems leave a file after a power cut: its size is right, its end is zeros."""
+    path = draw.choice([path for path in files_of(place) if path.stat().st_size])
+    content = path.read_bytes()
+    size = draw.randrange(len(content))
+    path.write_bytes(content[:size] + bytes(len(content) - size))
+    return f"{path.relative_to(place)} zeros from byte {size} on"
+
+
+def delete(draw: random.Random, place: Path) -> str:
+    path = draw.choice(files_of(place))
+    path.unlink()
+    return f"{path.relative_to(place)} deleted"
+
+
+def delete_folder(draw: random.Random, place: Path) -> str:
+    path = draw.choice(sorted(path for path in place.rglob("*") if path.is_dir() and path.name not in ("run",)))
+    shutil.rmtree(path)
+    return f"folder {path.relative_to(place)} deleted"
+
+
+def swap(draw: random.Random, place: Path) -> str:
+    """Two files of one kind."""
+    files = files_of(place)
+    first = draw.choice(files)
+    second = draw.choice([path for path in files if path.suffix == first.suffix and path != first] or [first])
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    return f"{first.relative_to(place)} and {second.relative_to(place)} swapped"
+
+
+def swap_checkpoints(draw: random.Random, place: Path) -> str:
+    folder = place / "run" / "checkpoints"
+    first, second = sorted(folder.glob("step-*"))[-2:]
+    os.rename(first, folder / "other")
+    os.rename(second, first)
+    os.rename(folder / "other", second)
+    return f"{first.name} and {second.name} swapped"
+
+
+def several(draw: random.Random, place: Path) -> str:
+    """As from a disk that goes bad: in several files at once."""
+    return "; ".join(draw.choice((flip, cut, fill))(draw, place) for _ in range(draw.randint(2, 6)))
+
+
+def leave(draw: random.Random, place: Path) -> str:
+    """What a killed process may leave, and what people do."""
+    folders = [path for path in place.rglob("*") if path.is_dir() and path.parent != place]
+    folder = draw.choice(sorted({*folders, place / "run"}))
+    name = draw.choice((".saving-step-00000006", ".deleting-step-00000002", "x.tmp", "step-00000004.bak", "step-1"))
+    if draw.random() < 0.5:
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "checkpoint.json").write_text("{}")
+    else:
+        (folder / name).write_bytes(draw.randbytes(20))
+    return f"{(folder / name).relative_to(place)} left behind"
+
+
+FAULTS: tuple[Fault, ...] = (flip, cut, empty, fill, delete, delete_folder, swap, swap_checkpoints, several, leave)
+
+
+def trials(seed: int, folder: Path) -> Iterator[Trial]:
+    draw = random.Random(seed)
+    runs = Runs(folder)
+    while True:
+        yield full_disk(draw, runs) if draw.random() < 0.15 else changed_files(draw, runs)
+
+
+def changed_files(draw: random.Random, runs: Runs) -> Trial:
+    """A fault, then the run goes on. Where it refuses, no checkpoint and no line of metrics may be gone."""
+    is_finished = draw.random() < 0.4
+    place = runs.copy(runs.whole if is_finished else runs.half, "trial")
+    fault = draw.choice(FAULTS if is_finished else [fault for fault in FAULTS if fault is not swap_checkpoints])
+    what = f"{'finished' if is_finished else 'half done'}: {fault(draw, place)}"
+    if is_finished and (wrong := evaluated_unheard(runs, place)):
+        return Trial(what, "silent", wrong)
+    before = kept(place)
+    outcome, detail = runs.outcome_of_training(place)
+    if outcome == "refused" and not before <= kept(place):
+        return Trial(what, "lost", f"{before - kept(place)} gone after: {detail}")
+    return Trial(what, outcome, detail)
+
+
+def kept(place: Path) -> set[str]:
+    """Names of files of checkpoints, wherever they were set aside, and the lines of metrics."""
+    checkpoints = place / "run" / "checkpoints"
+    metrics = place / "run" / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    names = [str(path.relative_to(checkpoints)).removeprefix("damaged-") for path in files_of(checkpoints)]
+    leftovers = (".saving", ".deleting", "x.tmp")
+    return {name for name in names if not name.startswith(leftovers)} | {repr(line) for line in lines}
+
+
+def evaluated_unheard(runs: Runs, place: Path) -> str | None:
+    """A saved model that is not the one that was saved, and that the check of our commands takes."""
+    final = place / "run" / "final"
+    weights = final / "model.safetensors"
+    expected = (runs.whole / "run" / "final" / "model.safetensors").read_bytes()
+    if not weights.is_file() or weights.read_bytes() == expected or not (final / "checksums.json").is_file():
+        return None
+    try:
+        check_folder(final)
+    except ValueError:
+        return None
+    return f"{weights.name} was changed and is evaluated unheard"
+
+
+def full_disk(draw: random.Random, runs: Runs) -> Trial:
+    """The disk is full at the n-th change to it, or takes no file beyond a size; then there is space again."""
+    place = runs.copy(draw.choice((runs.half, runs.whole, runs.nothing)), "trial")
+    if draw.random() < 0.5:
+        moment = draw.randrange(60)
+        what, broken = f"no space at change {moment}", no_space(moment, place)
+    else:
+        size = draw.randrange(1, 150_000)
+        what, broken = f"no file above {size} bytes", small_files(size)
+    with broken:
+        outcome, detail = runs.outcome_of_training(place)
+    if outcome not in ("right", "refused"):
+        return Trial(what, outcome, detail)
+    again, detail_of_again = runs.outcome_of_training(place)
+    if again != "right":
+        return Trial(what, "lost", f"it said {detail!r}, and with space again {again}: {detail_of_again}")
+    return Trial(what, outcome, detail)
+
+
+@contextmanager
+def small_files(size: int):
+    """No file grows beyond a size."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+class Changes:
+    """Counts changes to the disk below a folder, and does something at one of them."""
+
+    NAMES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate")
+
+    def __init__(self):
+        self.folder, self.left, self.action = "", None, None
+        self.seen, self.is_hooked = 0, False
+
+    def __call__(self, event: str, arguments: tuple):
+        if self.action is None:
+            return
+        is_write = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if (event in self.NAMES or is_write) and self.folder in str(arguments[0]) and ".lock" not in str(arguments[0]):
+            self.seen += 1
+            if self.seen > self.left:
+                self.action(event)
+
+    @contextmanager
+    def act(self, action: Callable[[str], None], moment: int, folder: Path):
+        """Hooks can not be taken off: one for all trials."""
+        if not self.is_hooked:
+            sys.addaudithook(self)
+            self.is_hooked = True
+        self.folder, self.left, self.seen, self.action = str(folder), moment, 0, action
+        try:
+            yield self
+        finally:
+            self.action = None
+
+
+CHANGES = Changes()
+
+
+def no_space(moment: int, folder: Path):
+    """From change number `moment` on nothing can be written, only removed."""
+
+    def refuse(event: str):
+        if event in ("open", "os.mkdir", "os.rename"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return CHANGES.act(refuse, moment, folder)

@@ -1,0 +1,243 @@
+"""What lies on the disk: nothing in it is run, what is damaged is said, and older folders open."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from eval.common.model_folder import model_folder
+from recipes.common import checksums
+from recipes.common.files import remove_leftovers
+from recipes.common.metrics import read_metrics
+from recipes.engine.checkpoint import MARKER, latest_checkpoint, load_checkpoint, save_checkpoint, training_state
+from recipes.engine.export import export_model
+from recipes.engine.publish import without_places
+from recipes.engine.resume import comparable
+from recipes.engine.saving import CheckpointError
+from tests.faults.tiny_run import metrics_of
+from tests.helpers import tiny_model
+from tests.helpers_processes import run_and_kill
+from tests.test_checkpoint import ADAMW, advance, assert_same, contents, model_and_optimizers
+
+
+# What is read is not run
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def seal_again(path):
+    """What somebody who changes a checkpoint on purpose can do, too."""
+    marker = checksums.read_sealed(path / MARKER)
+    for name in marker["files"]:
+        marker["files"][name] = (path / name).stat().st_size
+        marker["checksums"][name] = checksums.checksum(path / name)
+    (path / MARKER).write_text(checksums.sealed(marker))
+
+
+@pytest.mark.parametrize("where", ["index", "inside the index", "a tensor"])
+def test_a_payload_in_a_checkpoint_is_not_run(tmp_path, where):
+    model, optimizers = model_and_optimizers()
+    advance(model, optimizers, 0)
+    path = save_checkpoint(tmp_path / "c", 1, model, optimizers, {})
+    made = tmp_path / "made"
+    index = path / ".metadata"
+    if where == "index":
+        index.write_bytes(pickle.dumps(Payload(made)))
+    elif where == "inside the index":
+        metadata = pickle.loads(index.read_bytes())
+        metadata.planner_data = Payload(made)
+        index.write_bytes(pickle.dumps(metadata))
+    else:  # in place of a tensor, where its bytes are looked for
+        metadata = pickle.loads(index.read_bytes())
+        torch.save(Payload(made), path / "evil.distcp")
+        for place in metadata.storage_data.values():
+            place.relative_path, place.offset = "evil.distcp", 0
+            place.length = (path / "evil.distcp").stat().st_size
+        index.write_bytes(pickle.dumps(metadata))
+    seal_again(path)
+    with pytest.raises(CheckpointError, match="posix.mkdir|Unsupported global|WeightsUnpickler|Weights only"):
+        load_checkpoint(path, model, optimizers)
+    assert not made.exists()
+
+
+def test_a_checkpoint_of_an_older_version_opens_and_its_pickles_are_not_run(tmp_path):
+    """With settings of the optimizers as pickles, and a marker of sizes alone."""
+    model, optimizers = model_and_optimizers()
+    advance(model, optimizers, 0)
+    expected = contents(model, optimizers)
+    path = tmp_path / "step-00000001"
+    state = training_state(model, optimizers, as_template=True)
+    state["optimizers"]["param_groups"][0]["betas"] = Payload(tmp_path / "made")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    sizes = {each.name: each.stat().st_size for each in path.iterdir()}
+    config = comparable(model.config.to_dict())
+    marker = {"step": 1, "is_best": True, "config": config, "extra": {"best": 1.5}, "files": sizes}
+    (path / MARKER).write_text(json.dumps(marker))
+    other, others = model_and_optimizers()
+    assert load_checkpoint(path, other, others) == {"best": 1.5, "step": 1}
+    assert_same(contents(other, others), expected)
+    assert not (tmp_path / "made").exists()
+
+
+# What is damaged
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def test_if_all_checkpoints_are_damaged_the_run_does_not_begin_anew(runs):
+    place = runs.copy(runs.half, "all damaged")
+    metrics = (place / "run" / "metrics.jsonl").read_bytes()
+    for path in (place / "run" / "checkpoints").glob("step-*"):
+        flip(path / "__0_0.distcp")
+    for _ in range(2):  # and not at the second try either
+        with pytest.raises(CheckpointError, match="no checkpoint in .* is sound .*copy one back, or, to begin anew"):
+            runs.train(place)
+    assert (place / "run" / "metrics.jsonl").read_bytes() == metrics
+    shutil.rmtree(place / "run" / "checkpoints")
+    with pytest.raises(CheckpointError, match="metrics until step 2, but no checkpoint to go on from"):
+        runs.train(place)
+    assert (place / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_another_recipe_over_a_finished_run_is_refused(runs):
+    place = runs.copy(runs.whole, "finished")
+    with pytest.raises(CheckpointError, match="training.seed was 0, is 3"):
+        runs.train(place, "training.seed=3")
+    shutil.rmtree(place / "run" / "checkpoints")
+    with pytest.raises(CheckpointError, match="holds a finished model in final/, but no checkpoint"):
+        runs.train(place, "training.seed=3")
+    assert runs.why_other(place) is None
+
+
+def test_a_bad_line_of_metrics_costs_that_line(runs, tmp_path, capsys):
+    lines = (runs.whole / "run" / "metrics.jsonl").read_bytes().splitlines()
+    for bad in (b"{", b"\xff\xfe", b"7", b'{"loss": 1.0}', b"null"):
+        (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], bad, *lines[2:], b'{"step": 9, "lo']))
+        assert [json.dumps(record) for record in read_metrics(tmp_path / "metrics.jsonl")] == [
+            json.dumps(json.loads(line)) for line in (lines[0], *lines[2:])
+        ]
+        assert "left out what is no record: line 2\n" in capsys.readouterr().err
+
+
+def test_a_changed_model_is_found_when_it_is_evaluated_but_edited_settings_are_taken(tmp_path, caplog):
+    export_model(tmp_path / "final", tiny_model())
+    assert model_folder(str(tmp_path)) == tmp_path / "final"
+    with open(tmp_path / "final" / "config.json", "a") as file:
+        file.write("\n")
+    assert model_folder(str(tmp_path)) and "config.json has" in caplog.text
+    flip(tmp_path / "final" / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors has the checksum .*: if you changed it on purpose"):
+        model_folder(str(tmp_path))
+    (tmp_path / "final" / "checksums.json").unlink()
+    assert model_folder(str(tmp_path)) == tmp_path / "final"
+
+
+def test_leftovers_go(tmp_path):
+    for name in (".saving-step-00000003", ".deleting-step-00000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("")
+    (tmp_path / "metrics.jsonl.77.tmp").write_text("")
+    (tmp_path / "kept").write_text("")
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+# What goes on elsewhere
+
+
+def test_another_precision_is_refused_and_other_versions_are_said(runs):
+    place = runs.copy(runs.half, "precision")
+    path = latest_checkpoint(place / "run" / "checkpoints")
+    marker = checksums.read_sealed(path / MARKER)
+    marker["made_by"]["versions"]["torch"] = "1.0"
+    (path / MARKER).write_text(checksums.sealed(marker))
+    assert "was made with torch 1.0 (here " in runs.train(place, "training.stop_after=3")
+    marker["config"]["precision"] = "bf16"
+    (path / MARKER).write_text(checksums.sealed(marker))
+    with pytest.raises(CheckpointError, match="precision was 'bf16', is 'no'"):
+        runs.train(place)
+
+
+def test_a_tracker_is_told_every_step_once_whatever_interrupts(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    place = runs.copy(runs.nothing, "tracked")
+    shutil.copytree(runs.half / "shards", place / "shards")
+    more = ["logging.trackers=[tensorboard]"]
+
+    def is_time():
+        logged = place / "run" / "metrics.jsonl"
+        return logged.exists() and '"step": 4' in logged.read_text()
+
+    run_and_kill(lambda: runs.train(place, *more, "training.save_every=3"), is_time)
+    time.sleep(1.1)  # names of event files are seconds
+    runs.train(place, *more)
+    folder = {path.parent for path in place.rglob("events.out.tfevents.*") if path.parent.name == "looped"}.pop()
+    events = EventAccumulator(str(folder)).Reload()
+    written = [(record["step"], record["loss"]) for record in metrics_of(place) if "loss" in record]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (step, pytest.approx(loss)) for step, loss in written
+    ]
+
+
+def test_a_model_card_names_no_place_on_this_machine(runs):
+    card = (runs.whole / "run" / "final" / "README.md").read_text()
+    assert str(runs.folder) not in card and "source.jsonl" in card
+    places = {"data": {"source": "~/texts/a.txt", "tokenizer": "owner/name"}, "training": {"initialize_from": None}}
+    expected = {"data": {"source": "a.txt", "tokenizer": "owner/name"}, "training": {"initialize_from": None}}
+    assert without_places(places) == expected
+
+
+def test_an_orphan_ends():
+    """A process whose parent is killed does not go on."""
+    child = "import os, time; from recipes.common.orphans import end_with; end_with(os.getppid()); time.sleep(60)"
+    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid); p.wait()"
+    process = subprocess.Popen([sys.executable, "-uc", parent.replace("print(p.pid)", "print(p.pid, flush=True)")],
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    number = int(process.stdout.readline())
+    time.sleep(1)
+    process.kill()
+    process.wait()
+    for _ in range(100):
+        if not is_running(number):
+            return
+        time.sleep(0.1)
+    os.kill(number, signal.SIGKILL)
+    raise AssertionError("it went on")
+
+
+def is_running(number: int) -> bool:
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_settings_of_a_checkpoint_are_tensors_and_json(tmp_path):
+    """No pickle of Python objects is written but the index of the tensors."""
+    model, optimizers = model_and_optimizers(ADAMW)
+    advance(model, optimizers, 0)
+    path = save_checkpoint(tmp_path, 1, model, optimizers, {})
+    kinds = {type(entry).__name__ for entry in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.values()}
+    assert kinds == {"TensorStorageMetadata"}
