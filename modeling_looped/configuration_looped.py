@@ -78,11 +78,13 @@ class LoopedConfig(PreTrainedConfig):
 
     Depth
         num_prelude_layers, num_core_layers, num_coda_layers (`int`): unique layers before, inside and after the loop.
-        num_loops (`int`): loops in training, and the default at run time. Every forward pass can choose another.
-        residual_scaling: factor eps on what a block adds to the stream. With n = num_loops in the core and 1 outside,
-            L unique layers and lambda = `residual_scale`: "none" 1, "sqrt" lambda/sqrt(n), "linear" lambda/n,
+        num_loops (`int`): loops of a pass that asks for no other depth.
+        trained_num_loops (`int`, *optional*): loops in training, where that is not `num_loops`. Saving writes it, so
+            that a loaded model keeps its scale and readouts whatever `num_loops` is set to; see `trained_depth`.
+        residual_scaling: factor eps on what a block adds to the stream. With n = trained_depth in the core and 1
+            outside, L unique layers and lambda = `residual_scale`: "none" 1, "sqrt" lambda/sqrt(n), "linear" lambda/n,
             "factored" lambda/(n sqrt(L/residual_reference_layers)).
-        residual_depth: "trained" takes n from this config at any depth, "run" from the depth that is run.
+        residual_depth: "trained" takes n from training at any depth, "run" from the depth that is run.
     The loop
         injection: "none"; "add" h + e; "concat" W[h; e]; "diagonal" (a stable linear recurrence, Parcae);
             "residual_all" (h is added before every layer of a stream that restarts at e); "attention_first" and
@@ -95,9 +97,9 @@ class LoopedConfig(PreTrainedConfig):
         core_hidden_size, core_intermediate_size, core_num_attention_heads: sizes of the state and the core's blocks,
             where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
     Readouts
-        readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `num_loops` and normed from
-            there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha), and
-            "final_alpha" an RMSNorm below `num_loops`. "taper" is an RMSNorm that training takes away, see
+        readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `trained_depth` and normed
+            from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha), and
+            "final_alpha" an RMSNorm below `trained_depth`. "taper" is an RMSNorm that training takes away, see
             `training.taper_start` of recipes. Norms between loops, gates and codas that read the readout's norm read
             it at every depth; "alpha" and "none" have no norm to share.
         readout_alpha, readout_alpha_learned (`float`, `bool`): alpha, as it starts or fixed. num_readout_alphas: alpha
@@ -155,6 +157,7 @@ class LoopedConfig(PreTrainedConfig):
     num_core_layers: int = 6
     num_coda_layers: int = 0
     num_loops: int = 4
+    trained_num_loops: int | None = None
     residual_scaling: Literal["none", "sqrt", "linear", "factored"] = "none"
     residual_scale: int | float = 1.0
     residual_reference_layers: int | float = 1
@@ -238,7 +241,8 @@ class LoopedConfig(PreTrainedConfig):
         self.base_model_tp_plan = self._tensor_parallel_plan()  # pyrefly: ignore[read-only]
         self.base_model_fsdp_plan = self._fsdp_plan()  # pyrefly: ignore[read-only]
         super().__post_init__(**kwargs)
-        if num_hidden_layers is not None:
+        # beside a depth of training, that many slots may have been saved before num_loops was edited
+        if num_hidden_layers is not None and num_hidden_layers != self.core_slot(self.trained_depth):
             self.num_hidden_layers = num_hidden_layers
 
     def _sections(self) -> list[str]:
@@ -284,6 +288,11 @@ class LoopedConfig(PreTrainedConfig):
     def num_layers(self) -> int:
         """Unique layers: L = P + C + Q."""
         return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
+
+    @property
+    def trained_depth(self) -> int:
+        """Loops in training: of a config that no model was saved with, those that a new model would be trained at."""
+        return self.num_loops if self.trained_num_loops is None else self.trained_num_loops
 
     @property
     def state_size(self) -> int:
@@ -374,7 +383,10 @@ class LoopedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """A `num_loops` that is asked for at loading wins, also over one that a generation config was saved with."""
+        """A `num_loops` that is asked for at loading wins, also over one that a generation config was saved with; it
+        is a depth to run, and the saved one that of training. Older folders have no `trained_num_loops`."""
+        if config_dict.get("trained_num_loops") is None and config_dict.get("num_loops") is not None:
+            config_dict = {**config_dict, "trained_num_loops": config_dict["num_loops"]}
         made = super().from_dict(config_dict, **kwargs)
         if "num_loops" in kwargs:
             config = made[0] if isinstance(made, tuple) else made
@@ -382,7 +394,8 @@ class LoopedConfig(PreTrainedConfig):
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {**super().to_dict(), "num_hidden_layers": self.num_hidden_layers}
+        derived = {"num_hidden_layers": self.num_hidden_layers, "trained_num_loops": self.trained_depth}
+        fields = {**super().to_dict(), **derived}
         fields.pop("_num_loops_asked_for", None)
         return fields
 
@@ -418,7 +431,7 @@ class LoopedConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("core_hidden_size", "core_intermediate_size", "core_num_attention_heads"):
+        for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -66,7 +66,7 @@ class RowEngine:
         self.num_rows, self.rule = len(input_ids), model_kwargs.get("exit_rule")
         depths = model_kwargs.get("num_loops", model.config.num_loops)  # repeated with the prompts, unlike config's
         self.limits = [depths] * self.num_rows if isinstance(depths, int) else depths.tolist()
-        runs = model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
+        runs = model.trained_depth if model.config.residual_depth == "trained" else max(self.limits)
         self.scale = model.config.residual_factor(runs)
         self.rotary_table = None  # by position
 

@@ -78,7 +78,7 @@ class LoopedGenerationMixin(Generative):
             model_kwargs["num_loops"] = options.num_loops
         if rule := options.exit_rule(self.config):
             model_kwargs["exit_rule"] = rule
-            if self.config.loop_loss == "terminal" and self.config.num_loops > 1:
+            if self.config.loop_loss == "terminal" and self.trained_depth > 1:
                 logger.warning_once(
                     "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
                 )

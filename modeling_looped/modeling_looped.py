@@ -74,6 +74,14 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     def __init__(self, config, *args, **kwargs):
         config.validate()  # fields may have been assigned since it was made
         super().__init__(config, *args, **kwargs)
+        self.trained_depth = config.trained_depth  # of this model, whatever depth the config is set to from here on
+
+    def save_pretrained(self, *args, **kwargs):
+        given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.config.trained_num_loops = given
 
     def _init_weights(self, module):
         if not init_module(module, self.config):
@@ -318,7 +326,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def readout(self, x, depth: int | list[int] | torch.Tensor):
         """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""
         below, from_there_on = READOUTS[self.config.readout_norm]
-        reached = below == from_there_on or has_reached(self.config.num_loops, depth, x.device)
+        reached = below == from_there_on or has_reached(self.trained_depth, depth, x.device)
         if isinstance(reached, bool):
             return self._read(from_there_on if reached else below, x, depth)
         return torch.where(reached, self._read(from_there_on, x, depth), self._read(below, x, depth))
@@ -355,7 +363,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def _residual_scale(self, plan: DepthPlan, like: torch.Tensor) -> float | torch.Tensor:
         """eps of the core: one number, or [rows, 1, 1] where it follows each row's own depth."""
         if self.config.residual_depth == "trained":
-            return self.config.residual_factor(self.config.num_loops)
+            return self.config.residual_factor(self.trained_depth)
         factors = [self.config.residual_factor(depth) for depth in sorted(plan.depths, reverse=True)]
         if not plan.is_mixed:
             return factors[0]
