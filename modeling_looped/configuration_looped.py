@@ -98,7 +98,7 @@ class LoopedConfig(PreTrainedConfig):
             where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
     Readouts
         readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `trained_depth` and normed
-            from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha), and
+            from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha),
             "final_alpha" an RMSNorm below `trained_depth`. "taper" is an RMSNorm that training takes away, see
             `training.taper_start` of recipes. Norms between loops, gates and codas that read the readout's norm read
             it at every depth; "alpha" and "none" have no norm to share.

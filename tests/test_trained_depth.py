@@ -1,4 +1,4 @@
-"""A model asked for K loops gives the same logits whichever way K was said: the depth of training is not that of a pass.
+"""A model asked for K loops gives the same logits whichever way K was said; the depth of training is another thing.
 
 What it must be is `forward(num_loops=K)` of the model that was saved, whose own correctness other tests show.
 """
