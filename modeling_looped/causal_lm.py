@@ -14,6 +14,7 @@
 """The language model: logits after every loop, the losses over them, the exit gate."""
 
 from functools import reduce
+from inspect import signature
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from .layers import linear, with_role
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
+from .names import check_arguments
 from .optimization import parameter_groups
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions
 from .sequence_exits import SequenceExits
@@ -91,6 +93,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: the exit distribution of the gate.
         output_exit_logits: the logits of all loops, weighted with it.
         """
+        check_arguments(kwargs, ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
         inputs = {
             "input_ids": input_ids,
@@ -368,5 +371,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             )
         return shift(labels) if shift_labels is None else shift_labels.contiguous()
 
+
+ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
 
 __all__ = ["LoopedForCausalLM"]

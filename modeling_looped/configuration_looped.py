@@ -13,20 +13,35 @@
 # limitations under the License.
 """The configuration of a looped language model: every axis of the published systems is one field."""
 
-import difflib
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict, validated_field
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.utils import logging
 
 from .config_errors import LoopedConfigError, raise_value_errors
+from .names import FIELD_OF, meant
 from .presets import PRESETS, preset_fields
 
 
+logger = logging.get_logger(__name__)
+
 FORMAT_VERSION = 1
+# keys that transformers and its tools write into any config.json, or read from the arguments of any config
+OF_TOOLS = frozenset(
+    """
+    attn_implementation experts_implementation auto_map custom_pipelines quantization_config torch_dtype name_or_path
+    model_type num_labels rope_theta partial_rotary_factor per_layer_config tie_last_hidden_states
+    transformers_weights is_decoder add_cross_attention tie_encoder_decoder torchscript pruned_heads use_bfloat16
+    finetuning_task task_specific_params tokenizer_class prefix cls_token_id sep_token_id mask_token_id unk_token_id
+    return_unused_kwargs decoder_start_token_id pretraining_tp unsloth_version unsloth_fixed trust_remote_code
+    mlp_layer_types
+    """.split()
+)
 
 # readout_norm: what the head reads below the trained depth, and from there on
 READOUTS = {
@@ -116,7 +131,8 @@ class LoopedConfig(PreTrainedConfig):
         block_norm: "pre" x += f(norm x); "branch_sandwich" x += norm(f(norm x)); "residual_sandwich"
             x = norm(x + f(norm x)). norm_affine: whether norms carry weights.
         kv_latent_size: rank of multi-head latent attention. window_pattern: letters L (full) and S (sliding window of
-            `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L.
+            `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L. A
+            `sliding_window` without a pattern is that of all layers.
         qk_norm: "none", "learned" (before RoPE) or "free" (no parameters, after RoPE). attention_bias: "none", "qk",
             "qkv". position_embedding: "rope" or "learned".
         residual_dropout_on: the branches that `residual_dropout` drops before they join the stream: "both",
@@ -230,7 +246,7 @@ class LoopedConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
-        self._refuse_misspelt(kwargs)
+        self._check_names(kwargs, "nothing in the model reads it")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
@@ -275,12 +291,24 @@ class LoopedConfig(PreTrainedConfig):
         return sorted(PRESETS)
 
     @classmethod
-    def _refuse_misspelt(cls, extra: dict[str, Any]):
+    def _check_names(cls, extra: dict[str, Any], consequence: str | None):
+        """Refuse keys that stand for a field, and warn of others that no tool is known to write, if they have a
+        consequence."""
         known = [field.name for field in fields(cls)]
-        for key in extra:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-            if close and not hasattr(PreTrainedConfig, key):
-                raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{close[0]}`?")
+        unknown = [key for key in extra if key not in known and not hasattr(PreTrainedConfig, key)]
+        for key in unknown:
+            if advice := meant(key, known, FIELD_OF):
+                raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{advice}`?")
+            if isinstance(getattr(cls, key, None), property):
+                raise LoopedConfigError(f"{key}={extra[key]!r} cannot be set: it is derived from other fields")
+            is_of_tools = key.startswith("_") or key in OF_TOOLS or hasattr(GenerationConfig(), key)
+            if consequence is not None and extra[key] is not None and not is_of_tools:
+                logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.")
+
+    def __setattr__(self, name: str, value: Any):
+        if name in FIELD_OF:
+            raise LoopedConfigError(f"LoopedConfig has no field `{name}`; did you mean `{FIELD_OF[name]}`?")
+        super().__setattr__(name, value)
 
     # Derived sizes
 
@@ -324,16 +352,22 @@ class LoopedConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Attention type of every slot. Absent without a window pattern, so that no consumer sees sliding windows."""
-        if self.window_pattern is None:
-            raise AttributeError("layer_types exists only with a window_pattern")
+        """Attention type of every slot. Absent without windows, so that no consumer sees any."""
+        if not self.has_windows:
+            raise AttributeError("layer_types exists only with a window_pattern or a sliding_window")
         prelude, core, coda = self.section_layer_types()
         return prelude + coda + core * self.num_loops
+
+    @property
+    def has_windows(self) -> bool:
+        return self.window_pattern is not None or self.sliding_window is not None
 
     def section_layer_types(self) -> tuple[list[str], list[str], list[str]]:
         """Attention types of the layers of prelude, core and coda: the pattern tiled over all, the last one full."""
         pattern = self.window_pattern or "L"
         letters = [pattern[i % len(pattern)] for i in range(self.num_layers - 1)] + ["L"]
+        if self.window_pattern is None and self.has_windows:
+            letters = ["S"] * self.num_layers
         types = [{"L": "full_attention", "S": "sliding_attention"}[letter] for letter in letters]
         core, coda = self.num_prelude_layers, self.num_prelude_layers + self.num_core_layers
         return types[:core], types[core:coda], types[coda:]
@@ -387,6 +421,8 @@ class LoopedConfig(PreTrainedConfig):
         is a depth to run, and the saved one that of training. Older folders have no `trained_num_loops`."""
         if config_dict.get("trained_num_loops") is None and config_dict.get("num_loops") is not None:
             config_dict = {**config_dict, "trained_num_loops": config_dict["num_loops"]}
+        # a caller that wants back what is not used knows it
+        cls._check_names(kwargs, None if kwargs.get("return_unused_kwargs") else "it is passed over")
         made = super().from_dict(config_dict, **kwargs)
         if "num_loops" in kwargs:
             config = made[0] if isinstance(made, tuple) else made
@@ -481,20 +517,14 @@ class LoopedConfig(PreTrainedConfig):
                 f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'"
             )
         self._validate_rope_type()
-        if self.window_pattern is None:
-            if self.sliding_window is not None:
-                raise ValueError(
-                    f"sliding_window={self.sliding_window} needs a window_pattern that says which layers slide, "
-                    "e.g. 'SSSL'"
-                )
-        elif not self.window_pattern or set(self.window_pattern) - set("SL"):
+        if self.window_pattern is not None and (not self.window_pattern or set(self.window_pattern) - set("SL")):
             raise ValueError(
                 f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L"
             )
-        elif self.sliding_window is None or self.sliding_window < 2:  # the caches of transformers cannot hold 0 tokens
+        if self.has_windows and (self.sliding_window is None or self.sliding_window < 2):
+            # the caches of transformers cannot hold 0 tokens
             raise ValueError(
-                f"window_pattern={self.window_pattern!r} needs a sliding_window of at least 2, got "
-                f"{self.sliding_window}"
+                f"sliding_window={self.sliding_window} must be at least 2, or None beside window_pattern=None"
             )
 
     def _validate_rope_type(self):
@@ -529,10 +559,6 @@ class LoopedConfig(PreTrainedConfig):
                 "injection_norm is a norm on the sum of state and input, but with "
                 f"injection={self.injection!r} they are never added: set injection to 'add', 'concat', 'diagonal' or "
                 "'residual_all', or injection_norm to False"
-            )
-        if self.state_init_std is not None and self.state_init != "normal":
-            raise ValueError(
-                f"state_init_std={self.state_init_std} is used by state_init='normal' only, got {self.state_init!r}"
             )
         if self.residual_depth == "run" and (
             self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses

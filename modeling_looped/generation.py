@@ -6,11 +6,12 @@ these two do not know, to transformers' own loops, whose passes stop early by th
 """
 
 import copy
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from .cache import LoopedCache, sharing_of
@@ -19,6 +20,7 @@ from .cpu import decoding
 from .depth import check_count, check_depths
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
 from .engine import obstacle_to_rows_apart
+from .names import ARGUMENT_OF, refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .speculation import speculate
 
@@ -55,8 +57,17 @@ class LoopedGenerationMixin(Generative):
         check_prompt(kwargs[names[0]] if names else args[0] if args else None)
         if (count := kwargs.get("exit_candidates")) is not None:
             raise ValueError(f"exit_candidates={count} is no longer known: leave it out")
+        self._check_names(kwargs)
         with decoding(self):
             return super().generate(*args, **kwargs)
+
+    def _check_names(self, arguments: dict):
+        """transformers too refuses what it does not know, but not what stands in a generation config."""
+        known = {*DEPTH_FIELDS, *vars(GenerationConfig()), *signature(super().generate).parameters}
+        refuse_foreign(arguments, known | {*signature(self.forward).parameters}, "generate")
+        for config in (self.generation_config, arguments.get("generation_config")):
+            if config is not None:
+                refuse_foreign(ARGUMENT_OF.keys() & vars(config).keys(), known, "generation_config")
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
         """At loading, which may ask for a depth: it wins over a saved one, and over exits, which are announced."""
@@ -92,6 +103,8 @@ class LoopedGenerationMixin(Generative):
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         arguments = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
+        if hasattr(generation_config, "depth_options"):  # as pipelines of transformers 5.17 pass it, with an old rule
+            kwargs.pop("exit_rule", None)
         options, asked = DepthOptions.merged(self.generation_config, generation_config, arguments)
         prepared: tuple[Any, dict] = super()._prepare_generation_config(generation_config, **kwargs)
         config, model_kwargs = prepared

@@ -19,6 +19,7 @@ language model on top), losses, heads (all others).
 """
 
 from contextlib import nullcontext
+from inspect import signature
 from itertools import chain
 from typing import Any, cast
 
@@ -52,6 +53,7 @@ from .layers import (
     with_role,
 )
 from .loading import StrictLoadingMixin
+from .names import check_arguments
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .sequence_exits import SequenceExits
@@ -113,6 +115,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
 
         prelude, core, coda = config.section_layer_types()
+        self.layer_types = sorted({*prelude, *core, *coda})
         sections = (
             self._blocks("prelude", prelude, first_layer=0, first_slot=0),
             self._blocks("core", core, first_layer=len(prelude), first_slot=config.core_slot(0)),
@@ -177,6 +180,7 @@ class LoopedModel(LoopedPreTrainedModel):
         exit_watch: decides after every loop which tokens, or which rows, stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         """
+        check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
         check_inputs(input_ids, inputs_embeds)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
@@ -396,10 +400,10 @@ class LoopedModel(LoopedPreTrainedModel):
             "past_key_values": past_key_values,
             "position_ids": position_ids,
         }
-        masks = {"full_attention": create_causal_mask(**arguments)}
-        if self.config.window_pattern is not None:
-            masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
-        return masks
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        return {layer_type: makers[layer_type](**arguments) for layer_type in self.layer_types}
 
+
+TRUNK_ARGUMENTS = frozenset(signature(LoopedModel.forward).parameters)
 
 __all__ = ["LoopedModel", "LoopedPreTrainedModel"]

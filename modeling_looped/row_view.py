@@ -124,7 +124,7 @@ class RowView:
             return dict.fromkeys(("full_attention", "sliding_attention"))
         masks = {"full_attention": self.mask(None)}
         config = self.cache.model_config
-        if config.window_pattern is not None:
+        if config.has_windows:
             masks["sliding_attention"] = self.mask(config.sliding_window)
         if as_bias is not None:
             closed = torch.finfo(as_bias).min

@@ -59,7 +59,7 @@ def check(config: EvaluatorConfig):
             f"{', '.join(ours)}: what is generated has the depths and exits of --model_args num_loops=...,"
             "exit_criterion=..., as what is scored: leave it out of gen_kwargs"
         )
-    if config.wandb_args or config.trackio_args:
+    if config.wandb_args or getattr(config, "trackio_args", None):  # the second since lm-eval 0.4.12
         raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
     known = inspect.signature(check_question).parameters
     check_device(config.device)
