@@ -19,9 +19,8 @@ from inspect import signature
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
 
+from .borrowed import tuples_on_request
 from .checks import check_inputs
 from .configuration_looped import LoopedConfig
 from .cpu import project
@@ -56,7 +55,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
         self.post_init()
 
-    @can_return_tuple
+    @tuples_on_request
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -79,7 +78,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: bool = False,
         output_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs,
     ) -> LoopedCausalLMOutputWithPast:
         r"""
         num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in

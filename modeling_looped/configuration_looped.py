@@ -20,9 +20,9 @@ from huggingface_hub.dataclasses import strict, validated_field
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.utils import logging
 
+from .borrowed import found
 from .config_errors import LoopedConfigError, raise_value_errors
 from .names import FIELD_OF, meant
 from .presets import PRESETS, preset_fields
@@ -223,7 +223,7 @@ class LoopedConfig(PreTrainedConfig):
     qk_norm: Literal["none", "learned", "free"] = "none"
     attention_bias: Literal["none", "qk", "qkv"] = "none"
     position_embedding: Literal["rope", "learned"] = "rope"
-    rope_parameters: RopeParameters | dict | None = None
+    rope_parameters: dict | None = None
     hidden_act: str = "silu"
     mlp_gated: bool = True
     mlp_activation_scale: int | float = 1.0
@@ -306,7 +306,8 @@ class LoopedConfig(PreTrainedConfig):
                 logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.")
 
     def __setattr__(self, name: str, value: Any):
-        if name in FIELD_OF:
+        # tools that serve all models set every spelling of eps
+        if name in FIELD_OF and FIELD_OF[name] != "rms_norm_eps":
             raise LoopedConfigError(f"LoopedConfig has no field `{name}`; did you mean `{FIELD_OF[name]}`?")
         super().__setattr__(name, value)
 
@@ -530,10 +531,10 @@ class LoopedConfig(PreTrainedConfig):
     def _validate_rope_type(self):
         parameters = self.rope_parameters or {}
         rope_type = parameters.get("rope_type", "default")
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        known = found("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
+        if rope_type != "default" and rope_type not in known:
             raise ValueError(
-                f"rope_type={rope_type!r} is not one of transformers': default, "
-                f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+                f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
             )
         nested = [key for key, value in parameters.items() if isinstance(value, dict)]
         if nested:

@@ -6,8 +6,8 @@
 from dataclasses import dataclass, replace
 
 import torch
-from transformers.cache_utils import QuantizedCache
 
+from .borrowed import found
 from .cache import LoopedCache
 from .checks import check_length
 from .context import PassContext
@@ -29,14 +29,16 @@ def obstacle_to_rows_apart(
         "synced_gpus": synced_gpus,
         "inputs_embeds": input_ids.shape[1] == 0,
         "an assistant's cache": config.is_assistant,
-        "a quantized cache, which cannot be cropped": isinstance(cache, QuantizedCache),
+        "a quantized cache, which cannot be cropped": isinstance(
+            cache, found("transformers.cache_utils", "QuantizedCache", ())
+        ),
         "an offloaded cache": getattr(cache, "offloading", False),
         "a core with key/value heads of its own": (
             model.config.block_sizes("core").num_key_value_heads != model.config.num_key_value_heads
         ),
     }
-    found = [name for name, stands in obstacles.items() if stands]
-    return found[0] if found else first_batchwise_part(processors, criteria)
+    standing = [name for name, stands in obstacles.items() if stands]
+    return standing[0] if standing else first_batchwise_part(processors, criteria)
 
 
 @dataclass

@@ -28,11 +28,8 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import PreTrainedModel
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
+from .borrowed import captured, config_defaults
 from .cache import CacheView, view_for_pass
 from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
 from .configuration_looped import READOUTS, LoopedConfig
@@ -155,8 +152,8 @@ class LoopedModel(LoopedPreTrainedModel):
             for layer, slot, layer_type in layers
         ]
 
-    @merge_with_config_defaults
-    @capture_outputs
+    @config_defaults
+    @captured
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -171,7 +168,7 @@ class LoopedModel(LoopedPreTrainedModel):
         exit_watch: ExitWatch | SequenceExits | None = None,
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs,
     ) -> LoopedModelOutputWithPast:
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.

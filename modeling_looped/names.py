@@ -17,8 +17,8 @@ DEPTH = """
     loop loops n_loop n_loops nloops loop_count loops_count max_loops mean_loops loop_steps num_loop_steps
     num_iterations num_iters n_iter n_iters iterations iteration_count recurrence recurrences num_recurrence
     num_recurrences mean_recurrence recurrent_depth recurrence_depth num_recurrent_steps recurrent_steps
-    num_recurrent_iterations ut_steps total_ut_steps num_ut_steps num_steps n_steps num_repeats n_repeats repeats num_passes unroll_steps test_time_depth
-    run_depth loop_depth num_depth
+    num_recurrent_iterations ut_steps total_ut_steps num_ut_steps num_steps n_steps num_repeats n_repeats repeats
+    num_passes unroll_steps test_time_depth run_depth loop_depth num_depth
 """
 LAYERS = """
     n_layer n_layers num_layers num_layer layers num_blocks n_blocks n_block num_decoder_layers decoder_layers
