@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from .borrowed import found
 from .config_errors import LoopedConfigError, raise_value_errors
-from .names import FIELD_OF, meant
+from .names import FIELD_OF, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
 
@@ -297,17 +297,18 @@ class LoopedConfig(PreTrainedConfig):
         known = [field.name for field in fields(cls)]
         unknown = [key for key in extra if key not in known and not hasattr(PreTrainedConfig, key)]
         for key in unknown:
-            if advice := meant(key, known, FIELD_OF):
+            advice = meant(key, known, FIELD_OF)
+            if advice and key not in SPELLINGS_OF_EPS:
                 raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{advice}`?")
             if isinstance(getattr(cls, key, None), property):
                 raise LoopedConfigError(f"{key}={extra[key]!r} cannot be set: it is derived from other fields")
             is_of_tools = key.startswith("_") or key in OF_TOOLS or hasattr(GenerationConfig(), key)
             if consequence is not None and extra[key] is not None and not is_of_tools:
-                logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.")
+                hint = f" Did you mean `{advice}`?" if advice else ""
+                logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.{hint}")
 
     def __setattr__(self, name: str, value: Any):
-        # tools that serve all models set every spelling of eps
-        if name in FIELD_OF and FIELD_OF[name] != "rms_norm_eps":
+        if name in FIELD_OF and name not in SPELLINGS_OF_EPS:
             raise LoopedConfigError(f"LoopedConfig has no field `{name}`; did you mean `{FIELD_OF[name]}`?")
         super().__setattr__(name, value)
 

@@ -70,7 +70,7 @@ FIELDS = {
 }
 # of forward and generate
 ARGUMENTS = {
-    "num_loops": f"{DEPTH} depth depths n_steps steps",
+    "num_loops": f"{DEPTH} depth depths steps",
     "exit_criterion (with exit_threshold)": "early_exit exit exit_criteria halting halting_criterion criterion",
     "exit_threshold": "early_exit_threshold threshold exit_thresh halting_threshold",
     "draft_loops (with draft_tokens)": "draft_depth draft_steps num_draft_loops draft_layers",
@@ -85,6 +85,8 @@ def by_foreign_name(table: dict[str, str]) -> dict[str, str]:
 
 
 FIELD_OF, ARGUMENT_OF = by_foreign_name(FIELDS), by_foreign_name(ARGUMENTS)
+# tools that serve all models set, and save, every one of them; so they are only warned of
+SPELLINGS_OF_EPS = frozenset(FIELDS["rms_norm_eps"].split())
 
 # what transformers, trainers and serving engines pass to any model's forward, and forward need not know
 OF_TOOLS = frozenset(
@@ -103,8 +105,10 @@ class UnknownNameError(TypeError, ValueError):
 
 def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | None:
     """What a name probably stands for here."""
+    if name.lower() in foreign:
+        return foreign[name.lower()]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    return close[0] if close else foreign.get(name.lower())
+    return close[0] if close else None
 
 
 def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):
