@@ -308,8 +308,8 @@ class LoopedConfig(PreTrainedConfig):
                 logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.{hint}")
 
     def __setattr__(self, name: str, value: Any):
-        if name in FIELD_OF and name not in SPELLINGS_OF_EPS:
-            raise LoopedConfigError(f"LoopedConfig has no field `{name}`; did you mean `{FIELD_OF[name]}`?")
+        if name in FIELD_OF or not (name.startswith("_") or hasattr(type(self), name)):
+            self._check_names({name: value}, None)  # tools keep things of their own here
         super().__setattr__(name, value)
 
     # Derived sizes

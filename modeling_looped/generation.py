@@ -20,7 +20,7 @@ from .cpu import decoding
 from .depth import check_count, check_depths
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
 from .engine import obstacle_to_rows_apart
-from .names import ARGUMENT_OF, refuse_foreign
+from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .speculation import speculate
 
@@ -67,7 +67,9 @@ class LoopedGenerationMixin(Generative):
         refuse_foreign(arguments, known | {*signature(self.forward).parameters}, "generate")
         for config in (self.generation_config, arguments.get("generation_config")):
             if config is not None:
-                refuse_foreign(ARGUMENT_OF.keys() & vars(config).keys(), known, "generation_config")
+                # made of config.json, where a folder has no generation_config.json, it has the fields of that too
+                others = [name for name in vars(config) if not name.startswith("_") and not hasattr(self.config, name)]
+                refuse_foreign(others, known | {"depth_options", "cache_is_given"}, "generation_config")
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
         """At loading, which may ask for a depth: it wins over a saved one, and over exits, which are announced."""
