@@ -181,9 +181,15 @@ class Recipe:
         fields = {**self.model, **overrides}
         preset = fields.pop("preset", None)
         try:
-            return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
+            config = LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
         except ValueError as error:
             raise RecipeError(f"section 'model': {error}") from error
+        if config.state_init_std is not None and config.state_init != "normal":
+            raise RecipeError(
+                f"section 'model': state_init_std={config.state_init_std} is used by state_init='normal' only, got "
+                f"{config.state_init!r}"
+            )
+        return config
 
     def mean_depth(self, config: LoopedConfig) -> float:
         return config.trained_depth if self.depth.mean is None else self.depth.mean
