@@ -1,6 +1,7 @@
 # make demo      train a small looped model on text that is already here, measure it at every depth, sample from it
 # make test      ruff check, the types, and the tests, without the slow ones
 # make test-all  every test, with fresh random examples
+# make test-floor  the tests, without the slow ones, at the oldest versions that pyproject.toml declares
 # make lint      ruff check, the types, and the formatting
 # make clean     remove the environment and what tools leave behind (trained models under runs/ stay)
 #
@@ -10,12 +11,14 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+FLOOR := .venv-floor
+TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized trl
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # one thread each: the models of the tests are small, and processes that share cores spin in each other's way
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all check lint clean
+.PHONY: demo test test-all test-floor check lint clean
 
 # passive: threads that wait let go of their core, which others may want
 demo: $(INSTALLED)
@@ -26,6 +29,15 @@ test: check
 
 test-all: check
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
+
+test-floor: $(FLOOR)/.installed
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+$(FLOOR)/.installed: pyproject.toml constraints-floor.txt
+	$(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install $(TORCH)
+	$(FLOOR)/bin/python -m pip install -c constraints-floor.txt -e '.[train,eval,peft]' $(TEST_TOOLS)
+	touch $@
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -42,5 +54,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -62,7 +62,7 @@ def windows(run: RunFolder) -> PackedRows:
 def sums_of(model, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
     """Over all tokens: cross-entropy and norm after every loop, [loops] each; with a gate, the cross-entropies
     weighted by the exit distribution, and the cross-entropy of logits so weighted."""
-    depth = model.config.num_loops
+    depth = model.trained_depth
     outputs = model.model(
         ids, num_loops=depth, use_cache=False, output_loop_hidden_states=True, output_loop_readout_states=True
     )
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> dict:
         model = LoopedForCausalLM.from_pretrained(run.folder / "final", dtype=getattr(torch, args.dtype))
         measured[run.name] = measure(model.to(args.device).eval(), windows(run), args.batch_size)
         print(f"{run.name}: " + ", ".join(f"{name} {measured[run.name][name]:.4g}" for name in MEASURES))
-        measured[run.name] |= {"num_loops": config.num_loops, "loop_loss": config.loop_loss}
+        measured[run.name] |= {"num_loops": config.trained_depth, "loop_loss": config.loop_loss}
     of_systems = {}
     for name, members in systems.items():
         found = [measured[run.name] for run in members if run.name in measured]

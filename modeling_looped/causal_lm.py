@@ -14,13 +14,13 @@
 """The language model: logits after every loop, the losses over them, the exit gate."""
 
 from functools import reduce
+from inspect import signature
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
+from .borrowed import found, tuples_on_request
 from .checks import check_inputs
 from .configuration_looped import LoopedConfig
 from .cpu import project
@@ -32,11 +32,17 @@ from .layers import linear, with_role
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
 from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
+from .names import check_arguments
 from .optimization import parameter_groups
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions
 
 
 LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
+
+
+def is_fixed(cache) -> bool:
+    """Whether the last token's keys and values cannot be taken back."""
+    return isinstance(cache, (StaticCache, found("transformers.cache_utils", "QuantizedCache", ())))
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
@@ -53,7 +59,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
         self.post_init()
 
-    @can_return_tuple
+    @tuples_on_request
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -76,7 +82,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: bool = False,
         output_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs,
     ) -> LoopedCausalLMOutputWithPast:
         r"""
         num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in
@@ -90,6 +96,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: the exit distribution of the gate.
         output_exit_logits: the logits of all loops, weighted with it.
         """
+        check_arguments(kwargs, ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
         inputs = {
             "input_ids": input_ids,
@@ -214,7 +221,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         cache = DynamicCache(config=self.config) if cache is None else cache
         returned = cache if returns_cache else None
         if len(self.model.coda) and exit_rule.criterion.needs == "logits":  # each check overwrites what the last wrote
-            refuse_with_exits(**{type(cache).__name__: isinstance(cache, (QuantizedCache, StaticCache))})
+            refuse_with_exits(**{type(cache).__name__: is_fixed(cache)})
             if length > 1:  # the check of a token reads what the token before left at its exit
                 tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids")}
                 mask, past = inputs["attention_mask"], int(cache.get_seq_length())
@@ -368,5 +375,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             )
         return shift(labels) if shift_labels is None else shift_labels.contiguous()
 
+
+ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
 
 __all__ = ["LoopedForCausalLM"]

@@ -13,20 +13,35 @@
 # limitations under the License.
 """The configuration of a looped language model: every axis of the published systems is one field."""
 
-import difflib
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict, validated_field
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+from transformers.generation import GenerationConfig
+from transformers.utils import logging
 
+from .borrowed import found
 from .config_errors import LoopedConfigError, raise_value_errors
+from .names import FIELD_OF, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
 
+logger = logging.get_logger(__name__)
+
 FORMAT_VERSION = 1
+# keys that transformers and its tools write into any config.json, or read from the arguments of any config
+OF_TOOLS = frozenset(
+    """
+    attn_implementation experts_implementation auto_map custom_pipelines quantization_config torch_dtype name_or_path
+    model_type num_labels rope_theta partial_rotary_factor per_layer_config tie_last_hidden_states
+    transformers_weights is_decoder add_cross_attention tie_encoder_decoder torchscript pruned_heads use_bfloat16
+    finetuning_task task_specific_params tokenizer_class prefix cls_token_id sep_token_id mask_token_id unk_token_id
+    return_unused_kwargs decoder_start_token_id pretraining_tp unsloth_version unsloth_fixed trust_remote_code
+    mlp_layer_types
+    """.split()
+)
 
 # readout_norm: what the head reads below the trained depth, and from there on
 READOUTS = {
@@ -78,11 +93,13 @@ class LoopedConfig(PreTrainedConfig):
 
     Depth
         num_prelude_layers, num_core_layers, num_coda_layers (`int`): unique layers before, inside and after the loop.
-        num_loops (`int`): loops in training, and the default at run time. Every forward pass can choose another.
-        residual_scaling: factor eps on what a block adds to the stream. With n = num_loops in the core and 1 outside,
-            L unique layers and lambda = `residual_scale`: "none" 1, "sqrt" lambda/sqrt(n), "linear" lambda/n,
+        num_loops (`int`): loops of a pass that asks for no other depth.
+        trained_num_loops (`int`, *optional*): loops in training, where that is not `num_loops`. Saving writes it, so
+            that a loaded model keeps its scale and readouts whatever `num_loops` is set to; see `trained_depth`.
+        residual_scaling: factor eps on what a block adds to the stream. With n = trained_depth in the core and 1
+            outside, L unique layers and lambda = `residual_scale`: "none" 1, "sqrt" lambda/sqrt(n), "linear" lambda/n,
             "factored" lambda/(n sqrt(L/residual_reference_layers)).
-        residual_depth: "trained" takes n from this config at any depth, "run" from the depth that is run.
+        residual_depth: "trained" takes n from training at any depth, "run" from the depth that is run.
     The loop
         injection: "none"; "add" h + e; "concat" W[h; e]; "diagonal" (a stable linear recurrence, Parcae);
             "residual_all" (h is added before every layer of a stream that restarts at e); "attention_first" and
@@ -95,9 +112,9 @@ class LoopedConfig(PreTrainedConfig):
         core_hidden_size, core_intermediate_size, core_num_attention_heads: sizes of the state and the core's blocks,
             where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
     Readouts
-        readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `num_loops` and normed from
-            there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha), and
-            "final_alpha" an RMSNorm below `num_loops`. "taper" is an RMSNorm that training takes away, see
+        readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `trained_depth` and normed
+            from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha),
+            "final_alpha" an RMSNorm below `trained_depth`. "taper" is an RMSNorm that training takes away, see
             `training.taper_start` of recipes. Norms between loops, gates and codas that read the readout's norm read
             it at every depth; "alpha" and "none" have no norm to share.
         readout_alpha, readout_alpha_learned (`float`, `bool`): alpha, as it starts or fixed. num_readout_alphas: alpha
@@ -114,7 +131,8 @@ class LoopedConfig(PreTrainedConfig):
         block_norm: "pre" x += f(norm x); "branch_sandwich" x += norm(f(norm x)); "residual_sandwich"
             x = norm(x + f(norm x)). norm_affine: whether norms carry weights.
         kv_latent_size: rank of multi-head latent attention. window_pattern: letters L (full) and S (sliding window of
-            `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L.
+            `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L. A
+            `sliding_window` without a pattern is that of all layers.
         qk_norm: "none", "learned" (before RoPE) or "free" (no parameters, after RoPE). attention_bias: "none", "qk",
             "qkv". position_embedding: "rope" or "learned".
         residual_dropout_on: the branches that `residual_dropout` drops before they join the stream: "both",
@@ -156,6 +174,7 @@ class LoopedConfig(PreTrainedConfig):
     num_core_layers: int = 6
     num_coda_layers: int = 0
     num_loops: int = 4
+    trained_num_loops: int | None = None
     residual_scaling: Literal["none", "sqrt", "linear", "factored"] = "none"
     residual_scale: int | float = 1.0
     residual_reference_layers: int | float = 1
@@ -205,7 +224,7 @@ class LoopedConfig(PreTrainedConfig):
     qk_norm: Literal["none", "learned", "free"] = "none"
     attention_bias: Literal["none", "qk", "qkv"] = "none"
     position_embedding: Literal["rope", "learned"] = "rope"
-    rope_parameters: RopeParameters | dict | None = None
+    rope_parameters: dict | None = None
     hidden_act: str = "silu"
     mlp_gated: bool = True
     mlp_activation_scale: int | float = 1.0
@@ -228,7 +247,7 @@ class LoopedConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, num_hidden_layers: int | None = None, layer_types: list[str] | None = None, **kwargs):
-        self._refuse_misspelt(kwargs)
+        self._check_names(kwargs, "nothing in the model reads it")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
@@ -239,7 +258,8 @@ class LoopedConfig(PreTrainedConfig):
         self.base_model_tp_plan = self._tensor_parallel_plan()  # pyrefly: ignore[read-only]
         self.base_model_fsdp_plan = self._fsdp_plan()  # pyrefly: ignore[read-only]
         super().__post_init__(**kwargs)
-        if num_hidden_layers is not None:
+        # beside a depth of training, that many slots may have been saved before num_loops was edited
+        if num_hidden_layers is not None and num_hidden_layers != self.core_slot(self.trained_depth):
             self.num_hidden_layers = num_hidden_layers
 
     def _sections(self) -> list[str]:
@@ -272,12 +292,26 @@ class LoopedConfig(PreTrainedConfig):
         return sorted(PRESETS)
 
     @classmethod
-    def _refuse_misspelt(cls, extra: dict[str, Any]):
+    def _check_names(cls, extra: dict[str, Any], consequence: str | None):
+        """Refuse keys that stand for a field, and warn of others that no tool is known to write, if they have a
+        consequence."""
         known = [field.name for field in fields(cls)]
-        for key in extra:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-            if close and not hasattr(PreTrainedConfig, key):
-                raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{close[0]}`?")
+        unknown = [key for key in extra if key not in known and not hasattr(PreTrainedConfig, key)]
+        for key in unknown:
+            advice = meant(key, known, FIELD_OF)
+            if advice and key not in SPELLINGS_OF_EPS:
+                raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{advice}`?")
+            if isinstance(getattr(cls, key, None), property):
+                raise LoopedConfigError(f"{key}={extra[key]!r} cannot be set: it is derived from other fields")
+            is_of_tools = key.startswith("_") or key in OF_TOOLS or hasattr(GenerationConfig(), key)
+            if consequence is not None and extra[key] is not None and not is_of_tools:
+                hint = f" Did you mean `{advice}`?" if advice else ""
+                logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.{hint}")
+
+    def __setattr__(self, name: str, value: Any):
+        if name in FIELD_OF or not (name.startswith("_") or hasattr(type(self), name)):
+            self._check_names({name: value}, None)  # tools keep things of their own here
+        super().__setattr__(name, value)
 
     # Derived sizes
 
@@ -285,6 +319,11 @@ class LoopedConfig(PreTrainedConfig):
     def num_layers(self) -> int:
         """Unique layers: L = P + C + Q."""
         return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
+
+    @property
+    def trained_depth(self) -> int:
+        """Loops in training: of a config that no model was saved with, those that a new model would be trained at."""
+        return self.num_loops if self.trained_num_loops is None else self.trained_num_loops
 
     @property
     def state_size(self) -> int:
@@ -316,16 +355,22 @@ class LoopedConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Attention type of every slot. Absent without a window pattern, so that no consumer sees sliding windows."""
-        if self.window_pattern is None:
-            raise AttributeError("layer_types exists only with a window_pattern")
+        """Attention type of every slot. Absent without windows, so that no consumer sees any."""
+        if not self.has_windows:
+            raise AttributeError("layer_types exists only with a window_pattern or a sliding_window")
         prelude, core, coda = self.section_layer_types()
         return prelude + coda + core * self.num_loops
+
+    @property
+    def has_windows(self) -> bool:
+        return self.window_pattern is not None or self.sliding_window is not None
 
     def section_layer_types(self) -> tuple[list[str], list[str], list[str]]:
         """Attention types of the layers of prelude, core and coda: the pattern tiled over all, the last one full."""
         pattern = self.window_pattern or "L"
         letters = [pattern[i % len(pattern)] for i in range(self.num_layers - 1)] + ["L"]
+        if self.window_pattern is None and self.has_windows:
+            letters = ["S"] * self.num_layers
         types = [{"L": "full_attention", "S": "sliding_attention"}[letter] for letter in letters]
         core, coda = self.num_prelude_layers, self.num_prelude_layers + self.num_core_layers
         return types[:core], types[core:coda], types[coda:]
@@ -375,7 +420,12 @@ class LoopedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """A `num_loops` that is asked for at loading wins, also over one that a generation config was saved with."""
+        """A `num_loops` that is asked for at loading wins, also over one that a generation config was saved with; it
+        is a depth to run, and the saved one that of training. Older folders have no `trained_num_loops`."""
+        if config_dict.get("trained_num_loops") is None and config_dict.get("num_loops") is not None:
+            config_dict = {**config_dict, "trained_num_loops": config_dict["num_loops"]}
+        # a caller that wants back what is not used knows it
+        cls._check_names(kwargs, None if kwargs.get("return_unused_kwargs") else "it is passed over")
         made = super().from_dict(config_dict, **kwargs)
         if "num_loops" in kwargs:
             config = made[0] if isinstance(made, tuple) else made
@@ -383,7 +433,8 @@ class LoopedConfig(PreTrainedConfig):
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        fields = {**super().to_dict(), "num_hidden_layers": self.num_hidden_layers}
+        derived = {"num_hidden_layers": self.num_hidden_layers, "trained_num_loops": self.trained_depth}
+        fields = {**super().to_dict(), **derived}
         fields.pop("_num_loops_asked_for", None)
         return fields
 
@@ -419,7 +470,7 @@ class LoopedConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("core_hidden_size", "core_intermediate_size", "core_num_attention_heads"):
+        for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -469,29 +520,23 @@ class LoopedConfig(PreTrainedConfig):
                 f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'"
             )
         self._validate_rope_type()
-        if self.window_pattern is None:
-            if self.sliding_window is not None:
-                raise ValueError(
-                    f"sliding_window={self.sliding_window} needs a window_pattern that says which layers slide, "
-                    "e.g. 'SSSL'"
-                )
-        elif not self.window_pattern or set(self.window_pattern) - set("SL"):
+        if self.window_pattern is not None and (not self.window_pattern or set(self.window_pattern) - set("SL")):
             raise ValueError(
                 f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L"
             )
-        elif self.sliding_window is None or self.sliding_window < 2:  # the caches of transformers cannot hold 0 tokens
+        if self.has_windows and (self.sliding_window is None or self.sliding_window < 2):
+            # the caches of transformers cannot hold 0 tokens
             raise ValueError(
-                f"window_pattern={self.window_pattern!r} needs a sliding_window of at least 2, got "
-                f"{self.sliding_window}"
+                f"sliding_window={self.sliding_window} must be at least 2, or None beside window_pattern=None"
             )
 
     def _validate_rope_type(self):
         parameters = self.rope_parameters or {}
         rope_type = parameters.get("rope_type", "default")
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        known = found("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
+        if rope_type != "default" and rope_type not in known:
             raise ValueError(
-                f"rope_type={rope_type!r} is not one of transformers': default, "
-                f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
+                f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
             )
         nested = [key for key, value in parameters.items() if isinstance(value, dict)]
         if nested:
@@ -517,10 +562,6 @@ class LoopedConfig(PreTrainedConfig):
                 "injection_norm is a norm on the sum of state and input, but with "
                 f"injection={self.injection!r} they are never added: set injection to 'add', 'concat', 'diagonal' or "
                 "'residual_all', or injection_norm to False"
-            )
-        if self.state_init_std is not None and self.state_init != "normal":
-            raise ValueError(
-                f"state_init_std={self.state_init_std} is used by state_init='normal' only, got {self.state_init!r}"
             )
         if self.residual_depth == "run" and (
             self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses

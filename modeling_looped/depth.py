@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+
+from .borrowed import found
+
+
+BlockMask: Any = found("torch.nn.attention.flex_attention", "BlockMask", ())
 
 
 class Tick(NamedTuple):
@@ -67,7 +71,7 @@ class DepthPlan(NamedTuple):
         return tuple(loops)
 
 
-def take_rows(batched: torch.Tensor | BlockMask, rows: slice | torch.Tensor) -> Any:
+def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
     """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
     if not isinstance(batched, BlockMask):
         return batched[rows.to(batched.device) if torch.is_tensor(rows) else rows]

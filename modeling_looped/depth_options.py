@@ -12,6 +12,7 @@ from .exit_criteria import ExitRule, exit_rule
 
 OF_CRITERION = ("exit_threshold",)
 OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "prompt_loops")
+EXITS = ("exit_criterion", *OF_EXITS)
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,19 @@ class DepthOptions:
     @classmethod
     def merged(cls, saved, config, arguments: dict) -> tuple["DepthOptions", dict]:
         """What holds where arguments of a call win over the generation config that was passed, and that over the saved
-        one; and what of it was asked for in the call. None undoes what was set before."""
-        asked = overridden(set_fields(config), {name: from_numpy(value) for name, value in arguments.items()})
-        held = {name: value for name, value in overridden(set_fields(saved), asked).items() if value is not None}
+        one; and what of it was asked for in the call. None undoes what was set before. A depth that is asked for runs:
+        saved exits hold beside it only if the call asks for exits too."""
+        before = set_fields(saved)
+        # a pipeline passes a copy of the saved ones, which nobody asks for
+        passed = {
+            name: value
+            for name, value in set_fields(config).items()
+            if name not in before or differ(value, before[name])
+        }
+        asked = overridden(passed, {name: from_numpy(value) for name, value in arguments.items()})
+        if asked.get("num_loops") is not None and all(asked.get(name) is None for name in EXITS):
+            before = without_exits(before)
+        held = {name: value for name, value in overridden(before, asked).items() if value is not None}
         if "num_loops" in held:
             held["num_loops"] = depth_argument(held["num_loops"])
         return cls(**held), asked
@@ -131,6 +142,19 @@ def set_fields(generation_config) -> dict:
     """The fields of a generation config that are set."""
     values = {name: getattr(generation_config, name, None) for name in DEPTH_FIELDS}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def without_exits(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if name not in EXITS}
+
+
+def differ(value, other) -> bool:
+    """Of fields, of which depths may be tensors."""
+    return from_tensor(value) != from_tensor(other)
+
+
+def from_tensor(value):
+    return value.tolist() if torch.is_tensor(value) else from_numpy(value)
 
 
 def overridden(before: dict, by: dict) -> dict:

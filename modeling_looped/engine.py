@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from transformers.cache_utils import QuantizedCache
 
+from .borrowed import found
 from .cache import LoopedCache
 from .checks import check_length, refuse_if
 from .context import PassContext
@@ -22,6 +22,7 @@ from .token_selector import TokenSelector, first_batchwise_part
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
     """Why this batch cannot be decoded here, or None."""
     cache, implementation = model_kwargs.get("past_key_values"), model.config._attn_implementation
+    quantized = found("transformers.cache_utils", "QuantizedCache", ())
     obstacles = {
         f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager"),
         "use_cache=False": not model_kwargs.get("use_cache", True),
@@ -29,12 +30,12 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         "output_hidden_states": config.output_hidden_states,
         "synced_gpus": synced_gpus,
         "an assistant's cache": config.is_assistant,
-        "a quantized cache, which cannot be cropped": isinstance(cache, QuantizedCache),
+        "a quantized cache, which cannot be cropped": isinstance(cache, quantized),
         "an offloaded cache": getattr(cache, "offloading", False),
     }
-    found = next((name for name, stands in obstacles.items() if stands), None)
+    standing = next((name for name, stands in obstacles.items() if stands), None)
     drafts = config.depth_options.draft_loops is not None  # of which each row accepts a number of its own
-    return first_batchwise_part(processors, criteria) if found is None and drafts else found
+    return first_batchwise_part(processors, criteria) if standing is None and drafts else standing
 
 
 @dataclass
@@ -65,7 +66,7 @@ class RowEngine:
         self.prompt_loops = None if self.rule is None else self.options.prompt_loops
         # repeated with the prompts, unlike those of the options
         self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
-        runs = model.config.num_loops if model.config.residual_depth == "trained" else max(self.limits)
+        runs = model.trained_depth if model.config.residual_depth == "trained" else max(self.limits)
         self.scale = model.config.residual_factor(runs)
         self.rotary_table = None  # by position
 

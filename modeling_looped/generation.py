@@ -6,19 +6,21 @@ depth, to transformers' own loops.
 """
 
 import copy
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.generation import BaseStreamer, GenerationMixin
+from transformers.generation import BaseStreamer, GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
 from .cache import LoopedCache, sharing_of
 from .continuous import decode_continuously
 from .cpu import decoding
-from .depth import check_depths
-from .depth_options import DEPTH_FIELDS, DepthOptions, refuse_sharing, set_fields
+from .depth import check_count, check_depths
+from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
 from .engine import RowEngine, obstacle_to_row_engine
+from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .speculation import speculate
 
@@ -46,7 +48,8 @@ class LoopedGenerationMixin(Generative):
         draft_loops, draft_tokens: self-speculation: how many loops a draft runs, and how many tokens are drafted.
         cache_sharing: "none", "last" or "cyclic-S".
 
-        All are also fields of `generation_config`; None in a call undoes a saved one. With return_dict_in_generate the
+        All are also fields of `generation_config`; None in a call undoes a saved one, and num_loops in a call undoes
+        saved exits, unless the call names a field of them too. With return_dict_in_generate the
         output has `token_loops`; a streamer with a method `put_loops` receives them before each `put` (but not by
         assisted decoding).
         """
@@ -54,19 +57,51 @@ class LoopedGenerationMixin(Generative):
         check_prompt(kwargs[names[0]] if names else args[0] if args else None)
         if (count := kwargs.get("exit_candidates")) is not None:
             raise ValueError(f"exit_candidates={count} is no longer known: leave it out")
+        self._check_names(kwargs)
         with decoding(self):
             return super().generate(*args, **kwargs)
 
+    def _check_names(self, arguments: dict):
+        """transformers too refuses what it does not know, but not what stands in a generation config."""
+        known = {*DEPTH_FIELDS, *vars(GenerationConfig()), *signature(super().generate).parameters}
+        refuse_foreign(arguments, known | {*signature(self.forward).parameters}, "generate")
+        for config in (self.generation_config, arguments.get("generation_config")):
+            if config is not None:
+                # made of config.json, where a folder has no generation_config.json, it has the fields of that too
+                others = [name for name in vars(config) if not name.startswith("_") and not hasattr(self.config, name)]
+                refuse_foreign(others, known | {"depth_options", "cache_is_given"}, "generation_config")
+
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
-        """At loading, which may ask for a depth: it wins over a saved one."""
+        """At loading, which may ask for a depth: it wins over a saved one, and over exits, which are announced."""
         super().adjust_generation_fn(generation_config, *args, **kwargs)
-        if generation_config is None and getattr(self.config, "_num_loops_asked_for", False):
-            self.generation_config.num_loops = None
+        if generation_config is not None:
+            return
+        exits = {name: value for name, value in set_fields(self.generation_config).items() if name in EXITS}
+        if asked_for := getattr(self.config, "_num_loops_asked_for", False):
+            for name in ("num_loops", *EXITS):
+                setattr(self.generation_config, name, None)
+        if "exit_criterion" in exits:
+            logger.warning_once(
+                f"The generation_config.json of {self.config.name_or_path or 'this model'} lets tokens exit early: "
+                f"{listed(exits)}. "
+                + (
+                    f"num_loops={self.config.num_loops} was asked for, so generate() leaves these out."
+                    if asked_for
+                    else "generate() does so unless num_loops or exit_criterion=None is passed."
+                )
+            )
 
     def _keep_depth_fields(self):
         """Before saving: a generation config that came with the model is else made anew at loading, without them."""
-        if set_fields(self.generation_config):
+        fields = set_fields(self.generation_config)
+        if fields:
             self.generation_config._from_model_config = False
+        if "exit_criterion" in fields:
+            logger.warning_once(
+                f"Exits are saved with this model: {listed(fields)}. They were chosen for the weights that they were "
+                "measured on; if these have been trained since, choose anew with `python -m eval.halting FOLDER "
+                "--write`, or set model.generation_config.exit_criterion to None before saving."
+            )
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         arguments = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
@@ -76,7 +111,7 @@ class LoopedGenerationMixin(Generative):
         config.depth_options, config.cache_is_given = options, kwargs.get("past_key_values") is not None
         if options.num_loops is not None:
             model_kwargs["num_loops"] = options.num_loops
-        if options.exit_rule(self.config) and self.config.loop_loss == "terminal" and self.config.num_loops > 1:
+        if options.exit_rule(self.config) and self.config.loop_loss == "terminal" and self.trained_depth > 1:
             logger.warning_once(
                 "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
             )
@@ -163,7 +198,7 @@ class LoopedGenerationMixin(Generative):
         return super()._get_candidate_generator(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
 
     def generate_batch(self, inputs, generation_config=None, *args, **kwargs):
-        """Continuous batching, at the configured depth."""
+        """Continuous batching, at the saved depth or else the configured one."""
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         self._refuse_in_batches({name: value for name, value in given.items() if value is not None})
         sizes = self.config.block_sizes("core")
@@ -172,12 +207,24 @@ class LoopedGenerationMixin(Generative):
                 f"generate_batch holds equally many key/value heads of every layer, but the core has "
                 f"{sizes.num_key_value_heads} and the other layers {self.config.num_key_value_heads}: use generate"
             )
-        return super().generate_batch(inputs, generation_config, *args, **kwargs)
+        configured, saved = self.config.num_loops, getattr(self.generation_config, "num_loops", None)
+        self.config.num_loops = configured if saved is None else check_count("num_loops", saved)
+        try:
+            return super().generate_batch(inputs, generation_config, *args, **kwargs)
+        finally:
+            self.config.num_loops = configured
 
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
         if generation_config not in (None, self.generation_config):
             self._refuse_in_batches(beside_defaults(generation_config))
-        if saved := beside_defaults(self.generation_config):
+        saved = beside_defaults(self.generation_config)
+        if (depth := saved.pop("num_loops", None)) not in (None, self.config.num_loops):
+            raise ValueError(
+                f"continuous batching runs every sequence at config.num_loops={self.config.num_loops}, but the "
+                f"model's generation_config says num_loops={depth}: set model.config.num_loops to the one that is "
+                "meant, and model.generation_config.num_loops to None"
+            )
+        if saved:
             logger.warning_once(
                 f"Continuous batching runs every sequence at config.num_loops={self.config.num_loops}, whatever the "
                 f"model's generation_config says: {listed(saved)}."

@@ -3,14 +3,16 @@
 from typing import Any
 
 from torch import nn
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-)
 
+from .borrowed import found_class
 from .configuration_looped import LoopedConfig
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
+
+
+GenericForQuestionAnswering, GenericForSequenceClassification, GenericForTokenClassification = (
+    found_class("transformers.modeling_layers", f"GenericFor{task}")
+    for task in ("QuestionAnswering", "SequenceClassification", "TokenClassification")
+)
 
 
 class _LoopedClassifier:

@@ -52,7 +52,7 @@ def takase(weight, role, config, width):
     """Huginn and RDM: sqrt(2/5d) everywhere, residual outputs divided by sqrt(2 L) with L the unrolled depth."""
     std = small_std(width)
     if role == "output":
-        std /= math.sqrt(2 * config.num_hidden_layers)
+        std /= math.sqrt(2 * config.core_slot(config.trained_depth))
     truncated_normal(weight, std)
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, eager_attention_forward
 
+from .borrowed import RotaryEmbedding, eager_attention_forward
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally, rms_norm
 
@@ -18,7 +18,7 @@ VALUE_GATE_CHANNELS = 32
 LinearOrTable = TypeVar("LinearOrTable", nn.Linear, nn.Embedding)
 
 
-class LoopedRotaryEmbedding(LlamaRotaryEmbedding):
+class LoopedRotaryEmbedding(RotaryEmbedding):
     pass
 
 

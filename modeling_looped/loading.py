@@ -2,9 +2,21 @@
 
 from safetensors import SafetensorError
 
+from .depth_options import DEPTH_FIELDS
+from .names import UnknownNameError
+
 
 class LoopedCheckpointError(ValueError, RuntimeError):
     """A checkpoint that does not fit the model: a `ValueError`, and the `RuntimeError` that transformers raises."""
+
+
+def refuse_arguments_of_generate(kwargs: dict):
+    found = [name for name in kwargs if name in DEPTH_FIELDS and name != "num_loops"]
+    if found:
+        raise UnknownNameError(
+            f"{', '.join(found)}: not of loading, but of generate and generation_config. In lm-eval pass them in "
+            "--gen_kwargs, or use `python -m eval.harness --model looped`, which takes them in --model_args"
+        )
 
 
 class StrictLoadingMixin:
@@ -17,6 +29,7 @@ class StrictLoadingMixin:
         `strict=False` (or `ignore_mismatched_sizes=True`) gives transformers' own behaviour: a report, fresh weights.
         So does `output_loading_info=True`, since that report is then in the caller's hands.
         """
+        refuse_arguments_of_generate(kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         # without a path the caller gave a state_dict, and with it the responsibility
         has_path = pretrained_model_name_or_path is not None
@@ -27,6 +40,12 @@ class StrictLoadingMixin:
             model, info = super().from_pretrained(  # pyrefly: ignore[missing-attribute]  of PreTrainedModel, beside it
                 pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
             )
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise UnknownNameError(
+                f"{error}: from_pretrained takes the arguments of transformers and the fields of LoopedConfig"
+            ) from error
         except SafetensorError as error:
             raise ValueError(
                 f"a weight file of the checkpoint {pretrained_model_name_or_path} is truncated or damaged ({error}); "

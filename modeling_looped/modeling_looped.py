@@ -19,6 +19,7 @@ language model on top), losses, heads (all others).
 """
 
 from contextlib import nullcontext
+from inspect import signature
 from itertools import chain
 from typing import Any, cast
 
@@ -27,11 +28,8 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import PreTrainedModel
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
+from .borrowed import captured, config_defaults
 from .cache import CacheView, view_for_pass
 from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
 from .clients import register_with_peft, warn_of_another_loss
@@ -53,6 +51,7 @@ from .layers import (
     with_role,
 )
 from .loading import StrictLoadingMixin
+from .names import check_arguments
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 
@@ -75,6 +74,14 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         config.validate()  # fields may have been assigned since it was made
         register_with_peft(config.model_type)
         super().__init__(config, *args, **kwargs)
+        self.trained_depth = config.trained_depth  # of this model, whatever depth the config is set to from here on
+
+    def save_pretrained(self, *args, **kwargs):
+        given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.config.trained_num_loops = given
 
     def _init_weights(self, module):
         if not init_module(module, self.config):
@@ -106,6 +113,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
 
         prelude, core, coda = config.section_layer_types()
+        self.layer_types = sorted({*prelude, *core, *coda})
         sections = (
             self._blocks("prelude", prelude, first_layer=0, first_slot=0),
             self._blocks("core", core, first_layer=len(prelude), first_slot=config.core_slot(0)),
@@ -145,8 +153,8 @@ class LoopedModel(LoopedPreTrainedModel):
             for layer, slot, layer_type in layers
         ]
 
-    @merge_with_config_defaults
-    @capture_outputs
+    @config_defaults
+    @captured
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -162,7 +170,7 @@ class LoopedModel(LoopedPreTrainedModel):
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
         has_loss: bool = False,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs,
     ) -> LoopedModelOutputWithPast:
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
@@ -172,6 +180,7 @@ class LoopedModel(LoopedPreTrainedModel):
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
         """
+        check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
         if self.training and torch.is_grad_enabled() and not has_loss:
             warn_of_another_loss(self.config)
         check_inputs(input_ids, inputs_embeds)
@@ -323,7 +332,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def readout(self, x, depth: int | list[int] | torch.Tensor):
         """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""
         below, from_there_on = READOUTS[self.config.readout_norm]
-        reached = below == from_there_on or has_reached(self.config.num_loops, depth, x.device)
+        reached = below == from_there_on or has_reached(self.trained_depth, depth, x.device)
         if isinstance(reached, bool):
             return self._read(from_there_on if reached else below, x, depth)
         return torch.where(reached, self._read(from_there_on, x, depth), self._read(below, x, depth))
@@ -360,7 +369,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def _residual_scale(self, plan: DepthPlan, like: torch.Tensor) -> float | torch.Tensor:
         """eps of the core: one number, or [rows, 1, 1] where it follows each row's own depth."""
         if self.config.residual_depth == "trained":
-            return self.config.residual_factor(self.config.num_loops)
+            return self.config.residual_factor(self.trained_depth)
         if isinstance(plan.depths, int):
             return self.config.residual_factor(plan.depths)
         factors = [self.config.residual_factor(depth) for depth in sorted(plan.depths, reverse=True)]
@@ -393,10 +402,10 @@ class LoopedModel(LoopedPreTrainedModel):
             "past_key_values": past_key_values,
             "position_ids": position_ids,
         }
-        masks = {"full_attention": create_causal_mask(**arguments)}
-        if self.config.window_pattern is not None:
-            masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
-        return masks
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        return {layer_type: makers[layer_type](**arguments) for layer_type in self.layer_types}
 
+
+TRUNK_ARGUMENTS = frozenset(signature(LoopedModel.forward).parameters)
 
 __all__ = ["LoopedModel", "LoopedPreTrainedModel"]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.output_capturing import _active_collector
+
+from .borrowed import recorded_states
 
 
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
@@ -16,8 +17,7 @@ def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
 
 def unrecorded(run: Callable, *arguments):
     """What `run` returns; its blocks are not among those that output_hidden_states and output_attentions show."""
-    collected = None if torch.compiler.is_compiling() else _active_collector.get()
-    recorded = [states for states in (collected or {}).values() if isinstance(states, list)]
+    recorded = recorded_states()
     lengths = [len(states) for states in recorded]
     result = run(*arguments)
     for states, length in zip(recorded, lengths):

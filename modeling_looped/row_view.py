@@ -13,6 +13,11 @@ from .cache import LoopedCache
 from .cpu import is_slow_single_query
 
 
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
+    for target, source in zip(targets, sources):
+        target.copy_(source)
+
+
 class Padding:
     """Which places of the prompts hold no token. mask: [rows, prompt length], False there; None without padding."""
 
@@ -63,7 +68,8 @@ class RowView:
         self.write(buffer, keys, values)
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
         of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
-        torch._foreach_copy_(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
+        copy_all = getattr(torch, "_foreach_copy_", copy_each)
+        copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
         return seen.unbind(2)
 
     def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
@@ -125,7 +131,7 @@ class RowView:
             return dict.fromkeys(("full_attention", "sliding_attention"))
         masks = {"full_attention": self.mask(None)}
         config = self.cache.model_config
-        if config.window_pattern is not None:
+        if config.has_windows:
             masks["sliding_attention"] = self.mask(config.sliding_window)
         if as_bias is not None:
             closed = torch.finfo(as_bias).min

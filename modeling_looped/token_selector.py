@@ -17,13 +17,14 @@ NAMES = """
     ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
     SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
 """
-PROCESSORS = tuple(getattr(logits_process, name) for name in NAMES.split())
+PROCESSORS = tuple(getattr(logits_process, name) for name in NAMES.split() if hasattr(logits_process, name))
 CRITERIA = tuple(
     getattr(stopping_criteria, name)
     for name in ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
+    if hasattr(stopping_criteria, name)
 )
 # criteria that look at a row's last token alone, and so may be shown rows of any lengths
-CRITERIA_OF_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxTimeCriteria)
+CRITERIA_OF_LAST_TOKEN = tuple(each for each in CRITERIA if each.__name__ in ("EosTokenCriteria", "MaxTimeCriteria"))
 
 
 def first_batchwise_part(processors, criteria) -> str | None:

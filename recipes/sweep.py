@@ -91,7 +91,7 @@ def computation(recipe: Recipe) -> str:
             model.pop(name)
         correct = content["optimizer"].pop("correct_for_depth")
         outside = config.residual_factor(1) if config.num_prelude_layers or config.num_coda_layers else None
-        core = config.residual_factor(config.num_loops)
+        core = config.residual_factor(config.trained_depth)
         model["factors"] = [core, outside, depth_correction(config) if correct else 1.0]
     return json.dumps({**content, "model": model}, sort_keys=True, default=str)
 

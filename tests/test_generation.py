@@ -453,12 +453,22 @@ def test_continuous_batching_says_what_it_passes_over(monkeypatch):
     model.generation_config.eos_token_id, arguments = -1, {"continuous_batching_config": small_paged_cache()}
     plain = model.generate_batch([[3, 4]], max_new_tokens=3, num_loops=None, exit_criterion=None, **arguments)
     assert not said
-    model.generation_config.num_loops = 5
+    model.generation_config.exit_criterion = "kl"
     deep = model.generate_batch([[3, 4]], max_new_tokens=3, **arguments)
     assert [result.generated_tokens for result in deep.values()] == [r.generated_tokens for r in plain.values()]
     model.generate_batch([[3, 4]], generation_config=GenerationConfig(max_new_tokens=3, eos_token_id=-1), **arguments)
     assert len(said) == 2 and said[0] == said[1]
-    assert "config.num_loops=3" in said[0] and "num_loops=5" in said[0]
+    assert "config.num_loops=3" in said[0] and "exit_criterion='kl'" in said[0]
+
+
+def test_continuous_batching_runs_a_saved_depth():
+    model, prompt = model_of("windows").float(), random_ids(1, 6)[0]
+    expected = argmax_rows(model, [prompt], 1)
+    assert argmax_rows(model, [prompt], None) != expected
+    model.generation_config.num_loops = 1
+    assert batch(model, [prompt.tolist()]) == expected and model.config.num_loops == 3
+    with pytest.raises(ValueError, match="config.num_loops=3.*generation_config says num_loops=1.*set model.config"):
+        model.init_continuous_batching()
 
 
 def test_paged_cache_of_generate_refuses_a_depth():

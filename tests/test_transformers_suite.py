@@ -62,10 +62,10 @@ SKIPS = {
         test_can_load_from_already_mapped_keys test_reverse_loading_mapping test_keep_in_fp32_modules
         test_keep_in_fp32_modules_exist
     """,
-    "reads a switch `use_sliding_window`; here the window pattern is the switch": "test_sliding_window_mask",
     "runs for the first two classes, then cannot read the annotations of transformers' own heads": """
         test_eager_matches_sdpa_inference_24_fp32_pad_left_output_attentions
     """,
+    "reads a switch `use_sliding_window`; here the fields of windows are the switch": "test_sliding_window_mask",
     "its mixin is not in the source distribution": "test_generation_tester_mixin_inheritance",
     "is a pipeline for another kind of model": " ".join(
         f"test_pipeline_{task} test_pipeline_{task}_fp16" for task in OTHER_TASKS.split()

@@ -78,7 +78,7 @@ REFUSED = {
     # windows
     "pattern letters": ({"window_pattern": "SXL"}, ["window_pattern", "SXL", "S and L"]),
     "empty pattern": ({"window_pattern": ""}, ["window_pattern", "''", "S and L"]),
-    "window alone": ({"sliding_window": 8}, ["sliding_window=8", "window_pattern", "SSSL"]),
+    "window of none alone": ({"sliding_window": 0}, ["sliding_window", "0", "at least 2"]),
     "window of none": ({"window_pattern": "SL", "sliding_window": 0}, ["sliding_window", "0"]),
     # combinations without a meaning
     **{
@@ -107,7 +107,6 @@ REFUSED = {
         ["core_num_attention_heads=3", "num_attention_heads=4", "num_key_value_heads=2"],
     ),
     "no width of the core": ({"core_hidden_size": 0}, ["core_hidden_size", "0", "at least 1"]),
-    "noise of no use": ({"state_init_std": 0.5}, ["state_init_std=0.5", "normal", "'embedding'"]),
     "run depth, per loop": (
         {"residual_depth": "run", "loop_loss": "per_loop"},
         ["residual_depth='run'", "loop_loss='per_loop'", "terminal"],
@@ -228,7 +227,7 @@ ASSIGNED_LATER = [
     "heads by groups",
     "derived depth",
     "unknown rope",
-    "window alone",
+    "window of none alone",
     "input never read",
     "gate loss, no gate",
 ]

@@ -108,7 +108,7 @@ def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]
 def depth_of(model, num_loops: int | None) -> int:
     """`num_loops`, or the depth that the model was trained at."""
     if num_loops is None:
-        return model.config.num_loops
+        return model.trained_depth
     if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
         raise ValueError(f"num_loops must be a whole number of at least 1, got {num_loops!r}")
     return num_loops

@@ -80,7 +80,8 @@ class RunFolder:
 
     @property
     def trained_loops(self) -> int | None:
-        return self.config.get("num_loops", self.setting("model.num_loops"))
+        saved = self.config.get("trained_num_loops") or self.config.get("num_loops")
+        return self.setting("model.num_loops") if saved is None else saved
 
     @property
     def steps(self) -> int:

@@ -35,7 +35,7 @@ def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict
         "norm": norms,
         "R": residual_norms(trajectory),
         "growth": norms[-1] / norms[1],
-        "trained_loops": model.config.num_loops,
+        "trained_loops": model.trained_depth,
     }
 
 
@@ -62,10 +62,10 @@ def depth_curve(model, batch: dict, *, num_loops: int | None = None) -> dict:
     exit_gap = CE(1) - CE(N) at the trained depth N, or at the deepest that is run. Norms of the state before and after
     the norm or damping between loops; beyond the last loop there is no after. By default twice the trained depth.
     """
-    depth = depth_of(model, 2 * model.config.num_loops if num_loops is None else num_loops)
+    depth = depth_of(model, 2 * model.trained_depth if num_loops is None else num_loops)
     losses = losses_at_every_depth(model, batch, depth)
     seen = trace(model, batch, depth)
-    at = min(depth, model.config.num_loops)
+    at = min(depth, model.trained_depth)
     norms = [mean_norm(state) for state in seen.states]
     return {
         "loop": list(range(1, depth + 1)),
@@ -73,7 +73,7 @@ def depth_curve(model, batch: dict, *, num_loops: int | None = None) -> dict:
         "ppl": [perplexity(loss) for loss in losses],
         "norm_before": norms,
         "norm_after": [mean_norm(state) for state in seen.entering[1:]],
-        "trained_loops": model.config.num_loops,
+        "trained_loops": model.trained_depth,
         "exit_gap": losses[0] - losses[at - 1],
         "final_norm": norms[at - 1],
         "best_loop": 1 + min(range(depth), key=losses.__getitem__),
@@ -125,7 +125,7 @@ def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
     Stages of a loop: what it starts from, after the injection, after each layer. Prelude: the embedding, after each
     prelude layer, and e as the loop gets it. By default 24 loops or the trained depth, whichever is more.
     """
-    depth = depth_of(model, max(24, model.config.num_loops) if num_loops is None else num_loops)
+    depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
     seen = trace(model, batch, depth)
     trajectory = seen.trajectory
     layers = len(model.model.prelude)

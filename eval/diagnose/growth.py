@@ -27,8 +27,9 @@ UPDATE_THEORY = {"none": 1.0, "sqrt": 0.5, "linear": 0.0, "factored": 0.0}
 
 
 def with_fields(config: LoopedConfig, **fields) -> LoopedConfig:
+    """Of a model to be made anew, which trains at its own number of loops."""
     config = copy.deepcopy(config)
-    for name, value in fields.items():
+    for name, value in {"trained_num_loops": None, **fields}.items():
         setattr(config, name, value)
     config.validate()
     return config
@@ -274,7 +275,7 @@ def loop_cosine(
             f"cosines between loops need at least 2 of them, got num_loops={depth} and copies={copies} (0: none)"
         )
     config = model.config
-    eps = config.residual_factor(depth if config.residual_depth == "run" else config.num_loops)
+    eps = config.residual_factor(depth if config.residual_depth == "run" else model.trained_depth)
     result = {"num_loops": depth, "copies": copies, "steps": steps}
     result["model"] = increments(trace(model, batch, depth).trajectory, eps)
     if not copies:

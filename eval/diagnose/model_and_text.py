@@ -114,7 +114,7 @@ def config_fields(target: str) -> dict:
     if not isinstance(fields, dict):
         raise DiagnoseError(f"{target!r} must hold fields of LoopedConfig, or a recipe, got {type(fields).__name__}")
     fields = dict(fields["model"]) if isinstance(fields.get("model"), dict) else fields  # a recipe
-    for derived in ("num_hidden_layers", "layer_types"):
+    for derived in ("num_hidden_layers", "layer_types", "trained_num_loops"):  # a fresh model trains at num_loops
         fields.pop(derived, None)
     return fields
 

@@ -20,6 +20,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
 from eval.common.curves import Curves, draw, table
+from modeling_looped.depth_options import DEPTH_FIELDS
 from recipes.common.command_line import check_device
 from recipes.common.files import write_whole
 from recipes.common.provenance import provenance
@@ -52,9 +53,13 @@ def check(config: EvaluatorConfig):
     """What can be known before the model is loaded, but for the names of tasks."""
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
-    if "num_loops" in config.gen_kwargs:
-        raise ValueError("what is generated has the depths of --model_args num_loops=...: leave it out of gen_kwargs")
-    if config.wandb_args or config.trackio_args:
+    ours = [name for name in config.gen_kwargs if name in DEPTH_FIELDS]
+    if ours:
+        raise ValueError(
+            f"{', '.join(ours)}: what is generated has the depths and exits of --model_args num_loops=...,"
+            "exit_criterion=..., as what is scored: leave it out of gen_kwargs"
+        )
+    if config.wandb_args or getattr(config, "trackio_args", None):  # the second since lm-eval 0.4.12
         raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
     known = inspect.signature(check_question).parameters
     check_device(config.device)

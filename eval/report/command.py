@@ -77,7 +77,7 @@ def facts(run: RunFolder) -> dict[str, str]:
 def architecture(config: dict) -> str:
     if not config:
         return "–"
-    layers, loops = config["num_core_layers"], config["num_loops"]
+    layers, loops = config["num_core_layers"], config.get("trained_num_loops") or config["num_loops"]
     parts = [
         f"{layers} layer{'s' * (layers != 1)} x {loops} loop{'s' * (loops != 1)}",
         f"width {config['hidden_size']}",

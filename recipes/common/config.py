@@ -87,7 +87,7 @@ class Recipe:
             raise RecipeError(f"section 'model': {' '.join(str(error).split())}") from error
 
     def mean_depth(self, config: LoopedConfig) -> float:
-        return config.num_loops if self.depth.mean is None else self.depth.mean
+        return config.trained_depth if self.depth.mean is None else self.depth.mean
 
     @property
     def depths_vary(self) -> bool:
@@ -208,7 +208,7 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
 
 
 def _model_fields(fields: dict, where: str) -> dict:
-    known = [f.name for f in dataclasses.fields(LoopedConfig)] + ["preset"]
+    known = [f.name for f in dataclasses.fields(LoopedConfig) if f.name != "trained_num_loops"] + ["preset"]
     _refuse_unknown(fields, known, where, "key in model")
     fields = {key: as_number(value) for key, value in fields.items()}
     check_model_fields(fields, where)

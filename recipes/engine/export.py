@@ -40,8 +40,10 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
         raise CheckpointError(f"{path} exists and is not a saved model: it is not overwritten, choose another folder")
     # a new model, because the class of a sharded one is not that of its config
     model_class = next(part for part in type(model).__mro__ if not issubclass(part, FSDPModule))
+    config = copy.deepcopy(model.config)
+    config.trained_num_loops = model.trained_depth
     with torch.device("meta"):
-        whole = model_class(copy.deepcopy(model.config))
+        whole = model_class(config)
     whole.load_state_dict(
         {key: value if dtype is None else value.to(dtype) for key, value in state.items()}, assign=True
     )

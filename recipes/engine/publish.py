@@ -71,7 +71,7 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str) -> s
         prelude=config.num_prelude_layers,
         core=config.num_core_layers,
         coda=config.num_coda_layers,
-        loops=config.num_loops,
+        loops=config.trained_depth,
         parameters=sizes(config).total,
         table="\n".join(rows),
         steps=last.get("step", -1) + 1,

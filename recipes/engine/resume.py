@@ -66,6 +66,8 @@ def may_change(name: str, resume: bool | str) -> bool:
 def comparable(config: dict) -> dict:
     """As JSON gives it back, without what depends on how and with what the model was loaded."""
     config = {key: value for key, value in config.items() if key not in VOLATILE}
+    if config.get("trained_num_loops") == config.get("num_loops"):  # as older checkpoints have it
+        config.pop("trained_num_loops", None)
     return json.loads(json.dumps(config, default=str, sort_keys=True))
 
 

@@ -12,31 +12,13 @@ from modeling_looped import (
     LoopedForTokenClassification,
     LoopedModel,
 )
-from tests import test_modeling_common
 from tests.test_configuration_common import ConfigTester
 from tests.test_modeling_common import ModelTesterMixin
 from tests.test_pipeline_mixin import PipelineTesterMixin
 from tests.test_training_mixin import TrainingTesterMixin
 
 
-def has_attribute(value, name: str) -> bool:
-    """The mixins set `sliding_window` wherever it exists; without a window pattern it is refused, so it does not."""
-    if name == "sliding_window" and isinstance(value, LoopedConfig) and value.window_pattern is None:
-        return False
-    return hasattr(value, name)
-
-
-def config_without_init(config, zero_init=test_modeling_common._config_zero_init):
-    """The mixins set every field named `*_std` to almost 0; that of h_0 is no weight and means something else."""
-    zeroed = zero_init(config)
-    zeroed.state_init_std = config.state_init_std
-    return zeroed
-
-
 INIT_TESTS = ("test_can_init_all_missing_weights", "test_init_weights_can_init_buffers", "test_training_overfit")
-
-test_modeling_common.hasattr = has_attribute
-test_modeling_common._config_zero_init = config_without_init
 
 
 class LoopedTest(ModelTesterMixin, TrainingTesterMixin, PipelineTesterMixin, unittest.TestCase):

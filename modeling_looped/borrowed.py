@@ -1,0 +1,110 @@
+"""What is borrowed from transformers without a promise that it stays, with what holds where it is gone.
+
+A copy of this code lies beside every saved model and meets transformers that are newer than it: an import must not
+fail for a name that one pass in a thousand needs. Such names are looked up here, each with a substitute, or with an
+error when it is used.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+
+def found(module: str, name: str, default: Any = None) -> Any:
+    """What `name` is in `module`, or the default where one of the two is gone."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return default
+
+
+class Missing(nn.Module):
+    """In place of a class that is gone; making one, or running it, says so."""
+
+    gone = ""
+
+    def __init__(self, *args, **kwargs):
+        self.forward()
+
+    def forward(self, *args, **kwargs):
+        raise ImportError(
+            f"transformers {transformers.__version__} has no {self.gone}, which this part of a looped model needs: "
+            "use an older transformers, or a newer modeling_looped"
+        )
+
+
+def found_class(module: str, name: str) -> Any:
+    """A class to inherit from."""
+    return found(module, name) or type(name, (Missing,), {"gone": name})
+
+
+def config_defaults(forward):
+    """transformers' own: arguments that are None are those of the config."""
+    if decorate := found("transformers.utils.generic", "merge_with_config_defaults"):
+        return decorate(forward)
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, use_cache=None, **kwargs):
+        return forward(self, *args, use_cache=self.config.use_cache if use_cache is None else use_cache, **kwargs)
+
+    return wrapper
+
+
+def captured(forward):
+    """transformers' own: what layers give on the way is recorded where it is asked for."""
+    if decorate := found("transformers.utils.output_capturing", "capture_outputs"):
+        return decorate(forward)
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, return_dict=None, **kwargs):
+        asked = [name for name in ("output_hidden_states", "output_attentions") if kwargs.pop(name, None)]
+        if asked:
+            raise ImportError(
+                f"transformers {transformers.__version__} has no capture_outputs, so {' and '.join(asked)} cannot be "
+                "recorded: use an older transformers, or output_loop_hidden_states"
+            )
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+def tuples_on_request(forward):
+    """transformers' own: return_dict=False gives a tuple."""
+    if decorate := found("transformers.utils", "can_return_tuple"):
+        return decorate(forward)
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, return_dict=None, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        return outputs.to_tuple() if return_dict is False else outputs
+
+    return wrapper
+
+
+def recorded_states() -> list[list]:
+    """The lists in which transformers is recording what layers give, if it is."""
+    collector = (
+        None if torch.compiler.is_compiling() else found("transformers.utils.output_capturing", "_active_collector")
+    )
+    collected = (collector.get() if collector is not None else None) or {}
+    return [states for states in collected.values() if isinstance(states, list)]
+
+
+def eager_attention(module, query, key, value, attention_mask, scaling: float, dropout: float = 0.0, **kwargs):
+    """softmax(q k^T) v by the definition, as transformers' Llama has it."""
+    key, value = (states.repeat_interleave(module.num_key_value_groups, dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+LLAMA = "transformers.models.llama.modeling_llama"
+eager_attention_forward = found(LLAMA, "eager_attention_forward", eager_attention)
+RotaryEmbedding = found_class(LLAMA, "LlamaRotaryEmbedding")

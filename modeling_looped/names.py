@@ -1,0 +1,127 @@
+"""Names that nobody here knows: what other libraries call a thing is answered with what it is called here.
+
+A misspelt or foreign name that is passed over would run a model at its defaults unheard. Names that stand for
+something here are refused; any other unknown one is passed over with a warning, since tools pass on what only they and
+their attention kernels read.
+"""
+
+import difflib
+from collections.abc import Collection, Iterable
+
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+DEPTH = """
+    loop loops n_loop n_loops nloops loop_count loops_count max_loops mean_loops loop_steps num_loop_steps
+    num_iterations num_iters n_iter n_iters iterations iteration_count recurrence recurrences num_recurrence
+    num_recurrences mean_recurrence recurrent_depth recurrence_depth num_recurrent_steps recurrent_steps
+    num_recurrent_iterations ut_steps total_ut_steps num_ut_steps num_steps n_steps num_repeats n_repeats repeats
+    num_passes unroll_steps test_time_depth run_depth loop_depth num_depth
+"""
+LAYERS = """
+    n_layer n_layers num_layers num_layer layers num_blocks n_blocks n_block num_decoder_layers decoder_layers
+    num_transformer_layers num_looped_layers num_recurrent_layers recurrent_layers looped_layers
+    n_layers_in_recurrent_block
+"""
+
+# what is advised, and the foreign names for it, of a config; the first word of the advice is the field
+FIELDS = {
+    "num_loops": DEPTH,
+    "num_core_layers (unique layers inside the loop; num_prelude_layers and num_coda_layers are outside)": LAYERS,
+    "num_loops for the loops, or num_core_layers for the layers inside the loop": "depth num_hidden_layer",
+    "num_prelude_layers": "n_layers_in_prelude prelude_layers n_prelude n_prelude_layers",
+    "num_coda_layers": "n_layers_in_coda coda_layers n_coda n_coda_layers",
+    "hidden_size": "d_model n_embd n_embed dim model_dim embed_dim embedding_dim embedding_size hidden_dim width",
+    "core_hidden_size": "recurrent_embedding_dimension recurrent_dim state_dim d_state",
+    "intermediate_size": """
+        d_ff ff_dim ffn_dim ffn_hidden_size dim_feedforward feedforward_dim intermediate_dim mlp_dim mlp_hidden_dim
+        n_inner
+    """,
+    "num_attention_heads": "n_head n_heads num_heads attention_heads",
+    "num_key_value_heads": "n_kv_head n_kv_heads num_kv_heads kv_heads n_query_groups num_query_groups multi_query",
+    "head_dim": "head_size d_head d_kv attention_head_dim size_per_head",
+    "max_position_embeddings": """
+        n_positions n_ctx block_size context_length context_size context_window ctx_len max_seq_len max_seq_length
+        max_sequence_length max_context_length seq_len seq_length sequence_length
+    """,
+    "vocab_size": "n_vocab num_vocab vocab vocabulary_size padded_vocab_size",
+    "tie_word_embeddings": """
+        tie_embeddings tie_embedding tied_embeddings tie_weights tied_weights weight_tying share_embeddings
+    """,
+    "hidden_act": "activation activation_function activation_fn act_fn hidden_activation act",
+    "mlp_gated": "use_swiglu swiglu glu use_glu gated_mlp gated",
+    "rms_norm_eps": "norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon layernorm_epsilon rms_eps",
+    "attention_dropout": "attn_dropout attn_pdrop attention_probs_dropout_prob",
+    "embedding_dropout": "embd_dropout embd_pdrop embed_dropout",
+    "residual_dropout": "resid_dropout resid_pdrop hidden_dropout hidden_dropout_prob",
+    "attention_dropout, residual_dropout and embedding_dropout": "dropout dropout_rate dropout_prob p_dropout",
+    "logit_softcap": """
+        final_logit_softcap logit_softcapping logits_softcap logits_soft_cap softcap
+    """,
+    "attention_bias": "use_bias qkv_bias attn_bias bias add_qkv_bias",
+    "qk_norm": "use_qk_norm qk_layernorm qk_layer_norm",
+    "sliding_window": "window_size attention_window local_window_size",
+    "embedding_scale": "embed_scale scale_embedding scale_embeddings embedding_multiplier",
+    "initializer_range": "init_std initializer_std init_scale init_range",
+    "exit_gate": "early_exit_gate halting_gate",
+    "rope_parameters={'rope_type': 'default', 'rope_theta': ...}": "rope_base rotary_base rotary_emb_base",
+}
+# of forward and generate
+ARGUMENTS = {
+    "num_loops": f"{DEPTH} depth depths steps",
+    "exit_criterion (with exit_threshold)": "early_exit exit exit_criteria halting halting_criterion criterion",
+    "exit_threshold": "early_exit_threshold threshold exit_thresh halting_threshold",
+    "draft_loops (with draft_tokens)": "draft_depth draft_steps num_draft_loops draft_layers",
+    "backprop_loops": "backprop_depth bptt bptt_steps truncate_backprop gradient_loops num_grad_loops",
+    "initial_state": "input_states init_state initial_states",
+    "output_loop_logits": "return_loop_logits all_logits return_all_logits",
+}
+
+
+def by_foreign_name(table: dict[str, str]) -> dict[str, str]:
+    return {name: advice for advice, names in table.items() for name in names.split()}
+
+
+FIELD_OF, ARGUMENT_OF = by_foreign_name(FIELDS), by_foreign_name(ARGUMENTS)
+# tools that serve all models set, and save, every one of them; so they are only warned of
+SPELLINGS_OF_EPS = frozenset(FIELDS["rms_norm_eps"].split())
+
+# what transformers, trainers and serving engines pass to any model's forward, and forward need not know
+OF_TOOLS = frozenset(
+    """
+    num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k
+    max_length_q max_length_k is_causal seq_idx return_dict return_loss cache_position token_type_ids shift_labels
+    attention_instances forward_batch cache block_table read_index write_index logits_indices max_seqlen_q max_seqlen_k
+    max_batch_tokens special_tokens_mask length
+    """.split()
+)
+
+
+class UnknownNameError(TypeError, ValueError):
+    """An argument that a model does not have: the `TypeError` that Python raises, and a `ValueError`."""
+
+
+def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | None:
+    """What a name probably stands for here."""
+    if name.lower() in foreign:
+        return foreign[name.lower()]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    return close[0] if close else None
+
+
+def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):
+    """Of names that something else may still know, those that stand for one of `known`."""
+    for name in names:
+        if name not in known and (advice := meant(name, known, ARGUMENT_OF)):
+            raise UnknownNameError(f"{what} has no argument `{name}`; did you mean `{advice}`?")
+
+
+def check_arguments(given: Iterable[str], known: Collection[str], what: str, compiling: bool):
+    """`given`: names beyond those of the signature, `known`. What is compiled warns of nothing."""
+    for name in given:
+        if name not in OF_TOOLS and name not in known:
+            refuse_foreign([name], known, what)
+            if not compiling:
+                logger.warning_once(f"{what} has no argument `{name}`: it is passed on to the attention kernel only.")

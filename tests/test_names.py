@@ -1,0 +1,122 @@
+"""A misspelt name, or what other libraries call a thing, is never passed over unheard; what tools pass is."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from eval.harness.looped_lm import LoopedLM
+from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, names
+
+from .helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer
+
+
+IDS = random_ids(1, 4)
+FIELDS = [field.name for field in fields(LoopedConfig)]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    said = []
+    for module in (names, configuration_looped):
+        monkeypatch.setattr(module.logger, "warning_once", lambda said_now: said_now in said or said.append(said_now))
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(names.FIELD_OF))
+def test_a_foreign_field_is_answered_with_ours(name, said):
+    advice = names.FIELD_OF[name]
+    assert advice.split()[0].split("=")[0].rstrip(",") in FIELDS
+    if name in names.SPELLINGS_OF_EPS:
+        LoopedConfig(**{name: 1e-3})
+        tiny_config().update({name: 1e-3})
+        assert len(said) == 1 and f"`{name}`" in said[0] and advice in said[0]
+        return
+    for give in (
+        lambda: LoopedConfig(**{name: 3}),
+        lambda: LoopedConfig.from_preset("lt", **{name: 3}),
+        lambda: tiny_config().update({name: 3}),
+        lambda: LoopedConfig.from_dict(tiny_config().to_dict(), **{name: 3}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            give()
+        assert f"`{name}`" in str(caught.value) and advice in str(caught.value) or "derived" in str(caught.value)
+
+
+def test_the_tables_hold_no_name_of_ours_or_of_transformers():
+    ours = {*FIELDS, *vars(GenerationConfig()), *names.OF_TOOLS}
+    assert not ours & {*names.FIELD_OF, *names.ARGUMENT_OF}
+    for table in (names.FIELDS, names.ARGUMENTS):
+        spelt = " ".join(table.values()).split()
+        assert len(spelt) == len(set(spelt))
+
+
+@pytest.mark.parametrize(
+    "name", ["loops", "num_loop", "depth", "total_ut_steps", "exit_treshold", "output_loop_logit"]
+)
+def test_a_foreign_argument_is_answered_with_ours(name):
+    model = tiny_model()
+    for call in (model, model.generate, *([model.model] if "loop" in name and "out" not in name else [])):
+        if name == "exit_treshold" and call is model:
+            continue  # not of forward
+        with pytest.raises(TypeError, match=f"has no argument `{name}`; did you mean") as caught:
+            call(IDS, **{name: 1})
+        assert isinstance(caught.value, ValueError)
+    config = GenerationConfig()
+    config.loops = 1
+    with pytest.raises(ValueError, match="generation_config has no argument `loops`"):
+        model.generate(IDS, generation_config=config)
+
+
+def test_what_nothing_knows_is_heard(said):
+    model = tiny_model()
+    plain = model(IDS).logits
+    assert torch.equal(model(IDS, flavour="sweet").logits, plain)
+    assert len(said) == 2 and "`flavour`" in said[0]  # of the causal LM and of its trunk
+    tiny_config(flavour="sweet")
+    assert len(said) == 3
+    AutoConfig.for_model("looped", colour=1)
+    assert len(said) == 4 and "`colour`" in said[3]
+    with pytest.raises(ValueError, match="state_size=3 cannot be set"):
+        LoopedConfig(state_size=3)
+
+
+def test_what_tools_pass_is_no_news(said, folder):
+    model = tiny_model()
+    model(IDS, num_items_in_batch=3, cu_seq_lens_q=None, return_dict=True, token_type_ids=IDS, is_causal=True)
+    model.generate(IDS, max_new_tokens=2, num_beams=2)
+    fields = {"auto_map": {}, "quantization_config": None, "torch_dtype": "float32", "_attn_implementation": "sdpa"}
+    LoopedConfig(**{**tiny_config().to_dict(), **fields, "rope_theta": 500.0, "max_length": 20, "num_labels": 3})
+    AutoConfig.from_pretrained(folder, trust_remote_code=False, revision="main", attn_implementation="eager")
+    AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map="cpu", low_cpu_mem_usage=True)
+    assert said == []
+
+
+@pytest.mark.parametrize("name", ["loops", "n_layer", "num_loop"])
+def test_loading_answers_with_ours(name, folder):
+    for load in (AutoModelForCausalLM, AutoConfig, LoopedModel, LoopedConfig):
+        with pytest.raises(ValueError, match=f"no field `{name}`; did you mean `num_"):
+            load.from_pretrained(folder, **{name: 2})
+
+
+def test_loading_takes_no_arguments_of_generate(folder):
+    with pytest.raises(ValueError, match="exit_criterion, min_loops: not of loading.*--gen_kwargs.*eval.harness"):
+        AutoModelForCausalLM.from_pretrained(folder, exit_criterion="kl", min_loops=2)
+    with pytest.raises(ValueError, match="unexpected keyword argument 'flavour'.*fields of LoopedConfig"):
+        AutoModelForCausalLM.from_pretrained(folder, flavour="sweet")
+
+
+@pytest.mark.parametrize("lm", [HFLM, LoopedLM])
+def test_model_arguments_of_lm_eval(lm, folder):
+    with pytest.raises(ValueError, match="no field `loops`; did you mean `num_loops`"):
+        lm.create_from_arg_string(f"pretrained={folder},loops=1", {"device": "cpu"})
