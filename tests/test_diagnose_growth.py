@@ -49,7 +49,7 @@ def test_residual_norm_is_that_of_the_models_themselves():
     config = theorem_config(hidden_size=32, intermediate_size=48, num_core_layers=2)
     result = growth.residual_norm(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
     changes = growth.update_size(config, loops=[1, 2, 3], rules=["factored"], seeds=1, steps=2, num_tokens=16)
-    fields = {**config.to_dict(), "num_loops": 3, "residual_scaling": "factored"}
+    fields = {**config.to_dict(), "num_loops": 3, "trained_num_loops": None, "residual_scaling": "factored"}
     fields.pop("num_hidden_layers")
     torch.manual_seed(0)
     model = LoopedForCausalLM(LoopedConfig(**fields))

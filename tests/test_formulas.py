@@ -427,7 +427,7 @@ def test_eager_attention(name):
 
 def test_a_window_of_one_token_is_refused():
     """Its cache would hold no past token, which the sliding caches of transformers cannot."""
-    with pytest.raises(ValueError, match="sliding_window of at least 2, got 1"):
+    with pytest.raises(ValueError, match="sliding_window=1 must be at least 2"):
         LoopedConfig(**{**BASE, "window_pattern": "SL", "sliding_window": 1})
 
 
