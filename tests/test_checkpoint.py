@@ -255,6 +255,7 @@ def kill_at(moment: int, folder):
     sys.addaudithook(hook)
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_change_to_the_disk_loses_nothing(tmp_path):
     """Steps 1 and 2 are whole; step 3 is being saved, after which step 1 goes."""
     model, optimizers = model_and_optimizers(MUON)

@@ -299,7 +299,7 @@ def num_graphs(model, batch_sizes, **inputs) -> int:
 CASES = [(system, train) for system in SYSTEMS for train in (False, True)]
 
 
-@pytest.mark.parametrize(("system", "train"), quick_and_slow(CASES, ("plain", True)))
+@pytest.mark.parametrize(("system", "train"), quick_and_slow(CASES))
 def test_compiled_graphs_are_as_few_as_llamas(system, train):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 99}
     llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))

@@ -32,6 +32,7 @@ def test_power_law():
         power_law([1, 2], [1, 2])
 
 
+@pytest.mark.slow
 def test_growth_has_the_exponents_of_the_theory():
     """Theorem 1 and appendix 7.1, at initialisation; seeds and width leave an error of about 0.1."""
     result = growth.residual_norm(theorem_config(), loops=[4, 8, 16, 32], seeds=2, steps=0, num_tokens=32)
@@ -153,6 +154,7 @@ def test_training_of_measures_leaves_random_numbers_and_the_model_alone():
 # Learning rates
 
 
+@pytest.mark.slow
 def test_lr_transfer_trains_every_cell_and_leaves_out_what_diverged():
     config = tiny_config(initializer_range=0.02)
     batch = {"input_ids": random_ids(1, 16).expand(8, 16).contiguous()}  # the same row: soon known by heart

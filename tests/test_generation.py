@@ -414,6 +414,7 @@ def test_continuous_batching(system, implementation):
     assert batch(model, [prompt.tolist() for prompt in prompts]) == argmax_rows(model, prompts, None)
 
 
+@pytest.mark.slow
 def test_continuous_batching_at_another_depth():
     model, prompts = model_of("windows").float(), [random_ids(1, length)[0] for length in (6, 2)]
     expected = argmax_rows(model, prompts, 5)

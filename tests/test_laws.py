@@ -149,6 +149,7 @@ def test_coefficients_of_table_11_come_back(size, restarts):
     assert result["huber"] < 1e-15
 
 
+@pytest.mark.slow
 def test_noisy_runs_predict_held_out_ones_and_intervals_hold_the_truth():
     rows, held_out = training_rows(SMALL, noise=1e-3), training_rows(SMALL, held_out=True)
     result, _ = analyses.parametric(table(rows), table(held_out), restarts=60, resamples=100)
@@ -226,6 +227,7 @@ def drawn(draw, panels: int, *arguments):
     return axes
 
 
+@pytest.mark.slow
 def test_the_frontier_takes_the_least_flops_for_each_loss():
     """Figure 4: against the depth that a minimiser finds, with tokens from the law solved for them."""
     rows = training_rows(SMALL)
@@ -375,6 +377,7 @@ def test_the_true_form_wins_in_range_and_beyond(truth):
     assert not result["curves"]["mu8"]["intervals"] and "resamples_used" not in result["curves"]["mu8"]
 
 
+@pytest.mark.slow
 def test_coefficients_of_every_curve_and_the_floor_against_the_loss_at_mu():
     rows = curve_rows(TRUE_FORMS["exponential"], noise=0.0)
     result = analyses.test_time(table(rows), restarts=6)
@@ -388,6 +391,7 @@ def test_coefficients_of_every_curve_and_the_floor_against_the_loss_at_mu():
     assert result["floor_against_loss_at_mu"]["max_percent"] == pytest.approx(max(percents), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_short_curves_are_not_extrapolated():
     result = analyses.test_time(table(curve_rows(TRUE_FORMS["exponential"], depths=(3, 8))), restarts=6)
     assert result["left_out"] == ["mu3: 3 depths up to mu and 3 beyond; extrapolating needs 4 and 1"]

@@ -83,6 +83,7 @@ def test_a_resumed_monitor_goes_on():
         assert found + [cut + i for i in fed(second, "residual_norm", values[cut:])] == expected == [5, 8]
 
 
+@pytest.mark.slow
 def test_a_run_whose_injection_expands_says_so(training_text, tmp_path, capsys):
     """Concat injection at a rate at which the state's half of W grows beyond 1."""
     more = ["optimizer.lr=0.1", "training.steps=8", "logging.monitor_every=1"]

@@ -369,6 +369,7 @@ def test_a_launch_that_is_told_to_end_saves_and_goes_on(config, whole_run, train
     assert logged_losses(tmp_path) == pytest.approx(logged_losses(whole_run), rel=2e-4)
 
 
+@pytest.mark.slow
 def test_depths_of_micro_batches_do_not_depend_on_how_rows_are_passed(training_text, tmp_path):
     """Rows that share a depth are those of the recipe, whatever a forward pass takes."""
     for size in (1, 4, 8):
@@ -382,6 +383,7 @@ def test_depths_of_micro_batches_do_not_depend_on_how_rows_are_passed(training_t
         assert logged_losses(tmp_path / str(size)) == pytest.approx(logged_losses(tmp_path / "8"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_mean_depth_follows_its_curriculum_also_after_a_resume(training_text, tmp_path):
     """6 loops of which the last 2 have gradients: 2 + ceil(4 t / 4) at step t, then 6; both: ceil(t) + ceil(t / 2)."""
     more = ["model.num_loops=6", "depth.sampler=fixed", "depth.per=batch", "depth.rows_per_draw=null"]

@@ -136,6 +136,7 @@ def train(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_tapers_its_norm_and_resumes_bit_for_bit(train, tmp_path):
     whole, final = train("whole")
     records = [record for record in read_metrics(tmp_path / "whole" / "metrics.jsonl") if "taper_gate" in record]
@@ -159,6 +160,7 @@ def test_a_run_tapers_its_norm_and_resumes_bit_for_bit(train, tmp_path):
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_what_the_taper_is_fitted_to(train):
     dropouts = [f"model.{part}_dropout=0" for part in ("attention", "residual", "embedding")]
     scales = [

@@ -198,6 +198,7 @@ def test_what_other_commands_left_is_shown(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_norms_over_training(tmp_path, request):
     """Of the layer that is asked for, before clipping or after."""
     run = make_run(tmp_path / "run")
