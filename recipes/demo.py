@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.report.command import make_report
 from recipes.common.canvas import canvas
 from recipes.common.command_line import print_help, run_command
-from recipes.common.config import load_recipe
 from recipes.common.metrics import read_metrics
 from recipes.engine.training import Divergence, Pretraining
+from recipes.settings.recipe import load_recipe
 
 
 PROMPT = 'def read(self, size=-1):\n    """'

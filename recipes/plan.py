@@ -7,9 +7,9 @@ settings that do not go together, a warm-up longer than the run, an output_dir t
 """
 
 from recipes.common.command_line import print_help, run_command
-from recipes.common.config import Recipe, UnknownEpoch, load_recipe
 from recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
-from recipes.common.run_checks import check_run
+from recipes.settings.recipe import Recipe, UnknownEpoch, load_recipe
+from recipes.settings.run_checks import check_run
 from recipes.sweep import is_sweep, load_sweep
 
 

@@ -7,9 +7,9 @@ preparation that was stopped goes on where it was.
 """
 
 from recipes.common.command_line import Parser, run_command
-from recipes.common.config import load_recipe
 from recipes.data.overlap import notes
 from recipes.data.shards import Prepared, prepare
+from recipes.settings.recipe import load_recipe
 
 
 def main(arguments: list[str] | None = None):

@@ -24,16 +24,16 @@ from typing import NamedTuple
 from modeling_looped.optimization import depth_correction
 from recipes.common.canvas import canvas
 from recipes.common.command_line import print_help, run_command
-from recipes.common.config import Recipe, RecipeError, load_recipe
 from recipes.common.files import write_whole
 from recipes.common.metrics import read_metrics
 from recipes.common.optimum import in_words, optimum, shifts
-from recipes.common.paths import expanded
 from recipes.common.provenance import provenance, write_json
-from recipes.common.run_checks import check_run
-from recipes.common.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
 from recipes.engine.peers import PeerLost, one_message
 from recipes.engine.training import Divergence, Pretraining
+from recipes.settings.paths import expanded
+from recipes.settings.recipe import Recipe, RecipeError, load_recipe
+from recipes.settings.run_checks import check_run
+from recipes.settings.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
 
 
 DIVERGED = "diverged.txt"

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
-from recipes.common.config import OptimizerConfig, ScheduleConfig
 from recipes.engine.checkpoint import load_checkpoint, save_checkpoint
 from recipes.engine.distributed import (
     bare,
@@ -35,6 +34,7 @@ from recipes.engine.distributed import (
 from recipes.engine.export import export_model
 from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
 from recipes.engine.saving import CheckpointError
+from recipes.settings.recipe import OptimizerConfig, ScheduleConfig
 
 from .helpers import random_ids, tiny_model
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from modeling_looped import LoopedForCausalLM
-from recipes.common.config import OptimizerConfig
 from recipes.engine.checkpoint import best_checkpoint, check_space, latest_checkpoint, load_checkpoint, save_checkpoint
 from recipes.engine.export import export_model
 from recipes.engine.optimizers import build_optimizers
 from recipes.engine.saving import CheckpointError, only_run
+from recipes.settings.recipe import OptimizerConfig
 
 from .distributed_worker import full_disk, launch, train
 from .helpers import random_ids, tiny_model, tiny_tokenizer

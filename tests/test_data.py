@@ -21,11 +21,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes import prepare
-from recipes.common.config import DataConfig, RecipeError
 from recipes.data import part_files as parts
 from recipes.data import shards, sources
 from recipes.data.packing import PackedRows, best_fit, document_positions
 from recipes.data.shards import open_prepared, rows_of_step
+from recipes.settings.recipe import DataConfig, RecipeError
 from tests.helpers import tiny_model
 from tests.helpers_data import WORDS, make_documents, write_jsonl
 

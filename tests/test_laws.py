@@ -17,10 +17,10 @@ from eval.laws.fitting import FitError, fit, huber, minimize
 from eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
 from eval.laws.run_table import Table, collect, read_table, write_table
 from modeling_looped import LoopedConfig
-from recipes.common.config import load_recipe, recipe_from_dict
 from recipes.common.flops import effective_parameters, training_flops_per_token
 from recipes.common.measures import power_law
 from recipes.plan import plan
+from recipes.settings.recipe import load_recipe, recipe_from_dict
 
 
 # Parcae, table 11: E, X, x, Y, y; and parameters outside and inside the loop, roughly, with the budgets of appendix O

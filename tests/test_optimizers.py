@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from modeling_looped import LoopedConfig
-from recipes.common.config import OptimizerConfig, RecipeError, ScheduleConfig
 from recipes.engine.muon import NorMuon
 from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
 from recipes.engine.stable_adamw import StableAdamW
+from recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
 
 from .helpers import tiny_model
 

@@ -19,12 +19,12 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
 from modeling_looped import LoopedForCausalLM
-from recipes.common.config import RecipeError, load_recipe
 from recipes.common.metrics import read_metrics
 from recipes.data.shards import prepare
 from recipes.engine import publish
 from recipes.engine.training import Divergence
 from recipes.pretrain import main
+from recipes.settings.recipe import RecipeError, load_recipe
 from tests.helpers import quick_and_slow
 from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, smoke_settings
 from tests.helpers_processes import run_and_kill

@@ -8,10 +8,10 @@ import torch
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.configuration_looped import READOUTS
-from recipes.common.config import RecipeError, load_recipe
 from recipes.common.metrics import read_metrics
 from recipes.engine.taper import Taper
 from recipes.engine.training import Pretraining
+from recipes.settings.recipe import RecipeError, load_recipe
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 

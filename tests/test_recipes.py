@@ -10,11 +10,11 @@ import torch
 import yaml
 
 from recipes import sweep
-from recipes.common.config import RecipeError, load_recipe
-from recipes.common.ranges import RANGES
-from recipes.common.sections import SECTIONS
 from recipes.engine.optimizers import build_schedulers, set_learning_rates
 from recipes.plan import plan
+from recipes.settings.ranges import RANGES
+from recipes.settings.recipe import RecipeError, load_recipe
+from recipes.settings.sections import SECTIONS
 from recipes.sweep import is_sweep, optima
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 

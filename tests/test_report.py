@@ -13,8 +13,8 @@ from eval.common.run_folder import RunError, RunFolder
 from eval.report import command as report
 from modeling_looped import LoopedConfig
 from recipes.common.canvas import as_label, canvas
-from recipes.common.config import recipe_from_dict
 from recipes.common.flops import sizes
+from recipes.settings.recipe import recipe_from_dict
 
 
 VOID = {"meta", "img", "br"}

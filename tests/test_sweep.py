@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.common.config import RecipeError
 from recipes.plan import main as plan_main
+from recipes.settings.recipe import RecipeError
 from recipes.sweep import DIVERGED, load_sweep, outcome
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes.common.config import DataConfig, RecipeError
 from recipes.data.tokenizers import (
     Encoder,
     load_tokenizer,
@@ -24,6 +23,7 @@ from recipes.data.tokenizers import (
     train_bpe,
     train_word,
 )
+from recipes.settings.recipe import DataConfig, RecipeError
 
 
 TEXTS = [

@@ -27,10 +27,10 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
 from recipes.common.checksums import renew_checksum
 from recipes.common.command_line import Parser
-from recipes.common.config import DataConfig
 from recipes.common.flops import attention_flops, sizes
 from recipes.common.provenance import write_json
 from recipes.data.sources import training_source
+from recipes.settings.recipe import DataConfig
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .measured_run import at_depth, measure, reads, with_halting, with_token_exits

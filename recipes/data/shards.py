@@ -19,11 +19,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from recipes.common.checksums import Damaged, check_folder, read_sealed, write_checksums
-from recipes.common.config import DataConfig, RecipeError
 from recipes.common.files import remove_leftovers, sync_all, sync_folder
 from recipes.common.folder_lock import exclusive
-from recipes.common.paths import expanded
 from recipes.common.provenance import provenance
+from recipes.settings.paths import expanded
+from recipes.settings.recipe import DataConfig, RecipeError
 
 from .overlap import overlap
 from .packing import PackedRows

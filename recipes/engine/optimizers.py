@@ -16,8 +16,8 @@ from transformers.optimization import (
     get_wsd_schedule,
 )
 
-from recipes.common.config import OptimizerConfig, RecipeError, ScheduleConfig
-from recipes.common.relations import check_schedule, decay_steps_of
+from recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
+from recipes.settings.relations import check_schedule, decay_steps_of
 
 from .muon import NorMuon
 from .stable_adamw import StableAdamW

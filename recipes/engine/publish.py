@@ -8,10 +8,10 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from recipes.common.checksums import check_folder
-from recipes.common.config import Recipe, RecipeError
 from recipes.common.flops import sizes
 from recipes.common.metrics import read_metrics
 from recipes.data.sources import looks_like_path
+from recipes.settings.recipe import Recipe, RecipeError
 
 
 PLACES = (

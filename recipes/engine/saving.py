@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from recipes.common.config import RecipeError
 from recipes.common.folder_lock import exclusive
+from recipes.settings.recipe import RecipeError
 
 
 class CheckpointError(RecipeError):

@@ -26,14 +26,12 @@ from modeling_looped import (
     initial_state_of_step,
 )
 from recipes.common.checksums import check_folder
-from recipes.common.config import Recipe, RecipeError
 from recipes.common.files import append_line, remove_leftovers
 from recipes.common.flops import sizes, training_flops_per_token
 from recipes.common.hardware import reference_rate
 from recipes.common.metrics import MetricsLog
 from recipes.common.orphans import end_with
 from recipes.common.provenance import own_command, provenance
-from recipes.common.run_checks import check_run
 from recipes.data.shards import prepare, rows_of_step
 from recipes.data.sources import looks_like_path
 from recipes.engine.checkpoint import (
@@ -71,6 +69,8 @@ from recipes.engine.resume import (
 from recipes.engine.saving import error_of_saving, from_all_processes, on_main_process, only_run
 from recipes.engine.taper import Taper
 from recipes.engine.validation import depths_in_one_pass, validate
+from recipes.settings.recipe import Recipe, RecipeError
+from recipes.settings.run_checks import check_run
 
 
 class MicroBatch(NamedTuple):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import yaml
 
-from recipes.common.config import load_recipe
 from recipes.plan import plan
+from recipes.settings.recipe import load_recipe
 from recipes.sweep import load_sweep
 from tests.faults.campaign import Trial
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import datasets
 
-from recipes.common.config import DataConfig
 from recipes.data import shards, sources
+from recipes.settings.recipe import DataConfig
 from tests.faults.campaign import Trial
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from recipes.common.config import RecipeError, load_recipe
 from recipes.engine.finite import Divergence
 from recipes.engine.training import Pretraining
+from recipes.settings.recipe import RecipeError, load_recipe
 from tests.faults.campaign import Outcome
 
 

@@ -17,9 +17,9 @@ from typing import Literal
 import yaml
 
 from modeling_looped import LoopedConfig
+from recipes.common.files import write_whole
+from recipes.common.flops import Sizes
 
-from .files import write_whole
-from .flops import Sizes
 from .model_fields import check_model_fields
 from .paths import expanded
 from .ranges import check_ranges

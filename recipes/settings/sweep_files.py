@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .config import RecipeError, as_number
 from .paths import expanded
+from .recipe import RecipeError, as_number
 from .yaml_files import read_yaml, shortly
 
 

@@ -4,11 +4,11 @@ import tempfile
 from pathlib import Path
 
 from modeling_looped import LoopedConfig, depths_of_step
+from recipes.common.flops import sizes, training_flops_per_token
 
-from .config import Recipe, RecipeError, UnknownEpoch
-from .flops import sizes, training_flops_per_token
 from .model_fields import check_model
 from .paths import nearest_existing
+from .recipe import Recipe, RecipeError, UnknownEpoch
 from .relations import TRAINED_TOKENIZERS, check_schedule
 
 
