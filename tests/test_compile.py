@@ -167,7 +167,7 @@ def decode(model, backend, num_loops):
     return found, model.generate(random_ids(2, 5), **arguments)
 
 
-@quickly("plain")
+@quickly()
 def test_static_cache_decodes_in_one_graph_per_depth(system):
     model, graphs = build(system), Graphs()
     counts = []

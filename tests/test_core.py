@@ -253,6 +253,7 @@ def test_first_states_are_drawn_for_each_row_by_itself(noisy_model):
     assert (scores[5] - scores[6])[:, 0].abs().min() > 1e-3 < (scores[5] - scores[None])[:, 0].abs().min()
 
 
+@pytest.mark.slow
 def test_seeds_by_hand(bundle, noisy_model):
     """Shots and noise of each seed; mean and deviation of each value; without seeds nothing is drawn."""
     tokenizer, seeds = byte_tokenizer(), [1234, 7]

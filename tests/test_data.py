@@ -26,7 +26,7 @@ from recipes.data import shards, sources
 from recipes.data.packing import PackedRows, best_fit, document_positions
 from recipes.data.shards import open_prepared, rows_of_step
 from recipes.settings.recipe import DataConfig, RecipeError
-from tests.helpers import tiny_model
+from tests.helpers import quick_and_slow, tiny_model
 from tests.helpers_data import WORDS, make_documents, write_jsonl
 
 
@@ -286,7 +286,7 @@ def _documents_of(batch, tokenizer) -> list[list[int]]:
     return pieces
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+@pytest.mark.parametrize("packing", quick_and_slow(["concatenate", "best_fit"], "best_fit"))
 def test_number_of_processes_changes_no_byte(make_data, tmp_path, packing):
     found = []
     source = write_jsonl(tmp_path / "many.jsonl", make_documents(3000, longest=10))
@@ -402,6 +402,7 @@ def die_in_the_third_shard(data: DataConfig):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+@pytest.mark.covering
 def test_killed_preparation_goes_on_and_gives_the_same_shards(make_data, monkeypatch, packing, streaming):
     monkeypatch.setattr(parts, "STREAMED_PART", 32)
     data = make_data(packing=packing, streaming=streaming)

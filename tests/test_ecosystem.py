@@ -213,6 +213,7 @@ def test_evaluation_is_the_mean_over_tokens(fields, tmp_path):
     assert run.evaluate()["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     quick_and_slow([{}, {"loop_loss": "per_loop", "norm_penalty": 0.1}, {"preset": "ouro"}], {"preset": "ouro"}),

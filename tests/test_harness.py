@@ -105,7 +105,7 @@ def test_one_pass_equals_a_run_per_depth(model, manager, expected, batch_size):
     {"preset": "parcae", "hidden_size": 32, "position_embedding": "learned"},
     {"preset": "flt", "window_pattern": "SL", "sliding_window": 5, "exit_gate": "raw", "loop_loss": "exit_weighted"},
 ], ids=["coda", "windows"])  # fmt: skip
-@pytest.mark.covering
+@pytest.mark.slow
 def test_batches_of_other_models(tmp_path, manager, fields, padding_side):
     folder = save_model_and_tokenizer(tmp_path, padding_side, **fields)
     found = ours(folder, manager, [2, 3], batch_size=7)

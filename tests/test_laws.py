@@ -141,7 +141,10 @@ def test_laws_are_the_equations(law):
 # The training laws
 
 
-@pytest.mark.parametrize("size,restarts", [pytest.param(SMALL, 500, marks=pytest.mark.slow), (MEDIUM, 40)])
+@pytest.mark.parametrize(
+    "size,restarts",
+    [pytest.param(SMALL, 500, marks=pytest.mark.slow), pytest.param(MEDIUM, 40, marks=pytest.mark.slow)],
+)
 def test_coefficients_of_table_11_come_back(size, restarts):
     result, _ = analyses.parametric(table(training_rows(size)), restarts=restarts)
     assert result["converged"] and result["agreeing_restarts"] > restarts / 2

@@ -358,6 +358,7 @@ def sampling_model():
     return model_of("prelude_coda_grouped", vocab_size=4, bos_token_id=1, num_loops=3, num_core_layers=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", quick_and_slow(SHAPES, "both"))
 def test_sampling_keeps_the_distribution(shape, optimist):
     """Of three tokens: the second is drafted, and the third said from where its draft was right or wrong."""

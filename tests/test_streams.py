@@ -203,6 +203,7 @@ def make_bundle(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_one_command_gives_the_six_and_all_else_of_table_1(folder, tmp_path, capsys):
     bundle = make_bundle(tmp_path / "bundle")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

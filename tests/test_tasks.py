@@ -102,7 +102,7 @@ def test_who_does_not_read_scores_chance_exactly(offline, name):
     assert results[name]["acc,none"] == pytest.approx(stated["metadata"]["chance"], abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", quick_and_slow(ANSWERS, "p_hop"))
+@pytest.mark.parametrize("kind", quick_and_slow(ANSWERS))
 def test_who_reads_scores_one(offline, kind):
     names = [name for name in CHOICES if kind in name]
     results = evaluate(offline, AnsweringModel(ANSWERS[kind]), names)

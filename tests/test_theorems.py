@@ -183,6 +183,7 @@ def test_overlap_of_one_direction_and_of_none():
     assert overlap(same.sum(0), same.square().sum(), 4) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_theorems_are_measured_without_a_model(tmp_path, capsys):
     sizes = ["--width", "16", "--seeds", "2", "--output", str(tmp_path)]
     for name, extra in (
