@@ -1,6 +1,6 @@
 """A first look, from nothing: `python -m recipes.demo [section.key=value ...]`.
 
-Trains the small model of recipes/demo.yaml for two or three minutes with `recipes.pretrain`, shows its loss at every
+Trains the small model of recipes/demo.yaml for a few minutes with `recipes.pretrain`, shows its loss at every
 depth, also deeper than it was trained, draws it, lets the model write, and puts the run on one page. The text is
 Python's own library and documentation, which every machine with Python has. runs/demo/final is an ordinary model
 folder.
