@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from tests.helpers import quick_and_slow, random_ids, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers import quick_and_slow, random_ids, shake, tiny_config, tiny_model, tiny_tokenizer
 
 
 SYSTEMS = {
@@ -129,6 +129,26 @@ def test_dynamic_quantisation_of_torch(system):
     assert not torch.equal(exact, found)
     assert (exact - found).norm() < 0.2 * exact.norm()
     assert greedy(quantised, ids).shape == (2, 12)
+
+
+@pytest.mark.slow
+@over_systems
+def test_bitsandbytes(system, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = shake(
+        LoopedForCausalLM(tiny_config(hidden_size=64, intermediate_size=64, **SYSTEMS[system])), std=0.02
+    ).eval()
+    model.save_pretrained(tmp_path)
+    ids = random_ids(2, 7)
+    quantised = LoopedForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
+    )
+    kinds = [type(module).__name__ for module in quantised.modules()]
+    assert kinds.count("Linear8bitLt") == num_linear(model) - 1 and kinds.count("Linear") == 1  # the head, as in Llama
+    exact, found = model(ids).logits, quantised(ids).logits.float()
+    assert not torch.equal(exact, found)
+    assert (exact - found).norm() < 0.2 * exact.norm()
 
 
 # Trainers that run the trunk, and make the loss themselves
