@@ -11,7 +11,7 @@ from recipes.common.metrics import read_metrics
 
 @pytest.mark.slow
 def test_demo_learns_at_every_depth_and_leaves_a_model(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "fit_to_processor", lambda: [])
+    monkeypatch.setattr(demo, "choose_precision", lambda: None)
     text = [f"def add_{i}(a, b):\n    return a + b + {i}\n" * 8 for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in text))
     output = tmp_path / "run"
