@@ -34,6 +34,7 @@ class Runs:
     """Runs of one recipe in folders of their own; the undisturbed one is `whole`."""
 
     def __init__(self, folder: Path):
+        torch.set_num_threads(1)  # as the processes that are forked from this one
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         draw = random.Random(0)
