@@ -6,10 +6,7 @@
 Writes reliability.json and RELIABILITY.md into --output; ends with 1 if any outcome is not good.
 """
 
-import importlib
 import multiprocessing
-import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import get_args
@@ -17,7 +14,7 @@ from typing import get_args
 from recipes.common.command_line import Parser, run_command
 from recipes.common.files import write_whole
 from recipes.common.provenance import provenance, write_json
-from tests.faults.campaign import GOOD, Outcome, campaigns, tally
+from tests.faults.campaign import Outcome, campaigns, run_campaign
 
 
 OUTCOMES = get_args(Outcome)
@@ -36,7 +33,9 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=None, help="folder of reliability.json and RELIABILITY.md")
     args = parser.parse_args(arguments)
-    found = {name: in_a_process_of_its_own(run, name, args) for name in args.only}
+    found = {
+        name: in_a_process_of_its_own(run_campaign, name, args.seed, args.minutes, args.trials) for name in args.only
+    }
     if args.output is not None:
         write_json(args.output / "reliability.json", {"seed": args.seed, "campaigns": found}, args.command)
         write_whole(args.output / "RELIABILITY.md", page(found, args))
@@ -47,22 +46,6 @@ def in_a_process_of_its_own(function, *arguments):
     """Campaigns fork, which goes wrong beside threads that another one has left."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
         return executor.submit(function, *arguments).result()
-
-
-def run(name: str, args) -> dict:
-    campaign = importlib.import_module(f"tests.faults.campaign_{name}")
-    end, seen = time.monotonic() + 60 * args.minutes, []
-    with tempfile.TemporaryDirectory(prefix="looped-faults-") as folder:
-        for trial in campaign.trials(args.seed, Path(folder)):
-            seen.append(trial)
-            if trial.outcome not in GOOD:
-                print(f"{name}: {trial.outcome}: {trial.fault}: {trial.detail}", flush=True)
-            if time.monotonic() > end or len(seen) == args.trials:
-                break
-    outcomes = dict(tally(seen))
-    print(f"{name}: {len(seen)} trials, {outcomes}", flush=True)
-    bad = [trial._asdict() for trial in seen if trial.outcome not in GOOD]
-    return {"about": campaign.__doc__.splitlines()[0], "trials": len(seen), "outcomes": outcomes, "bad": bad}
 
 
 def page(found: dict[str, dict], args) -> str:

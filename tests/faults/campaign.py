@@ -6,6 +6,9 @@ what came of it. Each is a test too, of a few trials in `make test` and of many 
 `python -m tests.faults` counts as many as the time allows.
 """
 
+import importlib
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -46,3 +49,20 @@ def campaigns() -> dict[str, Path]:
     """Name and file of every campaign of this folder."""
     files = sorted(Path(__file__).parent.glob("campaign_*.py"))
     return {file.stem.removeprefix("campaign_"): file for file in files}
+
+
+def run_campaign(name: str, seed: int, minutes: float, at_most: int | None) -> dict:
+    """Trials until the time is over, counted."""
+    campaign = importlib.import_module(f"tests.faults.campaign_{name}")
+    end, seen = time.monotonic() + 60 * minutes, []
+    with tempfile.TemporaryDirectory(prefix="looped-faults-") as folder:
+        for trial in campaign.trials(seed, Path(folder)):
+            seen.append(trial)
+            if trial.outcome not in GOOD:
+                print(f"{name}: {trial.outcome}: {trial.fault}: {trial.detail}", flush=True)
+            if time.monotonic() > end or len(seen) == at_most:
+                break
+    outcomes = dict(tally(seen))
+    print(f"{name}: {len(seen)} trials, {outcomes}", flush=True)
+    bad = [trial._asdict() for trial in seen if trial.outcome not in GOOD]
+    return {"about": campaign.__doc__.splitlines()[0], "trials": len(seen), "outcomes": outcomes, "bad": bad}
