@@ -310,7 +310,8 @@ class LoopedConfig(PreTrainedConfig):
 
     def __setattr__(self, name: str, value: Any):
         if name in FIELD_OF or not (name.startswith("_") or hasattr(type(self), name)):
-            self._check_names({name: value}, None)  # tools keep things of their own here
+            # tools keep things of their own here
+            self._check_names({name: value}, "nothing in the model reads it" if name in SPELLINGS_OF_EPS else None)
         super().__setattr__(name, value)
 
     # Derived sizes

@@ -23,7 +23,7 @@ DEPTH = """
 LAYERS = """
     n_layer n_layers num_layers num_layer layers num_blocks n_blocks n_block num_decoder_layers decoder_layers
     num_transformer_layers num_looped_layers num_recurrent_layers recurrent_layers looped_layers
-    n_layers_in_recurrent_block
+    n_layers_in_recurrent_block core_layers n_core_layers
 """
 
 # what is advised, and the foreign names for it, of a config; the first word of the advice is the field
