@@ -304,7 +304,8 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     # a second time, from the answers that were kept
     monkeypatch.setattr(LoopedLM, "score_tokens", lambda *_: pytest.fail("scored again"))
     monkeypatch.setattr(LoopedLM, "_model_generate", lambda *_, **__: pytest.fail("generated again"))
-    command(*arguments, monkeypatch=monkeypatch)
+    on_any_device = [argument for argument in arguments if argument not in ("--device", "cpu")]
+    command(*on_any_device, monkeypatch=monkeypatch)
 
 
 def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):

@@ -62,7 +62,6 @@ def check(config: EvaluatorConfig):
     if config.wandb_args or getattr(config, "trackio_args", None):  # the second since lm-eval 0.4.12
         raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
     known = inspect.signature(check_question).parameters
-    check_device(config.device)
     check_question(**{name: value for name, value in config.model_args.items() if name in known})
 
 
@@ -125,6 +124,9 @@ def main(arguments: list[str]):
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":
         return cli.execute(args)
+    check_device(
+        getattr(args, "device", None)
+    )  # that of the config is lm-eval's default, cuda:0, also where there is none
     check(config)
     options = options_of(config)
     options["task_manager"] = config.process_tasks(config.metadata)
