@@ -77,3 +77,17 @@ def quick_and_slow(cases, *quick) -> list:
         case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+class Graphs:
+    """A backend that runs the captured graph as it is and counts the graphs."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, example_inputs):
+        self.count += 1
+        return graph
+
+    def __deepcopy__(self, memo):  # transformers copies its compile config, and the count would go with the copy
+        return self

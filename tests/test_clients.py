@@ -12,7 +12,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from tests.helpers import quick_and_slow, random_ids, shake, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers import Graphs, quick_and_slow, random_ids, shake, tiny_config, tiny_model, tiny_tokenizer
 
 
 SYSTEMS = {
@@ -290,15 +290,6 @@ def test_peft_knows_which_layers_to_adapt():
 
 
 # Graphs for batches of any size
-
-
-class Graphs:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, example_inputs):
-        self.count += 1
-        return graph
 
 
 def num_graphs(model, batch_sizes, **inputs) -> int:

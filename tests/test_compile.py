@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from tests.helpers import quick_and_slow, random_ids, tiny_model
+from tests.helpers import Graphs, quick_and_slow, random_ids, tiny_model
 
 
 SYSTEMS = {
@@ -30,20 +30,6 @@ def quickly(*quick):
 def build(system: str, **fields):
     fields = {"num_core_layers": 1, "num_loops": 2, "eos_token_id": None, "pad_token_id": 0, **fields}
     return tiny_model(**{**fields, **SYSTEMS[system]})
-
-
-class Graphs:
-    """A backend that runs the captured graph as it is and counts the graphs."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, example_inputs):
-        self.count += 1
-        return graph
-
-    def __deepcopy__(self, memo):  # transformers copies its compile config, and the count would go with the copy
-        return self
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    sync_folder(path.parent)
+    sync(path.parent)  # the names of its files are on the disk, too
 
 
 def append_line(path: str | Path, line: str):
@@ -38,11 +38,6 @@ def append_line(path: str | Path, line: str):
         file.write(line + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_folder(folder: str | Path):
-    """The names of a folder's files are on the disk, too."""
-    sync(folder)
 
 
 def sync_all(folder: str | Path):
@@ -54,6 +49,7 @@ def sync_all(folder: str | Path):
 
 
 def sync(path: str | Path):
+    """A file's content, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from recipes.common.checksums import Damaged, check_folder, read_sealed, write_checksums
-from recipes.common.files import remove_leftovers, sync_all, sync_folder
+from recipes.common.files import remove_leftovers, sync, sync_all
 from recipes.common.folder_lock import exclusive
 from recipes.common.provenance import provenance
 from recipes.settings.paths import expanded
@@ -189,7 +189,7 @@ def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) ->
         write_checksums(temporary)
         sync_all(temporary)
         os.replace(temporary, path)
-        sync_folder(folder)
+        sync(folder)
     return _open_tokenizer(folder)
 
 

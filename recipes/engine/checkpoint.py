@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from recipes.common.checksums import checksum, difference, read_sealed, sealed
-from recipes.common.files import remove_leftovers, sync_folder, write_whole
+from recipes.common.files import remove_leftovers, sync, write_whole
 from recipes.common.provenance import provenance
 
 from .distributed import bare, to_shards
@@ -100,7 +100,7 @@ def save_checkpoint(
             write_whole(temporary / METRICS, metrics.read_bytes())
         write_marker(temporary, marker, checksums)
         os.rename(temporary, folder / name)
-        sync_folder(folder)
+        sync(folder)
         remove_old(folder, name, keep_last)
 
     on_main_process(finish, folder)
@@ -282,7 +282,7 @@ def set_aside(path: Path, why: str, instead: Path):
         if not (name := path.with_name(f"{DAMAGED}{path.name}" + (f"-{number}" if number > 1 else ""))).exists()
     )
     os.rename(path, aside)
-    sync_folder(path.parent)
+    sync(path.parent)
     print(
         f"{path} is not taken: {why}; it is set aside as {aside.name}, and {instead.name} is taken instead", flush=True
     )

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 from recipes.common.checksums import write_checksums
-from recipes.common.files import sync_all, sync_folder
+from recipes.common.files import sync, sync_all
 
 from .distributed import bare, to_shards
 from .finite import Divergence, first_nonfinite
@@ -63,5 +63,5 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
     if path.exists():
         os.rename(path, replaced)
     os.rename(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
