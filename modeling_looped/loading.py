@@ -1,9 +1,16 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
+from collections.abc import Callable
+
 from safetensors import SafetensorError
 
 from .depth_options import DEPTH_FIELDS
 from .names import UnknownNameError
+
+
+# What reads layouts that are not ours ("public", "dense"): filled by formats/ where the package is installed. The code
+# beside a saved model does without.
+OPENERS: dict[str, Callable] = {}
 
 
 class LoopedCheckpointError(ValueError, RuntimeError):
@@ -54,6 +61,13 @@ class StrictLoadingMixin:
         if refuses:
             cls._refuse_misfits(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
+
+    @classmethod
+    def from_dense(cls, pretrained_model_name_or_path, **options):
+        """A looped model made of a dense one (Llama, Mistral, Qwen and others), see formats/dense.py."""
+        if "dense" not in OPENERS:
+            raise NotImplementedError("from_dense needs the installed package: pip install modeling-looped")
+        return OPENERS["dense"](cls, pretrained_model_name_or_path, **options)
 
     @classmethod
     def _refuse_misfits(cls, path, model, info: dict):
