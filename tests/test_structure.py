@@ -92,9 +92,20 @@ def test_circles_are_found():
 
 
 def test_the_model_family_is_flat_and_imports_by_one_dot():
-    """Code that is loaded from a saved folder resolves nothing else."""
-    for path in (ROOT / "modeling_looped").rglob("*.py"):
-        assert path.parent == ROOT / "modeling_looped"
+    """Code that is loaded from a saved folder resolves nothing else; foreign layouts are not saved with a model."""
+    assert {path.parent.name for path in (ROOT / "modeling_looped").rglob("*.py")} == {"modeling_looped", "formats"}
+    for path in (ROOT / "modeling_looped").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert node.level <= 1 and (node.level == 0 or node.module and "." not in node.module), path.name
+
+
+def test_model_files_never_import_foreign_layouts():
+    """What is saved beside a model is the files that its config reaches."""
+    formats = "modeling_looped.formats"
+    reached, rest = set(), {"modeling_looped.configuration_looped"}
+    while rest:
+        module = rest.pop()
+        reached.add(module)
+        rest |= IMPORTS[module] - reached
+    assert len(reached) > 20 and not any(module.startswith(formats) for module in reached)
