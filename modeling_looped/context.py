@@ -1,5 +1,6 @@
 """Masks, positions and cache, which every block of a pass receives beside the residual stream."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ class PassContext:
     position_embeddings: tuple[torch.Tensor, ...] | None  # the two of `rotary_tables`
     value_embeddings: dict[int, torch.Tensor]  # by layer
     past_key_values: Any  # a cache, or what else has its `update`
+    site: Callable[[int], Any]  # where a slot attends
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
     def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None):
@@ -25,7 +27,7 @@ class PassContext:
             residual_scale,
             query_states,
             self.value_embeddings.get(block.layer),
-            slot=block.first_slot + slots_before,
+            site=self.site(block.first_slot + slots_before),
             attention_mask=self.masks[block.layer_type],
             position_ids=self.position_ids,
             position_embeddings=self.position_embeddings,

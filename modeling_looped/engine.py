@@ -156,6 +156,7 @@ class RowEngine:
             position_embeddings=None if tokens.rotary is None else tokens.rotary.unbind(2),
             value_embeddings=self.trunk.value_embeddings(tokens.ids),
             past_key_values=view,
+            site=self.trunk.site,
             options={"row_attention": view.row_attention},
         )
 

@@ -77,35 +77,61 @@ def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor |
     return attend_causally(queries, keys, values, scaling) if mask is None else None
 
 
-class AttentionSite:
-    """One cache slot of an attention layer: everything is the layer's but `layer_idx`.
+class AttentionSite(nn.Module):
+    """Where the keys and values of one cache slot are attended to: no parameters, but a `layer_idx` of its own.
 
     Attention kernels with a cache of their own (continuous batching, serving engines) address it by
-    `module.layer_idx`. A looped layer fills one slot per loop, so it shows them one site per slot.
+    `module.layer_idx`, and engines look for one such module per slot. A looped layer fills a slot per loop.
     """
 
-    def __init__(self, attention: nn.Module, layer_idx: int):
-        self.attention = attention
-        self.layer_idx = layer_idx
+    def __init__(self, config, sizes, layer_type: str, slot: int):
+        super().__init__()
+        self.config, self.layer_idx = config, slot
+        self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
+        self.num_key_value_groups = sizes.num_attention_heads // sizes.num_key_value_heads
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
+
+    def forward(self, queries, keys, values, attention_mask, **kwargs):
+        """[rows, heads, length, head_dim] each, to [rows, length, heads, head_dim] and, where there are, weights."""
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        return attention_interface(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+
+
+class DeeperSite:
+    """The site of a loop beyond those that the model was built for: everything is another's but `layer_idx`."""
+
+    def __init__(self, site: AttentionSite, slot: int):
+        self.site, self.layer_idx = site, slot
 
     def __getattr__(self, name):
-        return getattr(self.attention, name)
+        return getattr(self.site, name)
+
+    def __call__(self, *args, **kwargs):
+        return AttentionSite.forward(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  in its place
 
 
 class LoopedAttention(nn.Module):
     """Grouped-query or latent attention, whose queries may come from another state than its keys and values."""
 
-    def __init__(self, config, sizes, layer_idx: int, layer_type: str, value_embedding: bool):
+    def __init__(self, config, sizes, value_embedding: bool):
         super().__init__()
         self.config = config
         width = sizes.hidden_size
-        self.layer_idx = layer_idx  # the first slot
         self.head_dim = config.head_dim
-        self.num_key_value_groups = sizes.num_attention_heads // sizes.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
 
         query_size = sizes.num_attention_heads * config.head_dim
         key_value_size = sizes.num_key_value_heads * config.head_dim
@@ -140,7 +166,7 @@ class LoopedAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,  # [rows, length, hidden]: keys and values
         query_states: torch.Tensor,  # the same, or another state of that shape: queries
-        slot: int,
+        site: AttentionSite | DeeperSite,  # of the cache slot that this loop of the layer fills
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values=None,
@@ -166,30 +192,19 @@ class LoopedAttention(nn.Module):
             queries, keys = self.free_norm(queries), self.free_norm(keys)
         queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
+        slot, scaling = site.layer_idx, site.scaling
         if row_attention is not None:
-            output = row_attention(queries, keys, values, slot, self.scaling)
+            output = row_attention(queries, keys, values, slot, scaling)
             return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, slot)
-        implementation, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
-        if implementation == "sdpa" and not dropout and not kwargs.keys() & {"cache", "is_causal"}:
-            output = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
+        is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
+        if is_plain and not (self.training and site.attention_dropout):
+            output = attend_on_cpu(queries, keys, values, attention_mask, scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
                 return project(self.o_proj, output), None
-
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        output, weights = attention_interface(
-            AttentionSite(self, slot),  # kernels with a cache of their own (continuous batching) update it at the slot
-            queries,
-            keys,
-            values,
-            attention_mask,
-            dropout=dropout,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **kwargs,
-        )
+        output, weights = site(queries, keys, values, attention_mask, **kwargs)
         return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
@@ -227,7 +242,7 @@ class LoopedBlock(GradientCheckpointingLayer):
         self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
         self.arrangement = config.block_norm
-        self.self_attn = LoopedAttention(config, sizes, first_slot, layer_type, value_embedding)
+        self.self_attn = LoopedAttention(config, sizes, value_embedding)
         self.mlp = LoopedMLP(config, sizes)
         self.input_layernorm = block_norm(config, sizes.hidden_size)
         self.post_attention_layernorm = block_norm(config, sizes.hidden_size)

@@ -41,6 +41,8 @@ from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
 from .injection import INJECTIONS
 from .layers import (
+    AttentionSite,
+    DeeperSite,
     LoopDamping,
     LoopedAttention,
     LoopedBlock,
@@ -100,6 +102,8 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
 class LoopedModel(LoopedPreTrainedModel):
     """Embedding, prelude, the loop, coda and readout norm."""
 
+    _keys_to_ignore_on_load_unexpected = [r"exit_gate"]  # what opens the trunk of a language model has no gate
+
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
         table = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -120,6 +124,8 @@ class LoopedModel(LoopedPreTrainedModel):
             self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=len(prelude)),
         )
         self.prelude, self.core, self.coda = (nn.ModuleList(blocks) for blocks in sections)
+        # in one flat list by slot, where serving engines look for them
+        self.attention_sites = nn.ModuleList(self._sites())
         if config.value_embeddings:
             self.value_embeds = nn.ModuleDict()
             for block in chain(*sections):
@@ -152,6 +158,21 @@ class LoopedModel(LoopedPreTrainedModel):
             LoopedBlock(self.config, sizes, layer, slot, layer_type, self._has_value_embedding(layer))
             for layer, slot, layer_type in layers
         ]
+
+    def _sites(self) -> list[AttentionSite]:
+        prelude, core, coda = self.config.section_layer_types()
+        of_loop = [("core", kind) for kind in core]
+        slots = [("prelude", kind) for kind in prelude] + [("coda", kind) for kind in coda]
+        slots += of_loop * self.config.num_loops
+        sizes = {section: self.config.block_sizes(section) for section in ("prelude", "core", "coda")}
+        return [AttentionSite(self.config, sizes[section], kind, i) for i, (section, kind) in enumerate(slots)]
+
+    def site(self, slot: int) -> AttentionSite | DeeperSite:
+        """Where a slot attends. Those beyond the configured depth are not modules: a pass makes them as it needs."""
+        if slot < len(self.attention_sites):
+            return cast(AttentionSite, self.attention_sites[slot])
+        first_slot, _ = self.config.split_slot(slot)
+        return DeeperSite(cast(AttentionSite, self.attention_sites[first_slot]), slot)
 
     @config_defaults
     @captured
@@ -216,6 +237,7 @@ class LoopedModel(LoopedPreTrainedModel):
             position_embeddings=self.rotary(x, position_ids),
             value_embeddings=self.value_embeddings(input_ids),
             past_key_values=view,
+            site=self.site,
             options={"use_cache": use_cache, **kwargs},
         )
         embedded = self.run_prelude(x, context)

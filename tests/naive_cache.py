@@ -120,9 +120,9 @@ class NaiveDecoder:
         outputs = []
         for i, query in enumerate(queries):  # [heads, head_dim]
             seen = past + [token[name][loop] for token in self.fresh[: i + 1]]
-            if attention.sliding_window is not None:
-                seen = seen[-attention.sliding_window :]
-            group = attention.num_key_value_groups
+            if sum(self.config.section_layer_types(), [])[layer] == "sliding_attention":
+                seen = seen[-self.config.sliding_window :]
+            group = self.config.num_attention_heads // self.config.num_key_value_heads
             seen_keys, seen_values = (
                 torch.stack(kind).repeat_interleave(group, dim=1).transpose(0, 1) for kind in zip(*seen)
             )  # [heads, seen, head_dim]

@@ -97,7 +97,7 @@ def states_of_row(model, ids, depth, backprop_loops):
 
     def run(blocks, x):
         for block in blocks:
-            x = block(x, slot=0, position_embeddings=positions)
+            x = block(x, site=trunk.site(0), position_embeddings=positions)
         return x
 
     first, states = run(trunk.prelude, x), []
