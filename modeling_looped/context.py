@@ -18,6 +18,7 @@ class PassContext:
     value_embeddings: dict[int, torch.Tensor]  # by layer
     past_key_values: Any  # a cache, or what else has its `update`
     site: Callable[[int], Any]  # where a slot attends
+    slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
     def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None):
