@@ -1,26 +1,24 @@
-"""Decoding in continuous depth: every row of a batch at its own token and its own loop.
+"""Decoding in continuous depth: every row at its own token and its own loop.
 
-At each tick the core runs once for all rows. A row whose token exits emits it and begins its next token at the next
-tick, while others still loop. So no row waits for the one that loops longest, and the weights, whose reading is what
-decoding costs, are read once a tick for the whole batch.
+At each tick the core runs once for all rows, of one batch or of several. A row whose token exits emits it and begins
+its next token at the next tick, while others still loop. So no row waits for the one that loops longest, and the
+weights, whose reading is what decoding costs, are read once a tick for all.
 """
 
 from collections.abc import Mapping
 
 import torch
 
-from .engine import RowEngine, Tokens
+from .engine import RowEngine, Tokens, enter, read_logits, run_loop
 from .exit_criteria import INITIAL
 
 
 def decode_continuously(engine: RowEngine):
     """`_sample` of transformers, in continuous depth."""
     decoder = ContinuousDecoder(engine)
-    starting = decoder.selector.running()
-    while starting or decoder.selector.running():
-        decoder.begin(starting)
-        starting = decoder.tick()
-    return decoder.engine.output()
+    while not decoder.is_done:
+        tick([decoder])
+    return decoder.output()
 
 
 class RowTensors(dict):
@@ -56,71 +54,128 @@ class RowTensors(dict):
 
 
 class ContinuousDecoder:
+    """The rows of one batch. What it asks of the model, `tick` asks for several together."""
+
     def __init__(self, engine: RowEngine):
         self.engine, self.selector, self.rule = engine, engine.selector, engine.rule
         self.loops = [0] * engine.num_rows  # that the token of each row has run
         self.held = RowTensors(engine.num_rows)  # of that token: state, ids, embedded, rotary
         self.memory = RowTensors(engine.num_rows, INITIAL)  # of the criterion
+        self.starting = self.selector.running()  # rows whose next token begins with the next tick
+        self.error: Exception | None = None  # of a streamer, a processor or a criterion: of this batch alone
         if engine.warm_state is not None:
             self.held["state"] = engine.warm_state
 
-    def begin(self, rows: list[int]):
-        """The next token of `rows`."""
-        if not rows:
-            return
-        for row in rows:
+    @property
+    def is_done(self) -> bool:
+        return self.error is not None or not self.selector.running()
+
+    def output(self):
+        if self.error is not None:
+            raise self.error
+        return self.engine.output()
+
+    def new_tokens(self) -> Tokens:
+        for row in self.starting:
             self.loops[row] = 0
-        tokens = self.engine.enter(rows, self.selector.last_tokens(rows), self.engine.last_places(rows))
+        places = self.engine.last_places(self.starting)
+        return Tokens(self.engine, self.starting, places, self.selector.last_tokens(self.starting))
+
+    def begin(self, tokens: Tokens):
+        rows, self.starting = tokens.rows, []
         self.held.put(rows, {"ids": tokens.ids, "embedded": tokens.embedded, "rotary": tokens.rotary})
         if self.engine.warm_state is None:
             self.held.put(rows, {"state": self.engine.trunk.initial_state(tokens.embedded, None)})
         self.memory.clear_rows(rows)
 
-    def tick(self) -> list[int]:
-        """One loop of every running row; those that emitted a token and go on."""
-        rows = self.selector.running()
+    def tokens(self, rows: list[int]) -> Tokens:
         held = self.held.take(rows)
-        state, tokens = held.pop("state"), Tokens(rows, self.engine.last_places(rows), **held)
-        state = self.engine.run_loop(tokens, [self.loops[row] for row in rows], state)
+        places = self.engine.last_places(rows)
+        return Tokens(self.engine, rows, places, held["ids"], held["embedded"], held.get("rotary"))
+
+    def rows_to_read_out(self, rows: list[int], state: torch.Tensor) -> list[int]:
+        """Rows whose logits are needed after this loop: of those that exit, and of those that may. state: H."""
         for row in rows:
             self.loops[row] += 1
-        exits = self.emit_exiting_rows(rows, state)
-        self.held.put(rows, {"state": self.engine.trunk.to_next_loop(state)})
-        return [row for row in exits if self.selector.unfinished[row]]
+        self.ends = [row for row in rows if self.loops[row] >= self.engine.limits[row]]
+        reads = [] if self.rule is None else [row for row in rows if row not in self.ends]
+        self.due = [row for row in reads if self.rule is not None and self.rule.reads(self.loops[row])]
+        if self.reads_logits:
+            return [row for row in rows if row in self.ends or row in self.due]
+        stops = self.stopping(rows, state, [], None)
+        return [row for row in rows if row in self.ends or row in stops]
 
-    def emit_exiting_rows(self, rows: list[int], state: torch.Tensor) -> list[int]:
-        """Check the rows that are due, and emit the tokens of those that exit; the rows that have got theirs."""
-        rule, stops, read_out, logits = self.rule, [], [], None
-        ends = [row for row in rows if self.loops[row] >= self.engine.limits[row]]
-        due = [row for row in rows if rule is not None and row not in ends and rule.reads(self.loops[row])]
-        reads_logits = rule is not None and rule.criterion.needs == "logits"
-        if reads_logits and (ends or due):  # one product with the head for both
-            read_out = [row for row in rows if row in ends or row in due]
-            logits = self.logits(read_out, of_rows(read_out, rows, state))
-        if due:
-            score, memory = rule.criterion.after_loop(
-                self.engine.model,
-                of_rows(due, rows, state)[:, 0],
-                lambda: of_rows(due, read_out, logits),  # pyrefly: ignore[bad-argument-type]  asked for if made above
-                self.memory.take(due),
-            )
-            self.memory.put(due, memory)
-            passed = zip(due, rule.exits(score).tolist())
-            stops = [row for row, passes in passed if passes and rule.checks(self.loops[row])]
-        exits = [row for row in rows if row in ends or row in stops]
-        if not exits:
-            return exits
-        if logits is None:
-            read_out, logits = exits, self.logits(exits, of_rows(exits, rows, state))
+    @property
+    def reads_logits(self) -> bool:
+        return self.rule is not None and self.rule.criterion.needs == "logits"
+
+    def stopping(self, rows: list[int], state: torch.Tensor, read_out: list[int], logits) -> list[int]:
+        """Rows that are due and exit, by what their criterion reads."""
+        if not self.due or self.rule is None:
+            return []
+        score, memory = self.rule.criterion.after_loop(
+            self.engine.model,
+            of_rows(self.due, rows, state)[:, 0],
+            lambda: of_rows(self.due, read_out, logits),
+            self.memory.take(self.due),
+        )
+        self.memory.put(self.due, memory)
+        passed = zip(self.due, self.rule.exits(score).tolist())
+        return [row for row, passes in passed if passes and self.rule.checks(self.loops[row])]
+
+    def emit(self, rows: list[int], state: torch.Tensor, read_out: list[int], logits: torch.Tensor | None):
+        """The tokens of rows that exit; rows that have got theirs begin the next. logits: of `read_out`."""
+        exits = read_out
+        if self.reads_logits:
+            stops = self.stopping(rows, state, read_out, logits)
+            exits = [row for row in rows if row in self.ends or row in stops]
+        if not exits or logits is None:
+            return
         loops = [self.loops[row] for row in exits]
         self.engine.cache.leave_in_deeper_loops(exits, loops, self.engine.last_places(exits))
-        return self.selector.emit(exits, of_rows(exits, read_out, logits), loops)
+        emitted = self.selector.emit(exits, of_rows(exits, read_out, logits), loops)
+        self.starting = [row for row in emitted if self.selector.unfinished[row]]
 
-    def logits(self, rows: list[int], state: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary]"""
-        held = self.held.take(rows)
-        tokens = Tokens(rows, self.engine.last_places(rows), held["ids"], rotary=held.get("rotary"))
-        return self.engine.logits(tokens, [self.loops[row] for row in rows], state)[:, -1]
+
+def tick(decoders: list[ContinuousDecoder]):
+    """One loop of every running row of all of them; tokens of those that exit."""
+    beginning = [decoder for decoder in decoders if decoder.starting]
+    if beginning:
+        parts = [decoder.new_tokens() for decoder in beginning]
+        for decoder, part, embedded in zip(beginning, parts, split(enter(parts), parts)):
+            part.embedded = embedded
+            decoder.begin(part)
+
+    parts = [decoder.tokens(decoder.selector.running()) for decoder in decoders]
+    state = joined_rows([decoder.held.take(part.rows)["state"] for decoder, part in zip(decoders, parts)])
+    state = run_loop(parts, [decoder.loops[row] for decoder, part in zip(decoders, parts) for row in part.rows], state)
+    states = split(state, parts)
+    read_out = [decoder.rows_to_read_out(part.rows, of) for decoder, part, of in zip(decoders, parts, states)]
+
+    reading = [i for i, rows in enumerate(read_out) if rows]
+    logits: list[torch.Tensor | None] = [None] * len(decoders)
+    if reading:
+        read = [decoders[i].tokens(read_out[i]) for i in reading]
+        loops = [decoders[i].loops[row] for i in reading for row in read_out[i]]
+        chosen = joined_rows([of_rows(read_out[i], parts[i].rows, states[i]) for i in reading])
+        for i, of_part in zip(reading, split(read_logits(read, loops, chosen)[:, -1], read)):
+            logits[i] = of_part
+    for decoder, part, of, rows, of_part in zip(decoders, parts, states, read_out, logits):
+        try:
+            decoder.emit(part.rows, of, rows, of_part)
+        except Exception as error:  # the others go on
+            decoder.error = error
+    for decoder, part, of in zip(decoders, parts, split(decoders[0].engine.trunk.to_next_loop(state), parts)):
+        decoder.held.put(part.rows, {"state": of})
+
+
+def joined_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def split(tensor: torch.Tensor, parts: list[Tokens]) -> tuple[torch.Tensor, ...]:
+    """The rows of each part."""
+    return tensor.split([len(part.rows) for part in parts])
 
 
 def of_rows(wanted: list[int], held: list[int], tensor: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,12 @@
-"""Passes over rows of a batch that stand at tokens and loops of their own: what decoding row by row is made of.
+"""Passes over rows that stand at tokens and loops of their own: what decoding row by row is made of.
 
-`continuous.py` and `speculation.py` decide which rows run which loop of which token; here it is run.
+`continuous.py` and `speculation.py` decide which rows, of one batch or of several, run which loop of which token; here
+it is run.
 """
 
 import math
-from dataclasses import dataclass, replace
+import threading
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +17,7 @@ from .context import PassContext
 from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
-from .row_view import Padding, RowView
+from .row_view import JointView, Padding, RowView
 from .token_selector import TokenSelector, first_batchwise_part
 
 
@@ -40,8 +42,9 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
 
 @dataclass
 class Tokens:
-    """Tokens of some rows, [rows, length, ...] each, and what all loops of them read."""
+    """Tokens of some rows of an engine's batch, [rows, length, ...] each, and what all loops of them read."""
 
+    engine: "RowEngine"
     rows: list[int]
     places: list[int]  # in the cache, of the first token of each row
     ids: torch.Tensor
@@ -53,7 +56,67 @@ def joined(parts: list[Tokens]) -> Tokens:
     """Tokens that follow each other, of the same rows."""
     ids, embedded = (torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("ids", "embedded"))
     rotary = [part.rotary for part in parts if part.rotary is not None]  # of all or of none
-    return Tokens(parts[0].rows, parts[0].places, ids, embedded, torch.cat(rotary, dim=1) if rotary else None)
+    first = parts[0]
+    return Tokens(first.engine, first.rows, first.places, ids, embedded, torch.cat(rotary, dim=1) if rotary else None)
+
+
+# Passes over the tokens of several engines of one model, in one batch: rows of all, in order
+
+
+def of_all(parts: list[Tokens], name: str) -> torch.Tensor:
+    tensors = [getattr(part, name) for part in parts]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def one_or_each(numbers: list[int]) -> int | list[int]:
+    return numbers[0] if len(set(numbers)) == 1 else numbers
+
+
+def enter(parts: list[Tokens]) -> torch.Tensor:
+    """New tokens through embedding and prelude; their rotary tables are put into them."""
+    trunk, x = parts[0].engine.trunk, []
+    for part in parts:
+        check_length(trunk.config, max(part.places) + 1)
+        positions = [[place + part.engine.shifts[row]] for row, place in zip(part.rows, part.places)]
+        furthest, positions = max(positions)[0], torch.tensor(positions, device=part.ids.device)
+        x.append(trunk.embed(trunk.embed_tokens(part.ids), positions))
+        part.rotary = part.engine.rotary(x[-1], positions, furthest)
+    context = pass_context(parts, [0] * sum(len(part.rows) for part in parts)) if len(trunk.prelude) else None
+    return trunk.run_prelude(x[0] if len(x) == 1 else torch.cat(x), context)
+
+
+def run_loop(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:
+    """From h_t to H_{t+1}. loops: t of each row."""
+    depths = one_or_each([part.engine.limits[row] for part in parts for row in part.rows])
+    embedded, context = of_all(parts, "embedded"), pass_context(parts, loops)
+    return parts[0].engine.trunk.core_pass(state, embedded, one_or_each(loops), depths, context)
+
+
+def read_logits(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:
+    """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
+    model = parts[0].engine.model
+    context = pass_context(parts, [0] * len(loops)) if len(model.model.coda) else None
+    return model.logits(model.model.readout(model.model.run_coda(state, context), loops))
+
+
+def pass_context(parts: list[Tokens], loops: list[int]) -> PassContext:
+    trunk, views, start = parts[0].engine.trunk, [], 0
+    for part in parts:
+        cache, padding, end = part.engine.cache, part.engine.padding, start + len(part.rows)
+        views.append(RowView(cache, padding, part.rows, loops[start:end], part.places, part.ids.shape[1]))
+        start = end
+    view = views[0] if len(views) == 1 else JointView(views)
+    eager = trunk.config._attn_implementation == "eager"
+    return PassContext(
+        num_rows=len(loops),
+        masks=view.masks(trunk.dtype if eager else None),
+        position_ids=None,
+        position_embeddings=None if parts[0].rotary is None else of_all(parts, "rotary").unbind(2),
+        value_embeddings=trunk.value_embeddings(of_all(parts, "ids")) if trunk.config.value_embeddings else {},
+        past_key_values=view,
+        site=trunk.site,
+        options={"row_attention": view.row_attention},
+    )
 
 
 class RowEngine:
@@ -88,13 +151,21 @@ class RowEngine:
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
         if self.prompt_loops is not None:  # at which any change of the state is small enough to stop
             model_kwargs = {**model_kwargs, "exit_rule": ExitRule("latent_diff", math.inf, self.prompt_loops)}
-        states = []
-        hook = self.trunk.core[-1].register_forward_hook(lambda block, inputs, state: states.append(state[:, -1:]))
+        states, hooks = [], []
+        if self.options.warm_start:
+            here = threading.get_ident()  # other threads may run the model, too
+
+            def keep_last(block, inputs, state):
+                if threading.get_ident() == here:
+                    states.append(state[:, -1:])
+
+            hooks = [self.trunk.core[-1].register_forward_hook(keep_last)]
         try:
             outputs = self.model._prefill(input_ids, self.config, model_kwargs)
         finally:
-            hook.remove()
-        self.warm_state = self.trunk.to_next_loop(states[-1]) if self.options.warm_start else None
+            for hook in hooks:
+                hook.remove()
+        self.warm_state = self.trunk.to_next_loop(states[-1]) if states else None
         mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
         length = max(input_ids.shape[1], self.config._mask_length or 0 if mask is None else mask.shape[1])
         held = int(outputs.past_key_values.get_seq_length())
@@ -112,13 +183,9 @@ class RowEngine:
 
     def enter(self, rows: list[int], ids: torch.Tensor, places: list[int]) -> Tokens:
         """New tokens, one of each row, through embedding and prelude."""
-        check_length(self.model.config, max(places) + 1)
-        positions = [[place + self.shifts[row]] for row, place in zip(rows, places)]
-        furthest, positions = max(positions)[0], torch.tensor(positions, device=ids.device)
-        x = self.trunk.embed(self.trunk.embed_tokens(ids), positions)
-        tokens = Tokens(rows, places, ids, rotary=self.rotary(x, positions, furthest))
-        context = self.context(tokens, [0] * len(rows)) if len(self.trunk.prelude) else None
-        return replace(tokens, embedded=self.trunk.run_prelude(x, context))
+        tokens = Tokens(self, rows, places, ids)
+        tokens.embedded = enter([tokens])
+        return tokens
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
@@ -131,30 +198,6 @@ class RowEngine:
             every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]
             self.rotary_table = torch.stack(self.trunk.rotary(x, every), dim=2)
         return self.rotary_table[positions[:, 0]]
-
-    def run_loop(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-        """From h_t to H_{t+1}. loops: t of each row."""
-        loop = loops[0] if len(set(loops)) == 1 else loops
-        return self.trunk.core_pass(state, tokens.embedded, loop, max(self.limits), self.context(tokens, loops))
-
-    def logits(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-        """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
-        context = self.context(tokens, [0] * len(loops)) if len(self.trunk.coda) else None
-        return self.model.logits(self.trunk.readout(self.trunk.run_coda(state, context), loops))
-
-    def context(self, tokens: Tokens, loops: list[int]) -> PassContext:
-        view = RowView(self.cache, self.padding, tokens.rows, loops, tokens.places, tokens.ids.shape[1])
-        eager = self.model.config._attn_implementation == "eager"
-        return PassContext(
-            num_rows=len(loops),
-            masks=view.masks(self.model.dtype if eager else None),
-            position_ids=None,
-            position_embeddings=None if tokens.rotary is None else tokens.rotary.unbind(2),
-            value_embeddings=self.trunk.value_embeddings(tokens.ids),
-            past_key_values=view,
-            site=self.trunk.site,
-            options={"row_attention": view.row_attention},
-        )
 
     def output(self):
         """What `_sample` of transformers returns."""

@@ -22,6 +22,7 @@ from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, se
 from .engine import RowEngine, obstacle_to_row_engine
 from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
+from .shared_passes import generate_together, shared_passes_of
 from .speculation import speculate
 
 
@@ -148,12 +149,21 @@ class LoopedGenerationMixin(Generative):
         **model_kwargs,
     ):
         rules, options = (logits_processor, stopping_criteria, generation_config), generation_config.depth_options
+        shared, obstacle = shared_passes_of(self), None
+        if shared is not None or options.changes_decoding:
+            obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
+        if shared is not None and obstacle is None and options.draft_loops is None:
+
+            def engine():
+                return RowEngine(self, input_ids, *rules, streamer, model_kwargs)
+
+            return shared.decode(engine, len(input_ids), generation_config.max_length)
         if not options.changes_decoding:
             if hasattr(streamer, "put_loops"):
                 streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
             settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
             return self._by_passes(super()._sample, None, input_ids, *rules, **settings)
-        if obstacle := obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs):
+        if obstacle is not None:
             options.refuse_for(obstacle)
         engine = RowEngine(self, input_ids, *rules, streamer, model_kwargs)
         if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
@@ -197,10 +207,28 @@ class LoopedGenerationMixin(Generative):
         model_kwargs = {key: value for key, value in model_kwargs.items() if key != "num_loops"}
         return super()._get_candidate_generator(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
 
-    def generate_batch(self, inputs, generation_config=None, *args, **kwargs):
-        """Continuous batching, at the saved depth or else the configured one."""
+    def generate_batch(
+        self,
+        inputs,
+        generation_config=None,
+        continuous_batching_config=None,
+        *,
+        max_rows: int = 8,
+        max_tokens: int | None = None,
+        **kwargs,
+    ):
+        """Continuous batching. At one depth that of transformers; with fields of depth (num_loops, exit_criterion and
+        others, in the call, in the generation config or saved with the model; in the call one value, or a list of one
+        per prompt), rows at their own loop and token share every pass: see `shared_passes.py`, also for `max_rows` and
+        `max_tokens`. Its results have `token_loops`.
+        """
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
-        self._refuse_in_batches({name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        saved = {name for name in beside_defaults(self.generation_config) if name != "num_loops"}
+        has_depth = given or (generation_config is not None and beside_defaults(generation_config))
+        kwargs["continuous_batching_config"] = continuous_batching_config
+        if has_depth or (saved and continuous_batching_config is None):
+            return generate_together(self, inputs, generation_config, given, max_rows, max_tokens, **kwargs)
         sizes = self.config.block_sizes("core")
         if sizes.num_key_value_heads != self.config.num_key_value_heads:
             raise ValueError(
@@ -210,7 +238,7 @@ class LoopedGenerationMixin(Generative):
         configured, saved = self.config.num_loops, getattr(self.generation_config, "num_loops", None)
         self.config.num_loops = configured if saved is None else check_count("num_loops", saved)
         try:
-            return super().generate_batch(inputs, generation_config, *args, **kwargs)
+            return super().generate_batch(inputs, generation_config, **kwargs)
         finally:
             self.config.num_loops = configured
 
@@ -234,8 +262,8 @@ class LoopedGenerationMixin(Generative):
     def _refuse_in_batches(self, fields: dict):
         if fields:
             raise ValueError(
-                f"generate_batch runs every sequence at config.num_loops={self.config.num_loops} and does not take "
-                f"{listed(fields)}: load the model with from_pretrained(..., num_loops=K), or use generate"
+                f"continuous batching of transformers runs every sequence at config.num_loops={self.config.num_loops} "
+                f"and does not take {listed(fields)}: use generate_batch, generate or SharedPasses"
             )
 
 

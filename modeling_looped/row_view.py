@@ -1,7 +1,7 @@
 """What the blocks see of a cache during a pass over rows that stand at different tokens and loops.
 
 `update` is that of a cache. Where every row is at one token on a CPU, `attend` takes its place: it reads each row's
-keys and values where they lie, and makes no batch of them.
+keys and values where they lie, and makes no batch of them. Rows of several caches attend cache by cache: `JointView`.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cache import LoopedCache
-from .cpu import is_slow_single_query
+from .cpu import attend_single_query, is_slow_single_query
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
@@ -51,7 +51,7 @@ class RowView:
         together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         self.by_row = device.type == "cpu" and not together and length == 1 and not padding.has_holes
-        self.places, self.spans = {}, {}
+        self.places, self.spans, self.masks_by_window = {}, {}, {}
 
     @property
     def row_attention(self) -> Callable | None:
@@ -86,6 +86,20 @@ class RowView:
             keys, values = (self.in_fp32(view) if exact else view).unbind(2)
             outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
         return torch.cat(outputs).to(queries.dtype)
+
+    def attend_by_itself(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+        """The same for any rows that bring one token each."""
+        if self.by_row:
+            return self.attend(queries, keys, values, slot, scaling)
+        keys, values = self.update(keys, values, slot)
+        window = self.cache.windows[slot]
+        if window not in self.masks_by_window:
+            self.masks_by_window[window] = self.mask(window)
+        mask = self.masks_by_window[window]
+        if is_slow_single_query(queries):
+            return attend_single_query(queries, keys, values, mask, scaling)
+        grouped = queries.shape[1] != keys.shape[1]
+        return scaled_dot_product_attention(queries, keys, values, mask, scale=scaling, enable_gqa=grouped)
 
     def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
         """Keys and values of one row, until the next one's take their place."""
@@ -154,3 +168,22 @@ class RowView:
         if (tokens := self.padding.tokens(rows, self.end)) is not None:
             mask &= tokens
         return mask[:, None]
+
+
+class JointView:
+    """A pass over one token each of rows of several caches, which `views` see one by one."""
+
+    def __init__(self, views: list[RowView]):
+        self.views, self.sizes = views, [len(view.rows) for view in views]
+
+    @property
+    def row_attention(self) -> Callable:
+        return self.attend
+
+    def attend(self, *states_slot_and_scaling) -> torch.Tensor:
+        *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
+        parts = zip(self.views, *(state.split(self.sizes) for state in states))
+        return torch.cat([view.attend_by_itself(*of_view, slot, scaling) for view, *of_view in parts])
+
+    def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
+        return dict.fromkeys(("full_attention", "sliding_attention"))

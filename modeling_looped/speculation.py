@@ -9,7 +9,7 @@ the distribution of every token that of plain sampling.
 
 import torch
 
-from .engine import RowEngine, Tokens, joined
+from .engine import RowEngine, Tokens, joined, read_logits, run_loop
 
 
 ACCEPTANCE_DECAY = 0.9  # of the running acceptance rate, per drafted token
@@ -83,7 +83,7 @@ class Speculator:
             if drafts:
                 state = self.run_loops(tokens, state, 0, self.draft_loops)
                 if ahead < drafts:
-                    logits = self.engine.logits(tokens, [self.draft_loops] * len(rows), state)
+                    logits = read_logits([tokens], [self.draft_loops] * len(rows), state)
                     self.selector.propose(rows, logits[:, -1], ahead, noises[ahead])
                 state = self.engine.trunk.to_next_loop(state)
             parts.append(tokens)
@@ -95,7 +95,7 @@ class Speculator:
         tokens, loops = joined(parts), [self.num_loops] * len(rows)
         first = self.draft_loops if drafts else 0
         state = self.run_loops(tokens, torch.cat(states, dim=1), first, self.num_loops)
-        logits = self.engine.logits(tokens, loops, state)
+        logits = read_logits([tokens], loops, state)
         self.engine.cache.leave_in_deeper_loops(rows, loops, places, drafts + 1)
         self.emit(rows, logits, guesses, noises)
 
@@ -107,7 +107,7 @@ class Speculator:
         """H after `end` loops, from what loop `first` starts from."""
         for loop in range(first, end):
             state = state if loop == first else self.engine.trunk.to_next_loop(state)
-            state = self.engine.run_loop(tokens, [loop] * len(tokens.rows), state)
+            state = run_loop([tokens], [loop] * len(tokens.rows), state)
         return state
 
     def emit(self, rows: list[int], logits: torch.Tensor, guesses: dict[int, list[int]], noises: list):

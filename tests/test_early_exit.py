@@ -377,9 +377,11 @@ def test_never_is_full_depth_and_always_is_min_loops(data, config, cache, way):
 def test_both_ways_are_taken(monkeypatch):
     """What `way` says above: whether rows are seen at different tokens."""
     model, (ids, mask, rows), apart = model_of("plain"), prompts(), []
-    tick = ContinuousDecoder.tick
+    new_tokens = ContinuousDecoder.new_tokens
     monkeypatch.setattr(
-        ContinuousDecoder, "tick", lambda self: apart.append(len(set(self.selector.lengths)) > 1) or tick(self)
+        ContinuousDecoder,
+        "new_tokens",
+        lambda self: apart.append(len(set(self.selector.lengths)) > 1) or new_tokens(self),
     )
     for way in ("together", "apart"):
         assert not any(apart)

@@ -423,30 +423,6 @@ def test_continuous_batching_at_another_depth():
     assert model.generate_batch([]) == {}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"num_loops": 2},
-        {"cache_sharing": "last"},
-        {"exit_criterion": "max_prob"},
-        {"exit_threshold": 0.5},
-        {"min_loops": 1},
-        {"num_loops": 5, "exit_criterion": "kl"},
-    ],
-    ids=str,
-)
-def test_continuous_batching_refuses(arguments):
-    name = next(iter(arguments))
-    with pytest.raises(ValueError, match=rf"config.num_loops=3 and does not take {name}=.*num_loops=K"):
-        model_of("plain").generate_batch([[3, 4]], **arguments)
-    config = GenerationConfig(max_new_tokens=2)
-    for field, value in arguments.items():
-        setattr(config, field, value)
-    if arguments != {"min_loops": 1}:  # the default
-        with pytest.raises(ValueError, match=rf"config.num_loops=3 and does not take {name}=.*num_loops=K"):
-            model_of("plain").generate_batch([[3, 4]], generation_config=config)
-
-
 @pytest.mark.slow
 def test_continuous_batching_says_what_it_passes_over(monkeypatch):
     said, model = [], model_of("plain").float()

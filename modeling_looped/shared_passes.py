@@ -1,0 +1,171 @@
+"""Generations that share every pass: requests that come at any time, each at its own depth and by its own exits.
+
+    with SharedPasses(model, max_rows=8) as passes:
+        passes.generate(ids, num_loops=4)                         # from any number of threads
+        passes.generate(others, exit_criterion="kl", streamer=streamer)
+
+Each call is `model.generate`, with all that it takes, and gives what it would give alone, up to rounding. At every
+tick the core runs once for the rows of all calls. Who holds the turn runs the tick of all; a prompt takes one turn. A
+call for which there is no room waits. One that fails, or whose streamer raises, ends by itself: the others go on. What
+decodes in other ways (beams, drafts) does so beside them.
+"""
+
+import copy
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+
+import torch
+
+from .checks import refuse_if
+from .continuous import ContinuousDecoder, tick
+from .cpu import decoding
+from .depth import check_count
+
+
+# arguments of generate_batch that belong to the continuous batching of transformers
+OF_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
+_current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
+
+
+class SharedPasses:
+    """max_rows: sequences that are decoded at a time. max_tokens: the most tokens, of prompts and to come, that these
+    may have together, which bounds the memory of their caches: slots x key/value heads x head_dim x 2 numbers each."""
+
+    def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None):
+        self.model, self.max_rows = model, check_count("max_rows", max_rows)
+        self.max_tokens = None if max_tokens is None else check_count("max_tokens", max_tokens)
+        self.decoders: list[ContinuousDecoder] = []
+        self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean
+        self._entrance, self._turn = threading.Lock(), threading.Lock()
+        self._room, self._waiting = threading.Condition(), deque()
+        self._rows = self._tokens = 0  # taken
+        self._context = copy_context()  # of ticks: they multiply with the same weights again and again
+
+    def __enter__(self) -> "SharedPasses":
+        self._decoding = decoding(self.model)
+        self._context.run(self._decoding.__enter__)
+        return self
+
+    def __exit__(self, *error):
+        self._context.run(self._decoding.__exit__, None, None, None)
+
+    def generate(self, *args, **kwargs):
+        outer = _current.set(self)
+        try:
+            return self.model.generate(*args, **kwargs)
+        finally:
+            _current.reset(outer)
+
+    @contextmanager
+    def turn(self):
+        """One at a time, in the order in which they came."""
+        with self._entrance:
+            self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def decode(self, make_engine, num_rows: int, max_length: int):
+        """`_sample` of transformers. make_engine: runs the prompt."""
+        with self.room(num_rows, num_rows * max_length):
+            with self.turn():
+                decoder = ContinuousDecoder(make_engine())
+                self.decoders.append(decoder)
+            try:
+                while not decoder.is_done:
+                    with self.turn():
+                        if not decoder.is_done:
+                            self.tick()
+            finally:
+                with self.turn():
+                    self.decoders.remove(decoder)
+            return decoder.output()
+
+    def tick(self):
+        running = [decoder for decoder in self.decoders if not decoder.is_done]
+        loops = [list(decoder.loops) for decoder in running]
+        self.ticks += 1
+        self.row_ticks += sum(len(decoder.selector.running()) for decoder in running)
+        try:
+            self._context.run(tick, running)
+        except Exception:  # whose it is shows when each runs by itself
+            for decoder, before in zip(running, loops):
+                decoder.loops = before
+                try:
+                    self._context.run(tick, [decoder])
+                except Exception as error:
+                    decoder.error = error
+
+    @contextmanager
+    def room(self, rows: int, tokens: int):
+        """Waits until there is room for these, and for those that came before."""
+        refuse_if(
+            rows > self.max_rows,
+            f"{rows} sequences in one call are more than max_rows={self.max_rows}: pass fewer at a time",
+        )
+        refuse_if(
+            self.max_tokens is not None and tokens > self.max_tokens,
+            f"a request of {tokens} tokens, prompt and new ones, is more than max_tokens={self.max_tokens}: pass a "
+            "shorter prompt or a smaller max_new_tokens",
+        )
+        ticket = object()
+        with self._room:
+            self._waiting.append(ticket)
+            try:
+                self._room.wait_for(lambda: self._waiting[0] is ticket and self._fits(rows, tokens))
+                self._rows, self._tokens = self._rows + rows, self._tokens + tokens
+            finally:
+                self._waiting.remove(ticket)
+                self._room.notify_all()
+        try:
+            yield
+        finally:
+            with self._room:
+                self._rows, self._tokens = self._rows - rows, self._tokens - tokens
+                self._room.notify_all()
+
+    def _fits(self, rows: int, tokens: int) -> bool:
+        has_room = self.max_tokens is None or self._tokens + tokens <= self.max_tokens
+        return has_room and self._rows + rows <= self.max_rows
+
+
+def shared_passes_of(model) -> SharedPasses | None:
+    """Those that this call of `generate` is made in."""
+    current = _current.get()
+    return current if current is not None and current.model is model else None
+
+
+def generate_together(model, inputs, generation_config, fields: dict, max_rows: int, max_tokens, **kwargs) -> dict:
+    """`generate_batch` with arguments of depth: each of one value, or a list of one per prompt."""
+    from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+    kwargs.pop("warmup", None)  # captures graphs of theirs
+    others = [name for name in OF_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]
+    reason = f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise"
+    refuse_if(others != [], reason)
+    lists = {name: list(value) for name, value in fields.items() if isinstance(value, (list, tuple))}
+    for name, values in lists.items():
+        reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"
+        refuse_if(len(values) != len(inputs), reason)
+
+    def generate(i: int) -> GenerationOutput:
+        of_prompt = {**fields, **{name: values[i] for name, values in lists.items()}}
+        prompt = torch.tensor([inputs[i]], device=model.device)
+        settings = {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True, **kwargs, **of_prompt}
+        output = GenerationOutput(f"req_{i}", prompt_ids=list(inputs[i]))
+        try:
+            result = passes.generate(prompt, generation_config=copy.deepcopy(generation_config), **settings)
+        except Exception as error:
+            output.status, output.error = RequestStatus.FAILED, str(error)
+            return output
+        output.generated_tokens = result.sequences[0, prompt.shape[1] :].tolist()
+        vars(output)["token_loops"] = result.token_loops[0].tolist()
+        output.status = RequestStatus.FINISHED
+        return output
+
+    with SharedPasses(model, max_rows, max_tokens) as passes, ThreadPoolExecutor(max_rows) as pool:
+        return {output.request_id: output for output in pool.map(generate, range(len(inputs)))}

@@ -1,0 +1,231 @@
+"""Generations that share every pass give what each gives alone, whatever comes beside them."""
+
+import gc
+import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from modeling_looped.shared_passes import SharedPasses
+from tests.helpers import random_ids, tiny_model
+
+
+SYSTEMS = {
+    "plain": {},
+    "sections": {"num_prelude_layers": 1, "num_coda_layers": 1, "value_embeddings": True, "exit_gate": "raw"},
+    "windows": {"window_pattern": "SL", "sliding_window": 4, "num_key_value_heads": 2, "num_core_layers": 2},
+    "learned_positions": {"position_embedding": "learned", "injection": "add"},
+    "queries_from_state": {"injection": "attention_all", "qk_norm": "free"},
+}
+WAYS = [
+    {},
+    {"num_loops": 2},
+    {"exit_criterion": "logit_margin", "exit_threshold": 0.3},
+    {"exit_criterion": "latent_diff", "exit_threshold": 0.5},
+    {"num_loops": 6, "exit_criterion": "kl", "exit_threshold": 0.05, "prompt_loops": 3},
+    {"draft_loops": 1},
+    {"num_beams": 2},
+]
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
+
+
+def build(system: str):
+    return tiny_model(**{"num_loops": 4, "max_position_embeddings": 64, **SYSTEMS[system]})
+
+
+def requests(model, count: int, seed: int = 0, ways=WAYS) -> list[dict]:
+    """Of any length, depth and exits, some of them two rows with padding."""
+    rng, made = random.Random(seed), []
+    for i in range(count):
+        ids = random_ids(rng.choice([1, 1, 2]), rng.randint(1, 15), seed=seed + i)
+        mask = torch.ones_like(ids)
+        mask[1:, : ids.shape[1] // 2] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": rng.randint(1, 12)}
+        made.append({**inputs, **rng.choice(ways), **GREEDY})
+    return made
+
+
+def together(passes: SharedPasses, asked: list[dict], threads: int = 8) -> list:
+    def run(request: dict):
+        try:
+            return passes.generate(**request)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(run, asked))
+
+
+def assert_same(results: list, alone: list):
+    for result, expected in zip(results, alone, strict=True):
+        assert torch.equal(result.sequences, expected.sequences)
+        assert torch.equal(result.token_loops, expected.token_loops)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_each_gives_alone(system, implementation):
+    model = build(system)
+    model.set_attn_implementation(implementation)
+    asked = requests(model, 14)
+    alone = [model.generate(**request) for request in asked]
+    with SharedPasses(model, max_rows=6) as passes:
+        assert_same(together(passes, asked), alone)
+    assert passes.row_ticks > 2 * passes.ticks  # rows did share passes
+    assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+def test_batches_of_prompts():
+    model = build("windows")
+    prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (3, 1, 9, 5)]
+    depths, thresholds = [2, 4, 3, 6], [0.1, 0.9, 0.4, 0.2]
+    results = model.generate_batch(
+        prompts, max_new_tokens=6, num_loops=depths, exit_criterion="latent_diff", exit_threshold=thresholds, **GREEDY
+    )
+    assert list(results) == [f"req_{i}" for i in range(4)]
+    for result, prompt, depth, threshold in zip(results.values(), prompts, depths, thresholds):
+        ids = torch.tensor([prompt])
+        alone = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            num_loops=depth,
+            exit_criterion="latent_diff",
+            exit_threshold=threshold,
+            **GREEDY,
+        )
+        assert result.error is None and result.is_finished() and result.prompt_ids == prompt
+        assert result.generated_tokens == alone.sequences[0, len(prompt) :].tolist()
+        assert result.token_loops == alone.token_loops[0].tolist()
+
+
+def test_batches_of_prompts_by_what_is_saved():
+    model = build("plain")
+    prompt = random_ids(1, 5)
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, num_loops=2, **GREEDY)
+    model.generation_config.exit_criterion, model.generation_config.exit_threshold = "latent_diff", 1e9
+    model.generation_config.min_loops = model.generation_config.prompt_loops = 2
+    result = model.generate_batch(prompt.tolist(), max_new_tokens=5, **GREEDY)["req_0"]
+    assert result.generated_tokens == expected.sequences[0, 5:].tolist() and set(result.token_loops) == {2}
+
+
+def test_bad_batches_of_prompts():
+    model = build("plain")
+    with pytest.raises(ValueError, match="num_loops has 2 values for 1 prompts: pass one value, or one per prompt"):
+        model.generate_batch([[3, 4]], num_loops=[2, 3])
+    with pytest.raises(ValueError, match="progress_bar: leave out"):
+        model.generate_batch([[3, 4]], num_loops=2, progress_bar=True)
+    results = model.generate_batch([[3, 4], []], num_loops=[2, 2], max_new_tokens=2, **GREEDY)
+    assert results["req_0"].error is None and len(results["req_0"].generated_tokens) == 2
+    assert "at least one token" in results["req_1"].error and results["req_1"].generated_tokens == []
+
+
+class FailingStreamer:
+    """A client that goes away after some tokens."""
+
+    def __init__(self, after: int):
+        self.left = after
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("the client is gone")
+
+    def end(self):
+        pass
+
+
+def failing_processor(ids, scores):
+    if ids.shape[1] > 6:
+        raise ArithmeticError("a processor fails")
+    return scores
+
+
+def test_one_that_fails_ends_by_itself():
+    model = build("plain")
+    asked = requests(model, 10, ways=WAYS[:4])
+    alone = [model.generate(**request) for request in asked]
+    ids = random_ids(1, 4)
+    bad = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 20, **GREEDY}
+    with SharedPasses(model) as passes:
+        results = together(
+            passes,
+            [
+                asked[0],
+                {**bad, "streamer": FailingStreamer(3)},
+                *asked[1:5],
+                {**bad, "logits_processor": [failing_processor]},
+                {**bad, "exit_criterion": "nonsense"},
+                *asked[5:],
+            ],
+        )
+        assert isinstance(results.pop(7), ValueError)
+        assert isinstance(results.pop(6), ArithmeticError)
+        assert isinstance(results.pop(1), ConnectionError)
+        assert_same(results, alone)
+    assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+def test_a_pass_that_fails_for_one():
+    """Positions end: the others' tokens are not touched by the tick that failed."""
+    model = build("learned_positions")  # 64 positions
+    asked = requests(model, 6, ways=WAYS[:4])
+    alone = [model.generate(**request) for request in asked]
+    ids = random_ids(1, 60)
+    long = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 30, **GREEDY}
+    with SharedPasses(model) as passes:
+        results = together(passes, [long, *asked])
+    assert "64" in str(results[0]) and isinstance(results[0], ValueError)
+    assert_same(results[1:], alone)
+
+
+def test_requests_wait_for_room():
+    model = build("plain")
+    asked = requests(model, 12, ways=WAYS[:3])
+    alone = [model.generate(**request) for request in asked]
+    most = max(
+        len(request["input_ids"]) * (request["input_ids"].shape[1] + request["max_new_tokens"]) for request in asked
+    )
+    with SharedPasses(model, max_rows=2, max_tokens=most) as passes:
+        assert_same(together(passes, asked), alone)
+        assert passes.row_ticks <= 2 * passes.ticks
+        with pytest.raises(ValueError, match=f"is more than max_tokens={most}: pass a shorter prompt"):
+            passes.generate(random_ids(1, most), max_new_tokens=1, num_loops=1)
+        with pytest.raises(ValueError, match="3 sequences in one call are more than max_rows=2"):
+            passes.generate(random_ids(3, 2), max_new_tokens=1)
+    with pytest.raises(ValueError, match="max_rows must be at least 1"):
+        SharedPasses(model, max_rows=0)
+
+
+def test_calls_outside_are_as_before():
+    model, other = build("plain"), build("plain")
+    ids, mask = random_ids(1, 4), torch.ones(1, 4, dtype=torch.long)
+    with SharedPasses(model) as passes:
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY)
+        assert passes.ticks == 0
+        passes.model = other
+        passes.generate(ids, attention_mask=mask, max_new_tokens=2, **GREEDY)
+        assert passes.ticks > 0
+
+
+@pytest.mark.slow
+def test_many_requests_leave_nothing_behind():
+    model, caches = build("plain"), []
+    make = model._prepare_cache_for_generation
+
+    def made(config, model_kwargs, *args, **kwargs):
+        make(config, model_kwargs, *args, **kwargs)
+        caches.append(weakref.ref(model_kwargs["past_key_values"]))
+
+    model._prepare_cache_for_generation = made
+    threads = threading.active_count()
+    with SharedPasses(model, max_rows=4) as passes:
+        for request, result in zip(asked := requests(model, 300, ways=WAYS[:4]), together(passes, asked), strict=True):
+            assert result.sequences.shape[1] == request["input_ids"].shape[1] + request["max_new_tokens"]
+    del result
+    gc.collect()
+    assert len(caches) == 300 and not any(cache() for cache in caches)
+    assert threading.active_count() == threads
