@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": ("recipes.plan", "what a recipe or a sweep would cost"),
     "sweep": ("recipes.sweep", "many training runs from one file"),
     "chat": ("eval.chat", "talk to a model, or let it complete text"),
+    "serve": ("eval.serve", "answer many clients at a time, each at its own depth"),
     "show": ("eval.show_loops", "a page where every token is coloured by its loops"),
     "eval": ("eval.harness", "lm-eval at every depth from one pass"),
     "budget": ("eval.budget", "models and seeds side by side over depth"),

@@ -100,9 +100,8 @@ class SharedPasses:
                 except Exception as error:
                     decoder.error = error
 
-    @contextmanager
-    def room(self, rows: int, tokens: int):
-        """Waits until there is room for these, and for those that came before."""
+    def check_size(self, rows: int, tokens: int):
+        """Refuse what will never find room."""
         refuse_if(
             rows > self.max_rows,
             f"{rows} sequences in one call are more than max_rows={self.max_rows}: pass fewer at a time",
@@ -112,6 +111,11 @@ class SharedPasses:
             f"a request of {tokens} tokens, prompt and new ones, is more than max_tokens={self.max_tokens}: pass a "
             "shorter prompt or a smaller max_new_tokens",
         )
+
+    @contextmanager
+    def room(self, rows: int, tokens: int):
+        """Waits until there is room for these, and for those that came before."""
+        self.check_size(rows, tokens)
         ticket = object()
         with self._room:
             self._waiting.append(ticket)

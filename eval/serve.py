@@ -1,0 +1,235 @@
+"""Serves a model: chat, completions and streaming for many clients, each at its own depth and by its own exits.
+
+    python -m eval.serve runs/demo/final --port 8000
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "def read(", "max_tokens": 32, "num_loops": 4, "exit_criterion": "kl", "exit_threshold": 0.01}'
+
+It is made of the parts of `transformers serve`, an OpenAI-compatible server, and needs `pip install
+'transformers[serving]'`. A request takes the fields of depth that generate takes beside its own. The answer has
+`token_loops`, the loops of each of its tokens; a stream has them in its last chunk. Requests share every pass of the
+model; those for which there is no room wait.
+"""
+
+import asyncio
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import torch
+from transformers.utils.import_utils import is_serve_available
+
+
+if not is_serve_available():
+    raise ImportError("eval.serve needs the server of transformers: pip install -e '.[serve]'")
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import GenerateManager, GenerationState
+
+from eval.common.model_folder import open_config, open_tokenizer
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.checks import check_length
+from modeling_looped.depth_options import DEPTH_FIELDS
+from modeling_looped.shared_passes import SharedPasses
+from recipes.common.command_line import Parser, run_command
+
+
+MOST_THREADS = 64  # requests that are prepared at a time; others wait before
+REQUEST_ID = "x-request-id"
+
+# of the request that is answered in this context: its fields of depth, and the loops that its tokens have taken
+_fields: ContextVar[dict[str, Any]] = ContextVar("fields")
+_loops: ContextVar[list[int]] = ContextVar("loops")
+
+
+class ModelOfRequest:
+    """The model, whose `generate` shares its passes with other requests and runs as deep as this one asks."""
+
+    def __init__(self, passes: SharedPasses):
+        self.passes, self.fields, self.loops = passes, _fields.get(), _loops.get()
+
+    def __getattr__(self, name):
+        return getattr(self.passes.model, name)
+
+    def generate(self, streamer=None, **kwargs):
+        if streamer is not None:  # before the end of the stream is announced
+            streamer.put_loops = lambda loops: self.loops.extend(loops.tolist())
+        settings = {**kwargs, **self.fields, "return_dict_in_generate": True}
+        result = self.passes.generate(streamer=streamer, **settings)
+        self.loops[:] = result.token_loops[0].tolist()
+        return result.sequences
+
+
+class SharedGenerateManager(GenerateManager):
+    """Runs requests, each in a thread of its own until the model is asked."""
+
+    def __init__(self, passes: SharedPasses):
+        self.passes, self.pool = passes, ThreadPoolExecutor(MOST_THREADS)
+
+    def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+        self.check(inputs, gen_config)
+        return super().generate_streaming(ModelOfRequest(self.passes), processor, inputs, gen_config, *args, **kwargs)
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+        self.check(inputs, gen_config)
+        model = ModelOfRequest(self.passes)
+        try:
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        except (ValueError, TypeError) as error:
+            raise bad_request(error) from error
+
+    def check(self, inputs, gen_config):
+        """Before anything is computed or streamed."""
+        rows, length = inputs["input_ids"].shape
+        try:
+            if length == 0:
+                raise ValueError("the prompt is empty: write at least one token")
+            self.passes.model._prepare_generation_config(gen_config, **_fields.get())
+            length += gen_config.max_new_tokens or 0
+            check_length(self.passes.model.config, length - 1)  # the last token is not read again
+            self.passes.check_size(rows, rows * length)
+        except (ValueError, TypeError) as error:
+            raise bad_request(error) from error
+
+    def submit(self, fn, *args, **kwargs) -> Future:
+        return self.pool.submit(fn, *args, **kwargs)
+
+    def async_submit(self, fn, *args, **kwargs) -> asyncio.Future:
+        return asyncio.get_running_loop().run_in_executor(self.pool, partial(fn, *args, **kwargs))
+
+
+def bad_request(error: Exception) -> HTTPException:
+    return HTTPException(status_code=422, detail=str(error))
+
+
+class OneModel(ModelManager):
+    """The model that this server is for, under one name."""
+
+    def __init__(self, name: str, model, tokenizer):
+        self.force_model, self.model, self.tokenizer = name, model, tokenizer
+
+    def load_model_and_processor(self, *args, **kwargs):
+        return self.model, self.tokenizer
+
+
+class SharedState(GenerationState):
+    def __init__(self, manager: SharedGenerateManager):
+        super().__init__()
+        self.manager = manager
+
+    def get_manager(self, *args, **kwargs):
+        return self.manager
+
+
+class TakesDepth:
+    """Mixed into a handler of transformers: fields of depth in the request, and loops in the answer."""
+
+    async def handle_request(self, body: dict, request_id: str):
+        _fields.set({name: body.pop(name) for name in DEPTH_FIELDS if body.get(name) is not None or name in body})
+        _loops.set([])
+        return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
+
+    def _build_generation_config(self, *args, **kwargs):
+        try:
+            return super()._build_generation_config(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
+        except (ValueError, TypeError) as error:
+            raise bad_request(error) from error
+
+    async def _non_streaming(self, *args, **kwargs):
+        response = await super()._non_streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
+        return JSONResponse({**json.loads(response.body), "token_loops": _loops.get()})
+
+    def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
+        line = super()._build_chunk_sse(*args, finish_reason=finish_reason, **kwargs)  # pyrefly: ignore
+        if finish_reason is None:
+            return line
+        chunk = json.loads(line.removeprefix("data: "))
+        return f"data: {json.dumps({**chunk, 'token_loops': _loops.get()})}\n\n"
+
+
+class Chat(TakesDepth, ChatCompletionHandler):
+    async def handle_request(self, body: dict, request_id: str):
+        if not self.model_manager.tokenizer.chat_template:
+            raise bad_request(ValueError("this model's tokenizer has no chat template: use /v1/completions"))
+        return await super().handle_request(body, request_id)
+
+
+class Completions(TakesDepth, CompletionHandler):
+    pass
+
+
+def build_app(name: str, model, tokenizer, passes: SharedPasses) -> FastAPI:
+    app, started = FastAPI(title=name), int(time.time())
+    one, state = OneModel(name, model, tokenizer), SharedState(SharedGenerateManager(passes))
+    chat, completions = Chat(one, state), Completions(one, state)
+
+    @app.exception_handler(HTTPException)
+    async def as_clients_read_it(_: Request, error: HTTPException):
+        told = {"message": error.detail, "type": "invalid_request_error", "code": error.status_code}
+        return JSONResponse({"error": told}, status_code=error.status_code)
+
+    def id_of(request: Request) -> str:
+        return request.headers.get(REQUEST_ID) or str(uuid4())
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: dict):
+        return await chat.handle_request(body, id_of(request))
+
+    @app.post("/v1/completions")
+    async def text_completions(request: Request, body: dict):
+        return await completions.handle_request(body, id_of(request))
+
+    @app.get("/v1/models")
+    def models():
+        listed = {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "",
+            "num_loops": model.config.num_loops,
+        }
+        return {"object": "list", "data": [listed]}
+
+    @app.get("/health")
+    def health():
+        return {"status": "ok"}
+
+    return app
+
+
+def parse(arguments: list[str] | None):
+    parser = Parser("eval.serve", __doc__)
+    parser.add_argument("model", help="a saved model, or the folder of its training run")
+    parser.add_argument("--name", help="what clients call the model; default: as given here")
+    parser.add_argument("--host", default="localhost")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--max-rows", type=int, default=8, help="sequences that are decoded at a time")
+    parser.add_argument("--max-tokens", type=int, help="tokens, prompts and to come, that they may have together")
+    parser.add_argument("--num-loops", type=int, help="depth where a request asks for none; default: the model's")
+    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None):
+    args = parse(arguments)
+    folder, config = open_config(args.model)
+    tokenizer = open_tokenizer(folder, args.tokenizer, config)
+    depth = {} if args.num_loops is None else {"num_loops": args.num_loops}
+    model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, **depth).to(args.device).eval()
+    with SharedPasses(model, args.max_rows, args.max_tokens) as passes:
+        app = build_app(args.name or args.model, model, tokenizer, passes)
+        uvicorn.run(app, host=args.host, port=args.port)
+
+
+if __name__ == "__main__":
+    run_command(main)

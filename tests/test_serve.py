@@ -1,0 +1,150 @@
+"""The server, asked by OpenAI's own client over the loopback address: answers are those of `generate`."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from modeling_looped.shared_passes import SharedPasses
+from tests.helpers import tiny_model, tiny_tokenizer
+
+
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+serve = pytest.importorskip("eval.serve")
+
+TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
+DEPTHS = [
+    {},
+    {"num_loops": 2},
+    {"num_loops": 6, "exit_criterion": "latent_diff", "exit_threshold": 0.5},
+    {"exit_criterion": "logit_margin", "exit_threshold": 0.2},
+    {"draft_loops": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def served():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    model = tiny_model(vocab_size=30, num_loops=4, position_embedding="learned", max_position_embeddings=80)
+    model.generation_config.do_sample = False
+    with SharedPasses(model, max_rows=4, max_tokens=300) as passes:
+        app = serve.build_app("tiny", model, tokenizer, passes)
+        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        yield model, tokenizer, client, passes, port
+        server.should_exit = True
+        thread.join()
+
+
+def expected(model, tokenizer, text: str, new_tokens: int, depth: dict):
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    mask = torch.ones_like(ids)
+    settings = {"max_new_tokens": new_tokens, "return_dict_in_generate": True, **depth}
+    result = model.generate(ids, attention_mask=mask, **settings)
+    return tokenizer.decode(result.sequences[0, ids.shape[1] :], skip_special_tokens=True), result.token_loops[
+        0
+    ].tolist()
+
+
+def complete(client, text: str, new_tokens: int, depth: dict, **options):
+    return client.completions.create(model="tiny", prompt=text, max_tokens=new_tokens, extra_body=depth, **options)
+
+
+def test_many_clients_at_a_time(served):
+    model, tokenizer, client, passes, _ = served
+    asked = [(" ".join("abcdefgh"[: 1 + i % 8]), 3 + i % 7, DEPTHS[i % len(DEPTHS)]) for i in range(15)]
+    alone = [expected(model, tokenizer, *request) for request in asked]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda request: complete(client, *request), asked))
+    for answer, (text, loops) in zip(answers, alone):
+        assert answer.choices[0].text == text and answer.token_loops == loops
+        assert answer.usage.completion_tokens == len(loops)
+    assert passes.row_ticks > passes.ticks and not passes.decoders
+
+
+@pytest.mark.parametrize("depth", DEPTHS[:4])
+def test_streams(served, depth):
+    model, tokenizer, client, _, _ = served
+    text, loops = expected(model, tokenizer, "a b c", 6, depth)
+    chunks = list(complete(client, "a b c", 6, depth, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks).split() == text.split()
+    assert chunks[-1].token_loops == loops and chunks[-1].choices[0].finish_reason in ("length", "stop")
+
+
+def test_conversations(served):
+    model, tokenizer, client, _, _ = served
+    turns = [{"role": "user", "content": "b c"}]
+    text, loops = expected(model, tokenizer, "u b c ", 5, DEPTHS[2])
+    asked = {"model": "tiny", "messages": turns, "max_tokens": 5, "extra_body": DEPTHS[2]}
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].message.content == text and answer.token_loops == loops
+    stream = client.chat.completions.create(
+        model="tiny", messages=turns, max_tokens=5, extra_body=DEPTHS[2], stream=True
+    )
+    *parts, last = stream
+    assert "".join(part.choices[0].delta.content or "" for part in parts).split() == text.split()
+    assert last.token_loops == loops
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"num_loops": 0}, "num_loops"),
+        ({"num_loops": "deep"}, "num_loops"),
+        ({"exit_criterion": "nonsense"}, "choose one of logit_margin"),
+        ({"exit_threshold": 0.5}, "without exit_criterion"),
+        ({"num_lops": 3}, "num_lops"),
+        ({"max_tokens": 200}, "max_position_embeddings=80"),
+        ({"temperature": "warm"}, "warm"),
+        ({"prompt": ""}, "prompt is empty"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests(served, body, message, stream):
+    _, _, client, passes, _ = served
+    with pytest.raises(openai.APIStatusError, match=message) as error:
+        body = {"max_tokens": 3, "prompt": "a b", **body}
+        complete(client, body.pop("prompt"), body.pop("max_tokens"), body, stream=stream)
+    assert error.value.status_code == 422
+    assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
+
+
+def test_another_model_is_not_served(served):
+    with pytest.raises(openai.BadRequestError, match="pinned to 'tiny'"):
+        served[2].completions.create(model="large", prompt="a")
+    models = served[2].models.list().data
+    assert [model.id for model in models] == ["tiny"] and models[0].num_loops == 4
+    assert json.load(urlopen(f"http://127.0.0.1:{served[4]}/health")) == {"status": "ok"}
+
+
+def test_a_client_that_hangs_up(served):
+    _, _, client, passes, _ = served
+    stream = complete(client, "a b", 70, {"num_loops": 40}, stream=True)
+    next(iter(stream))
+    stream.close()
+    begun = time.monotonic()
+    while passes._tokens and time.monotonic() - begun < 20:
+        time.sleep(0.05)
+    assert not passes.decoders and passes._tokens == 0
+    assert complete(client, "a", 2, {}).usage.completion_tokens == 2
+
+
+@pytest.mark.slow
+def test_a_thousand_requests(served):
+    _, _, client, passes, _ = served
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda i: complete(client, "a b", 1 + i % 5, DEPTHS[i % len(DEPTHS)]), range(1000))
+        assert [len(answer.token_loops) for answer in answers] == [1 + i % 5 for i in range(1000)]
+    assert not passes.decoders and passes._rows == passes._tokens == 0
