@@ -57,9 +57,9 @@ def check_pass(
                 f"initial_state has shape {tuple(initial_state.shape)}, but the state of this input is {shape}; they "
                 "must be equal"
             )
-    if every_loop and config.residual_depth == "run":
+    if every_loop and config.reads_run_depth:
         raise ValueError(
-            "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states and "
+            f"with {config.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so states and "
             "logits of every loop mean nothing; run each depth by itself"
         )
     if plan.is_mixed and (recording.get("output_hidden_states") or recording.get("output_attentions")):

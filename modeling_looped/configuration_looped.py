@@ -63,6 +63,10 @@ class BlockSizes(NamedTuple):
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
+    num_sets: int = 0  # of parameters per loop
+    delta_rank: int | None = None  # of what each loop adds to the linear layers
+    num_norm_sets: int | None = None  # num_sets where norms have a weight for each loop
+    is_modulated: bool = False
 
 
 def check_format_version(version: int):
@@ -111,6 +115,17 @@ class LoopedConfig(PreTrainedConfig):
         inter_loop_norm: "none", "own", or "shared" with the readout (Ouro). loop_damping: a learned factor below 1.
         core_hidden_size, core_intermediate_size, core_num_attention_heads: sizes of the state and the core's blocks,
             where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
+        loop_lora_rank (`int`, *optional*): rank of what each loop adds to the core's linear layers, W x + B_t A_t x
+            (relaxed recursion, Bae et al.), and to their biases. This is not an adapter: LoRA of PEFT, on W, is shared
+            by all loops. Under tensor parallelism the core's matrices stay whole.
+        loop_norms: the norms of the core's blocks have weights of their own in each loop.
+        loop_embedding: what says to the core which loop it is, added to the stream at the start of each, after the
+            injection: "none"; "learned" (a vector per loop, zero at first); "sinusoidal" (fixed, of t, amplitude 1);
+            "time" (an MLP of t/K and 1/K, zero at first). "modulation" is the latter as factors on what each branch of
+            the core reads and adds, 1 at first (LoopFormer, whose branches start at 0). Both of these follow the depth
+            K of the run, so a depth-k prefix is not a depth-k run, as with residual_depth "run".
+        num_loop_parameters (`int`, *optional*): sets of what loops have of their own; deeper loops take the last. By
+            default `trained_depth`; saved with the model, whatever its depths are set to.
     Readouts
         readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `trained_depth` and normed
             from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha),
@@ -193,6 +208,10 @@ class LoopedConfig(PreTrainedConfig):
     core_hidden_size: int | None = None
     core_intermediate_size: int | None = None
     core_num_attention_heads: int | None = None
+    loop_lora_rank: int | None = None
+    loop_norms: bool = False
+    loop_embedding: Literal["none", "learned", "sinusoidal", "time", "modulation"] = "none"
+    num_loop_parameters: int | None = None
 
     # readouts and losses
     readout_norm: Literal[
@@ -276,7 +295,9 @@ class LoopedConfig(PreTrainedConfig):
             styles["self_attn.o_proj"] = "rowwise"
             if self.qk_norm == "learned":  # a rank knows the gradient from its own heads
                 styles |= dict.fromkeys(["self_attn.q_norm", "self_attn.k_norm"], "replicated_with_grad_allreduce")
-        return {f"{section}.*.{name}": style for section in self._sections() for name, style in styles.items()}
+        # what a loop adds to a layer is whole, and meets no parts of it
+        sections = [name for name in self._sections() if name != "core" or self.loop_lora_rank is None]
+        return {f"{section}.*.{name}": style for section in sections for name, style in styles.items()}
 
     def _fsdp_plan(self) -> dict[str, str]:
         modules = ["embed_tokens", *(f"{section}.*" for section in self._sections())]
@@ -338,7 +359,32 @@ class LoopedConfig(PreTrainedConfig):
             return BlockSizes(self.hidden_size, self.intermediate_size, heads, key_value_heads)
         core_heads = heads if self.core_num_attention_heads is None else self.core_num_attention_heads
         core_mlp = self.intermediate_size if self.core_intermediate_size is None else self.core_intermediate_size
-        return BlockSizes(self.state_size, core_mlp, core_heads, core_heads * key_value_heads // heads)
+        return BlockSizes(
+            self.state_size,
+            core_mlp,
+            core_heads,
+            core_heads * key_value_heads // heads,
+            num_sets=self.num_loop_sets,
+            delta_rank=self.loop_lora_rank,
+            num_norm_sets=self.num_loop_sets if self.loop_norms else None,
+            is_modulated=self.loop_embedding == "modulation",
+        )
+
+    @property
+    def num_loop_sets(self) -> int:
+        """Sets of what loops have of their own, where they have something."""
+        return self.trained_depth if self.num_loop_parameters is None else self.num_loop_parameters
+
+    @property
+    def has_sets_in_core(self) -> bool:
+        return self.loop_lora_rank is not None or self.loop_norms
+
+    @property
+    def reads_run_depth(self) -> str | None:
+        """The setting by which a loop depends on how many are run, so that a depth-k prefix is no depth-k run."""
+        if self.residual_depth == "run":
+            return "residual_depth='run'"
+        return f"loop_embedding={self.loop_embedding!r}" if self.loop_embedding in ("time", "modulation") else None
 
     @property
     def num_hidden_layers(self) -> int:
@@ -435,6 +481,8 @@ class LoopedConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"num_hidden_layers": self.num_hidden_layers, "trained_num_loops": self.trained_depth}
+        if self.has_sets_in_core or self.loop_embedding == "learned":
+            derived["num_loop_parameters"] = self.num_loop_sets
         fields = {**super().to_dict(), **derived}
         fields.pop("_num_loops_asked_for", None)
         return fields
@@ -471,7 +519,8 @@ class LoopedConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads"):
+        for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads",
+                     "loop_lora_rank", "num_loop_parameters"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -564,13 +613,12 @@ class LoopedConfig(PreTrainedConfig):
                 f"injection={self.injection!r} they are never added: set injection to 'add', 'concat', 'diagonal' or "
                 "'residual_all', or injection_norm to False"
             )
-        if self.residual_depth == "run" and (
-            self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses
-        ):
+        if self.reads_run_depth and (self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses):
+            other = "residual_depth 'trained'" if self.residual_depth == "run" else "loop_embedding 'sinusoidal'"
             raise ValueError(
-                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is "
+                f"with {self.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so there is "
                 f"nothing to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
-                f"{self._shown_state_losses()} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
+                f"{self._shown_state_losses()} must be 'terminal', 'none' and 0, or {other}"
             )
 
     def _validate_state_size(self):

@@ -19,13 +19,16 @@ class PassContext:
     slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
-    def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None):
-        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops."""
+    def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None, time=None, loop=None):
+        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time, loop: as
+        the block takes them."""
         return block(
             x,
             residual_scale,
             query_states,
             self.value_embeddings.get(block.layer),
+            time,
+            loop,
             slot=block.first_slot + slots_before,
             attention_mask=self.masks[block.layer_type],
             position_ids=self.position_ids,

@@ -1,4 +1,8 @@
-"""The parts of a block: norms, attention, MLP. Nothing here knows about loops but the slot that attention writes."""
+"""The parts of a block: norms, attention, MLP.
+
+Of loops they know the slot that attention writes, and `loop`: the set of parameters to take where a layer has one for
+each loop (loop_parameters.py), None where it has none.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .borrowed import RotaryEmbedding, eager_attention_forward
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally, rms_norm
+from .loop_parameters import LoopDeltas
 
 
 VALUE_GATE_CHANNELS = 32
@@ -44,7 +49,7 @@ class LoopedRMSNorm(nn.Module):
         self.size, self.eps = (size,), eps
         self.weight = nn.Parameter(torch.ones(size)) if affine else None
 
-    def forward(self, x):
+    def forward(self, x, loop=None):
         weight = self.weight
         if weight is not None and weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
@@ -54,8 +59,35 @@ class LoopedRMSNorm(nn.Module):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
 
 
-def block_norm(config, size: int | None = None) -> LoopedRMSNorm:
-    return LoopedRMSNorm(config.hidden_size if size is None else size, config.rms_norm_eps, config.norm_affine)
+class LoopRMSNorm(LoopedRMSNorm):
+    """A norm with a weight for each loop."""
+
+    is_by_loop = True
+
+    def __init__(self, size: int, eps: float, num_sets: int):
+        super().__init__(size, eps, affine=False)
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(num_sets, size))
+
+    def forward(self, x, loop=None):
+        weight = self.weight[loop].to(x.dtype)
+        if weight.ndim == 1:
+            return rms_norm(x, weight, self.eps)
+        return rms_norm(x, None, self.eps) * weight.view(-1, *[1] * (x.ndim - 2), weight.shape[-1])
+
+
+def block_norm(config, size: int | None = None, num_sets: int | None = None) -> LoopedRMSNorm:
+    """num_sets: of weights, where each loop has its own."""
+    size = config.hidden_size if size is None else size
+    if num_sets is not None and config.norm_affine:
+        return LoopRMSNorm(size, config.rms_norm_eps, num_sets)
+    return LoopedRMSNorm(size, config.rms_norm_eps, config.norm_affine)
+
+
+def head_norm(config, sizes) -> LoopedRMSNorm:
+    """Over a head of queries or keys; it has a weight also where norm_affine is off."""
+    if sizes.num_norm_sets is not None:
+        return LoopRMSNorm(config.head_dim, config.rms_norm_eps, sizes.num_norm_sets)
+    return LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
 
 
 def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
@@ -92,7 +124,24 @@ class AttentionSite:
         return getattr(self.attention, name)
 
 
-class LoopedAttention(nn.Module):
+class LoopedLayer(nn.Module):
+    """What attention and MLP have in common: linear layers, to each of which a loop may add a delta of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.loop_deltas = None
+
+    def add_deltas(self, sizes):
+        if sizes.delta_rank is not None:
+            self.loop_deltas = LoopDeltas(self, sizes.delta_rank, sizes.num_sets)
+
+    def project(self, name: str, x: torch.Tensor, loop: int | torch.Tensor | None) -> torch.Tensor:
+        """The layer of this name, as it is at this loop, on [rows, length, in]."""
+        y = project(getattr(self, name), x)
+        return y if self.loop_deltas is None else y + self.loop_deltas[name](x, loop)
+
+
+class LoopedAttention(LoopedLayer):
     """Grouped-query or latent attention, whose queries may come from another state than its keys and values."""
 
     def __init__(self, config, sizes, layer_idx: int, layer_type: str, value_embedding: bool):
@@ -124,14 +173,14 @@ class LoopedAttention(nn.Module):
 
         self.qk_norm = config.qk_norm
         if self.qk_norm == "learned":
-            self.q_norm = LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm, self.k_norm = head_norm(config, sizes), head_norm(config, sizes)
         elif self.qk_norm == "free":
             self.free_norm = LoopedRMSNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
 
         if value_embedding:
             self.value_gate_channels = min(VALUE_GATE_CHANNELS, width)
             self.value_gate = linear(self.value_gate_channels, sizes.num_key_value_heads, "value_gate")
+        self.add_deltas(sizes)
 
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
@@ -146,20 +195,21 @@ class LoopedAttention(nn.Module):
         past_key_values=None,
         value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
         row_attention: Callable | None = None,  # of rows at loops and positions of their own, in place of the cache
+        loop: int | torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         source = hidden_states
         if self.kv_down_proj is not None:
-            source = self.kv_latent_norm(project(self.kv_down_proj, hidden_states))
-        queries = self.heads(project(self.q_proj, query_states))
-        keys = self.heads(project(self.k_proj, source))
-        values = self.heads(project(self.v_proj, source))
+            source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop))
+        queries = self.heads(self.project("q_proj", query_states, loop))
+        keys = self.heads(self.project("k_proj", source, loop))
+        values = self.heads(self.project("v_proj", source, loop))
         if value_embedding is not None:
             gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
             values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
 
         if self.qk_norm == "learned":
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+            queries, keys = self.q_norm(queries, loop), self.k_norm(keys, loop)
         if position_embeddings is not None:
             queries, keys = rotate(queries, *position_embeddings), rotate(keys, *position_embeddings)
         if self.qk_norm == "free":
@@ -168,7 +218,7 @@ class LoopedAttention(nn.Module):
 
         if row_attention is not None:
             output = row_attention(queries, keys, values, slot, self.scaling)
-            return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
+            return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, slot)
         implementation, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
@@ -176,7 +226,7 @@ class LoopedAttention(nn.Module):
             output = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-                return project(self.o_proj, output), None
+                return self.project("o_proj", output, loop), None
 
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention_interface(
@@ -190,10 +240,10 @@ class LoopedAttention(nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
+        return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), weights
 
 
-class LoopedMLP(nn.Module):
+class LoopedMLP(LoopedLayer):
     """down(scale * act(gate x) * up x), or down(scale * act(up x)) without a gate."""
 
     def __init__(self, config, sizes):
@@ -204,13 +254,27 @@ class LoopedMLP(nn.Module):
         self.gate_proj = linear(width, inner, "input", width=width) if config.mlp_gated else None
         self.up_proj = linear(width, inner, "input", width=width)
         self.down_proj = linear(inner, width, "output", width=width)
+        self.add_deltas(sizes)
 
-    def forward(self, x):
+    def forward(self, x, loop: int | torch.Tensor | None = None):
         if self.gate_proj is None:
-            x = self.activation(project(self.up_proj, x))
+            x = self.activation(self.project("up_proj", x, loop))
         else:
-            x = self.activation(project(self.gate_proj, x)) * project(self.up_proj, x)
-        return project(self.down_proj, x if self.scale == 1 else x * self.scale)
+            x = self.activation(self.project("gate_proj", x, loop)) * self.project("up_proj", x, loop)
+        return self.project("down_proj", x if self.scale == 1 else x * self.scale, loop)
+
+
+class Modulation(nn.Module):
+    """Factors on the branches of a block: on what they read, 1 + s, and on what they add, 1 + g, made of an embedding
+    of the time; both 1 in a new model. (LoopFormer, whose gates start at 0 instead: its g is 1 + g here.)"""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = linear(width, 4 * width, "zero", bias=True)
+
+    def forward(self, embedding: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of attention and MLP the gates, then the scales: [rows, 1, width] each."""
+        return (1 + project(self.proj, nn.functional.silu(embedding))).chunk(4, dim=-1)
 
 
 class LoopedBlock(GradientCheckpointingLayer):
@@ -229,11 +293,12 @@ class LoopedBlock(GradientCheckpointingLayer):
         self.arrangement = config.block_norm
         self.self_attn = LoopedAttention(config, sizes, first_slot, layer_type, value_embedding)
         self.mlp = LoopedMLP(config, sizes)
-        self.input_layernorm = block_norm(config, sizes.hidden_size)
-        self.post_attention_layernorm = block_norm(config, sizes.hidden_size)
+        self.input_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+        self.post_attention_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
         if self.arrangement != "pre":
-            self.attention_output_norm = block_norm(config, sizes.hidden_size)
-            self.mlp_output_norm = block_norm(config, sizes.hidden_size)
+            self.attention_output_norm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+            self.mlp_output_norm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+        self.modulation = Modulation(sizes.hidden_size) if sizes.is_modulated else None
         self.dropout = nn.Dropout(config.residual_dropout)
         self.dropout_on = config.residual_dropout_on
 
@@ -243,22 +308,37 @@ class LoopedBlock(GradientCheckpointingLayer):
         residual_scale: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
         query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
         value_embedding: torch.Tensor | None = None,
+        time: torch.Tensor | None = None,  # embedding of where the loops are, [rows or 1, 1, hidden]
+        loop: int | torch.Tensor | None = None,
         **kwargs,  # tensors that want gradients come before: reentrant checkpointing sees positional ones only
     ) -> torch.Tensor:
-        keys_from = self.input_layernorm(hidden_states)
-        queries_from = keys_from if query_states is None else self.input_layernorm(query_states)
-        branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, **kwargs)
-        hidden_states = self.join(hidden_states, branch, residual_scale, "attention")
-        branch = self.mlp(self.post_attention_layernorm(hidden_states))
-        return self.join(hidden_states, branch, residual_scale, "mlp")
+        gates = scales = (None, None)
+        if self.modulation is not None:
+            *gates, scale_of_attention, scale_of_mlp = self.modulation(time)
+            scales = scale_of_attention, scale_of_mlp
+        keys_from = scaled(self.input_layernorm(hidden_states, loop), scales[0])
+        queries_from = keys_from
+        if query_states is not None:
+            queries_from = scaled(self.input_layernorm(query_states, loop), scales[0])
+        branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, loop=loop, **kwargs)
+        hidden_states = self.join(hidden_states, branch, residual_scale, "attention", loop, gates[0])
+        branch = self.mlp(scaled(self.post_attention_layernorm(hidden_states, loop), scales[1]), loop)
+        return self.join(hidden_states, branch, residual_scale, "mlp", loop, gates[1])
 
-    def join(self, stream, branch, scale, part):
+    def join(self, stream, branch, scale, part, loop, gate):
         if self.arrangement == "branch_sandwich":
-            branch = getattr(self, f"{part}_output_norm")(branch)
+            branch = getattr(self, f"{part}_output_norm")(branch, loop)
+        branch = scaled(branch, gate)
         if self.training and self.dropout_on in ("both", part):
             branch = self.dropout(branch)
         stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
-        return getattr(self, f"{part}_output_norm")(stream) if self.arrangement == "residual_sandwich" else stream
+        if self.arrangement == "residual_sandwich":
+            stream = getattr(self, f"{part}_output_norm")(stream, loop)
+        return stream
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    return x if factor is None else x * factor
 
 
 class LoopDamping(nn.Module):

@@ -51,6 +51,8 @@ from .layers import (
     with_role,
 )
 from .loading import StrictLoadingMixin
+from .loop_embedding import LOOP_EMBEDDINGS
+from .loop_parameters import select_set
 from .names import check_arguments
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
@@ -129,6 +131,8 @@ class LoopedModel(LoopedPreTrainedModel):
 
         self.prelude_norm = block_norm(config) if config.prelude_norm else None
         self.injection = INJECTIONS[config.injection](config)
+        self.num_loop_sets = config.num_loop_sets if config.has_sets_in_core else None
+        self.loop_embedding = LOOP_EMBEDDINGS[config.loop_embedding](config)
         self.inter_loop_norm = block_norm(config, config.state_size) if config.inter_loop_norm == "own" else None
         self.damping = LoopDamping(config) if config.loop_damping else None
         self.coda_proj = (
@@ -300,10 +304,14 @@ class LoopedModel(LoopedPreTrainedModel):
         # rows at loops of their own have no cache, or one that knows these
         slots_before = loop * context.slots_per_loop if isinstance(loop, int) else 0
         first, scale = self._at_first_loop(loop, embedded), self._residual_scale(depth, embedded)
-        x = self.injection(state, embedded)
+        own = None if self.num_loop_sets is None else select_set(loop, self.num_loop_sets, embedded.device)
+        x, time = self.injection(state, embedded), None
+        if self.loop_embedding is not None:
+            time = self.loop_embedding(loop, depth, x)
+            x = x if self.config.loop_embedding == "modulation" else x + time
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, slots_before, queries)
+            x = context.run(block, x, scale, slots_before, queries, time, own)
         return x
 
     def to_next_loop(self, state):

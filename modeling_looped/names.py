@@ -66,6 +66,12 @@ FIELDS = {
     "embedding_scale": "embed_scale scale_embedding scale_embeddings embedding_multiplier",
     "initializer_range": "init_std initializer_std init_scale init_range",
     "exit_gate": "early_exit_gate halting_gate",
+    "loop_lora_rank": "relaxed_recursion_rank recursion_lora_rank loop_rank per_loop_lora_rank",
+    "loop_norms": "per_loop_norms separate_norms untied_norms unshared_norms recursive_norms",
+    "loop_embedding": """
+        loop_embeddings loop_position_embedding step_embedding step_embeddings timestep_embedding time_embedding
+        iteration_embedding depth_embedding loop_index_embedding recurrence_embedding
+    """,
     "rope_parameters={'rope_type': 'default', 'rope_theta': ...}": "rope_base rotary_base rotary_emb_base",
 }
 # of forward and generate

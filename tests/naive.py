@@ -119,8 +119,13 @@ def mlp(config, weights: dict, name: str, x):
     return linear(weights, f"{name}.down_proj", config.mlp_activation_scale * inner)
 
 
-def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None):
-    """`layer` counts the unique layers of prelude, core and coda; `queries_from` is normed as `x` is."""
+def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None, time=None):
+    """`layer` counts the unique layers of prelude, core and coda; `queries_from` is normed as `x` is. time: of which
+    the factors on what the branches read and add are made."""
+    factors = [1.0] * 4
+    if time is not None:
+        made = linear(weights, f"{name}.modulation.proj", activation("silu", time), bias=True)
+        factors = (1 + made).chunk(4, dim=-1)
     num_layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
     window = None
     if config.window_pattern is not None and layer < num_layers - 1:
@@ -131,20 +136,24 @@ def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, quer
         value_table = weights[f"model.value_embeds.{layer}.weight"][ids]
 
     def attention_branch(x):
-        normed = norm(config, weights, f"{name}.input_layernorm", x)
-        queries = normed if queries_from is None else norm(config, weights, f"{name}.input_layernorm", queries_from)
+        normed = factors[2] * norm(config, weights, f"{name}.input_layernorm", x)
+        queries = normed
+        if queries_from is not None:
+            queries = factors[2] * norm(config, weights, f"{name}.input_layernorm", queries_from)
         return attention(config, weights, f"{name}.self_attn", normed, queries, window, value_table)
 
     def mlp_branch(x):
-        return mlp(config, weights, f"{name}.mlp", norm(config, weights, f"{name}.post_attention_layernorm", x))
+        normed = factors[3] * norm(config, weights, f"{name}.post_attention_layernorm", x)
+        return mlp(config, weights, f"{name}.mlp", normed)
 
-    for branch, norm_name in ((attention_branch, "attention_output_norm"), (mlp_branch, "mlp_output_norm")):
+    branches = (attention_branch, "attention_output_norm"), (mlp_branch, "mlp_output_norm")
+    for (branch, norm_name), gate in zip(branches, factors):
         if config.block_norm == "pre":
-            x = x + eps * branch(x)
+            x = x + eps * gate * branch(x)
         elif config.block_norm == "branch_sandwich":
-            x = x + eps * norm(config, weights, f"{name}.{norm_name}", branch(x))
+            x = x + eps * gate * norm(config, weights, f"{name}.{norm_name}", branch(x))
         else:
-            x = norm(config, weights, f"{name}.{norm_name}", x + eps * branch(x))
+            x = norm(config, weights, f"{name}.{norm_name}", x + eps * gate * branch(x))
     return x
 
 
@@ -159,8 +168,53 @@ def residual_factor(config, num_loops: int) -> float:
     }[config.residual_scaling]
 
 
-def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
-    """H_{t+1} from h_t and e."""
+def sinusoids(point: float, size: int):
+    """Cosines, then sines, of a point at frequencies 10000^(-i / half); an odd size ends in 0."""
+    half = size // 2
+    angles = [point * 10000.0 ** (-i / half) for i in range(half)]
+    values = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles] + [0.0] * (size % 2)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def time_embedding(weights: dict, t: int, depth: int):
+    """Two MLPs, of t / K and of 1 / K."""
+    total = 0
+    for part, point in (("time", t / depth), ("step", 1 / depth)):
+        name = f"model.loop_embedding.{part}"
+        inner = activation("silu", linear(weights, f"{name}_in", sinusoids(point, 256), bias=True))
+        total = total + linear(weights, f"{name}_out", inner, bias=True)
+    return total
+
+
+def loop_embedding(config, weights: dict, t: int, depth: int):
+    if config.loop_embedding == "learned":
+        return weights["model.loop_embedding.weight"][min(t, len(weights["model.loop_embedding.weight"]) - 1)]
+    if config.loop_embedding == "sinusoidal":
+        return sinusoids(t, config.core_hidden_size or config.hidden_size)
+    return time_embedding(weights, t, depth) if config.loop_embedding == "time" else 0.0
+
+
+def weights_at(config, weights: dict, t: int) -> dict:
+    """The weights of loop t: what it has of its own is merged into what all share."""
+    merged = dict(weights)
+    for name, stack in weights.items():
+        own = min(t, len(stack) - 1) if stack.ndim else None
+        if not name.startswith("model.core."):
+            continue
+        if ".loop_deltas." in name:
+            layer, part = name.replace("loop_deltas.", "").rsplit(".", 1)
+            if part == "a":
+                merged[f"{layer}.weight"] = weights[f"{layer}.weight"] + weights[f"{name[:-1]}b"][own] @ stack[own]
+            if part == "bias":
+                merged[f"{layer}.bias"] = weights[f"{layer}.bias"] + stack[own]
+        elif config.loop_norms and name.endswith("norm.weight"):
+            merged[name] = stack[own]
+    return merged
+
+
+def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids, depth: int = 1):
+    """H_{t+1} from h_t and e. depth: loops of the run, which only an embedding of the time reads."""
+    weights = weights_at(config, weights, t)
     x, restarts = state, config.injection in ("residual_all", "attention_first", "attention_all")
     if config.injection == "add":
         x = state + embedded
@@ -174,6 +228,8 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
         x = embedded
     if config.injection_norm and not restarts:
         x = norm(config, weights, "model.injection.norm", x)
+    x = x + loop_embedding(config, weights, t, depth)
+    time = time_embedding(weights, t, depth) if config.loop_embedding == "modulation" else None
     for layer in range(config.num_core_layers):
         queries_from = None
         if t > 0 and config.injection == "residual_all":
@@ -183,7 +239,7 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
         if t > 0 and (config.injection == "attention_all" or (config.injection == "attention_first" and layer == 0)):
             queries_from = state
         unique = config.num_prelude_layers + layer
-        x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from)
+        x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from, time)
     return x
 
 
@@ -277,7 +333,7 @@ def forward(config, weights: dict, ids, num_loops: int | None = None, initial_st
     eps = residual_factor(config, depth if config.residual_depth == "run" else config.num_loops)
     states = []
     for t in range(depth):
-        states.append(one_loop(config, weights, state, embedded, t, eps, ids))
+        states.append(one_loop(config, weights, state, embedded, t, eps, ids, depth))
         state = between_loops(config, weights, states[-1])
     logits = [logits_of(config, weights, state, k, ids) for k, state in enumerate(states, start=1)]
     return states, logits, None if config.exit_gate == "none" else exit_distribution(config, weights, states)

@@ -57,6 +57,13 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     choose("prelude_norm", False, True)
     choose("loop_damping", False, True)
 
+    # what loops have of their own; sets are fewer, as many or more than loops
+    choose("loop_lora_rank", None, 1, 3)
+    choose("loop_norms", False, True)
+    of_runs = () if asks_between_loops or fields["residual_depth"] != "run" else ("time", "modulation")
+    choose("loop_embedding", "none", "learned", "sinusoidal", *of_runs)
+    choose("num_loop_parameters", None, 1, 2, 4)
+
     # readouts and losses
     normed = ("rmsnorm", "layernorm", "final_only", "final_raw", "final_alpha", "taper")
     readout = choose("readout_norm", *normed, "none", "alpha")

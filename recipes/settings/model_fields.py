@@ -33,6 +33,8 @@ LARGEST = {
     "core_intermediate_size": 2**20,
     "core_num_attention_heads": 2**14,
     "num_readout_alphas": MOST_DEPTH,
+    "loop_lora_rank": 2**17,
+    "num_loop_parameters": MOST_DEPTH,
     "kv_latent_size": 2**17,
     "sliding_window": 2**24,
 }
@@ -49,6 +51,11 @@ CONDITIONS = {
     "readout_alpha_learned": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
     "num_readout_alphas": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
     "exit_entropy_weight": ("a loop_loss 'exit_weighted' or alike", lambda c: c.exit_gate != "none"),
+    "loop_norms": ("norm_affine, or qk_norm 'learned'", lambda c: c.norm_affine or c.qk_norm == "learned"),
+    "num_loop_parameters": (
+        "a loop_lora_rank, loop_norms, or loop_embedding 'learned'",
+        lambda c: c.has_sets_in_core or c.loop_embedding == "learned",
+    ),
     "scale_anchor_target": ("a scale_anchor", lambda c: c.scale_anchor > 0),
     "residual_dropout_on": ("a residual_dropout", lambda c: c.residual_dropout > 0),
     "rope_parameters": ("position_embedding 'rope'", lambda c: c.position_embedding == "rope"),
