@@ -139,6 +139,8 @@ class LoopedConfig(PreTrainedConfig):
         loop_loss: "terminal"; "per_loop" (mean over loops); "last_third" (mean over the loops from floor(2K/3) on);
             "exit_weighted" (expected loss under the gate, minus `exit_entropy_weight` times its entropy);
             "exit_weighted_logits" (loss of the expected logits); "gate" (trains the gate alone).
+        logit_softcap: logits are cap * tanh(logits / cap), computed in at least fp32, or with `round_logit_softcap`
+            rounded to their own dtype at every step (Gemma 2).
         norm_penalty, scale_anchor, latent_loss, latent_anchor (`float`): weights of losses that see the scale of
             states, see losses_of_states.py: mean of H_k^2; distance of each row's RMS to `scale_anchor_target`; each
             loop's step against the way that is left to the embedding of the next token; distance of H_K to it.
@@ -242,6 +244,7 @@ class LoopedConfig(PreTrainedConfig):
     latent_loss: int | float = 0.0
     latent_anchor: int | float = 0.0
     logit_softcap: int | float | None = None
+    round_logit_softcap: bool = False
 
     # blocks
     block_norm: Literal["pre", "post", "branch_sandwich", "residual_sandwich"] = "pre"
