@@ -43,6 +43,15 @@ def check_length(config, length: int):
         )
 
 
+def check_softcap(softcap: float | None, implementation: str):
+    """Kernels without a softcap on scores, of which some would leave it out unsaid."""
+    if softcap is not None and ("sdpa" in implementation or implementation == "paged|eager"):
+        raise ValueError(
+            f"attn_implementation={implementation!r} has no softcap on scores, and attention_softcap={softcap}: use "
+            "'eager' (continuous batching: use generate), 'flex_attention', or a flash attention that has one"
+        )
+
+
 def check_pass(
     config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
 ):

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .injection import DiagonalInjection
-from .layers import LoopDamping
+from .layers import LoopDamping, LoopedRMSNorm
 from .loop_embedding import LearnedLoopEmbedding
 from .loop_parameters import LoopDelta
 from .readouts import AlphaReadout, TaperNorm
@@ -95,7 +95,7 @@ INIT_SCHEMES = {
 
 
 def init_module(module: nn.Module, config) -> bool:
-    """Initialise a module of this package; False if it is for transformers to do (norms, rotary tables)."""
+    """Initialise a module of this package; False if it is for transformers to do (LayerNorm, rotary tables)."""
     if isinstance(module, DiagonalInjection):
         init.zeros_(module.log_rate)
         init.constant_(module.dt_bias, module.initial_dt_bias())
@@ -110,9 +110,14 @@ def init_module(module: nn.Module, config) -> bool:
         if module.logit is not None:
             init.constant_(module.logit, module.initial_logit)
     elif isinstance(module, TaperNorm):
-        for tensor in (module.weight, module.linear_weight, module.gate, module.scale):
+        if module.weight is not None:
+            init.constant_(module.weight, module.initial_weight)
+        for tensor in (module.linear_weight, module.gate, module.scale):
             if tensor is not None:
                 init.ones_(tensor)
+    elif isinstance(module, LoopedRMSNorm):
+        if module.weight is not None:
+            init.constant_(module.weight, module.initial_weight)
     elif isinstance(module, (nn.Linear, nn.Embedding)):
         role, scheme = getattr(module, "init_role", None), config.init_scheme
         width = getattr(module, "init_width", None) or config.hidden_size

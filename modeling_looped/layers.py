@@ -13,7 +13,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .borrowed import RotaryEmbedding, eager_attention_forward
+from .borrowed import RotaryEmbedding, eager_attention, eager_attention_forward
+from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally, rms_norm
 from .loop_parameters import LoopDeltas
@@ -25,6 +26,16 @@ LinearOrTable = TypeVar("LinearOrTable", nn.Linear, nn.Embedding)
 
 class LoopedRotaryEmbedding(RotaryEmbedding):
     pass
+
+
+def rotary_embeddings(config) -> nn.Module:
+    """What makes cos and sin: one module for all layers, or one for each layer type that has parameters of its own.
+
+    Its config is ours, which has the fields of Llama's that are read there.
+    """
+    if kinds := config.rope_kinds():
+        return nn.ModuleDict({kind: LoopedRotaryEmbedding(config.with_rope_of(kind)) for kind in kinds})
+    return LoopedRotaryEmbedding(config)
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,18 +53,44 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
 
 
 class LoopedRMSNorm(nn.Module):
-    """x / rms(x), statistics in at least fp32, with or without a weight."""
+    """x / rms(x), statistics in at least fp32, with or without a weight.
 
-    def __init__(self, size: int, eps: float, affine: bool = True):
+    offset: what is added to the weight. rounding: whether the product with the weight is rounded to x's dtype, or
+    what is multiplied ("after_weight", "before_weight").
+    """
+
+    def __init__(
+        self, size: int, eps: float, affine: bool = True, offset: float = 0.0, rounding: str = "after_weight"
+    ):
         super().__init__()
-        self.size, self.eps = (size,), eps
-        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+        self.size, self.eps, self.offset = (size,), eps, offset
+        self.rounds_first = affine and rounding == "before_weight"
+        self.is_plain = not affine or (offset == 0 and not self.rounds_first)
+        self.weight = nn.Parameter(torch.full((size,), self.initial_weight)) if affine else None
+
+    @property
+    def initial_weight(self) -> float:
+        return 1.0 - self.offset
 
     def forward(self, x, loop=None):
+        if not self.is_plain:
+            return self.with_exact_weight(x)
         weight = self.weight
         if weight is not None and weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
         return rms_norm(x, weight, self.eps)
+
+    def factor(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is multiplied by, weight + offset, added in at least fp32."""
+        assert self.weight is not None
+        weight = self.weight.to(torch.promote_types(dtype, torch.float32))
+        return weight + self.offset if self.offset else weight
+
+    def with_exact_weight(self, x):
+        factor = self.factor(x.dtype)
+        if self.rounds_first:
+            return rms_norm(x, None, self.eps) * factor.to(x.dtype)
+        return rms_norm(x.to(factor.dtype), factor, self.eps).to(x.dtype)
 
     def extra_repr(self):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
@@ -64,30 +101,33 @@ class LoopRMSNorm(LoopedRMSNorm):
 
     is_by_loop = True
 
-    def __init__(self, size: int, eps: float, num_sets: int):
-        super().__init__(size, eps, affine=False)
-        self.weight: nn.Parameter = nn.Parameter(torch.ones(num_sets, size))
+    def __init__(self, size: int, eps: float, num_sets: int, offset: float = 0.0, rounding: str = "after_weight"):
+        super().__init__(size, eps, True, offset, rounding)
+        self.weight: nn.Parameter = nn.Parameter(torch.full((num_sets, size), self.initial_weight))
 
     def forward(self, x, loop=None):
-        weight = self.weight[loop].to(x.dtype)
-        if weight.ndim == 1:
-            return rms_norm(x, weight, self.eps)
-        return rms_norm(x, None, self.eps) * weight.view(-1, *[1] * (x.ndim - 2), weight.shape[-1])
+        weight = self.weight[loop]
+        factor = weight.to(x.dtype if self.is_plain else torch.promote_types(x.dtype, torch.float32))
+        factor = factor + self.offset if self.offset else factor
+        if weight.ndim == 2:  # of rows
+            factor = factor.view(-1, *[1] * (x.ndim - 2), self.size[0])
+        if self.rounds_first:
+            return rms_norm(x, None, self.eps) * factor.to(x.dtype)
+        if weight.ndim == 2:
+            return (rms_norm(x.to(factor.dtype), None, self.eps) * factor).to(x.dtype)
+        return rms_norm(x.to(factor.dtype), factor, self.eps).to(x.dtype)
+
+
+def weighted_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedRMSNorm:
+    """num_sets: of weights, where each loop has its own."""
+    how = config.norm_offset, config.norm_rounding
+    if num_sets is not None and affine:
+        return LoopRMSNorm(size, config.rms_norm_eps, num_sets, *how)
+    return LoopedRMSNorm(size, config.rms_norm_eps, affine, *how)
 
 
 def block_norm(config, size: int | None = None, num_sets: int | None = None) -> LoopedRMSNorm:
-    """num_sets: of weights, where each loop has its own."""
-    size = config.hidden_size if size is None else size
-    if num_sets is not None and config.norm_affine:
-        return LoopRMSNorm(size, config.rms_norm_eps, num_sets)
-    return LoopedRMSNorm(size, config.rms_norm_eps, config.norm_affine)
-
-
-def head_norm(config, sizes) -> LoopedRMSNorm:
-    """Over a head of queries or keys; it has a weight also where norm_affine is off."""
-    if sizes.num_norm_sets is not None:
-        return LoopRMSNorm(config.head_dim, config.rms_norm_eps, sizes.num_norm_sets)
-    return LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
+    return weighted_norm(config, config.hidden_size if size is None else size, config.norm_affine, num_sets)
 
 
 def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
@@ -151,14 +191,15 @@ class LoopedAttention(LoopedLayer):
         self.layer_idx = layer_idx  # the first slot
         self.head_dim = config.head_dim
         self.num_key_value_groups = sizes.num_attention_heads // sizes.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.softcap = config.attention_softcap
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
 
         query_size = sizes.num_attention_heads * config.head_dim
         key_value_size = sizes.num_key_value_heads * config.head_dim
-        bias, value_bias = config.attention_bias != "none", config.attention_bias == "qkv"
+        bias, value_bias = config.attention_bias != "none", config.attention_bias in ("qkv", "qkvo")
         self.q_proj = linear(width, query_size, "input", bias, width)
         if config.kv_latent_size is None:
             self.kv_down_proj = None
@@ -169,11 +210,16 @@ class LoopedAttention(LoopedLayer):
             key_value_input = config.kv_latent_size
         self.k_proj = linear(key_value_input, key_value_size, "input", bias, width)
         self.v_proj = linear(key_value_input, key_value_size, "input", value_bias, width)
-        self.o_proj = linear(query_size, width, "output", width=width)
+        self.o_proj = linear(query_size, width, "output", config.attention_bias == "qkvo", width)
 
+        self.rounds_rotated = config.rope_rounding == "rotated"
         self.qk_norm = config.qk_norm
-        if self.qk_norm == "learned":
-            self.q_norm, self.k_norm = head_norm(config, sizes), head_norm(config, sizes)
+        if self.qk_norm in ("learned", "all_heads"):
+            over_head = self.qk_norm == "learned"
+            normed_sizes = (config.head_dim,) * 2 if over_head else (query_size, key_value_size)
+            self.q_norm, self.k_norm = (
+                weighted_norm(config, size, num_sets=sizes.num_norm_sets) for size in normed_sizes
+            )
         elif self.qk_norm == "free":
             self.free_norm = LoopedRMSNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
 
@@ -201,8 +247,10 @@ class LoopedAttention(LoopedLayer):
         source = hidden_states
         if self.kv_down_proj is not None:
             source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop))
-        queries = self.heads(self.project("q_proj", query_states, loop))
-        keys = self.heads(self.project("k_proj", source, loop))
+        queries, keys = self.project("q_proj", query_states, loop), self.project("k_proj", source, loop)
+        if self.qk_norm == "all_heads":
+            queries, keys = self.q_norm(queries, loop), self.k_norm(keys, loop)
+        queries, keys = self.heads(queries), self.heads(keys)
         values = self.heads(self.project("v_proj", source, loop))
         if value_embedding is not None:
             gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
@@ -212,6 +260,8 @@ class LoopedAttention(LoopedLayer):
             queries, keys = self.q_norm(queries, loop), self.k_norm(keys, loop)
         if position_embeddings is not None:
             queries, keys = rotate(queries, *position_embeddings), rotate(keys, *position_embeddings)
+            if self.rounds_rotated:
+                queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         if self.qk_norm == "free":
             queries, keys = self.free_norm(queries), self.free_norm(keys)
         queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
@@ -222,13 +272,17 @@ class LoopedAttention(LoopedLayer):
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, slot)
         implementation, dropout = self.config._attn_implementation, self.attention_dropout if self.training else 0.0
+        eager = eager_attention_forward
+        if self.softcap is not None:
+            check_softcap(self.softcap, implementation)
+            eager, kwargs["softcap"] = eager_attention, self.softcap
         if implementation == "sdpa" and not dropout and not kwargs.keys() & {"cache", "is_causal"}:
             output = attend_on_cpu(queries, keys, values, attention_mask, self.scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
                 return self.project("o_proj", output, loop), None
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
         output, weights = attention_interface(
             AttentionSite(self, slot),  # kernels with a cache of their own (continuous batching) update it at the slot
             queries,
@@ -251,9 +305,10 @@ class LoopedMLP(LoopedLayer):
         self.scale = config.mlp_activation_scale
         self.activation = ACT2FN[config.hidden_act]
         width, inner = sizes.hidden_size, sizes.intermediate_size
-        self.gate_proj = linear(width, inner, "input", width=width) if config.mlp_gated else None
-        self.up_proj = linear(width, inner, "input", width=width)
-        self.down_proj = linear(inner, width, "output", width=width)
+        bias = config.mlp_bias
+        self.gate_proj = linear(width, inner, "input", bias, width) if config.mlp_gated else None
+        self.up_proj = linear(width, inner, "input", bias, width)
+        self.down_proj = linear(inner, width, "output", bias, width)
         self.add_deltas(sizes)
 
     def forward(self, x, loop: int | torch.Tensor | None = None):
@@ -278,23 +333,36 @@ class Modulation(nn.Module):
 
 
 class LoopedBlock(GradientCheckpointingLayer):
-    """Attention and MLP around the residual stream, in one of three arrangements (eps is the residual scale):
+    """Attention and MLP around the residual stream, in one of four arrangements (eps is the residual scale):
 
     pre                 x += eps * f(norm_in x)
+    post                x += eps * norm_out(f(x))
     branch_sandwich     x += eps * norm_out(f(norm_in x))
     residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
     """
 
-    def __init__(self, config, sizes, layer: int, first_slot: int, layer_type: str, value_embedding: bool):
+    def __init__(
+        self,
+        config,
+        sizes,
+        layer: int,
+        first_slot: int,
+        layer_type: str,
+        value_embedding: bool,
+        rope: str | None,
+    ):
         super().__init__()
         self.layer = layer  # counted once, whatever the depth
         self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
+        self.rope = rope  # the kind of its rotary tables, or None
         self.arrangement = config.block_norm
         self.self_attn = LoopedAttention(config, sizes, first_slot, layer_type, value_embedding)
         self.mlp = LoopedMLP(config, sizes)
-        self.input_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
-        self.post_attention_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+        self.norms_input = self.arrangement != "post"
+        if self.norms_input:
+            self.input_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+            self.post_attention_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
         if self.arrangement != "pre":
             self.attention_output_norm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
             self.mlp_output_norm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
@@ -316,17 +384,21 @@ class LoopedBlock(GradientCheckpointingLayer):
         if self.modulation is not None:
             *gates, scale_of_attention, scale_of_mlp = self.modulation(time)
             scales = scale_of_attention, scale_of_mlp
-        keys_from = scaled(self.input_layernorm(hidden_states, loop), scales[0])
+        keys_from = self.entering("input_layernorm", hidden_states, loop, scales[0])
         queries_from = keys_from
         if query_states is not None:
-            queries_from = scaled(self.input_layernorm(query_states, loop), scales[0])
+            queries_from = self.entering("input_layernorm", query_states, loop, scales[0])
         branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, loop=loop, **kwargs)
         hidden_states = self.join(hidden_states, branch, residual_scale, "attention", loop, gates[0])
-        branch = self.mlp(scaled(self.post_attention_layernorm(hidden_states, loop), scales[1]), loop)
+        branch = self.mlp(self.entering("post_attention_layernorm", hidden_states, loop, scales[1]), loop)
         return self.join(hidden_states, branch, residual_scale, "mlp", loop, gates[1])
 
+    def entering(self, norm: str, stream, loop, scale):
+        """What a branch reads."""
+        return scaled(getattr(self, norm)(stream, loop) if self.norms_input else stream, scale)
+
     def join(self, stream, branch, scale, part, loop, gate):
-        if self.arrangement == "branch_sandwich":
+        if self.arrangement in ("post", "branch_sandwich"):
             branch = getattr(self, f"{part}_output_norm")(branch, loop)
         branch = scaled(branch, gate)
         if self.training and self.dropout_on in ("both", part):
