@@ -175,7 +175,8 @@ def gemma2(config) -> dict[str, Any]:
 
 def gemma3_text(config) -> dict[str, Any]:
     """transformers' Gemma 3 has a field for a softcap on scores, and does not read it."""
-    refuse(config, ["attn_logit_softcapping"] if config.attn_logit_softcapping else [])
+    softcap = config.attn_logit_softcapping
+    refuse(config, [f"attn_logit_softcapping={softcap}"] if softcap else [])
     return {**gemma2(config), "qk_norm": "learned"}
 
 
