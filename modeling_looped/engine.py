@@ -91,7 +91,7 @@ class RowEngine:
         if self.prompt_loops is not None:  # at which any change of the state is small enough to stop
             model_kwargs = {**model_kwargs, "exit_rule": ExitRule("latent_diff", math.inf, self.prompt_loops)}
         states = []
-        hook = self.trunk.core[-1].register_forward_hook(lambda block, inputs, state: states.append(state[:, -1:]))
+        hook = self.trunk.end_of_loop.register_forward_hook(lambda part, inputs, state: states.append(state[:, -1:]))
         try:
             outputs = self.model._prefill(input_ids, self.config, model_kwargs)
         finally:
@@ -137,7 +137,7 @@ class RowEngine:
     def run_loop(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
         """From h_t to H_{t+1}. loops: t of each row."""
         first = loops[0] == 0
-        if self.trunk.injection.looks_at_first and any((loop == 0) != first for loop in loops):
+        if self.trunk.looks_at_first and any((loop == 0) != first for loop in loops):
             first = torch.tensor([loop == 0 for loop in loops], device=state.device)[:, None, None]
         return self.trunk.core_pass(state, tokens.embedded, 0, first, self.scale, self.context(tokens, loops))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .injection import DiagonalInjection
+from .injection import DiagonalInjection, LoopChangeGate
 from .layers import LoopDamping
 from .readouts import AlphaReadout, TaperNorm
 
@@ -95,6 +95,8 @@ def init_module(module: nn.Module, config) -> bool:
         init.constant_(module.dt_bias, module.initial_dt_bias())
     elif isinstance(module, LoopDamping):
         init.constant_(module.logit, module.initial_logit)
+    elif isinstance(module, LoopChangeGate):
+        init.zeros_(module.factor)
     elif isinstance(module, AlphaReadout):
         init.zeros_(module.log_scale)
         if module.logit is not None:

@@ -39,7 +39,7 @@ from .cpu import project
 from .depth import DepthPlan, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
-from .injection import INJECTIONS
+from .injection import INJECTIONS, LoopChangeGate
 from .layers import (
     LoopDamping,
     LoopedAttention,
@@ -131,6 +131,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.injection = INJECTIONS[config.injection](config)
         self.inter_loop_norm = block_norm(config, config.state_size) if config.inter_loop_norm == "own" else None
         self.damping = LoopDamping(config) if config.loop_damping else None
+        self.change_gate = LoopChangeGate(config) if config.loop_change_gate else None
         self.coda_proj = (
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
@@ -307,7 +308,17 @@ class LoopedModel(LoopedPreTrainedModel):
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
             x = context.run(block, x, scale, slots_before, queries)
-        return x
+        return x if self.change_gate is None else self.change_gate(state, x, first)
+
+    @property
+    def end_of_loop(self) -> nn.Module:
+        """The module that returns H in every loop, for hooks."""
+        return self.core[-1] if self.change_gate is None else self.change_gate
+
+    @property
+    def looks_at_first(self) -> bool:
+        """Whether the first loop is run otherwise than later ones."""
+        return self.injection.looks_at_first or self.change_gate is not None
 
     def to_next_loop(self, state):
         """What the next loop starts from."""

@@ -56,6 +56,7 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     choose("state_init_std", None, *((0.5,) if state_init == "normal" else ()))
     choose("prelude_norm", False, True)
     choose("loop_damping", False, True)
+    choose("loop_change_gate", False, True)
 
     # readouts and losses
     normed = ("rmsnorm", "layernorm", "final_only", "final_raw", "final_alpha", "taper")
