@@ -2,6 +2,7 @@
 
 import transformers
 
+from . import formats as formats
 from .auto_classes import AUTO_CLASSES
 from .cache import LoopedCache
 from .causal_lm import LoopedForCausalLM

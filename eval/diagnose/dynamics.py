@@ -122,8 +122,8 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
 def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """||h_T|| and ||h_T - h_{T-1}|| over T, and the norm at every stage of every loop (Parcae, figures 11, 20 to 22).
 
-    Stages of a loop: what it starts from, after the injection, after each layer, and after the gate on its change where
-    there is one. Prelude: the embedding, after each prelude layer, and e as the loop gets it. By default 24 loops or the
+    Stages of a loop: what it starts from, after the injection, after each layer, after the gate on its change if there
+    is one. Prelude: the embedding, after each prelude layer, and e as the loop gets it. By default 24 loops or the
     trained depth, whichever is more.
     """
     depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
