@@ -16,6 +16,7 @@ class PassContext:
     position_embeddings: tuple[torch.Tensor, ...] | None  # the two of `rotary_tables`
     value_embeddings: dict[int, torch.Tensor]  # by layer
     past_key_values: Any  # a cache, or what else has its `update`
+    slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
     def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None):

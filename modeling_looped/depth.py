@@ -41,6 +41,10 @@ class DepthPlan(NamedTuple):
     def is_mixed(self) -> bool:
         return self.order is not None
 
+    def depths_of(self, tick: Tick) -> int | list[int]:
+        """Loops that the rows of a tick run in all."""
+        return self.depths if isinstance(self.depths, int) else sorted(self.depths, reverse=True)[: tick.rows]
+
     def sort(self, batched: Any) -> Any:
         """Rows in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
         if self.order is None:

@@ -66,8 +66,6 @@ class RowEngine:
         self.prompt_loops = None if self.rule is None else self.options.prompt_loops
         # repeated with the prompts, unlike those of the options
         self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
-        runs = model.trained_depth if model.config.residual_depth == "trained" else max(self.limits)
-        self.scale = model.config.residual_factor(runs)
         self.rotary_table = None  # by position
 
         outputs = self.prefill(input_ids, model_kwargs)
@@ -136,10 +134,8 @@ class RowEngine:
 
     def run_loop(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
         """From h_t to H_{t+1}. loops: t of each row."""
-        first = loops[0] == 0
-        if self.trunk.looks_at_first and any((loop == 0) != first for loop in loops):
-            first = torch.tensor([loop == 0 for loop in loops], device=state.device)[:, None, None]
-        return self.trunk.core_pass(state, tokens.embedded, 0, first, self.scale, self.context(tokens, loops))
+        loop = loops[0] if len(set(loops)) == 1 else loops
+        return self.trunk.core_pass(state, tokens.embedded, loop, max(self.limits), self.context(tokens, loops))
 
     def logits(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
         """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""

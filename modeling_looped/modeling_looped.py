@@ -217,6 +217,7 @@ class LoopedModel(LoopedPreTrainedModel):
             position_embeddings=self.rotary(x, position_ids),
             value_embeddings=self.value_embeddings(input_ids),
             past_key_values=view,
+            slots_per_loop=len(self.core),
             options={"use_cache": use_cache, **kwargs},
         )
         embedded = self.run_prelude(x, context)
@@ -267,18 +268,12 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
-        scale = self._residual_scale(plan, embedded)
         running, finished, ticks = state[: plan.ticks[0].rows], [], []
         for tick in plan.ticks:
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
-                rows = slice(tick.rows)
-                first = self._at_first_loop(tick, embedded)
-                # rows of mixed depth that end together have no cache, so their slot does not matter
-                loop = tick.loop if isinstance(tick.loop, int) else 0
-                row_scale = scale if isinstance(scale, float) else scale[rows]
-                x = self.core_pass(running, embedded[rows], loop, first, row_scale, context)
+                x = self.core_pass(running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context)
                 if every_loop:
                     ticks.append(x)
                 if tick.next_rows < tick.rows:
@@ -289,9 +284,8 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):
         """H of every token at its exit; rows that `watch` sends away cost nothing from there on."""
-        scale = self._residual_scale(plan, embedded)
         for loop in range(plan.max_depth):
-            state = self.core_pass(state, embedded, loop, loop == 0, scale, context)
+            state = self.core_pass(state, embedded, loop, plan.max_depth, context)
             state, rows = watch.after_loop(loop + 1, state, context)
             if watch.is_done:
                 break
@@ -300,10 +294,13 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.to_next_loop(state)
         return watch.final
 
-    def core_pass(self, state, embedded, loop: int, first: bool | torch.Tensor, scale, context: PassContext):
-        """One loop: from h_t to H_{t+1}. first: whether t = 0, one bool or one per row [rows, 1, 1]."""
+    def core_pass(self, state, embedded, loop: int | list[int], depth: int | list[int], context: PassContext):
+        """One loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the loops of the run that it is part of. Each
+        is one int for all rows, or one per row."""
         context = context.of_first_rows(state.shape[0])
-        slots_before = loop * len(self.core)
+        # rows at loops of their own have no cache, or one that knows these
+        slots_before = loop * context.slots_per_loop if isinstance(loop, int) else 0
+        first, scale = self._at_first_loop(loop, embedded), self._residual_scale(depth, embedded)
         x = self.injection(state, embedded)
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
@@ -377,19 +374,23 @@ class LoopedModel(LoopedPreTrainedModel):
             return []
         return [(int(layer), table) for layer, table in self.value_embeds.items()]
 
-    def _residual_scale(self, plan: DepthPlan, like: torch.Tensor) -> float | torch.Tensor:
+    def _residual_scale(self, depth: int | list[int], like: torch.Tensor) -> float | torch.Tensor:
         """eps of the core: one number, or [rows, 1, 1] where it follows each row's own depth."""
         if self.config.residual_depth == "trained":
             return self.config.residual_factor(self.trained_depth)
-        if isinstance(plan.depths, int):
-            return self.config.residual_factor(plan.depths)
-        factors = [self.config.residual_factor(depth) for depth in sorted(plan.depths, reverse=True)]
+        if isinstance(depth, int):
+            return self.config.residual_factor(depth)
+        factors = [self.config.residual_factor(loops) for loops in depth]
         return torch.tensor(factors, device=like.device, dtype=like.dtype)[:, None, None]
 
-    def _at_first_loop(self, tick, like: torch.Tensor) -> bool | torch.Tensor:
-        if isinstance(tick.loop, int):
-            return tick.loop == 0
-        return torch.tensor([loop == 0 for loop in tick.loop], device=like.device)[:, None, None]
+    def _at_first_loop(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
+        """Whether t = 0, as injections and the gate ask: one bool, or one per row, [rows, 1, 1]."""
+        if isinstance(loop, int):
+            return loop == 0
+        first = [t == 0 for t in loop]
+        if not self.looks_at_first or all(first) or not any(first):
+            return first[0]
+        return torch.tensor(first, device=like.device)[:, None, None]
 
     def _positions(self, inputs_embeds, attention_mask, past_key_values):
         """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""
