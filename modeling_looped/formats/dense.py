@@ -15,20 +15,18 @@ import dataclasses
 import math
 import re
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import logging
 
 from ..causal_lm import LoopedForCausalLM
 from ..configuration_looped import LoopedConfig
 from .families import Family, family_of
 from .layer_choice import SECTIONS, LayerChoice, choose_layers
 
-
-logger = logging.get_logger(__name__)
 
 # what a dense model's layers and trunk compute: of weights that are there, it cannot be chosen
 OF_DENSE_MODELS = frozenset(
@@ -44,9 +42,52 @@ OF_LOADING = frozenset("revision token cache_dir local_files_only force_download
 FRESH_STATE = ("add", "diagonal")  # injections that leave the input as it is if the state is zero
 
 
+class Start(NamedTuple):
+    """What is known of a looped model before any weight is read."""
+
+    family: Family
+    choice: LayerChoice
+    plain: LoopedConfig  # of a model that does nothing but the dense one's layers
+    config: LoopedConfig
+
+
 def from_dense(
     cls,
     source: str | PathLike | PreTrainedModel,
+    *,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    **options: Any,
+) -> LoopedForCausalLM:
+    """A looped model of the weights of a dense one: a folder, a name, or a model of transformers, which is left alone.
+
+    options: what `start_from_dense` takes, and arguments of loading such as `revision`.
+    """
+    if not issubclass(cls, LoopedForCausalLM):
+        raise ValueError(f"from_dense makes a LoopedForCausalLM, not a {cls.__name__}; save it and open that folder")
+    loading = {name: options.pop(name) for name in OF_LOADING & options.keys()}
+    given, path = (source, "") if isinstance(source, PreTrainedModel) else (None, source)
+    dense_config = AutoConfig.from_pretrained(path, **loading) if given is None else given.config
+    start = start_from_dense(dense_config, **options)
+
+    dense = given
+    if dense is None:
+        dense = AutoModelForCausalLM.from_pretrained(path, **loading, **({} if dtype is None else {"dtype": dtype}))
+    state = looped_state(dense, start, clones=given is not None)
+    check_state(start, state)
+    state |= of_injection(start.config, dense.dtype)
+    to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
+    del dense  # with it the layers that are left out
+
+    attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    return model if given is None else model.to(device)
+
+
+def start_from_dense(
+    dense_config: PreTrainedConfig,
     *,
     prelude: int | None = None,
     core: int | None = None,
@@ -55,26 +96,18 @@ def from_dense(
     layers: list[int] | dict[str, list[int]] | None = None,
     core_init: str = "copy",
     injection: str = "none",
-    dtype: torch.dtype | str | None = None,
-    attn_implementation: str | None = None,
     **overrides: Any,
-) -> LoopedForCausalLM:
-    """A looped model of the weights of a dense one: a folder, a name, or a model of transformers, which is left alone.
+) -> Start:
+    """prelude, core, coda: unique layers of each section. By default every dense layer is kept, all in the core.
 
-    prelude, core, coda: unique layers of each section. By default every dense layer is kept, all of them in the core.
     layers: the dense layers to keep, counted from 0: a list, which the counts divide, or a list for each section.
     core_init: "copy" puts the dense layers of the core there one by one. The others make `core` layers of the
         `core * num_loops` that there are (relaxed recursion): "lower" takes the first ones, "stepwise" evenly spaced
         ones with the first and the last, "average" the mean of those that a loop would run at the same place.
     num_loops: by default 1, or as many as the core's dense layers are times the looped ones.
     overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, residual_scaling,
-        another readout_norm) make it another function from the start. Also arguments of loading, such as `revision`.
+        another readout_norm) make it another function from the start.
     """
-    if not issubclass(cls, LoopedForCausalLM):
-        raise ValueError(f"from_dense makes a LoopedForCausalLM, not a {cls.__name__}; save it and open that folder")
-    loading = {name: overrides.pop(name) for name in OF_LOADING & overrides.keys()}
-    given, path = (source, "") if isinstance(source, PreTrainedModel) else (None, source)
-    dense_config = AutoConfig.from_pretrained(path, **loading) if given is None else given.config
     family = family_of(dense_config)
     fields: dict[str, Any] = family.fields(dense_config)
     if getattr(dense_config, "quantization_config", None) is not None:
@@ -83,26 +116,7 @@ def from_dense(
     fields |= of_layers(choice, fields.pop("layer_windows"), fields.pop("layer_ropes"))
     plain = LoopedConfig(**fields, num_loops=1)
     check_layer_types(plain, choice, fields)
-    config = looped_config(plain, fields, choice.num_loops, injection, overrides)
-
-    dense = given
-    if dense is None:
-        dense = AutoModelForCausalLM.from_pretrained(path, **loading, **({} if dtype is None else {"dtype": dtype}))
-    state = looped_state(dense, family, choice, clones=given is not None)
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    elif dense_config.tie_word_embeddings:
-        state["lm_head.weight"] = state["lm_head.weight"].clone()
-    check_state(plain, config, state)
-    state |= of_injection(config, dense.dtype)
-    to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
-    del dense  # with it the layers that are left out
-
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    model: Any = cls.from_pretrained(None, config=config, state_dict=state, dtype=to_dtype, **options)
-    if generation_config is not None:
-        model.generation_config = generation_config
-    return model if given is None else model.to(device)
+    return Start(family, choice, plain, looped_config(plain, fields, choice.num_loops, injection, overrides))
 
 
 def of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> dict[str, Any]:
@@ -160,7 +174,7 @@ def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: 
     return config
 
 
-def looped_state(dense: PreTrainedModel, family: Family, choice: LayerChoice, clones: bool) -> dict[str, torch.Tensor]:
+def looped_state(dense: PreTrainedModel, start: Start, clones: bool) -> dict[str, torch.Tensor]:
     """The dense weights under our names. clones: as copies; else tensors are the dense model's own."""
     state: dict[str, torch.Tensor] = {}
     of_layers: dict[int, dict[str, torch.Tensor]] = {}
@@ -169,13 +183,17 @@ def looped_state(dense: PreTrainedModel, family: Family, choice: LayerChoice, cl
         if inside is None:
             state[name] = tensor.clone() if clones else tensor
         else:
-            of_layers.setdefault(int(inside[1]), {})[renamed(inside[2], family.renames)] = tensor
+            of_layers.setdefault(int(inside[1]), {})[renamed(inside[2], start.family.renames)] = tensor
     for section in SECTIONS:
-        for i, sources in enumerate(choice.sources[section]):
+        for i, sources in enumerate(start.choice.sources[section]):
             for name in of_layers[sources[0]]:
                 tensors = [of_layers[layer][name] for layer in sources]
                 one = tensors[0].clone() if clones and len(tensors) == 1 else mean(tensors)
                 state[f"model.{section}.{i}.{name}"] = one
+    if start.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    elif start.plain.tie_word_embeddings:
+        state["lm_head.weight"] = state["lm_head.weight"].clone()
     return state
 
 
@@ -218,12 +236,12 @@ def shapes_of(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
 
 
-def check_state(plain: LoopedConfig, config: LoopedConfig, state: dict[str, torch.Tensor]):
+def check_state(start: Start, state: dict[str, torch.Tensor]):
     """Every dense weight has a place, and every weight of a model that only copies the dense one is there."""
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    plain = copy.deepcopy(plain)
-    plain.tie_word_embeddings = config.tie_word_embeddings
-    expected, wanted = shapes_of(plain), shapes_of(config)
+    plain = copy.deepcopy(start.plain)
+    plain.tie_word_embeddings = start.config.tie_word_embeddings
+    expected, wanted = shapes_of(plain), shapes_of(start.config)
     misfits = {
         "are missing in the dense model": expected.keys() - found.keys(),
         "have no place": found.keys() - wanted.keys(),
