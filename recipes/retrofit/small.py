@@ -1,6 +1,6 @@
 """A dense model is trained, made to loop and trained on, on a CPU: `python -m recipes.retrofit.small [results.json]`.
 
-About ten minutes of one core. A Llama of six layers is trained from nothing and saved as transformers saves one;
+A few minutes of one core. A Llama of six layers is trained from nothing and saved as transformers saves one;
 five of its layers become two before the loop, two in it and one after; it is trained on with depths that grow. Beside
 it the Llama is trained on as it was, for as many tokens. Written: held-out losses at every depth, before and after,
 also to results.json. What is already trained in runs/retrofit/ is not trained again.
