@@ -17,7 +17,7 @@ from recipes.engine.validation import validate
 from recipes.settings.recipe import Recipe, load_recipe
 
 
-HERE = Path(__file__).parent
+TINY = Path(__file__).parent / "tiny"
 
 
 def by_depth(record: dict) -> dict[int, float]:
@@ -36,9 +36,9 @@ def trained(recipe: Recipe) -> tuple[dict[int, float], dict[int, float]]:
 
 
 def measure(overrides: list[str]) -> dict:
-    dense = load_recipe(HERE / "small_dense.yaml", overrides)
-    looped = load_recipe(HERE / "small.yaml", overrides)
-    control = load_recipe(HERE / "small_control.yaml", overrides)
+    dense = load_recipe(TINY / "dense.yaml", overrides)
+    looped = load_recipe(TINY / "looped.yaml", overrides)
+    control = load_recipe(TINY / "control.yaml", overrides)
     _, of_dense = trained(dense)
     llama = Path(looped.dense.path)
     if not (llama / "config.json").is_file():
