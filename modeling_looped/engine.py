@@ -46,7 +46,7 @@ class Tokens:
     places: list[int]  # in the cache, of the first token of each row
     ids: torch.Tensor
     embedded: torch.Tensor | None = None
-    rotary: torch.Tensor | None = None  # cos and sin, [rows, length, 2, 1, head_dim]
+    rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, length, 2 kinds, 1, head_dim]
 
 
 def joined(parts: list[Tokens]) -> Tokens:
@@ -122,15 +122,25 @@ class RowEngine:
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
-        if self.model.config.position_embedding == "learned":
+        if not self.trunk.ropes:
             return None
-        kind = self.trunk.rotary_emb.rope_type
-        if "dynamic" in kind or kind == "longrope":
-            return torch.stack(self.trunk.rotary(x, positions), dim=2)
+        rope_types = [self.trunk.rotary_of(kind).rope_type for kind in self.trunk.ropes]
+        if any("dynamic" in rope_type or rope_type == "longrope" for rope_type in rope_types):
+            return self.stacked_rotary(x, positions)
         if self.rotary_table is None or furthest >= len(self.rotary_table):
             every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]
-            self.rotary_table = torch.stack(self.trunk.rotary(x, every), dim=2)
+            self.rotary_table = self.stacked_rotary(x, every)
         return self.rotary_table[positions[:, 0]]
+
+    def stacked_rotary(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.stack([table for pair in self.trunk.rotary(x, positions).values() for table in pair], dim=2)
+
+    def rotary_by_kind(self, stacked: torch.Tensor | None) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What was stacked, as `trunk.rotary` gives it."""
+        if stacked is None:
+            return {}
+        tables = stacked.unbind(2)
+        return dict(zip(self.trunk.ropes, zip(tables[::2], tables[1::2])))
 
     def run_loop(self, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
         """From h_t to H_{t+1}. loops: t of each row."""
@@ -149,7 +159,7 @@ class RowEngine:
             num_rows=len(loops),
             masks=view.masks(self.model.dtype if eager else None),
             position_ids=None,
-            position_embeddings=None if tokens.rotary is None else tokens.rotary.unbind(2),
+            position_embeddings=self.rotary_by_kind(tokens.rotary),
             value_embeddings=self.trunk.value_embeddings(tokens.ids),
             past_key_values=view,
             options={"row_attention": view.row_attention},

@@ -15,6 +15,7 @@ from transformers.generation import BaseStreamer, GenerationConfig, GenerationMi
 from transformers.utils import logging
 
 from .cache import LoopedCache, sharing_of
+from .checks import check_softcap
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_count, check_depths
@@ -201,6 +202,7 @@ class LoopedGenerationMixin(Generative):
         """Continuous batching, at the saved depth or else the configured one."""
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         self._refuse_in_batches({name: value for name, value in given.items() if value is not None})
+        check_softcap(self.config.attention_softcap, "paged|eager")
         sizes = self.config.block_sizes("core")
         if sizes.num_key_value_heads != self.config.num_key_value_heads:
             raise ValueError(
@@ -215,6 +217,7 @@ class LoopedGenerationMixin(Generative):
             self.config.num_loops = configured
 
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
+        check_softcap(self.config.attention_softcap, "paged|eager")
         if generation_config not in (None, self.generation_config):
             self._refuse_in_batches(beside_defaults(generation_config))
         saved = beside_defaults(self.generation_config)

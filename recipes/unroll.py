@@ -27,7 +27,7 @@ FREE = {"num_loops", "trained_num_loops", "num_prelude_layers", "num_core_layers
         "residual_scale", "residual_reference_layers", "residual_depth", "loop_loss", "exit_entropy_weight",
         "norm_penalty", "scale_anchor", "scale_anchor_target", "latent_loss", "latent_anchor", "residual_dropout",
         "residual_dropout_on", "embedding_dropout", "classifier_dropout", "state_init_std", "readout_alpha",
-        "readout_alpha_learned", "num_readout_alphas"}  # fmt: skip
+        "readout_alpha_learned", "num_readout_alphas", "norm_rounding"}  # fmt: skip
 
 
 def unrolled(model: LoopedForCausalLM, num_loops: int) -> LlamaForCausalLM:

@@ -42,7 +42,7 @@ def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict
 def losses_at_every_depth(model, batch: dict, depth: int) -> list[float]:
     """Cross-entropy after loops 1..depth: from one pass, or from one each where a prefix is not a shallower pass."""
     with evaluating(model), torch.no_grad():
-        if model.config.residual_depth == "run":
+        if model.config.reads_run_depth:
             return [final_loss(model, batch, k) for k in range(1, depth + 1)]
         outputs = model(
             **batch,

@@ -183,7 +183,7 @@ def looped_state(dense: PreTrainedModel, start: Start, clones: bool) -> dict[str
         if inside is None:
             state[name] = tensor.clone() if clones else tensor
         else:
-            of_layers.setdefault(int(inside[1]), {})[renamed(inside[2], start.family.renames)] = tensor
+            of_layers.setdefault(int(inside[1]), {})[start.family.renamed(inside[2])] = tensor
     for section in SECTIONS:
         for i, sources in enumerate(start.choice.sources[section]):
             for name in of_layers[sources[0]]:
@@ -195,13 +195,6 @@ def looped_state(dense: PreTrainedModel, start: Start, clones: bool) -> dict[str
     elif start.plain.tie_word_embeddings:
         state["lm_head.weight"] = state["lm_head.weight"].clone()
     return state
-
-
-def renamed(name: str, renames: dict[str, str]) -> str:
-    for theirs, ours in renames.items():
-        if name == theirs or name.startswith(f"{theirs}."):
-            return ours + name[len(theirs) :]
-    return name
 
 
 def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
