@@ -31,6 +31,7 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+SLIDING = ("mistral", "gemma2", "gemma3_text", "olmo3")
 # what the dense layers become, and how the input enters the loop
 CONSTRUCTIONS = {
     "all in the core": {},
@@ -56,7 +57,8 @@ IDS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(1))
 
 
 def dense_model(family: str = "llama", seed: int = 0, attention: str = "eager", **fields):
-    config = AutoConfig.for_model(family, **{**SIZES, **fields})
+    windows = {"sliding_window": 4} if family in SLIDING else {}
+    config = AutoConfig.for_model(family, **{**SIZES, **windows, **fields})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():  # the initial values of norms and biases would hide where they are
@@ -216,6 +218,28 @@ def test_tied_layers_are_means(dtype):
         for name, tensor in tied.items():
             mean = torch.stack([pair[name].float() for pair in pairs]).mean(0)
             assert torch.equal(tensor, mean.to(dtype)), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("core_init", ["average", "lower", "stepwise"])
+def test_loops_with_weights_of_their_own_are_the_dense_layers(core_init, family):
+    """At full rank, with norms of their own; at a lower one nearer to them than without."""
+    dense = dense_model(family)
+    options = {"core_init": core_init, "prelude": 1, "core": 1, "coda": 1}
+    near, full = (looped(dense, loop_lora_rank=rank, loop_norms=True, **options) for rank in (12, 48))
+    assert full.config.num_loops == full.config.num_loop_sets == 4
+    torch.testing.assert_close(logits(full), logits(dense), rtol=1e-3, atol=1e-3)
+    bare = looped(dense, **options)
+    errors = [(logits(model) - logits(dense)).norm() for model in (full, near, bare)]
+    assert errors == sorted(errors)
+
+
+def test_norms_of_each_loop_start_as_the_dense_ones():
+    dense = dense_model()
+    model = looped(dense, num_loops=2, loop_norms=True, loop_lora_rank=2, injection="concat")
+    weight = model.model.core[3].input_layernorm.weight
+    assert torch.equal(weight, dense.model.layers[3].input_layernorm.weight.expand(2, -1))
+    assert torch.equal(logits(model), logits(dense))
 
 
 @pytest.mark.parametrize(

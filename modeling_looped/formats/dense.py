@@ -26,6 +26,7 @@ from ..causal_lm import LoopedForCausalLM
 from ..configuration_looped import LoopedConfig
 from .families import Family, family_of
 from .layer_choice import SECTIONS, LayerChoice, choose_layers
+from .relaxed import set_loop_residuals
 
 
 # what a dense model's layers and trunk compute: of weights that are there, it cannot be chosen
@@ -38,6 +39,7 @@ OF_DENSE_MODELS = frozenset(
     num_prelude_layers num_core_layers num_coda_layers
     """.split()
 )
+LAYER = r"model\.layers\.(\d+)\.(.+)"
 OF_LOADING = frozenset("revision token cache_dir local_files_only force_download subfolder".split())
 FRESH_STATE = ("add", "diagonal")  # injections that leave the input as it is if the state is zero
 
@@ -73,14 +75,19 @@ def from_dense(
     dense = given
     if dense is None:
         dense = AutoModelForCausalLM.from_pretrained(path, **loading, **({} if dtype is None else {"dtype": dtype}))
-    state = looped_state(dense, start, clones=given is not None)
+    layers = layers_of(dense, start.family)
+    state = looped_state(dense, layers, start, clones=given is not None)
     check_state(start, state)
     state |= of_injection(start.config, dense.dtype)
+    has_residuals = start.config.has_sets_in_core and start.choice.tied is not None
+    per_loop = of_each_loop(layers, start.choice) if has_residuals else None
     to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
-    del dense  # with it the layers that are left out
+    del dense, layers  # with them the layers that are left out
 
     attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
+    if per_loop is not None:
+        set_loop_residuals(model, per_loop)
     if generation_config is not None:
         model.generation_config = generation_config
     return model if given is None else model.to(device)
@@ -104,6 +111,7 @@ def start_from_dense(
     core_init: "copy" puts the dense layers of the core there one by one. The others make `core` layers of the
         `core * num_loops` that there are (relaxed recursion): "lower" takes the first ones, "stepwise" evenly spaced
         ones with the first and the last, "average" the mean of those that a loop would run at the same place.
+        With a loop_lora_rank, what each loop's layers are beyond that becomes its own, as far as the rank goes.
     num_loops: by default 1, or as many as the core's dense layers are times the looped ones.
     overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, residual_scaling,
         another readout_norm) make it another function from the start.
@@ -174,20 +182,26 @@ def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: 
     return config
 
 
-def looped_state(dense: PreTrainedModel, start: Start, clones: bool) -> dict[str, torch.Tensor]:
-    """The dense weights under our names. clones: as copies; else tensors are the dense model's own."""
-    state: dict[str, torch.Tensor] = {}
-    of_layers: dict[int, dict[str, torch.Tensor]] = {}
+def layers_of(dense: PreTrainedModel, family: Family) -> dict[int, dict[str, torch.Tensor]]:
+    """The tensors of every dense layer, under our names."""
+    layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in dense.state_dict().items():
-        inside = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
-        if inside is None:
-            state[name] = tensor.clone() if clones else tensor
-        else:
-            of_layers.setdefault(int(inside[1]), {})[start.family.renamed(inside[2])] = tensor
+        if inside := re.fullmatch(LAYER, name):
+            layers.setdefault(int(inside[1]), {})[family.renamed(inside[2])] = tensor
+    return layers
+
+
+def looped_state(dense: PreTrainedModel, layers: dict, start: Start, clones: bool) -> dict[str, torch.Tensor]:
+    """The dense weights under our names. clones: as copies; else tensors are the dense model's own."""
+    state = {
+        name: tensor.clone() if clones else tensor
+        for name, tensor in dense.state_dict().items()
+        if not re.fullmatch(LAYER, name)
+    }
     for section in SECTIONS:
         for i, sources in enumerate(start.choice.sources[section]):
-            for name in of_layers[sources[0]]:
-                tensors = [of_layers[layer][name] for layer in sources]
+            for name in layers[sources[0]]:
+                tensors = [layers[layer][name] for layer in sources]
                 one = tensors[0].clone() if clones and len(tensors) == 1 else mean(tensors)
                 state[f"model.{section}.{i}.{name}"] = one
     if start.config.tie_word_embeddings:
@@ -195,6 +209,17 @@ def looped_state(dense: PreTrainedModel, start: Start, clones: bool) -> dict[str
     elif start.plain.tie_word_embeddings:
         state["lm_head.weight"] = state["lm_head.weight"].clone()
     return state
+
+
+def of_each_loop(layers: dict, choice: LayerChoice) -> list[dict[str, torch.Tensor]]:
+    """The dense weights that each loop of tied layers stands for, by their names inside the core."""
+    assert choice.tied is not None
+    size = len(choice.sources["core"])
+    passes = [choice.tied[first : first + size] for first in range(0, len(choice.tied), size)]
+    return [
+        {f"{i}.{name}": tensor for i, layer in enumerate(each) for name, tensor in layers[layer].items()}
+        for each in passes
+    ]
 
 
 def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -230,11 +255,16 @@ def shapes_of(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_state(start: Start, state: dict[str, torch.Tensor]):
-    """Every dense weight has a place, and every weight of a model that only copies the dense one is there."""
+    """Every dense weight has a place, and every weight of a model that only copies the dense one is there. Where each
+    loop has its own, all start with the dense model's."""
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     plain = copy.deepcopy(start.plain)
     plain.tie_word_embeddings = start.config.tie_word_embeddings
     expected, wanted = shapes_of(plain), shapes_of(start.config)
+    for name in found.keys() & wanted.keys():
+        if wanted[name][1:] == found[name] == state[name].shape:
+            state[name] = state[name].expand(wanted[name]).clone()
+            found[name] = wanted[name]
     misfits = {
         "are missing in the dense model": expected.keys() - found.keys(),
         "have no place": found.keys() - wanted.keys(),

@@ -8,10 +8,12 @@ CORE_INITS = ("copy", "lower", "stepwise", "average")
 
 
 class LayerChoice(NamedTuple):
-    """sources: of each looped layer of a section, the dense layers that it is made of (their mean, if several)."""
+    """sources: of each looped layer of a section, the dense layers that it is made of (their mean, if several).
+    tied: the dense layers that all loops of the core stand for, in order; None where each was copied."""
 
     sources: dict[str, list[tuple[int, ...]]]
     num_loops: int
+    tied: list[int] | None = None
 
     def letters(self, of_dense: str, what: str) -> str:
         """A letter for each looped layer, of one for each dense layer."""
@@ -57,7 +59,7 @@ def choose_layers(
         check_core(kept, core)
         return LayerChoice(sources, 1 if num_loops is None else num_loops)
     sources["core"], loops = tied(kept["core"], core, num_loops, core_init)
-    return LayerChoice(sources, loops)
+    return LayerChoice(sources, loops, kept["core"])
 
 
 def checked(num_dense: int, layers) -> list[int]:
