@@ -105,7 +105,7 @@ class LoopedConfig(PreTrainedConfig):
     for t in 0..K-1:                                              # K = num_loops, chosen at run time
         x = inject(h_t, e)                                        # injection
         for block in core: x = block(x, h_t)
-        H_{t+1} = x                                               # what every readout sees
+        H_{t+1} = x                                               # what every readout sees; see loop_change_gate
         h_{t+1} = damping * inter_loop_norm(H_{t+1})              # what the next loop starts from
     logits after loop k:  lm_head( readout_norm( coda( coda_input(H_k) ) ) )
     ```
@@ -128,6 +128,8 @@ class LoopedConfig(PreTrainedConfig):
         state_init: h_0 is the "embedding" e, "zeros", or "normal": noise of `state_init_std` that the training loop
             passes as `initial_state`; without one it is zeros, so nothing in the model is random in eval.
         inter_loop_norm: "none", "own", or "shared" with the readout (Ouro). loop_damping: a learned factor below 1.
+        loop_change_gate: from the second loop on H_{t+1} = h_t + g (x - h_t), with a learned g per channel, 0 at the
+            start: without a norm or damping between loops a new model is then the same function at every depth.
         core_hidden_size, core_intermediate_size, core_num_attention_heads: sizes of the state and the core's blocks,
             where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
         loop_lora_rank (`int`, *optional*): rank of what each loop adds to the core's linear layers, W x + B_t A_t x
@@ -236,6 +238,7 @@ class LoopedConfig(PreTrainedConfig):
     prelude_norm: bool = False
     inter_loop_norm: Literal["none", "own", "shared"] = "none"
     loop_damping: bool = False
+    loop_change_gate: bool = False
     core_hidden_size: int | None = None
     core_intermediate_size: int | None = None
     core_num_attention_heads: int | None = None

@@ -89,7 +89,7 @@ class RowEngine:
         if self.prompt_loops is not None:  # at which any change of the state is small enough to stop
             model_kwargs = {**model_kwargs, "exit_rule": ExitRule("latent_diff", math.inf, self.prompt_loops)}
         states = []
-        hook = self.trunk.core[-1].register_forward_hook(lambda block, inputs, state: states.append(state[:, -1:]))
+        hook = self.trunk.end_of_loop.register_forward_hook(lambda part, inputs, state: states.append(state[:, -1:]))
         try:
             outputs = self.model._prefill(input_ids, self.config, model_kwargs)
         finally:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .injection import DiagonalInjection
+from .injection import DiagonalInjection, LoopChangeGate
 from .layers import LoopDamping, LoopedRMSNorm
 from .loop_embedding import LearnedLoopEmbedding
 from .loop_parameters import LoopDelta
@@ -101,6 +101,8 @@ def init_module(module: nn.Module, config) -> bool:
         init.constant_(module.dt_bias, module.initial_dt_bias())
     elif isinstance(module, LoopDamping):
         init.constant_(module.logit, module.initial_logit)
+    elif isinstance(module, LoopChangeGate):
+        init.zeros_(module.factor)
     elif isinstance(module, LoopDelta):
         module.reset_parameters()
     elif isinstance(module, LearnedLoopEmbedding):

@@ -39,7 +39,7 @@ from .cpu import project
 from .depth import DepthPlan, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
-from .injection import INJECTIONS
+from .injection import INJECTIONS, LoopChangeGate
 from .layers import (
     LoopDamping,
     LoopedAttention,
@@ -145,6 +145,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.loop_embedding = LOOP_EMBEDDINGS[config.loop_embedding](config)
         self.inter_loop_norm = block_norm(config, config.state_size) if config.inter_loop_norm == "own" else None
         self.damping = LoopDamping(config) if config.loop_damping else None
+        self.change_gate = LoopChangeGate(config) if config.loop_change_gate else None
         self.coda_proj = (
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
@@ -329,7 +330,17 @@ class LoopedModel(LoopedPreTrainedModel):
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
             x = context.run(block, x, scale, slots_before, queries, time, own)
-        return x
+        return x if self.change_gate is None else self.change_gate(state, x, first)
+
+    @property
+    def end_of_loop(self) -> nn.Module:
+        """The module that returns H in every loop, for hooks."""
+        return self.core[-1] if self.change_gate is None else self.change_gate
+
+    @property
+    def looks_at_first(self) -> bool:
+        """Whether the first loop is run otherwise than later ones."""
+        return self.injection.looks_at_first or self.change_gate is not None
 
     def to_next_loop(self, state):
         """What the next loop starts from."""
@@ -398,11 +409,11 @@ class LoopedModel(LoopedPreTrainedModel):
         return torch.tensor(factors, device=like.device, dtype=like.dtype)[:, None, None]
 
     def _at_first_loop(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
-        """Whether t = 0, as an injection asks: one bool, or one per row, [rows, 1, 1]."""
+        """Whether t = 0, as injections and the gate ask: one bool, or one per row, [rows, 1, 1]."""
         if isinstance(loop, int):
             return loop == 0
         first = [t == 0 for t in loop]
-        if not self.injection.looks_at_first or all(first) or not any(first):
+        if not self.looks_at_first or all(first) or not any(first):
             return first[0]
         return torch.tensor(first, device=like.device)[:, None, None]
 

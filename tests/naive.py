@@ -266,6 +266,9 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids, de
             queries_from = state
         unique = config.num_prelude_layers + layer
         x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from, time)
+    if config.loop_change_gate and t > 0:
+        g = weights["model.change_gate.factor"]
+        x = (1 - g) * state + g * x
     return x
 
 

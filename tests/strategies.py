@@ -57,6 +57,7 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     choose("state_init_std", None, *((0.5,) if state_init == "normal" else ()))
     choose("prelude_norm", False, True)
     choose("loop_damping", False, True)
+    choose("loop_change_gate", False, True)
 
     # what loops have of their own; sets are fewer, as many or more than loops
     choose("loop_lora_rank", None, 1, 3)

@@ -129,6 +129,12 @@ AXES = {
         {"loop_damping": True, "inter_loop_norm": "own"},
         {"loop_damping": True, "injection": "residual_all"},
     ],
+    "loop_change_gate": [
+        {"loop_change_gate": True},
+        {"loop_change_gate": True, "loop_damping": True, "inter_loop_norm": "own"},
+        {"loop_change_gate": True, "injection": "attention_all"},
+        {"loop_change_gate": True, "injection": "concat", "state_init": "zeros"},
+    ],
     "coda_input": [
         {"coda_input": "norm"},
         {"coda_input": "norm", "readout_norm": "final_only"},
@@ -229,7 +235,7 @@ def random_config(seed: int) -> LoopedConfig:
                      "block_norm", "qk_norm", "attention_bias", "position_embedding", "residual_scaling",
                      "residual_depth"):  # fmt: skip
             fields[name] = draw.choice(choices(name))
-        for name in ("norm_affine", "loop_damping", "prelude_norm", "injection_norm", "mlp_gated",
+        for name in ("norm_affine", "loop_damping", "loop_change_gate", "prelude_norm", "injection_norm", "mlp_gated",
                      "value_embeddings", "tie_word_embeddings"):  # fmt: skip
             fields[name] = draw.random() < 0.5
         fields["num_prelude_layers"], fields["num_coda_layers"] = draw.randrange(3), draw.randrange(3)
@@ -352,8 +358,8 @@ def test_every_value_of_every_axis_has_a_case():
                   "block_norm", "qk_norm", "attention_bias", "position_embedding", "residual_scaling",
                   "residual_depth", "norm_rounding", "rope_rounding"):  # fmt: skip
         assert {getattr(config, field) for config in used} == set(choices(field)), field
-    for field in ("norm_affine", "loop_damping", "prelude_norm", "injection_norm", "mlp_gated", "value_embeddings",
-                  "mlp_bias"):  # fmt: skip
+    for field in ("norm_affine", "loop_damping", "loop_change_gate", "prelude_norm", "injection_norm", "mlp_gated",
+                  "value_embeddings", "mlp_bias"):  # fmt: skip
         assert {getattr(config, field) for config in used} == {True, False}, field
 
 
