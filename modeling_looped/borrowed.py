@@ -94,13 +94,18 @@ def recorded_states() -> list[list]:
     return [states for states in collected.values() if isinstance(states, list)]
 
 
-def eager_attention(module, query, key, value, attention_mask, scaling: float, dropout: float = 0.0, **kwargs):
-    """softmax(q k^T) v by the definition, as transformers' Llama has it."""
+def eager_attention(
+    module, query, key, value, attention_mask, scaling: float, dropout: float = 0.0, softcap=None, **kwargs
+):
+    """softmax(q k^T) v by the definition, as transformers' Llama has it, and Gemma 2 with a softcap on the scores."""
     key, value = (states.repeat_interleave(module.num_key_value_groups, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 

@@ -258,7 +258,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         if self.config.logit_softcap is None:
             return logits
         cap = self.config.logit_softcap
-        return (cap * torch.tanh(at_least_fp32(logits) / cap)).to(logits.dtype)
+        exact = logits if self.config.round_logit_softcap else at_least_fp32(logits)
+        return (cap * torch.tanh(exact / cap)).to(logits.dtype)
 
     def decode(self, readout_states, loop: int, depths: int | list[int] | None = None):
         """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""

@@ -43,6 +43,15 @@ def check_length(config, length: int):
         )
 
 
+def check_softcap(softcap: float | None, implementation: str):
+    """Kernels without a softcap on scores, of which some would leave it out unsaid."""
+    if softcap is not None and ("sdpa" in implementation or implementation == "paged|eager"):
+        raise ValueError(
+            f"attn_implementation={implementation!r} has no softcap on scores, and attention_softcap={softcap}: use "
+            "'eager' (continuous batching: use generate), 'flex_attention', or a flash attention that has one"
+        )
+
+
 def check_pass(
     config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
 ):
@@ -57,9 +66,9 @@ def check_pass(
                 f"initial_state has shape {tuple(initial_state.shape)}, but the state of this input is {shape}; they "
                 "must be equal"
             )
-    if every_loop and config.residual_depth == "run":
+    if every_loop and config.reads_run_depth:
         raise ValueError(
-            "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so states and "
+            f"with {config.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so states and "
             "logits of every loop mean nothing; run each depth by itself"
         )
     if plan.is_mixed and (recording.get("output_hidden_states") or recording.get("output_attentions")):

@@ -13,6 +13,8 @@
 # limitations under the License.
 """The configuration of a looped language model: every axis of the published systems is one field."""
 
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +32,7 @@ from .presets import PRESETS, preset_fields
 
 logger = logging.get_logger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # keys that transformers and its tools write into any config.json, or read from the arguments of any config
 OF_TOOLS = frozenset(
     """
@@ -56,6 +58,10 @@ READOUTS = {
 }
 
 
+LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}
+SHARED_ROPE = "all_layers"  # the name of rotary tables that do not depend on the type of a layer
+
+
 class BlockSizes(NamedTuple):
     """Sizes of the blocks of one section: prelude, core or coda."""
 
@@ -63,6 +69,10 @@ class BlockSizes(NamedTuple):
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
+    num_sets: int = 0  # of parameters per loop
+    delta_rank: int | None = None  # of what each loop adds to the linear layers
+    num_norm_sets: int | None = None  # num_sets where norms have a weight for each loop
+    is_modulated: bool = False
 
 
 def check_format_version(version: int):
@@ -72,6 +82,15 @@ def check_format_version(version: int):
             f"{FORMAT_VERSION}. "
             "Upgrade modeling_looped, or load with trust_remote_code=True to use the model's own code."
         )
+
+
+def pattern_of_version_1(values: Mapping[str, Any]) -> str | None:
+    """The window_pattern that means now what it meant in version 1: there, the last layer was always full."""
+    pattern, sizes = values.get("window_pattern"), ("num_prelude_layers", "num_core_layers", "num_coda_layers")
+    layers = [values.get(name, getattr(LoopedConfig, name)) for name in sizes]
+    if not isinstance(pattern, str) or not all(isinstance(count, int) for count in layers):
+        return pattern
+    return f"{pattern[:-1]}L" if pattern and len(pattern) == sum(layers) else pattern
 
 
 @raise_value_errors
@@ -86,7 +105,7 @@ class LoopedConfig(PreTrainedConfig):
     for t in 0..K-1:                                              # K = num_loops, chosen at run time
         x = inject(h_t, e)                                        # injection
         for block in core: x = block(x, h_t)
-        H_{t+1} = x                                               # what every readout sees
+        H_{t+1} = x                                               # what every readout sees; see loop_change_gate
         h_{t+1} = damping * inter_loop_norm(H_{t+1})              # what the next loop starts from
     logits after loop k:  lm_head( readout_norm( coda( coda_input(H_k) ) ) )
     ```
@@ -109,8 +128,21 @@ class LoopedConfig(PreTrainedConfig):
         state_init: h_0 is the "embedding" e, "zeros", or "normal": noise of `state_init_std` that the training loop
             passes as `initial_state`; without one it is zeros, so nothing in the model is random in eval.
         inter_loop_norm: "none", "own", or "shared" with the readout (Ouro). loop_damping: a learned factor below 1.
+        loop_change_gate: from the second loop on H_{t+1} = h_t + g (x - h_t), with a learned g per channel, 0 at the
+            start: without a norm or damping between loops a new model is then the same function at every depth.
         core_hidden_size, core_intermediate_size, core_num_attention_heads: sizes of the state and the core's blocks,
             where they are not those of embedding, prelude and coda (d_h of Parcae); head_dim is the same everywhere.
+        loop_lora_rank (`int`, *optional*): rank of what each loop adds to the core's linear layers, W x + B_t A_t x
+            (relaxed recursion, Bae et al.), and to their biases. This is not an adapter: LoRA of PEFT, on W, is shared
+            by all loops. Under tensor parallelism the core's matrices stay whole.
+        loop_norms: the norms of the core's blocks have weights of their own in each loop.
+        loop_embedding: what says to the core which loop it is, added to the stream at the start of each, after the
+            injection: "none"; "learned" (a vector per loop, zero at first); "sinusoidal" (fixed, of t, amplitude 1);
+            "time" (an MLP of t/K and 1/K, zero at first). "modulation" is the latter as factors on what each branch of
+            the core reads and adds, 1 at first (LoopFormer, whose branches start at 0). Both of these follow the depth
+            K of the run, so a depth-k prefix is not a depth-k run, as with residual_depth "run".
+        num_loop_parameters (`int`, *optional*): sets of what loops have of their own; deeper loops take the last. By
+            default `trained_depth`; saved with the model, whatever its depths are set to.
     Readouts
         readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `trained_depth` and normed
             from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha),
@@ -124,22 +156,35 @@ class LoopedConfig(PreTrainedConfig):
         loop_loss: "terminal"; "per_loop" (mean over loops); "last_third" (mean over the loops from floor(2K/3) on);
             "exit_weighted" (expected loss under the gate, minus `exit_entropy_weight` times its entropy);
             "exit_weighted_logits" (loss of the expected logits); "gate" (trains the gate alone).
+        logit_softcap: logits are cap * tanh(logits / cap), computed in at least fp32, or with `round_logit_softcap`
+            rounded to their own dtype at every step (Gemma 2).
         norm_penalty, scale_anchor, latent_loss, latent_anchor (`float`): weights of losses that see the scale of
             states, see losses_of_states.py: mean of H_k^2; distance of each row's RMS to `scale_anchor_target`; each
             loop's step against the way that is left to the embedding of the next token; distance of H_K to it.
     Blocks
-        block_norm: "pre" x += f(norm x); "branch_sandwich" x += norm(f(norm x)); "residual_sandwich"
-            x = norm(x + f(norm x)). norm_affine: whether norms carry weights.
+        block_norm: "pre" x += f(norm x); "post" x += norm(f(x)) (OLMo 2); "branch_sandwich" x += norm(f(norm x));
+            "residual_sandwich" x = norm(x + f(norm x)). norm_affine: whether norms carry weights.
+        norm_offset (`float`): RMS norms multiply by weight + offset (Gemma: 1). norm_rounding: where a normed value is
+            rounded to the dtype of the stream, "after_weight" or "before_weight" (Llama).
         kv_latent_size: rank of multi-head latent attention. window_pattern: letters L (full) and S (sliding window of
-            `sliding_window`, by default a quarter of the context), tiled over the layers, the last always L. A
-            `sliding_window` without a pattern is that of all layers.
-        qk_norm: "none", "learned" (before RoPE) or "free" (no parameters, after RoPE). attention_bias: "none", "qk",
-            "qkv". position_embedding: "rope" or "learned".
+            `sliding_window`, by default a quarter of the context). One letter per layer is taken as written; a
+            pattern of another length is tiled over the layers, the last always L. A `sliding_window` without a
+            pattern is that of all layers.
+        attention_softcap: scores are cap * tanh(scores / cap), which takes attention eager, flex or flash (Gemma 2).
+            attention_scale: what scores are multiplied by, by default head_dim^-0.5.
+        qk_norm: "none", "learned" (per head, before RoPE), "all_heads" (learned, over all heads together, before
+            RoPE: OLMo 2) or "free" (no parameters, after RoPE). attention_bias: "none", "qk", "qkv", "qkvo".
+        position_embedding: "rope" or "learned". rope_parameters: one dict for all layers, or one for each layer type:
+            {"full_attention": {...}, "sliding_attention": {...}}. rope_pattern: letters R (rotary) and N (no
+            positions), tiled over the layers. rope_rounding: whether cos and sin are rounded to the dtype of the
+            stream ("tables"), or only what has been rotated ("rotated", OLMo 2).
         residual_dropout_on: the branches that `residual_dropout` drops before they join the stream: "both",
             "attention" or "mlp".
         hidden_act, mlp_gated, mlp_activation_scale: the MLP is down(scale * act(gate x) * up x) or
-            down(scale * act(up x)).
+            down(scale * act(up x)). mlp_bias: whether its matrices have biases.
         value_embeddings: gated token embeddings added to the values of every other layer (Parcae).
+        embedding_scale: what embeddings are multiplied by; round_embedding_scale: after it was rounded to the dtype
+            of the embeddings (Gemma).
         init_scheme: "normal", "scaled_zero" (Parcae), "takase" (Huginn), "zero_output" (FLT), "torch" (the defaults
             of nn.Linear and nn.Embedding, the readout paper's).
 
@@ -154,7 +199,10 @@ class LoopedConfig(PreTrainedConfig):
 
     model_type = "looped"
     _auto_class = "AutoConfig"  # saving copies this file and what it imports, see save_pretrained
-    attribute_map = {"final_logit_softcapping": "logit_softcap"}  # what engines and trainers call it
+    attribute_map = {  # what engines and trainers call them
+        "final_logit_softcapping": "logit_softcap",
+        "attn_logit_softcapping": "attention_softcap",
+    }
     keys_to_ignore_at_inference = ["past_key_values", "loop_losses", "loop_token_losses"]
 
     # the first field, so that a newer format is reported before its unknown values
@@ -190,9 +238,14 @@ class LoopedConfig(PreTrainedConfig):
     prelude_norm: bool = False
     inter_loop_norm: Literal["none", "own", "shared"] = "none"
     loop_damping: bool = False
+    loop_change_gate: bool = False
     core_hidden_size: int | None = None
     core_intermediate_size: int | None = None
     core_num_attention_heads: int | None = None
+    loop_lora_rank: int | None = None
+    loop_norms: bool = False
+    loop_embedding: Literal["none", "learned", "sinusoidal", "time", "modulation"] = "none"
+    num_loop_parameters: int | None = None
 
     # readouts and losses
     readout_norm: Literal[
@@ -213,25 +266,34 @@ class LoopedConfig(PreTrainedConfig):
     latent_loss: int | float = 0.0
     latent_anchor: int | float = 0.0
     logit_softcap: int | float | None = None
+    round_logit_softcap: bool = False
 
     # blocks
-    block_norm: Literal["pre", "branch_sandwich", "residual_sandwich"] = "pre"
+    block_norm: Literal["pre", "post", "branch_sandwich", "residual_sandwich"] = "pre"
     norm_affine: bool = True
+    norm_offset: int | float = 0.0
+    norm_rounding: Literal["after_weight", "before_weight"] = "after_weight"
     rms_norm_eps: int | float = 1e-6
     kv_latent_size: int | None = None
     window_pattern: str | None = None
     sliding_window: int | None = None
-    qk_norm: Literal["none", "learned", "free"] = "none"
-    attention_bias: Literal["none", "qk", "qkv"] = "none"
+    attention_softcap: int | float | None = None
+    attention_scale: int | float | None = None
+    qk_norm: Literal["none", "learned", "all_heads", "free"] = "none"
+    attention_bias: Literal["none", "qk", "qkv", "qkvo"] = "none"
     position_embedding: Literal["rope", "learned"] = "rope"
     rope_parameters: dict | None = None
+    rope_pattern: str | None = None
+    rope_rounding: Literal["tables", "rotated"] = "tables"
     hidden_act: str = "silu"
     mlp_gated: bool = True
     mlp_activation_scale: int | float = 1.0
+    mlp_bias: bool = False
     value_embeddings: bool = False
 
     # embeddings, dropout, initialisation
     embedding_scale: int | float = 1.0
+    round_embedding_scale: bool = False
     tie_word_embeddings: bool = False
     attention_dropout: int | float = 0.0
     residual_dropout: int | float = 0.0
@@ -254,6 +316,8 @@ class LoopedConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.sliding_window is None and self.window_pattern is not None:
             self.sliding_window = self.max_position_embeddings // 4
+        if self.format_version == 1:
+            self.format_version, self.window_pattern = FORMAT_VERSION, pattern_of_version_1(vars(self))
         # of the class in transformers' annotations, of each config here: plans name the layers that exist
         self.base_model_tp_plan = self._tensor_parallel_plan()  # pyrefly: ignore[read-only]
         self.base_model_fsdp_plan = self._fsdp_plan()  # pyrefly: ignore[read-only]
@@ -271,12 +335,15 @@ class LoopedConfig(PreTrainedConfig):
         styles = {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
         if self.mlp_gated:
             styles["mlp.gate_proj"] = "colwise"
-        if not self.value_embeddings:  # tables as wide as all heads cannot meet values of some: attention stays whole
+        # tables as wide as all heads cannot meet values of some, nor a norm over all heads: attention stays whole
+        if not self.value_embeddings and self.qk_norm != "all_heads":
             styles |= dict.fromkeys(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "colwise")
             styles["self_attn.o_proj"] = "rowwise"
             if self.qk_norm == "learned":  # a rank knows the gradient from its own heads
                 styles |= dict.fromkeys(["self_attn.q_norm", "self_attn.k_norm"], "replicated_with_grad_allreduce")
-        return {f"{section}.*.{name}": style for section in self._sections() for name, style in styles.items()}
+        # what a loop adds to a layer is whole, and meets no parts of it
+        sections = [name for name in self._sections() if name != "core" or self.loop_lora_rank is None]
+        return {f"{section}.*.{name}": style for section in sections for name, style in styles.items()}
 
     def _fsdp_plan(self) -> dict[str, str]:
         modules = ["embed_tokens", *(f"{section}.*" for section in self._sections())]
@@ -338,7 +405,32 @@ class LoopedConfig(PreTrainedConfig):
             return BlockSizes(self.hidden_size, self.intermediate_size, heads, key_value_heads)
         core_heads = heads if self.core_num_attention_heads is None else self.core_num_attention_heads
         core_mlp = self.intermediate_size if self.core_intermediate_size is None else self.core_intermediate_size
-        return BlockSizes(self.state_size, core_mlp, core_heads, core_heads * key_value_heads // heads)
+        return BlockSizes(
+            self.state_size,
+            core_mlp,
+            core_heads,
+            core_heads * key_value_heads // heads,
+            num_sets=self.num_loop_sets,
+            delta_rank=self.loop_lora_rank,
+            num_norm_sets=self.num_loop_sets if self.loop_norms else None,
+            is_modulated=self.loop_embedding == "modulation",
+        )
+
+    @property
+    def num_loop_sets(self) -> int:
+        """Sets of what loops have of their own, where they have something."""
+        return self.trained_depth if self.num_loop_parameters is None else self.num_loop_parameters
+
+    @property
+    def has_sets_in_core(self) -> bool:
+        return self.loop_lora_rank is not None or self.loop_norms
+
+    @property
+    def reads_run_depth(self) -> str | None:
+        """The setting by which a loop depends on how many are run, so that a depth-k prefix is no depth-k run."""
+        if self.residual_depth == "run":
+            return "residual_depth='run'"
+        return f"loop_embedding={self.loop_embedding!r}" if self.loop_embedding in ("time", "modulation") else None
 
     @property
     def num_hidden_layers(self) -> int:
@@ -367,14 +459,43 @@ class LoopedConfig(PreTrainedConfig):
         return self.window_pattern is not None or self.sliding_window is not None
 
     def section_layer_types(self) -> tuple[list[str], list[str], list[str]]:
-        """Attention types of the layers of prelude, core and coda: the pattern tiled over all, the last one full."""
-        pattern = self.window_pattern or "L"
-        letters = [pattern[i % len(pattern)] for i in range(self.num_layers - 1)] + ["L"]
-        if self.window_pattern is None and self.has_windows:
-            letters = ["S"] * self.num_layers
-        types = [{"L": "full_attention", "S": "sliding_attention"}[letter] for letter in letters]
+        """Attention types of the layers of prelude, core and coda: the pattern as it is if it has a letter for each of
+        them, else tiled over all, the last one full."""
+        pattern = self.window_pattern or ("S" if self.has_windows else "L")
+        letters = self._tiled(pattern)
+        if self.window_pattern is not None and len(pattern) != self.num_layers:
+            letters[-1:] = "L"
+        return self._by_section([LAYER_TYPES[letter] for letter in letters])
+
+    def section_ropes(self) -> tuple[list[str | None], list[str | None], list[str | None]]:
+        """The rotary tables that the layers of each section read, see `rope_kinds`; None where they read none."""
+        if self.position_embedding != "rope":
+            return self._by_section([None] * self.num_layers)
+        types = sum(self.section_layer_types(), [])
+        names = types if self.rope_kinds() else [SHARED_ROPE] * self.num_layers
+        letters = self._tiled(self.rope_pattern or "R")
+        return self._by_section([name if letter == "R" else None for name, letter in zip(names, letters)])
+
+    def _tiled(self, pattern: str) -> list[str]:
+        """A letter for each layer."""
+        return [pattern[i % len(pattern)] for i in range(self.num_layers)]
+
+    def _by_section(self, of_layers: list) -> tuple[list, list, list]:
         core, coda = self.num_prelude_layers, self.num_prelude_layers + self.num_core_layers
-        return types[:core], types[core:coda], types[coda:]
+        return of_layers[:core], of_layers[core:coda], of_layers[coda:]
+
+    def rope_kinds(self) -> list[str]:
+        """The layer types that `rope_parameters` has a dict for; none where one dict is that of all layers."""
+        parameters = self.rope_parameters or {}
+        return [kind for kind in LAYER_TYPES.values() if isinstance(parameters.get(kind), dict)]
+
+    def with_rope_of(self, kind: str) -> "LoopedConfig":
+        """This config with the rotary parameters of one kind of `section_ropes` for all layers."""
+        if kind == SHARED_ROPE:
+            return self
+        config = copy.copy(self)
+        config.rope_parameters = (self.rope_parameters or {})[kind]
+        return config
 
     # Where a layer keeps its keys and values: a slot is an index into a transformers cache. More loops only append.
     #     prelude 0..P-1 | coda P..P+Q-1 | loop 0: P+Q.. | loop 1: P+Q+C.. | ...
@@ -425,6 +546,9 @@ class LoopedConfig(PreTrainedConfig):
         is a depth to run, and the saved one that of training. Older folders have no `trained_num_loops`."""
         if config_dict.get("trained_num_loops") is None and config_dict.get("num_loops") is not None:
             config_dict = {**config_dict, "trained_num_loops": config_dict["num_loops"]}
+        if config_dict.get("format_version") == 1 and "window_pattern" not in kwargs:
+            pattern = pattern_of_version_1({**config_dict, **kwargs})
+            config_dict = {**config_dict, "format_version": FORMAT_VERSION, "window_pattern": pattern}
         # a caller that wants back what is not used knows it
         cls._check_names(kwargs, None if kwargs.get("return_unused_kwargs") else "it is passed over")
         made = super().from_dict(config_dict, **kwargs)
@@ -435,6 +559,8 @@ class LoopedConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"num_hidden_layers": self.num_hidden_layers, "trained_num_loops": self.trained_depth}
+        if self.has_sets_in_core or self.loop_embedding == "learned":
+            derived["num_loop_parameters"] = self.num_loop_sets
         fields = {**super().to_dict(), **derived}
         fields.pop("_num_loops_asked_for", None)
         return fields
@@ -454,9 +580,38 @@ class LoopedConfig(PreTrainedConfig):
         if self.position_embedding != "rope":  # transformers fills in rope_parameters, and checks them, regardless
             return
         try:
-            super().validate_rope()
+            self._for_each_rope(super().validate_rope)
         except KeyError as error:
             raise ValueError(f"rope_parameters={self.rope_parameters} lack a key. {error.args[0]}") from error
+
+    def standardize_rope_params(self):
+        self._for_each_rope(super().standardize_rope_params)
+
+    def convert_rope_params_to_dict(self, *args, **kwargs):
+        convert, left = super().convert_rope_params_to_dict, kwargs
+
+        def convert_one():
+            nonlocal left
+            left = convert(*args, **kwargs)
+
+        self._for_each_rope(convert_one)
+        return left
+
+    def _for_each_rope(self, action: Callable[[], Any]):
+        """What transformers does with one dict of rotary parameters, with that of each layer type."""
+        given, kinds = self.rope_parameters, self.rope_kinds()
+        if not kinds:
+            action()
+            return
+        assert given is not None  # it has kinds
+        done = dict(given)
+        try:
+            for kind in kinds:
+                self.rope_parameters = dict(given[kind])
+                action()
+                done[kind] = self.rope_parameters
+        finally:
+            self.rope_parameters = done
 
     def validate_architecture(self):
         self._validate_sizes()
@@ -471,7 +626,8 @@ class LoopedConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is None or value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads"):
+        for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads",
+                     "loop_lora_rank", "num_loop_parameters"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -480,10 +636,13 @@ class LoopedConfig(PreTrainedConfig):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         for name in ("residual_scale", "residual_reference_layers", "rms_norm_eps", "logit_softcap", "state_init_std",
-                     "embedding_scale", "mlp_activation_scale", "kv_latent_size", "initializer_range"):  # fmt: skip
+                     "embedding_scale", "mlp_activation_scale", "kv_latent_size", "initializer_range",
+                     "attention_softcap", "attention_scale"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {value}")
+        if not abs(self.norm_offset) < float("inf"):
+            raise ValueError(f"norm_offset must be finite, got {self.norm_offset}")
         for name in ("attention_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -520,7 +679,6 @@ class LoopedConfig(PreTrainedConfig):
             raise ValueError(
                 f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'"
             )
-        self._validate_rope_type()
         if self.window_pattern is not None and (not self.window_pattern or set(self.window_pattern) - set("SL")):
             raise ValueError(
                 f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L"
@@ -530,21 +688,30 @@ class LoopedConfig(PreTrainedConfig):
             raise ValueError(
                 f"sliding_window={self.sliding_window} must be at least 2, or None beside window_pattern=None"
             )
+        self._validate_rope_type()
 
     def _validate_rope_type(self):
-        parameters = self.rope_parameters or {}
-        rope_type = parameters.get("rope_type", "default")
-        known = found("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
-        if rope_type != "default" and rope_type not in known:
-            raise ValueError(
-                f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
-            )
+        if self.rope_pattern is not None and (not self.rope_pattern or set(self.rope_pattern) - set("RN")):
+            raise ValueError(f"rope_pattern={self.rope_pattern!r} must be a non-empty string of the letters R and N")
+        parameters, kinds = self.rope_parameters or {}, self.rope_kinds()
         nested = [key for key, value in parameters.items() if isinstance(value, dict)]
-        if nested:
+        missing = sorted(
+            {kind for section in self.section_ropes() for kind in section if kind} - {*kinds, SHARED_ROPE}
+        )
+        # beside the dicts of layer types, nothing is read
+        if set(nested) - set(kinds) or (kinds and (missing or set(parameters) - set(kinds))):
             raise ValueError(
-                f"rope_parameters are the same for all layers, but got them for each of {', '.join(nested)}: pass one "
-                "flat dict such as {'rope_type': 'default', 'rope_theta': 10000.0}"
+                f"rope_parameters has the keys {', '.join(parameters)}: pass one flat dict for all layers such as "
+                "{'rope_type': 'default', 'rope_theta': 10000.0}, or one such dict under each of "
+                f"{', '.join(missing or LAYER_TYPES.values())}"
             )
+        for one in [parameters[kind] for kind in kinds] or [parameters]:
+            rope_type = one.get("rope_type", "default")
+            known = found("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
+            if rope_type != "default" and rope_type not in known:
+                raise ValueError(
+                    f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
+                )
 
     def _validate_loop(self):
         if self.injection in ("residual_all", "attention_first", "attention_all") and self.state_init != "embedding":
@@ -564,13 +731,12 @@ class LoopedConfig(PreTrainedConfig):
                 f"injection={self.injection!r} they are never added: set injection to 'add', 'concat', 'diagonal' or "
                 "'residual_all', or injection_norm to False"
             )
-        if self.residual_depth == "run" and (
-            self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses
-        ):
+        if self.reads_run_depth and (self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses):
+            other = "residual_depth 'trained'" if self.residual_depth == "run" else "loop_embedding 'sinusoidal'"
             raise ValueError(
-                "with residual_depth='run' the first k loops of a deeper run are not a run of depth k, so there is "
+                f"with {self.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so there is "
                 f"nothing to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
-                f"{self._shown_state_losses()} must be 'terminal', 'none' and 0, or residual_depth 'trained'"
+                f"{self._shown_state_losses()} must be 'terminal', 'none' and 0, or {other}"
             )
 
     def _validate_state_size(self):

@@ -14,24 +14,27 @@ class PassContext:
     num_rows: int
     masks: dict  # per kind of attention
     position_ids: torch.Tensor | None  # read by nothing but some attention kernels
-    position_embeddings: tuple[torch.Tensor, ...] | None  # the two of `rotary_tables`
+    position_embeddings: dict[str, tuple[torch.Tensor, ...]]  # the two of `rotary_tables`, by kind
     value_embeddings: dict[int, torch.Tensor]  # by layer
     past_key_values: Any  # a cache, or what else has its `update`
     site: Callable[[int], Any]  # where a slot attends
     slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
-    def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None):
-        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops."""
+    def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None, time=None, loop=None):
+        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time, loop: as
+        the block takes them."""
         return block(
             x,
             residual_scale,
             query_states,
             self.value_embeddings.get(block.layer),
+            time,
+            loop,
             site=self.site(block.first_slot + slots_before),
             attention_mask=self.masks[block.layer_type],
             position_ids=self.position_ids,
-            position_embeddings=self.position_embeddings,
+            position_embeddings=self.position_embeddings.get(block.rope),
             past_key_values=self.past_key_values,
             **self.options,
         )
@@ -47,12 +50,13 @@ class PassContext:
         def of_rows(batched):  # what is the same for all rows has a batch size of 1
             return take_rows(batched, rows) if batched is not None and batched.shape[0] > count else batched
 
-        tables = self.position_embeddings
         return replace(
             self,
             num_rows=count,
             masks={kind: of_rows(mask) for kind, mask in self.masks.items()},
             position_ids=of_rows(self.position_ids),
-            position_embeddings=None if tables is None else tuple(map(of_rows, tables)),
+            position_embeddings={
+                kind: tuple(map(of_rows, tables)) for kind, tables in self.position_embeddings.items()
+            },
             value_embeddings={layer: of_rows(values) for layer, values in self.value_embeddings.items()},
         )

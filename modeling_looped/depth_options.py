@@ -105,7 +105,8 @@ class DepthOptions:
             "that of early exits: pass one of the two as None",
         )
         reason = "the first loops of a deep run are not a shallow run, so it cannot be drafted"
-        refuse_if(model_config.residual_depth == "run", f"with residual_depth='run' {reason}")
+        setting = model_config.reads_run_depth
+        refuse_if(setting is not None, f"with {setting} {reason}")
 
     def check_cache(self, cache, config):
         """Refuse shared slots where they cannot be. cache: the one that was passed, or None. config: of generation."""

@@ -49,7 +49,7 @@ class Tokens:
     places: list[int]  # in the cache, of the first token of each row
     ids: torch.Tensor
     embedded: torch.Tensor | None = None
-    rotary: torch.Tensor | None = None  # cos and sin, [rows, length, 2, 1, head_dim]
+    rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, length, 2 kinds, 1, head_dim]
 
 
 def joined(parts: list[Tokens]) -> Tokens:
@@ -111,7 +111,7 @@ def pass_context(parts: list[Tokens], loops: list[int]) -> PassContext:
         num_rows=len(loops),
         masks=view.masks(trunk.dtype if eager else None),
         position_ids=None,
-        position_embeddings=None if parts[0].rotary is None else of_all(parts, "rotary").unbind(2),
+        position_embeddings={} if parts[0].rotary is None else parts[0].engine.rotary_by_kind(of_all(parts, "rotary")),
         value_embeddings=trunk.value_embeddings(of_all(parts, "ids")) if trunk.config.value_embeddings else {},
         past_key_values=view,
         site=trunk.site,
@@ -155,11 +155,11 @@ class RowEngine:
         if self.options.warm_start:
             here = threading.get_ident()  # other threads may run the model, too
 
-            def keep_last(block, inputs, state):
+            def keep_last(part, inputs, state):
                 if threading.get_ident() == here:
                     states.append(state[:, -1:])
 
-            hooks = [self.trunk.core[-1].register_forward_hook(keep_last)]
+            hooks = [self.trunk.end_of_loop.register_forward_hook(keep_last)]
         try:
             outputs = self.model._prefill(input_ids, self.config, model_kwargs)
         finally:
@@ -189,15 +189,25 @@ class RowEngine:
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
-        if self.model.config.position_embedding == "learned":
+        if not self.trunk.ropes:
             return None
-        kind = self.trunk.rotary_emb.rope_type
-        if "dynamic" in kind or kind == "longrope":
-            return torch.stack(self.trunk.rotary(x, positions), dim=2)
+        rope_types = [self.trunk.rotary_of(kind).rope_type for kind in self.trunk.ropes]
+        if any("dynamic" in rope_type or rope_type == "longrope" for rope_type in rope_types):
+            return self.stacked_rotary(x, positions)
         if self.rotary_table is None or furthest >= len(self.rotary_table):
             every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]
-            self.rotary_table = torch.stack(self.trunk.rotary(x, every), dim=2)
+            self.rotary_table = self.stacked_rotary(x, every)
         return self.rotary_table[positions[:, 0]]
+
+    def stacked_rotary(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.stack([table for pair in self.trunk.rotary(x, positions).values() for table in pair], dim=2)
+
+    def rotary_by_kind(self, stacked: torch.Tensor | None) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What was stacked, as `trunk.rotary` gives it."""
+        if stacked is None:
+            return {}
+        tables = stacked.unbind(2)
+        return dict(zip(self.trunk.ropes, zip(tables[::2], tables[1::2])))
 
     def output(self):
         """What `_sample` of transformers returns."""

@@ -178,10 +178,10 @@ def exit_rule(
             "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use another "
             "criterion, e.g. 'logit_margin'"
         )
-    if config.residual_depth == "run":
+    if config.reads_run_depth:
         raise ValueError(
-            "a model with residual_depth='run' scales its residuals by the depth of the run, so a run that stops at "
-            "loop k is not the run of depth k: early exit means nothing for it"
+            f"a model with {config.reads_run_depth} makes each loop depend on the depth of the run, so a run that "
+            "stops at loop k is not the run of depth k: early exit means nothing for it"
         )
     if threshold is None:
         threshold = kind.default

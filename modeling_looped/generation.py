@@ -15,6 +15,7 @@ from transformers.generation import BaseStreamer, GenerationConfig, GenerationMi
 from transformers.utils import logging
 
 from .cache import LoopedCache, sharing_of
+from .checks import check_softcap
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_count, check_depths
@@ -229,6 +230,7 @@ class LoopedGenerationMixin(Generative):
         kwargs["continuous_batching_config"] = continuous_batching_config
         if has_depth or (saved and continuous_batching_config is None):
             return generate_together(self, inputs, generation_config, given, max_rows, max_tokens, **kwargs)
+        check_softcap(self.config.attention_softcap, "paged|eager")
         sizes = self.config.block_sizes("core")
         if sizes.num_key_value_heads != self.config.num_key_value_heads:
             raise ValueError(
@@ -243,6 +245,7 @@ class LoopedGenerationMixin(Generative):
             self.config.num_loops = configured
 
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
+        check_softcap(self.config.attention_softcap, "paged|eager")
         if generation_config not in (None, self.generation_config):
             self._refuse_in_batches(beside_defaults(generation_config))
         saved = beside_defaults(self.generation_config)

@@ -2,7 +2,8 @@
 
 Roles are given where a layer is made: "input" (q, k, v and the first MLP matrices), "output" (what joins the residual
 stream), "embedding", "head", "readout" (Parcae's C), "adapter" (concat injection), "identity" (B of the diagonal
-injection), "value_table", "value_gate", "position", "gate" (exit gate).
+injection), "value_table", "value_gate", "position", "gate" (exit gate), "time" (of its embedding), "zero" (what a new
+model goes without).
 """
 
 import math
@@ -11,9 +12,14 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .injection import DiagonalInjection
-from .layers import LoopDamping
+from .injection import DiagonalInjection, LoopChangeGate
+from .layers import LoopDamping, LoopedRMSNorm
+from .loop_embedding import LearnedLoopEmbedding
+from .loop_parameters import LoopDelta
 from .readouts import AlphaReadout, TaperNorm
+
+
+ALIKE = ("position", "gate", "time")  # roles whose weights are drawn alike by all schemes
 
 
 def truncated_normal(weight, std: float):
@@ -89,20 +95,31 @@ INIT_SCHEMES = {
 
 
 def init_module(module: nn.Module, config) -> bool:
-    """Initialise a module of this package; False if it is for transformers to do (norms, rotary tables)."""
+    """Initialise a module of this package; False if it is for transformers to do (LayerNorm, rotary tables)."""
     if isinstance(module, DiagonalInjection):
         init.zeros_(module.log_rate)
         init.constant_(module.dt_bias, module.initial_dt_bias())
     elif isinstance(module, LoopDamping):
         init.constant_(module.logit, module.initial_logit)
+    elif isinstance(module, LoopChangeGate):
+        init.zeros_(module.factor)
+    elif isinstance(module, LoopDelta):
+        module.reset_parameters()
+    elif isinstance(module, LearnedLoopEmbedding):
+        init.zeros_(module.weight)
     elif isinstance(module, AlphaReadout):
         init.zeros_(module.log_scale)
         if module.logit is not None:
             init.constant_(module.logit, module.initial_logit)
     elif isinstance(module, TaperNorm):
-        for tensor in (module.weight, module.linear_weight, module.gate, module.scale):
+        if module.weight is not None:
+            init.constant_(module.weight, module.initial_weight)
+        for tensor in (module.linear_weight, module.gate, module.scale):
             if tensor is not None:
                 init.ones_(tensor)
+    elif isinstance(module, LoopedRMSNorm):
+        if module.weight is not None:
+            init.constant_(module.weight, module.initial_weight)
     elif isinstance(module, (nn.Linear, nn.Embedding)):
         role, scheme = getattr(module, "init_role", None), config.init_scheme
         width = getattr(module, "init_width", None) or config.hidden_size
@@ -111,12 +128,14 @@ def init_module(module: nn.Module, config) -> bool:
             init.copy_(module.weight, torch.eye(len(module.weight), device=module.weight.device))
         elif role == "identity":  # into a state of another width: what comes nearest (Parcae)
             init.orthogonal_(module.weight)
-        elif role is None or (role in ("position", "gate") and scheme != "torch"):  # of all schemes but torch's own
+        elif role == "zero":
+            init.zeros_(module.weight)
+        elif role is None or (role in ALIKE and scheme != "torch"):  # of all schemes but torch's own
             normal(module.weight, role, config, width)
         else:
             INIT_SCHEMES[scheme](module.weight, role, config, width)
         if isinstance(module, nn.Linear) and module.bias is not None:
-            if scheme == "torch" and role is not None:
+            if scheme == "torch" and role not in (None, "zero"):
                 bound = module.in_features**-0.5
                 init.uniform_(module.bias, -bound, bound)
             else:

@@ -22,6 +22,24 @@ def where_first(first, if_first, otherwise):
     return torch.where(first, if_first, otherwise)
 
 
+class LoopChangeGate(nn.Module):
+    """H_{t+1} = h_t + g (core(h_t) - h_t) from the second loop on, with one learned factor per channel.
+
+    g starts at 0: every further loop then leaves the state as it is, so a model that is trained to be run once starts
+    as the same function at every depth. g = 1 is the loop without a gate.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.factor = nn.Parameter(torch.zeros(config.state_size))
+
+    def forward(self, before, after, first):
+        """before: h_t; after: core(h_t). first: as for injections."""
+        if first is True:
+            return after
+        return where_first(first, after, before + self.factor.to(after.dtype) * (after - before))
+
+
 class Injection(nn.Module):
     """x = h"""
 

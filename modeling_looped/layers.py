@@ -1,4 +1,8 @@
-"""The parts of a block: norms, attention, MLP. Nothing here knows about loops but the slot that attention writes."""
+"""The parts of a block: norms, attention, MLP.
+
+Of loops they know the slot that attention writes, and `loop`: the set of parameters to take where a layer has one for
+each loop (loop_parameters.py), None where it has none.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,9 +13,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .borrowed import RotaryEmbedding, eager_attention_forward
+from .borrowed import RotaryEmbedding, eager_attention, eager_attention_forward
+from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally, rms_norm
+from .loop_parameters import LoopDeltas
 
 
 VALUE_GATE_CHANNELS = 32
@@ -20,6 +26,16 @@ LinearOrTable = TypeVar("LinearOrTable", nn.Linear, nn.Embedding)
 
 class LoopedRotaryEmbedding(RotaryEmbedding):
     pass
+
+
+def rotary_embeddings(config) -> nn.Module:
+    """What makes cos and sin: one module for all layers, or one for each layer type that has parameters of its own.
+
+    Its config is ours, which has the fields of Llama's that are read there.
+    """
+    if kinds := config.rope_kinds():
+        return nn.ModuleDict({kind: LoopedRotaryEmbedding(config.with_rope_of(kind)) for kind in kinds})
+    return LoopedRotaryEmbedding(config)
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,25 +53,81 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
 
 
 class LoopedRMSNorm(nn.Module):
-    """x / rms(x), statistics in at least fp32, with or without a weight."""
+    """x / rms(x), statistics in at least fp32, with or without a weight.
 
-    def __init__(self, size: int, eps: float, affine: bool = True):
+    offset: what is added to the weight. rounding: whether the product with the weight is rounded to x's dtype, or
+    what is multiplied ("after_weight", "before_weight").
+    """
+
+    def __init__(
+        self, size: int, eps: float, affine: bool = True, offset: float = 0.0, rounding: str = "after_weight"
+    ):
         super().__init__()
-        self.size, self.eps = (size,), eps
-        self.weight = nn.Parameter(torch.ones(size)) if affine else None
+        self.size, self.eps, self.offset = (size,), eps, offset
+        self.rounds_first = affine and rounding == "before_weight"
+        self.is_plain = not affine or (offset == 0 and not self.rounds_first)
+        self.weight = nn.Parameter(torch.full((size,), self.initial_weight)) if affine else None
 
-    def forward(self, x):
+    @property
+    def initial_weight(self) -> float:
+        return 1.0 - self.offset
+
+    def forward(self, x, loop=None):
+        if not self.is_plain:
+            return self.with_exact_weight(x)
         weight = self.weight
         if weight is not None and weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
         return rms_norm(x, weight, self.eps)
 
+    def factor(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is multiplied by, weight + offset, added in at least fp32."""
+        assert self.weight is not None
+        weight = self.weight.to(torch.promote_types(dtype, torch.float32))
+        return weight + self.offset if self.offset else weight
+
+    def with_exact_weight(self, x):
+        factor = self.factor(x.dtype)
+        if self.rounds_first:
+            return rms_norm(x, None, self.eps) * factor.to(x.dtype)
+        return rms_norm(x.to(factor.dtype), factor, self.eps).to(x.dtype)
+
     def extra_repr(self):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
 
 
-def block_norm(config, size: int | None = None) -> LoopedRMSNorm:
-    return LoopedRMSNorm(config.hidden_size if size is None else size, config.rms_norm_eps, config.norm_affine)
+class LoopRMSNorm(LoopedRMSNorm):
+    """A norm with a weight for each loop."""
+
+    is_by_loop = True
+
+    def __init__(self, size: int, eps: float, num_sets: int, offset: float = 0.0, rounding: str = "after_weight"):
+        super().__init__(size, eps, True, offset, rounding)
+        self.weight: nn.Parameter = nn.Parameter(torch.full((num_sets, size), self.initial_weight))
+
+    def forward(self, x, loop=None):
+        weight = self.weight[loop]
+        factor = weight.to(x.dtype if self.is_plain else torch.promote_types(x.dtype, torch.float32))
+        factor = factor + self.offset if self.offset else factor
+        if weight.ndim == 2:  # of rows
+            factor = factor.view(-1, *[1] * (x.ndim - 2), self.size[0])
+        if self.rounds_first:
+            return rms_norm(x, None, self.eps) * factor.to(x.dtype)
+        if weight.ndim == 2:
+            return (rms_norm(x.to(factor.dtype), None, self.eps) * factor).to(x.dtype)
+        return rms_norm(x.to(factor.dtype), factor, self.eps).to(x.dtype)
+
+
+def weighted_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedRMSNorm:
+    """num_sets: of weights, where each loop has its own."""
+    how = config.norm_offset, config.norm_rounding
+    if num_sets is not None and affine:
+        return LoopRMSNorm(size, config.rms_norm_eps, num_sets, *how)
+    return LoopedRMSNorm(size, config.rms_norm_eps, affine, *how)
+
+
+def block_norm(config, size: int | None = None, num_sets: int | None = None) -> LoopedRMSNorm:
+    return weighted_norm(config, config.hidden_size if size is None else size, config.norm_affine, num_sets)
 
 
 def linear(in_features: int, out_features: int, role: str, bias: bool = False, width: int | None = None) -> nn.Linear:
@@ -87,7 +159,9 @@ class AttentionSite(nn.Module):
     def __init__(self, config, sizes, layer_type: str, slot: int):
         super().__init__()
         self.config, self.layer_idx = config, slot
-        self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
+        self.head_dim = config.head_dim
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.softcap = config.attention_softcap
         self.num_key_value_groups = sizes.num_attention_heads // sizes.num_key_value_heads
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
@@ -95,9 +169,11 @@ class AttentionSite(nn.Module):
 
     def forward(self, queries, keys, values, attention_mask, **kwargs):
         """[rows, heads, length, head_dim] each, to [rows, length, heads, head_dim] and, where there are, weights."""
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        implementation, eager = self.config._attn_implementation, eager_attention_forward
+        if self.softcap is not None:
+            check_softcap(self.softcap, implementation)
+            eager, kwargs["softcap"] = eager_attention, self.softcap
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
         return attention_interface(
             self,
             queries,
@@ -124,7 +200,24 @@ class DeeperSite:
         return AttentionSite.forward(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  in its place
 
 
-class LoopedAttention(nn.Module):
+class LoopedLayer(nn.Module):
+    """What attention and MLP have in common: linear layers, to each of which a loop may add a delta of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.loop_deltas = None
+
+    def add_deltas(self, sizes):
+        if sizes.delta_rank is not None:
+            self.loop_deltas = LoopDeltas(self, sizes.delta_rank, sizes.num_sets)
+
+    def project(self, name: str, x: torch.Tensor, loop: int | torch.Tensor | None) -> torch.Tensor:
+        """The layer of this name, as it is at this loop, on [rows, length, in]."""
+        y = project(getattr(self, name), x)
+        return y if self.loop_deltas is None else y + self.loop_deltas[name](x, loop)
+
+
+class LoopedAttention(LoopedLayer):
     """Grouped-query or latent attention, whose queries may come from another state than its keys and values."""
 
     def __init__(self, config, sizes, value_embedding: bool):
@@ -135,7 +228,7 @@ class LoopedAttention(nn.Module):
 
         query_size = sizes.num_attention_heads * config.head_dim
         key_value_size = sizes.num_key_value_heads * config.head_dim
-        bias, value_bias = config.attention_bias != "none", config.attention_bias == "qkv"
+        bias, value_bias = config.attention_bias != "none", config.attention_bias in ("qkv", "qkvo")
         self.q_proj = linear(width, query_size, "input", bias, width)
         if config.kv_latent_size is None:
             self.kv_down_proj = None
@@ -146,18 +239,23 @@ class LoopedAttention(nn.Module):
             key_value_input = config.kv_latent_size
         self.k_proj = linear(key_value_input, key_value_size, "input", bias, width)
         self.v_proj = linear(key_value_input, key_value_size, "input", value_bias, width)
-        self.o_proj = linear(query_size, width, "output", width=width)
+        self.o_proj = linear(query_size, width, "output", config.attention_bias == "qkvo", width)
 
+        self.rounds_rotated = config.rope_rounding == "rotated"
         self.qk_norm = config.qk_norm
-        if self.qk_norm == "learned":
-            self.q_norm = LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = LoopedRMSNorm(config.head_dim, config.rms_norm_eps)
+        if self.qk_norm in ("learned", "all_heads"):
+            over_head = self.qk_norm == "learned"
+            normed_sizes = (config.head_dim,) * 2 if over_head else (query_size, key_value_size)
+            self.q_norm, self.k_norm = (
+                weighted_norm(config, size, num_sets=sizes.num_norm_sets) for size in normed_sizes
+            )
         elif self.qk_norm == "free":
             self.free_norm = LoopedRMSNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
 
         if value_embedding:
             self.value_gate_channels = min(VALUE_GATE_CHANNELS, width)
             self.value_gate = linear(self.value_gate_channels, sizes.num_key_value_heads, "value_gate")
+        self.add_deltas(sizes)
 
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
@@ -172,22 +270,27 @@ class LoopedAttention(nn.Module):
         past_key_values=None,
         value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
         row_attention: Callable | None = None,  # of rows at loops and positions of their own, in place of the cache
+        loop: int | torch.Tensor | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         source = hidden_states
         if self.kv_down_proj is not None:
-            source = self.kv_latent_norm(project(self.kv_down_proj, hidden_states))
-        queries = self.heads(project(self.q_proj, query_states))
-        keys = self.heads(project(self.k_proj, source))
-        values = self.heads(project(self.v_proj, source))
+            source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop))
+        queries, keys = self.project("q_proj", query_states, loop), self.project("k_proj", source, loop)
+        if self.qk_norm == "all_heads":
+            queries, keys = self.q_norm(queries, loop), self.k_norm(keys, loop)
+        queries, keys = self.heads(queries), self.heads(keys)
+        values = self.heads(self.project("v_proj", source, loop))
         if value_embedding is not None:
             gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
             values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
 
         if self.qk_norm == "learned":
-            queries, keys = self.q_norm(queries), self.k_norm(keys)
+            queries, keys = self.q_norm(queries, loop), self.k_norm(keys, loop)
         if position_embeddings is not None:
             queries, keys = rotate(queries, *position_embeddings), rotate(keys, *position_embeddings)
+            if self.rounds_rotated:
+                queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         if self.qk_norm == "free":
             queries, keys = self.free_norm(queries), self.free_norm(keys)
         queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
@@ -195,7 +298,7 @@ class LoopedAttention(nn.Module):
         slot, scaling = site.layer_idx, site.scaling
         if row_attention is not None:
             output = row_attention(queries, keys, values, slot, scaling)
-            return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), None
+            return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None
         if past_key_values is not None:
             keys, values = past_key_values.update(keys, values, slot)
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
@@ -203,12 +306,14 @@ class LoopedAttention(nn.Module):
             output = attend_on_cpu(queries, keys, values, attention_mask, scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-                return project(self.o_proj, output), None
+                return self.project("o_proj", output, loop), None
+        if queries.dtype != values.dtype:  # flash attention would look for a layer with weights in the site
+            queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         output, weights = site(queries, keys, values, attention_mask, **kwargs)
-        return project(self.o_proj, output.reshape(*hidden_states.shape[:-1], -1)), weights
+        return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), weights
 
 
-class LoopedMLP(nn.Module):
+class LoopedMLP(LoopedLayer):
     """down(scale * act(gate x) * up x), or down(scale * act(up x)) without a gate."""
 
     def __init__(self, config, sizes):
@@ -216,39 +321,68 @@ class LoopedMLP(nn.Module):
         self.scale = config.mlp_activation_scale
         self.activation = ACT2FN[config.hidden_act]
         width, inner = sizes.hidden_size, sizes.intermediate_size
-        self.gate_proj = linear(width, inner, "input", width=width) if config.mlp_gated else None
-        self.up_proj = linear(width, inner, "input", width=width)
-        self.down_proj = linear(inner, width, "output", width=width)
+        bias = config.mlp_bias
+        self.gate_proj = linear(width, inner, "input", bias, width) if config.mlp_gated else None
+        self.up_proj = linear(width, inner, "input", bias, width)
+        self.down_proj = linear(inner, width, "output", bias, width)
+        self.add_deltas(sizes)
 
-    def forward(self, x):
+    def forward(self, x, loop: int | torch.Tensor | None = None):
         if self.gate_proj is None:
-            x = self.activation(project(self.up_proj, x))
+            x = self.activation(self.project("up_proj", x, loop))
         else:
-            x = self.activation(project(self.gate_proj, x)) * project(self.up_proj, x)
-        return project(self.down_proj, x if self.scale == 1 else x * self.scale)
+            x = self.activation(self.project("gate_proj", x, loop)) * self.project("up_proj", x, loop)
+        return self.project("down_proj", x if self.scale == 1 else x * self.scale, loop)
+
+
+class Modulation(nn.Module):
+    """Factors on the branches of a block: on what they read, 1 + s, and on what they add, 1 + g, made of an embedding
+    of the time; both 1 in a new model. (LoopFormer, whose gates start at 0 instead: its g is 1 + g here.)"""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj = linear(width, 4 * width, "zero", bias=True)
+
+    def forward(self, embedding: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of attention and MLP the gates, then the scales: [rows, 1, width] each."""
+        return (1 + project(self.proj, nn.functional.silu(embedding))).chunk(4, dim=-1)
 
 
 class LoopedBlock(GradientCheckpointingLayer):
-    """Attention and MLP around the residual stream, in one of three arrangements (eps is the residual scale):
+    """Attention and MLP around the residual stream, in one of four arrangements (eps is the residual scale):
 
     pre                 x += eps * f(norm_in x)
+    post                x += eps * norm_out(f(x))
     branch_sandwich     x += eps * norm_out(f(norm_in x))
     residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
     """
 
-    def __init__(self, config, sizes, layer: int, first_slot: int, layer_type: str, value_embedding: bool):
+    def __init__(
+        self,
+        config,
+        sizes,
+        layer: int,
+        first_slot: int,
+        layer_type: str,
+        value_embedding: bool,
+        rope: str | None,
+    ):
         super().__init__()
         self.layer = layer  # counted once, whatever the depth
         self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
+        self.rope = rope  # the kind of its rotary tables, or None
         self.arrangement = config.block_norm
         self.self_attn = LoopedAttention(config, sizes, value_embedding)
         self.mlp = LoopedMLP(config, sizes)
-        self.input_layernorm = block_norm(config, sizes.hidden_size)
-        self.post_attention_layernorm = block_norm(config, sizes.hidden_size)
+        self.norms_input = self.arrangement != "post"
+        if self.norms_input:
+            self.input_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+            self.post_attention_layernorm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
         if self.arrangement != "pre":
-            self.attention_output_norm = block_norm(config, sizes.hidden_size)
-            self.mlp_output_norm = block_norm(config, sizes.hidden_size)
+            self.attention_output_norm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+            self.mlp_output_norm = block_norm(config, sizes.hidden_size, sizes.num_norm_sets)
+        self.modulation = Modulation(sizes.hidden_size) if sizes.is_modulated else None
         self.dropout = nn.Dropout(config.residual_dropout)
         self.dropout_on = config.residual_dropout_on
 
@@ -258,22 +392,41 @@ class LoopedBlock(GradientCheckpointingLayer):
         residual_scale: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
         query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
         value_embedding: torch.Tensor | None = None,
+        time: torch.Tensor | None = None,  # embedding of where the loops are, [rows or 1, 1, hidden]
+        loop: int | torch.Tensor | None = None,
         **kwargs,  # tensors that want gradients come before: reentrant checkpointing sees positional ones only
     ) -> torch.Tensor:
-        keys_from = self.input_layernorm(hidden_states)
-        queries_from = keys_from if query_states is None else self.input_layernorm(query_states)
-        branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, **kwargs)
-        hidden_states = self.join(hidden_states, branch, residual_scale, "attention")
-        branch = self.mlp(self.post_attention_layernorm(hidden_states))
-        return self.join(hidden_states, branch, residual_scale, "mlp")
+        gates = scales = (None, None)
+        if self.modulation is not None:
+            *gates, scale_of_attention, scale_of_mlp = self.modulation(time)
+            scales = scale_of_attention, scale_of_mlp
+        keys_from = self.entering("input_layernorm", hidden_states, loop, scales[0])
+        queries_from = keys_from
+        if query_states is not None:
+            queries_from = self.entering("input_layernorm", query_states, loop, scales[0])
+        branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, loop=loop, **kwargs)
+        hidden_states = self.join(hidden_states, branch, residual_scale, "attention", loop, gates[0])
+        branch = self.mlp(self.entering("post_attention_layernorm", hidden_states, loop, scales[1]), loop)
+        return self.join(hidden_states, branch, residual_scale, "mlp", loop, gates[1])
 
-    def join(self, stream, branch, scale, part):
-        if self.arrangement == "branch_sandwich":
-            branch = getattr(self, f"{part}_output_norm")(branch)
+    def entering(self, norm: str, stream, loop, scale):
+        """What a branch reads."""
+        return scaled(getattr(self, norm)(stream, loop) if self.norms_input else stream, scale)
+
+    def join(self, stream, branch, scale, part, loop, gate):
+        if self.arrangement in ("post", "branch_sandwich"):
+            branch = getattr(self, f"{part}_output_norm")(branch, loop)
+        branch = scaled(branch, gate)
         if self.training and self.dropout_on in ("both", part):
             branch = self.dropout(branch)
         stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
-        return getattr(self, f"{part}_output_norm")(stream) if self.arrangement == "residual_sandwich" else stream
+        if self.arrangement == "residual_sandwich":
+            stream = getattr(self, f"{part}_output_norm")(stream, loop)
+        return stream
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    return x if factor is None else x * factor
 
 
 class LoopDamping(nn.Module):

@@ -31,7 +31,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .borrowed import captured, config_defaults
 from .cache import CacheView, view_for_pass
-from .checks import check_inputs, check_pass, check_takes_initial_state, why_no_cache
+from .checks import check_inputs, check_pass, check_softcap, check_takes_initial_state, why_no_cache
 from .clients import register_with_peft, warn_of_another_loss
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
@@ -39,20 +39,22 @@ from .cpu import project
 from .depth import DepthPlan, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
-from .injection import INJECTIONS
+from .injection import INJECTIONS, LoopChangeGate
 from .layers import (
     AttentionSite,
     DeeperSite,
     LoopDamping,
     LoopedAttention,
     LoopedBlock,
-    LoopedRotaryEmbedding,
     block_norm,
     linear,
+    rotary_embeddings,
     rotary_tables,
     with_role,
 )
 from .loading import StrictLoadingMixin
+from .loop_embedding import LOOP_EMBEDDINGS
+from .loop_parameters import select_set
 from .names import check_arguments
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
@@ -77,6 +79,11 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         register_with_peft(config.model_type)
         super().__init__(config, *args, **kwargs)
         self.trained_depth = config.trained_depth  # of this model, whatever depth the config is set to from here on
+
+    def _sdpa_can_dispatch(self, *args, **kwargs) -> bool:
+        """Asked by transformers, which takes eager attention where this fails, unless sdpa was asked for."""
+        check_softcap(self.config.attention_softcap, "sdpa")
+        return super()._sdpa_can_dispatch(*args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
@@ -112,16 +119,21 @@ class LoopedModel(LoopedPreTrainedModel):
             table = nn.Embedding(config.max_position_embeddings, config.hidden_size)
             self.embed_positions = with_role(table, "position")
         else:
-            # our config has the fields of Llama's that are read here
-            self.rotary_emb = LoopedRotaryEmbedding(config)  # pyrefly: ignore[bad-argument-type]
+            self.rotary_emb = rotary_embeddings(config)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
+        dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16) if config.round_embedding_scale else ()
+        # on a device of its own, since this one may be meta
+        scales = ((dtype, torch.tensor(config.embedding_scale, dtype=dtype, device="cpu")) for dtype in dtypes)
+        self.embedding_scales = {dtype: float(scale) for dtype, scale in scales}  # where the config's is not taken
 
         prelude, core, coda = config.section_layer_types()
         self.layer_types = sorted({*prelude, *core, *coda})
+        ropes = config.section_ropes()
+        self.ropes = sorted({rope for of_section in ropes for rope in of_section if rope is not None})
         sections = (
-            self._blocks("prelude", prelude, first_layer=0, first_slot=0),
-            self._blocks("core", core, first_layer=len(prelude), first_slot=config.core_slot(0)),
-            self._blocks("coda", coda, first_layer=len(prelude + core), first_slot=len(prelude)),
+            self._blocks("prelude", prelude, ropes[0], first_layer=0, first_slot=0),
+            self._blocks("core", core, ropes[1], first_layer=len(prelude), first_slot=config.core_slot(0)),
+            self._blocks("coda", coda, ropes[2], first_layer=len(prelude + core), first_slot=len(prelude)),
         )
         self.prelude, self.core, self.coda = (nn.ModuleList(blocks) for blocks in sections)
         # in one flat list by slot, where serving engines look for them
@@ -135,8 +147,11 @@ class LoopedModel(LoopedPreTrainedModel):
 
         self.prelude_norm = block_norm(config) if config.prelude_norm else None
         self.injection = INJECTIONS[config.injection](config)
+        self.num_loop_sets = config.num_loop_sets if config.has_sets_in_core else None
+        self.loop_embedding = LOOP_EMBEDDINGS[config.loop_embedding](config)
         self.inter_loop_norm = block_norm(config, config.state_size) if config.inter_loop_norm == "own" else None
         self.damping = LoopDamping(config) if config.loop_damping else None
+        self.change_gate = LoopChangeGate(config) if config.loop_change_gate else None
         self.coda_proj = (
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
@@ -151,12 +166,14 @@ class LoopedModel(LoopedPreTrainedModel):
         """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
         return self.config.value_embeddings and layer % 2 == (self.config.num_layers - 1) % 2
 
-    def _blocks(self, section: str, layer_types: list[str], first_layer: int, first_slot: int) -> list[LoopedBlock]:
+    def _blocks(
+        self, section: str, layer_types: list[str], ropes: list[str | None], first_layer: int, first_slot: int
+    ) -> list[LoopedBlock]:
         sizes = self.config.block_sizes(section)
-        layers = [(first_layer + i, first_slot + i, layer_type) for i, layer_type in enumerate(layer_types)]
+        layers = [(first_layer + i, first_slot + i, *kinds) for i, kinds in enumerate(zip(layer_types, ropes))]
         return [
-            LoopedBlock(self.config, sizes, layer, slot, layer_type, self._has_value_embedding(layer))
-            for layer, slot, layer_type in layers
+            LoopedBlock(self.config, sizes, layer, slot, layer_type, self._has_value_embedding(layer), rope)
+            for layer, slot, layer_type, rope in layers
         ]
 
     def _sites(self) -> list[AttentionSite]:
@@ -268,16 +285,21 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def embed(self, inputs_embeds, position_ids):
         """The input of the first layer."""
-        x = inputs_embeds if self.config.embedding_scale == 1 else inputs_embeds * self.config.embedding_scale
+        scale = self.embedding_scales.get(inputs_embeds.dtype, self.config.embedding_scale)
+        x = inputs_embeds if scale == 1 else inputs_embeds * scale
         if self.config.position_embedding == "learned":
             x = x + self.embed_positions(position_ids)
         return self.embedding_dropout(x) if self.training else x
 
-    def rotary(self, x, position_ids) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Tables of rotary positions, as x is: [rows, length, 1, head_dim]."""
-        if self.config.position_embedding == "learned":
-            return None
-        return rotary_tables(*self.rotary_emb(x, position_ids=position_ids))
+    def rotary(self, x, position_ids) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Tables of rotary positions, [rows, length, 1, head_dim], as x is: of each kind that layers read."""
+        if self.ropes and self.config.rope_rounding == "rotated":
+            x = x.new_empty(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        return {kind: rotary_tables(*self.rotary_of(kind)(x, position_ids=position_ids)) for kind in self.ropes}
+
+    def rotary_of(self, kind: str) -> nn.Module:
+        """What makes the tables of one of `self.ropes`."""
+        return self.rotary_emb[kind] if isinstance(self.rotary_emb, nn.ModuleDict) else self.rotary_emb
 
     def run_prelude(self, x, context: PassContext | None):
         """From embeddings to what every loop may read again. Without a prelude the context does not matter."""
@@ -322,11 +344,25 @@ class LoopedModel(LoopedPreTrainedModel):
         # rows at loops of their own have no cache, or one that knows these
         slots_before = loop * context.slots_per_loop if isinstance(loop, int) else 0
         first, scale = self._at_first_loop(loop, embedded), self._residual_scale(depth, embedded)
-        x = self.injection(state, embedded)
+        own = None if self.num_loop_sets is None else select_set(loop, self.num_loop_sets, embedded.device)
+        x, time = self.injection(state, embedded), None
+        if self.loop_embedding is not None:
+            time = self.loop_embedding(loop, depth, x)
+            x = x if self.config.loop_embedding == "modulation" else x + time
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, slots_before, queries)
-        return x
+            x = context.run(block, x, scale, slots_before, queries, time, own)
+        return x if self.change_gate is None else self.change_gate(state, x, first)
+
+    @property
+    def end_of_loop(self) -> nn.Module:
+        """The module that returns H in every loop, for hooks."""
+        return self.core[-1] if self.change_gate is None else self.change_gate
+
+    @property
+    def looks_at_first(self) -> bool:
+        """Whether the first loop is run otherwise than later ones."""
+        return self.injection.looks_at_first or self.change_gate is not None
 
     def to_next_loop(self, state):
         """What the next loop starts from."""
@@ -395,11 +431,11 @@ class LoopedModel(LoopedPreTrainedModel):
         return torch.tensor(factors, device=like.device, dtype=like.dtype)[:, None, None]
 
     def _at_first_loop(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
-        """Whether t = 0, as an injection asks: one bool, or one per row, [rows, 1, 1]."""
+        """Whether t = 0, as injections and the gate ask: one bool, or one per row, [rows, 1, 1]."""
         if isinstance(loop, int):
             return loop == 0
         first = [t == 0 for t in loop]
-        if not self.injection.looks_at_first or all(first) or not any(first):
+        if not self.looks_at_first or all(first) or not any(first):
             return first[0]
         return torch.tensor(first, device=like.device)[:, None, None]
 

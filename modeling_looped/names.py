@@ -57,6 +57,12 @@ FIELDS = {
     "embedding_dropout": "embd_dropout embd_pdrop embed_dropout",
     "residual_dropout": "resid_dropout resid_pdrop hidden_dropout hidden_dropout_prob",
     "attention_dropout, residual_dropout and embedding_dropout": "dropout dropout_rate dropout_prob p_dropout",
+    "attention_softcap": "attn_softcap attn_logit_softcap attention_logit_softcap attn_soft_cap",
+    "attention_scale (what scores are multiplied by: query_pre_attn_scalar**-0.5)": "query_pre_attn_scalar",
+    "attention_scale": "attention_multiplier attn_scale softmax_scale attention_scaling",
+    "norm_offset": "layernorm_1p norm_add_one rms_norm_offset add_unit_offset rms_norm_add_unit_offset",
+    "rope_pattern": "no_rope_layers no_rope_layer_interval nope_layers nope_interval",
+    "mlp_bias": "use_mlp_bias ffn_bias",
     "logit_softcap": """
         final_logit_softcap logit_softcapping logits_softcap logits_soft_cap softcap
     """,
@@ -66,7 +72,14 @@ FIELDS = {
     "embedding_scale": "embed_scale scale_embedding scale_embeddings embedding_multiplier",
     "initializer_range": "init_std initializer_std init_scale init_range",
     "exit_gate": "early_exit_gate halting_gate",
+    "loop_lora_rank": "relaxed_recursion_rank recursion_lora_rank loop_rank per_loop_lora_rank",
+    "loop_norms": "per_loop_norms separate_norms untied_norms unshared_norms recursive_norms",
+    "loop_embedding": """
+        loop_embeddings loop_position_embedding step_embedding step_embeddings timestep_embedding time_embedding
+        iteration_embedding depth_embedding loop_index_embedding recurrence_embedding
+    """,
     "rope_parameters={'rope_type': 'default', 'rope_theta': ...}": "rope_base rotary_base rotary_emb_base",
+    "rope_parameters={'full_attention': {...}, 'sliding_attention': {...}}": "rope_local_base_freq local_rope_theta",
 }
 # of forward and generate
 ARGUMENTS = {

@@ -69,7 +69,9 @@ class TaperNorm(LoopedRMSNorm):
     """
 
     def __init__(self, config):
-        super().__init__(config.hidden_size, config.rms_norm_eps, config.norm_affine)
+        super().__init__(
+            config.hidden_size, config.rms_norm_eps, config.norm_affine, config.norm_offset, config.norm_rounding
+        )
         self.linear_weight = nn.Parameter(torch.ones(self.size)) if config.norm_affine else None
         self.register_buffer("gate", torch.ones(()))
         self.register_buffer("scale", torch.ones(()))
@@ -84,7 +86,7 @@ class TaperNorm(LoopedRMSNorm):
     def fit_terms(self, x) -> torch.Tensor:
         """Two sums over the tokens of x whose ratio is the c with the least |RMSNorm(x) - c w x|^2."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        weight = 1 if self.weight is None else self.weight.to(wide.dtype)
+        weight = 1 if self.weight is None else self.factor(wide.dtype)
         squares = (weight * wide).square().sum(-1)
         rms = (wide.square().mean(-1) + self.eps).sqrt()
         return torch.stack([(squares / rms).sum(), squares.sum()])
@@ -93,4 +95,4 @@ class TaperNorm(LoopedRMSNorm):
     def linearise(self, scale: float):
         self.scale.fill_(scale)
         if self.weight is not None and self.linear_weight is not None:
-            self.linear_weight.copy_(self.weight)
+            self.linear_weight.copy_(self.factor(self.weight.dtype))

@@ -51,6 +51,7 @@ class RowView:
         together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         self.by_row = device.type == "cpu" and not together and length == 1 and not padding.has_holes
+        self.by_row &= cache.model_config.attention_softcap is None  # `attend` has none
         self.places, self.spans, self.masks_by_window = {}, {}, {}
 
     @property

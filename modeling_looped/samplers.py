@@ -103,12 +103,16 @@ def curriculum(
 
     A depth is made of t loops without gradients and s with (Parcae). Up to `ramp_steps` those that `target` names,
     t ("forward"), s ("backward") or both, are ceil(f t) and max(1, ceil(f s)), where with p = step / ramp_steps
-    f = p ("linear") or f = 1 - sqrt(1 - p) ("sqrt").
+    f = p ("linear") or f = 1 - sqrt(1 - p) ("sqrt"). With "total" the mean is max(1, ceil(f (t + s))), and as many
+    loops of it as there are up to s have gradients (retrofitted recurrence).
     """
     if step >= ramp_steps:
         return mean, backprop_loops
     factor = RAMPS[shape](step / ramp_steps)
     with_gradients = mean if backprop_loops is None else min(backprop_loops, mean)
+    if target == "total":
+        mean = max(1, math.ceil(factor * mean))
+        return mean, None if backprop_loops is None else min(backprop_loops, mean)
     without = mean - with_gradients
     if target in ("forward", "both"):
         without = math.ceil(factor * without)

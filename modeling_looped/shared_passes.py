@@ -87,18 +87,24 @@ class SharedPasses:
 
     def tick(self):
         running = [decoder for decoder in self.decoders if not decoder.is_done]
-        loops = [list(decoder.loops) for decoder in running]
         self.ticks += 1
         self.row_ticks += sum(len(decoder.selector.running()) for decoder in running)
+        # rows of several caches attend without a softcap
+        apart = self.model.config.attention_softcap is not None
+        for decoders in [[decoder] for decoder in running] if apart else [running]:
+            self.run(decoders)
+
+    def run(self, decoders: list[ContinuousDecoder]):
+        loops = [list(decoder.loops) for decoder in decoders]
         try:
-            self._context.run(tick, running)
-        except Exception:  # whose it is shows when each runs by itself
-            for decoder, before in zip(running, loops):
+            self._context.run(tick, decoders)
+        except Exception as error:
+            if len(decoders) == 1:
+                decoders[0].error = error
+                return
+            for decoder, before in zip(decoders, loops):  # whose it is shows when each runs by itself
                 decoder.loops = before
-                try:
-                    self._context.run(tick, [decoder])
-                except Exception as error:
-                    decoder.error = error
+                self.run([decoder])
 
     def check_size(self, rows: int, tokens: int):
         """Refuse what will never find room."""

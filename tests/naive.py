@@ -27,7 +27,11 @@ def rms_norm(x, eps: float, weight=None):
 
 def norm(config, weights: dict, name: str, x):
     """A norm over the hidden channels, with a weight unless the config says that norms have none."""
-    return rms_norm(x, config.rms_norm_eps, weights[f"{name}.weight"] if config.norm_affine else None)
+    return weighted_norm(config, weights, name, x) if config.norm_affine else rms_norm(x, config.rms_norm_eps)
+
+
+def weighted_norm(config, weights: dict, name: str, x):
+    return rms_norm(x, config.rms_norm_eps, weights[f"{name}.weight"] + config.norm_offset)
 
 
 def layer_norm(config, weights: dict, name: str, x):
@@ -46,10 +50,9 @@ def activation(name: str, x):
     raise NotImplementedError(name)
 
 
-def rotate(config, x):
+def rotate(theta: float, x):
     """RoPE on one head, [batch, length, head_dim]: channel i and i + d/2 are a complex number, turned by pos * f_i."""
     half = x.shape[-1] // 2
-    theta = config.rope_parameters["rope_theta"]
     frequencies = torch.tensor([theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=x.dtype)
     angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * frequencies
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
@@ -59,10 +62,12 @@ def rotate(config, x):
 class DoubleRotary(torch.nn.Module):
     """The rotary table in float64; transformers' own, in float32 whatever the model, has a test of its own."""
 
-    def __init__(self, config):
+    rope_type = "default"
+
+    def __init__(self, config, theta: float | None = None):
         super().__init__()
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        self.frequencies = config.rope_parameters["rope_theta"] ** -exponents
+        self.frequencies = (theta or config.rope_parameters["rope_theta"]) ** -exponents
 
     def forward(self, x, position_ids):
         angles = position_ids[..., None] * self.frequencies
@@ -70,27 +75,42 @@ class DoubleRotary(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
-def attend(query, key, value, window: int | None):
+def double_rotary(config) -> torch.nn.Module:
+    """In place of `rotary_emb`: one, or one by layer type."""
+    by_type = {kind: value for kind, value in config.rope_parameters.items() if isinstance(value, dict)}
+    if not by_type:
+        return DoubleRotary(config)
+    tables = {kind: DoubleRotary(config, parameters["rope_theta"]) for kind, parameters in by_type.items()}
+    return torch.nn.ModuleDict(tables)
+
+
+def attend(config, query, key, value, window: int | None):
     """One head: position i sees positions i - window + 1 to i."""
+    scale = 1 / math.sqrt(query.shape[-1]) if config.attention_scale is None else config.attention_scale
+    cap = config.attention_softcap
     outputs = []
     for i in range(query.shape[1]):
         first = 0 if window is None else max(0, i - window + 1)
         keys, values = key[:, first : i + 1], value[:, first : i + 1]
-        scores = (keys @ query[:, i, :, None]).squeeze(-1) / math.sqrt(query.shape[-1])  # [batch, seen]
+        scores = (keys @ query[:, i, :, None]).squeeze(-1) * scale  # [batch, seen]
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
         exponentials = torch.exp(scores - scores.max(-1, keepdim=True).values)
         shares = exponentials / exponentials.sum(-1, keepdim=True)
         outputs.append((shares[:, None, :] @ values).squeeze(1))
     return torch.stack(outputs, dim=1)
 
 
-def attention(config, weights: dict, name: str, keys_from, queries_from, window: int | None, value_table):
+def attention(config, weights: dict, name: str, keys_from, queries_from, window: int | None, value_table, theta):
     d = config.head_dim
     source = keys_from
     if config.kv_latent_size is not None:
         source = rms_norm(linear(weights, f"{name}.kv_down_proj", keys_from), config.rms_norm_eps)
-    q = linear(weights, f"{name}.q_proj", queries_from, bias=config.attention_bias in ("qk", "qkv"))
-    k = linear(weights, f"{name}.k_proj", source, bias=config.attention_bias in ("qk", "qkv"))
-    v = linear(weights, f"{name}.v_proj", source, bias=config.attention_bias == "qkv")
+    q = linear(weights, f"{name}.q_proj", queries_from, bias=config.attention_bias != "none")
+    k = linear(weights, f"{name}.k_proj", source, bias=config.attention_bias != "none")
+    v = linear(weights, f"{name}.v_proj", source, bias=config.attention_bias in ("qkv", "qkvo"))
+    if config.qk_norm == "all_heads":
+        q, k = weighted_norm(config, weights, f"{name}.q_norm", q), weighted_norm(config, weights, f"{name}.k_norm", k)
     heads = []
     for head in range(q.shape[-1] // d):
         shared = head // (config.num_attention_heads // config.num_key_value_heads)
@@ -100,51 +120,66 @@ def attention(config, weights: dict, name: str, keys_from, queries_from, window:
             gates = 2 * torch.sigmoid(linear(weights, f"{name}.value_gate", keys_from[..., :GATE_CHANNELS]))
             value = value + gates[..., shared, None] * value_table[..., shared * d : (shared + 1) * d]
         if config.qk_norm == "learned":
-            query = rms_norm(query, config.rms_norm_eps, weights[f"{name}.q_norm.weight"])
-            key = rms_norm(key, config.rms_norm_eps, weights[f"{name}.k_norm.weight"])
-        if config.position_embedding == "rope":
-            query, key = rotate(config, query), rotate(config, key)
+            query = weighted_norm(config, weights, f"{name}.q_norm", query)
+            key = weighted_norm(config, weights, f"{name}.k_norm", key)
+        if theta is not None:
+            query, key = rotate(theta, query), rotate(theta, key)
         if config.qk_norm == "free":
             query, key = rms_norm(query, FP32_EPSILON), rms_norm(key, FP32_EPSILON)
-        heads.append(attend(query, key, value, window))
-    return linear(weights, f"{name}.o_proj", torch.cat(heads, dim=-1))
+        heads.append(attend(config, query, key, value, window))
+    return linear(weights, f"{name}.o_proj", torch.cat(heads, dim=-1), bias=config.attention_bias == "qkvo")
 
 
 def mlp(config, weights: dict, name: str, x):
-    up = linear(weights, f"{name}.up_proj", x)
+    up = linear(weights, f"{name}.up_proj", x, config.mlp_bias)
     if config.mlp_gated:
-        inner = activation(config.hidden_act, linear(weights, f"{name}.gate_proj", x)) * up
+        inner = activation(config.hidden_act, linear(weights, f"{name}.gate_proj", x, config.mlp_bias)) * up
     else:
         inner = activation(config.hidden_act, up)
-    return linear(weights, f"{name}.down_proj", config.mlp_activation_scale * inner)
+    return linear(weights, f"{name}.down_proj", config.mlp_activation_scale * inner, config.mlp_bias)
 
 
-def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None):
-    """`layer` counts the unique layers of prelude, core and coda; `queries_from` is normed as `x` is."""
+def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None, time=None):
+    """`layer` counts the unique layers of prelude, core and coda; `queries_from` is normed as `x` is. time: of which
+    the factors on what the branches read and add are made."""
+    factors = [1.0] * 4
+    if time is not None:
+        made = linear(weights, f"{name}.modulation.proj", activation("silu", time), bias=True)
+        factors = (1 + made).chunk(4, dim=-1)
     num_layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
-    window = None
-    if config.window_pattern is not None and layer < num_layers - 1:
-        if config.window_pattern[layer % len(config.window_pattern)] == "S":
+    window, pattern = None, config.window_pattern
+    if pattern is not None and (layer < num_layers - 1 or len(pattern) == num_layers):
+        if pattern[layer % len(pattern)] == "S":
             window = config.sliding_window
+    theta = None
+    if config.position_embedding == "rope":
+        of_type = config.rope_parameters.get("full_attention" if window is None else "sliding_attention")
+        theta = (of_type or config.rope_parameters)["rope_theta"]
+        if config.rope_pattern is not None and config.rope_pattern[layer % len(config.rope_pattern)] == "N":
+            theta = None
     value_table = None
     if config.value_embeddings and layer % 2 == (num_layers - 1) % 2:
         value_table = weights[f"model.value_embeds.{layer}.weight"][ids]
 
     def attention_branch(x):
-        normed = norm(config, weights, f"{name}.input_layernorm", x)
-        queries = normed if queries_from is None else norm(config, weights, f"{name}.input_layernorm", queries_from)
-        return attention(config, weights, f"{name}.self_attn", normed, queries, window, value_table)
+        normed = factors[2] * input_norm("input_layernorm", x)
+        queries = normed if queries_from is None else factors[2] * input_norm("input_layernorm", queries_from)
+        return attention(config, weights, f"{name}.self_attn", normed, queries, window, value_table, theta)
 
     def mlp_branch(x):
-        return mlp(config, weights, f"{name}.mlp", norm(config, weights, f"{name}.post_attention_layernorm", x))
+        return mlp(config, weights, f"{name}.mlp", factors[3] * input_norm("post_attention_layernorm", x))
 
-    for branch, norm_name in ((attention_branch, "attention_output_norm"), (mlp_branch, "mlp_output_norm")):
+    def input_norm(of_branch, x):
+        return x if config.block_norm == "post" else norm(config, weights, f"{name}.{of_branch}", x)
+
+    branches = (attention_branch, "attention_output_norm"), (mlp_branch, "mlp_output_norm")
+    for (branch, norm_name), gate in zip(branches, factors):
         if config.block_norm == "pre":
-            x = x + eps * branch(x)
-        elif config.block_norm == "branch_sandwich":
-            x = x + eps * norm(config, weights, f"{name}.{norm_name}", branch(x))
+            x = x + eps * gate * branch(x)
+        elif config.block_norm in ("post", "branch_sandwich"):
+            x = x + eps * gate * norm(config, weights, f"{name}.{norm_name}", branch(x))
         else:
-            x = norm(config, weights, f"{name}.{norm_name}", x + eps * branch(x))
+            x = norm(config, weights, f"{name}.{norm_name}", x + eps * gate * branch(x))
     return x
 
 
@@ -159,8 +194,53 @@ def residual_factor(config, num_loops: int) -> float:
     }[config.residual_scaling]
 
 
-def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
-    """H_{t+1} from h_t and e."""
+def sinusoids(point: float, size: int):
+    """Cosines, then sines, of a point at frequencies 10000^(-i / half); an odd size ends in 0."""
+    half = size // 2
+    angles = [point * 10000.0 ** (-i / half) for i in range(half)]
+    values = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles] + [0.0] * (size % 2)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def time_embedding(weights: dict, t: int, depth: int):
+    """Two MLPs, of t / K and of 1 / K."""
+    total = 0
+    for part, point in (("time", t / depth), ("step", 1 / depth)):
+        name = f"model.loop_embedding.{part}"
+        inner = activation("silu", linear(weights, f"{name}_in", sinusoids(point, 256), bias=True))
+        total = total + linear(weights, f"{name}_out", inner, bias=True)
+    return total
+
+
+def loop_embedding(config, weights: dict, t: int, depth: int):
+    if config.loop_embedding == "learned":
+        return weights["model.loop_embedding.weight"][min(t, len(weights["model.loop_embedding.weight"]) - 1)]
+    if config.loop_embedding == "sinusoidal":
+        return sinusoids(t, config.core_hidden_size or config.hidden_size)
+    return time_embedding(weights, t, depth) if config.loop_embedding == "time" else 0.0
+
+
+def weights_at(config, weights: dict, t: int) -> dict:
+    """The weights of loop t: what it has of its own is merged into what all share."""
+    merged = dict(weights)
+    for name, stack in weights.items():
+        own = min(t, len(stack) - 1) if stack.ndim else None
+        if not name.startswith("model.core."):
+            continue
+        if ".loop_deltas." in name:
+            layer, part = name.replace("loop_deltas.", "").rsplit(".", 1)
+            if part == "a":
+                merged[f"{layer}.weight"] = weights[f"{layer}.weight"] + weights[f"{name[:-1]}b"][own] @ stack[own]
+            if part == "bias":
+                merged[f"{layer}.bias"] = weights[f"{layer}.bias"] + stack[own]
+        elif config.loop_norms and name.endswith("norm.weight"):
+            merged[name] = stack[own]
+    return merged
+
+
+def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids, depth: int = 1):
+    """H_{t+1} from h_t and e. depth: loops of the run, which only an embedding of the time reads."""
+    weights = weights_at(config, weights, t)
     x, restarts = state, config.injection in ("residual_all", "attention_first", "attention_all")
     if config.injection == "add":
         x = state + embedded
@@ -174,6 +254,8 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
         x = embedded
     if config.injection_norm and not restarts:
         x = norm(config, weights, "model.injection.norm", x)
+    x = x + loop_embedding(config, weights, t, depth)
+    time = time_embedding(weights, t, depth) if config.loop_embedding == "modulation" else None
     for layer in range(config.num_core_layers):
         queries_from = None
         if t > 0 and config.injection == "residual_all":
@@ -183,7 +265,10 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids):
         if t > 0 and (config.injection == "attention_all" or (config.injection == "attention_first" and layer == 0)):
             queries_from = state
         unique = config.num_prelude_layers + layer
-        x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from)
+        x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from, time)
+    if config.loop_change_gate and t > 0:
+        g = weights["model.change_gate.factor"]
+        x = (1 - g) * state + g * x
     return x
 
 
@@ -277,7 +362,7 @@ def forward(config, weights: dict, ids, num_loops: int | None = None, initial_st
     eps = residual_factor(config, depth if config.residual_depth == "run" else config.num_loops)
     states = []
     for t in range(depth):
-        states.append(one_loop(config, weights, state, embedded, t, eps, ids))
+        states.append(one_loop(config, weights, state, embedded, t, eps, ids, depth))
         state = between_loops(config, weights, states[-1])
     logits = [logits_of(config, weights, state, k, ids) for k, state in enumerate(states, start=1)]
     return states, logits, None if config.exit_gate == "none" else exit_distribution(config, weights, states)

@@ -12,6 +12,7 @@ from .helpers import shake
 RESTARTING = ("residual_all", "attention_first", "attention_all")
 VOCAB_SIZE = 61
 MAX_LENGTH = 64
+ROPE_THETAS = {"full_attention": 1e4, "sliding_attention": 30.0}
 
 
 def examples(thorough: int) -> settings:
@@ -56,6 +57,14 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     choose("state_init_std", None, *((0.5,) if state_init == "normal" else ()))
     choose("prelude_norm", False, True)
     choose("loop_damping", False, True)
+    choose("loop_change_gate", False, True)
+
+    # what loops have of their own; sets are fewer, as many or more than loops
+    choose("loop_lora_rank", None, 1, 3)
+    choose("loop_norms", False, True)
+    of_runs = () if asks_between_loops or fields["residual_depth"] != "run" else ("time", "modulation")
+    choose("loop_embedding", "none", "learned", "sinusoidal", *of_runs)
+    choose("num_loop_parameters", None, 1, 2, 4)
 
     # readouts and losses
     normed = ("rmsnorm", "layernorm", "final_only", "final_raw", "final_alpha", "taper")
@@ -80,16 +89,26 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
         choose("core_num_attention_heads", None, heads // 2 * (heads // fields["num_key_value_heads"]))
 
     # blocks
-    choose("block_norm", "pre", "branch_sandwich", "residual_sandwich")
+    choose("block_norm", "pre", "post", "branch_sandwich", "residual_sandwich")
     choose("norm_affine", True, False)
-    if choose("window_pattern", None, "L", "SL", "SSL") is not None:
+    choose("norm_offset", 0.0, 1.0)
+    choose("norm_rounding", "after_weight", "before_weight")
+    num_layers = fields["num_prelude_layers"] + fields["num_core_layers"] + fields["num_coda_layers"]
+    if choose("window_pattern", None, "L", "SL", "SSL", "S" * num_layers) is not None:
         choose("sliding_window", 2, 3, 5)
-    choose("qk_norm", "none", "learned", "free")
-    choose("attention_bias", "none", "qk", "qkv")
+    choose("attention_softcap", None, None, 1.5)
+    choose("attention_scale", None, 0.5)
+    choose("qk_norm", "none", "learned", "all_heads", "free")
+    choose("attention_bias", "none", "qk", "qkv", "qkvo")
     choose("position_embedding", "rope", "learned")
+    rotary = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ROPE_THETAS.items()}
+    choose("rope_parameters", None, rotary)
+    choose("rope_pattern", None, "R", "NR")
+    choose("rope_rounding", "tables", "rotated")
     choose("hidden_act", "silu", "relu2", "gelu")
     choose("mlp_gated", True, False)
     choose("mlp_activation_scale", 1.0, 0.5)
+    choose("mlp_bias", False, True)
     choose("value_embeddings", False, True)
 
     # embeddings and initial weights

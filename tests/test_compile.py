@@ -19,6 +19,7 @@ SYSTEMS = {
     "ouro": {"preset": "ouro"},
     "per_loop": {"loop_loss": "per_loop", "norm_penalty": 0.1},
     "gate": {"preset": "ouro", "loop_loss": "gate"},
+    "of_loops": {"loop_lora_rank": 2, "loop_norms": True, "loop_embedding": "learned"},
 }
 over_systems = pytest.mark.parametrize("system", SYSTEMS)
 

@@ -19,6 +19,7 @@ SYSTEMS = {
     "learned_positions": {"position_embedding": "learned", "inter_loop_norm": "own", "loop_damping": True},
     "run_depth": {**SECTIONS, "residual_depth": "run", "residual_scaling": "linear"},
     "final_only": {"readout_norm": "final_only", "num_coda_layers": 1, "coda_input": "norm"},
+    "gated_change": {"loop_change_gate": True, "injection": "add", "num_coda_layers": 1},
     "flt": {"preset": "flt"},
     "flt_residual": {"preset": "flt_residual"},
     "lt_attention": {"preset": "lt_attention"},

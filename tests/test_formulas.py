@@ -31,6 +31,10 @@ BASE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 30.0},
     "initializer_range": 0.2,
 }
+NESTED_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 30.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5.0},
+}
 NO_CODA = {"num_coda_layers": 0}
 WIDE_CORE = {"core_hidden_size": 56, "core_intermediate_size": 30, "coda_input": "linear"}
 AXES = {
@@ -85,7 +89,16 @@ AXES = {
         {"block_norm": "branch_sandwich", "residual_scaling": "sqrt"},
         {"block_norm": "residual_sandwich", "residual_scaling": "sqrt"},
         {"block_norm": "residual_sandwich", "norm_affine": False},
+        {"block_norm": "post", "residual_scaling": "sqrt"},
+        {"block_norm": "post", "injection": "attention_all"},
     ],
+    "norm_offset": [
+        {"norm_offset": 1.0, "qk_norm": "learned", "prelude_norm": True, "inter_loop_norm": "own"},
+        {"norm_offset": -0.5, "readout_norm": "taper", "norm_rounding": "before_weight"},
+        {"norm_offset": 1.0, "injection": "add", "injection_norm": True, "readout_norm": "layernorm"},
+        {"norm_offset": 1.0, "norm_affine": False, "qk_norm": "all_heads", "coda_input": "norm"},
+    ],
+    "norm_rounding": [{"norm_rounding": "before_weight"}, {"norm_rounding": "before_weight", "norm_affine": False}],
     "norm_affine": [
         {"norm_affine": False, "inter_loop_norm": "own", "prelude_norm": True},
         {"norm_affine": False, "readout_norm": "layernorm"},
@@ -116,6 +129,12 @@ AXES = {
         {"loop_damping": True, "inter_loop_norm": "own"},
         {"loop_damping": True, "injection": "residual_all"},
     ],
+    "loop_change_gate": [
+        {"loop_change_gate": True},
+        {"loop_change_gate": True, "loop_damping": True, "inter_loop_norm": "own"},
+        {"loop_change_gate": True, "injection": "attention_all"},
+        {"loop_change_gate": True, "injection": "concat", "state_init": "zeros"},
+    ],
     "coda_input": [
         {"coda_input": "norm"},
         {"coda_input": "norm", "readout_norm": "final_only"},
@@ -137,8 +156,21 @@ AXES = {
         for rule in ("none", "sqrt", "linear", "factored")
         for depth in ("trained", "run")
     ],
-    "qk_norm": [{"qk_norm": value, "attention_bias": "qk"} for value in ("none", "learned", "free")],
-    "attention_bias": [{"attention_bias": "qkv"}],
+    "qk_norm": [{"qk_norm": value, "attention_bias": "qk"} for value in ("all_heads", "none", "learned", "free")]
+    + [{"qk_norm": "all_heads", "num_key_value_heads": 2, "kv_latent_size": 10}],
+    "attention_bias": [{"attention_bias": "qkvo", "residual_scaling": "sqrt"}, {"attention_bias": "qkv"}],
+    "attention_scores": [
+        {"attention_softcap": 0.7, "attention_scale": 0.3},
+        {"attention_softcap": 0.4, "num_key_value_heads": 2, "window_pattern": "SL", "sliding_window": 2},
+        {"attention_scale": 1.5, "window_pattern": "SL", "sliding_window": 2},
+    ],
+    "rope": [
+        {"rope_parameters": NESTED_ROPE, "rope_pattern": "RRN", "window_pattern": "SLS", "sliding_window": 2},
+        {"rope_pattern": "NR", "rope_rounding": "rotated"},
+        {"rope_parameters": NESTED_ROPE, "window_pattern": "SSL", "sliding_window": 2, "injection": "attention_all"},
+        {"rope_parameters": NESTED_ROPE, "window_pattern": "SSSS", "sliding_window": 2, "value_embeddings": True},
+        {"rope_pattern": "N", "qk_norm": "free"},
+    ],
     "kv_latent_size": [
         {"kv_latent_size": 10},
         {"kv_latent_size": 10, "num_key_value_heads": 2, "attention_bias": "qkv", "qk_norm": "learned"},
@@ -148,6 +180,7 @@ AXES = {
         {"window_pattern": "LS", "sliding_window": 3},
         {"window_pattern": "S", "sliding_window": 2},
         {"window_pattern": "SSL", "max_position_embeddings": 12},  # a quarter of the context
+        {"window_pattern": "LSSS", "sliding_window": 2},  # a letter for each layer
         {"window_pattern": "S", "sliding_window": 3, "injection": "attention_all", **NO_CODA},
     ],
     "grouped_query": [{"num_key_value_heads": 2}, {"num_key_value_heads": 1}],
@@ -157,6 +190,8 @@ AXES = {
         {"position_embedding": "learned", "head_dim": 5},
     ],
     "mlp": [
+        {"mlp_gated": False, "mlp_bias": True},
+        {"mlp_bias": True, "hidden_act": "relu2", "mlp_activation_scale": 0.5},
         {"mlp_gated": False},
         {"hidden_act": "relu2"},
         {"mlp_gated": False, "hidden_act": "relu2", "mlp_activation_scale": 0.5},
@@ -184,6 +219,13 @@ def label(fields: dict) -> str:
     return "-".join(str(value) for value in fields.values() if not isinstance(value, dict))
 
 
+def choices(name: str) -> tuple:
+    return typing.get_args(LoopedConfig.__dataclass_fields__[name].type)
+
+
+NORM_ROUNDING, ROPE_ROUNDING = choices("norm_rounding"), choices("rope_rounding")
+
+
 def random_config(seed: int) -> LoopedConfig:
     """A value for every axis at once; pairs that the config refuses are drawn again."""
     draw = random.Random(seed)
@@ -193,7 +235,7 @@ def random_config(seed: int) -> LoopedConfig:
                      "block_norm", "qk_norm", "attention_bias", "position_embedding", "residual_scaling",
                      "residual_depth"):  # fmt: skip
             fields[name] = draw.choice(choices(name))
-        for name in ("norm_affine", "loop_damping", "prelude_norm", "injection_norm", "mlp_gated",
+        for name in ("norm_affine", "loop_damping", "loop_change_gate", "prelude_norm", "injection_norm", "mlp_gated",
                      "value_embeddings", "tie_word_embeddings"):  # fmt: skip
             fields[name] = draw.random() < 0.5
         fields["num_prelude_layers"], fields["num_coda_layers"] = draw.randrange(3), draw.randrange(3)
@@ -207,14 +249,16 @@ def random_config(seed: int) -> LoopedConfig:
         fields["residual_scale"], fields["residual_reference_layers"] = draw.choice([1.0, 0.6]), draw.choice([1, 4])
         fields["window_pattern"] = draw.choice([None, None, "SL", "SSL", "S"])
         fields["sliding_window"] = None if fields["window_pattern"] is None else draw.choice([2, 3])
+        fields["mlp_bias"], fields["rope_pattern"] = draw.random() < 0.5, draw.choice([None, "RN", "NNR"])
+        fields["norm_offset"] = draw.choice([0.0, 1.0])
+        fields["norm_rounding"], fields["rope_rounding"] = draw.choice(NORM_ROUNDING), draw.choice(ROPE_ROUNDING)
+        fields["attention_softcap"] = draw.choice([None, 0.5])
+        fields["attention_scale"] = draw.choice([None, 0.7])
+        fields["rope_parameters"] = draw.choice([BASE["rope_parameters"], NESTED_ROPE])
         try:
             return LoopedConfig(**fields)
         except ValueError:
             continue
-
-
-def choices(name: str) -> tuple:
-    return typing.get_args(LoopedConfig.__dataclass_fields__[name].type)
 
 
 def preset_config(name: str) -> LoopedConfig:
@@ -275,7 +319,7 @@ def case(name: str) -> Case:
     torch.manual_seed(0)
     model = shake(LoopedForCausalLM(config).double(), std=0.3).eval()
     if config.position_embedding == "rope":
-        model.model.rotary_emb = naive.DoubleRotary(config)
+        model.model.rotary_emb = naive.double_rotary(config)
     if config.readout_norm == "taper":
         model.model.norm.gate.fill_(0.6)
         model.model.norm.scale.fill_(1.7)
@@ -312,9 +356,10 @@ def test_every_value_of_every_axis_has_a_case():
     used = list(CASES.values())
     for field in ("injection", "state_init", "inter_loop_norm", "readout_norm", "coda_input", "exit_gate",
                   "block_norm", "qk_norm", "attention_bias", "position_embedding", "residual_scaling",
-                  "residual_depth"):  # fmt: skip
+                  "residual_depth", "norm_rounding", "rope_rounding"):  # fmt: skip
         assert {getattr(config, field) for config in used} == set(choices(field)), field
-    for field in ("norm_affine", "loop_damping", "prelude_norm", "injection_norm", "mlp_gated", "value_embeddings"):
+    for field in ("norm_affine", "loop_damping", "loop_change_gate", "prelude_norm", "injection_norm", "mlp_gated",
+                  "value_embeddings", "mlp_bias"):  # fmt: skip
         assert {getattr(config, field) for config in used} == {True, False}, field
 
 

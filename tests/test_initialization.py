@@ -254,7 +254,7 @@ def test_readouts_with_parameters_of_their_own(way):
 @pytest.mark.parametrize("scheme", ["normal", "scaled_zero", "takase", "zero_output"])
 @pytest.mark.covering
 def test_what_is_the_same_in_every_scheme(scheme, way):
-    """Norms are 1, biases 0, damping sigmoid(2); positions and gate are drawn with 0.02."""
+    """Norms are 1, biases 0, damping sigmoid(2), the gate on changes 0; positions and gate are drawn with 0.02."""
     model = make(
         way,
         init_scheme=scheme,
@@ -262,6 +262,7 @@ def test_what_is_the_same_in_every_scheme(scheme, way):
         inter_loop_norm="own",
         prelude_norm=True,
         loop_damping=True,
+        loop_change_gate=True,
         block_norm="branch_sandwich",
         qk_norm="learned",
         attention_bias="qkv",
@@ -277,6 +278,7 @@ def test_what_is_the_same_in_every_scheme(scheme, way):
             assert (parameter == 1).all(), name
     assert seen == {"q_proj", "k_proj", "v_proj", "norm", "exit_gate"}
     assert model.model.damping.logit.tolist() == [2.0]
+    assert not model.model.change_gate.factor.any()
     assert_truncated_normal(model.model.embed_positions.weight, 0.02)
     assert 0.01 < model.exit_gate.weight.std() < 0.03
 

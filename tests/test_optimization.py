@@ -23,6 +23,7 @@ EVERYTHING = {
     "prelude_norm": True,
     "inter_loop_norm": "own",
     "loop_damping": True,
+    "loop_change_gate": True,
     "exit_gate": "normed",
     "coda_input": "linear",
     "position_embedding": "learned",
@@ -68,7 +69,7 @@ def test_factored_scaling_slows_the_blocks_and_nothing_else():
     outside = {name.removeprefix("model.").split(".")[0] for name in found if not name.startswith(BLOCKS)}
     assert outside == {
         *("embed_tokens", "embed_positions", "value_embeds", "prelude_norm", "injection", "inter_loop_norm"),
-        *("damping", "coda_proj", "norm", "lm_head", "exit_gate"),
+        *("damping", "change_gate", "coda_proj", "norm", "lm_head", "exit_gate"),
     }
 
 

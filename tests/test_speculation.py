@@ -34,6 +34,7 @@ SYSTEMS = {
     "parcae": {"preset": "parcae", **SECTIONS},
     "ouro": {"preset": "ouro"},
     "value_embeddings": {**SECTIONS, "value_embeddings": True, "inter_loop_norm": "own", "loop_damping": True},
+    "gated_change": {"loop_change_gate": True, "injection": "add"},
 }
 over_systems = pytest.mark.parametrize("system", SYSTEMS)
 NEW = 14
@@ -586,6 +587,7 @@ WARM = {
         "loop_damping": True,
         "position_embedding": "learned",
     },
+    "gated_change": {"loop_change_gate": True, "injection": "add", "state_init": "zeros"},
     "huginn": {"preset": "huginn", **SECTIONS},
     "parcae": {"preset": "parcae", **SECTIONS},
 }

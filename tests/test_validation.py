@@ -54,10 +54,27 @@ REFUSED = {
     "unknown activation": ({"hidden_act": "swoosh"}, ["hidden_act", "swoosh", "silu"]),
     "pad token outside": ({"pad_token_id": 99}, ["pad_token_id", "99", "vocab_size"]),
     "unknown rope": ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_type", "spiral", "yarn"]),
-    "rope of each layer": (
-        {"rope_parameters": NESTED_ROPE, "window_pattern": "SL"},
-        ["rope_parameters", "sliding_attention", "flat"],
+    "rope of one layer type alone": (
+        {"rope_parameters": {"full_attention": dict(ROPE)}, "window_pattern": "SL"},
+        ["rope_parameters", "full_attention", "flat", "each of sliding_attention"],
     ),
+    "rope of unknown layers": (
+        {"rope_parameters": {**NESTED_ROPE, "chunked_attention": dict(ROPE)}, "window_pattern": "SL"},
+        ["rope_parameters", "chunked_attention", "flat"],
+    ),
+    "rope of layer types beside a flat one": (
+        {"rope_parameters": {**NESTED_ROPE, "rope_theta": 3.0}, "window_pattern": "SL"},
+        ["rope_parameters", "full_attention, sliding_attention, rope_theta", "flat"],
+    ),
+    "unknown rope of a layer type": (
+        {"rope_parameters": {**NESTED_ROPE, "full_attention": {"rope_type": "spiral"}}, "window_pattern": "SL"},
+        ["rope_type", "spiral", "yarn"],
+    ),
+    "rope letters": ({"rope_pattern": "RXN"}, ["rope_pattern", "RXN", "R and N"]),
+    "no rope letters": ({"rope_pattern": ""}, ["rope_pattern", "''", "R and N"]),
+    "zero softcap on scores": ({"attention_softcap": 0.0}, ["attention_softcap", "0.0", "positive"]),
+    "negative attention scale": ({"attention_scale": -1.0}, ["attention_scale", "-1.0", "positive"]),
+    "endless norm offset": ({"norm_offset": float("inf")}, ["norm_offset", "inf", "finite"]),
     "future format": ({"format_version": 99}, ["format_version", "99", "Upgrade"]),
     "no format": ({"format_version": 0}, ["format_version", "0"]),
     # misspelt
@@ -419,7 +436,7 @@ def test_config_json_names_the_slots_and_the_format(name, tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     slots = config.num_prelude_layers + config.num_coda_layers + 3 * config.num_core_layers
     assert written["num_hidden_layers"] == slots
-    assert written["format_version"] == 1 and written["model_type"] == "looped"
+    assert written["format_version"] == 2 and written["model_type"] == "looped"
 
 
 def test_depth_is_chosen_while_loading(tmp_path):

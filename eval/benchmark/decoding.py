@@ -19,6 +19,7 @@ from eval.halting.measured_run import measure
 from modeling_looped import LoopedCache, LoopedForCausalLM
 from modeling_looped.continuous import ContinuousDecoder
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from recipes.common.flops import count_in_a_loop
 
 from .models import build, looped_config, tokens
 
@@ -149,7 +150,7 @@ def watched_checks():
 
 def cost(model, rule, loops: torch.Tensor) -> float:
     """Multiplications with weights: of loops, of checks that need the head, and of the head that says the token."""
-    core, head = sum(p.numel() for p in model.model.core.parameters()), model.lm_head.weight.numel()
+    core, head = count_in_a_loop(model.model.core), model.lm_head.weight.numel()
     heads = torch.ones_like(loops)
     if rule is not None and rule.criterion.needs == "logits":
         limit = model.config.num_loops

@@ -43,7 +43,7 @@ class Trace:
 
     embedded: list[torch.Tensor] = field(default_factory=list)  # embedding, after each prelude layer, e
     entering: list[torch.Tensor] = field(default_factory=list)  # h_t, what each loop starts from
-    stages: list[list[torch.Tensor]] = field(default_factory=list)  # of each loop: injected, after each core layer
+    stages: list[list[torch.Tensor]] = field(default_factory=list)  # of each loop: injected, after layers, gated
 
     @property
     def states(self) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
 
     handles = [base.injection.register_forward_pre_hook(enters)]
     handles.append(base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([a[0].detach()])))
-    for block in base.core:
+    for block in [*base.core, *([] if base.change_gate is None else [base.change_gate])]:
         handles.append(block.register_forward_hook(lambda _, a, output: seen.stages[-1].append(output.detach())))
     if len(base.prelude):
         handles.append(base.prelude[0].register_forward_pre_hook(lambda _, a: seen.embedded.append(a[0].detach())))
@@ -82,7 +82,7 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
 def last_state(model):
     """A list that holds H after the last loop of the pass run inside."""
     kept = [None]
-    with hooks(model.model.core[-1].register_forward_hook(lambda _, a, output: kept.__setitem__(0, output))):
+    with hooks(model.model.end_of_loop.register_forward_hook(lambda _, a, output: kept.__setitem__(0, output))):
         yield kept
 
 
@@ -101,7 +101,7 @@ def rewritten_states(model, rewrite: Callable[[int, torch.Tensor], torch.Tensor]
         return rewrite(loop, output)
 
     base = model.model
-    with hooks(base.register_forward_pre_hook(start), base.core[-1].register_forward_hook(replace)):
+    with hooks(base.register_forward_pre_hook(start), base.end_of_loop.register_forward_hook(replace)):
         yield
 
 

@@ -42,7 +42,7 @@ def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict
 def losses_at_every_depth(model, batch: dict, depth: int) -> list[float]:
     """Cross-entropy after loops 1..depth: from one pass, or from one each where a prefix is not a shallower pass."""
     with evaluating(model), torch.no_grad():
-        if model.config.residual_depth == "run":
+        if model.config.reads_run_depth:
             return [final_loss(model, batch, k) for k in range(1, depth + 1)]
         outputs = model(
             **batch,
@@ -122,8 +122,9 @@ def spectral(model, batch: dict, *, num_loops: int | None = None) -> dict:
 def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """||h_T|| and ||h_T - h_{T-1}|| over T, and the norm at every stage of every loop (Parcae, figures 11, 20 to 22).
 
-    Stages of a loop: what it starts from, after the injection, after each layer. Prelude: the embedding, after each
-    prelude layer, and e as the loop gets it. By default 24 loops or the trained depth, whichever is more.
+    Stages of a loop: what it starts from, after the injection, after each layer, after the gate on its change if there
+    is one. Prelude: the embedding, after each prelude layer, and e as the loop gets it. By default 24 loops or the
+    trained depth, whichever is more.
     """
     depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
     seen = trace(model, batch, depth)
@@ -131,6 +132,7 @@ def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
     layers = len(model.model.prelude)
     prelude = ["embedding", *(f"prelude_{i}" for i in range(layers))] if layers else []
     stages = ["start", "injected", *(f"core_{i}" for i in range(len(model.model.core)))]
+    stages += [] if model.model.change_gate is None else ["gated"]
     per_loop = [[mean_norm(h) for h in (start, *loop)] for start, loop in zip(seen.entering, seen.stages)]
     return {
         "loop": list(range(1, depth + 1)),

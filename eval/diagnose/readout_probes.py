@@ -131,6 +131,7 @@ def radial_clamp(model, batch: dict, *, num_loops: int | None = None) -> dict:
 def lemma_2_premises(config) -> list[str]:
     """What in this model is not the pre-norm residual loop of lemma 2."""
     wanted = {"injection": "none", "block_norm": "pre", "inter_loop_norm": "none", "loop_damping": False}
+    wanted["loop_change_gate"] = False
     return [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
 
 

@@ -60,10 +60,10 @@ def check_question(
     else:
         config = pretrained.config
     depths = depths or [config.num_loops]
-    if len(depths) > 1 and config.residual_depth == "run":
+    if len(depths) > 1 and config.reads_run_depth:
         raise ValueError(
-            f"num_loops={num_loops}: with residual_depth='run' the first loops of a deeper run are not a shallower "
-            "run, so these depths cannot share a pass: evaluate one depth at a time"
+            f"num_loops={num_loops}: with {config.reads_run_depth} the first loops of a deeper run are not a "
+            "shallower run, so these depths cannot share a pass: evaluate one depth at a time"
         )
     if exit_criterion is None:
         if exit_threshold is not None or min_loops != 1:

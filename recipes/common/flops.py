@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.loop_parameters import parameters_by_loop
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,17 @@ class Sizes:
     embedding: int  # lookups, no matrix product
     value_tables: int  # likewise, of value embeddings
     outer: int  # prelude and its norm: once
-    core: int  # core and injection: once per loop
+    core: int  # core and injection: once per loop; of what loops have of their own, one loop's
     coda: int  # coda and what leads into it: once per readout
     head: int  # norm and unembedding: once per readout
     without_embedding: int  # a tied embedding stays, as the head
+
+
+def count_in_a_loop(core) -> int:
+    """What one loop applies to each token: one set of parameters that loops have of their own, and not what makes
+    factors of an embedding of the time, once for a sequence."""
+    others = sum(p.numel() - p[0].numel() for p in parameters_by_loop(core))
+    return count(core) - others - sum(count(block.modulation) for block in core)
 
 
 KNOWN: dict[str, Sizes] = {}
@@ -58,7 +66,7 @@ def sizes_of_new_model(config) -> Sizes:
         embedding=embedding,
         value_tables=count(getattr(trunk, "value_embeds", None)),
         outer=count(trunk.prelude) + count(trunk.prelude_norm),
-        core=count(trunk.core) + count(trunk.injection),
+        core=count_in_a_loop(trunk.core) + count(trunk.injection),
         coda=count(trunk.coda) + count(trunk.coda_proj),
         head=count(trunk.norm) + count(trunk.alpha_readout) + model.lm_head.weight.numel() + count(model.exit_gate),
         without_embedding=total if config.tie_word_embeddings else total - embedding,

@@ -96,7 +96,9 @@ def to_shards(model: nn.Module):
 def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: int | None) -> bool:
     """Whether a backward pass may leave a parameter without gradient, here or on another process."""
     shallow = sampled_depth or model_config.num_loops == 1 or backprop_loops == 1
-    between_loops = model_config.loop_damping or model_config.inter_loop_norm != "none"
+    between_loops = (
+        model_config.loop_damping or model_config.loop_change_gate or model_config.inter_loop_norm != "none"
+    )
     return (
         (model_config.injection == "none" and backprop_loops is not None)  # the embedding, beyond the window
         or (model_config.exit_gate != "none" and model_config.loop_loss in ("terminal", "per_loop"))

@@ -16,6 +16,7 @@ from transformers.optimization import (
     get_wsd_schedule,
 )
 
+from modeling_looped.loop_parameters import parameters_by_loop
 from recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
 from recipes.settings.relations import check_schedule, decay_steps_of
 
@@ -69,11 +70,12 @@ def adamw_groups(model: nn.Module, config: OptimizerConfig) -> list[dict]:
 
 
 def not_to_decay(model: nn.Module) -> list[nn.Parameter]:
-    """Norms, biases and other vectors; B and C of Parcae."""
+    """Norms, biases and other vectors, also those of each loop; B and C of Parcae."""
     matrices = [
         module.weight for module in model.modules() if getattr(module, "init_role", None) in ("identity", "readout")
     ]
-    return matrices + [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    vectors = [parameter for parameter in parameters_by_loop(model) if parameter.ndim == 2]
+    return matrices + vectors + [parameter for parameter in model.parameters() if parameter.ndim < 2]
 
 
 def groups_by_rate(model: nn.Module, config: OptimizerConfig) -> list[dict]:
@@ -103,14 +105,15 @@ def groups_by_rate(model: nn.Module, config: OptimizerConfig) -> list[dict]:
 
 
 def block_matrices(model: nn.Module, value_gates: bool = False) -> list[nn.Parameter]:
-    """What Muon takes: projections of attention and MLP. Gates of value embeddings are matrices but stay with
-    AdamW unless they are asked for."""
+    """What Muon takes: projections of attention and MLP that all loops share. Gates of value embeddings are matrices
+    but stay with AdamW unless they are asked for; so do those that make factors of an embedding of the time."""
     trunk = getattr(model, model.base_model_prefix, model)
     return [
         module.weight
         for section in (trunk.prelude, trunk.core, trunk.coda)
         for module in section.modules()
-        if isinstance(module, nn.Linear) and (value_gates or module.init_role != "value_gate")
+        if isinstance(module, nn.Linear) and module.init_role != "zero"
+        if value_gates or module.init_role != "value_gate"
         if module.weight.requires_grad
     ]
 

@@ -15,6 +15,7 @@ from recipes.settings.recipe import Recipe, RecipeError
 
 
 PLACES = (
+    "dense.path",
     "data.source",
     "data.validation_source",
     "data.tokenizer",

@@ -30,7 +30,9 @@ TRAINING = ("seed", "rows_per_step", "initialize_from", "freeze_all_but_gate", "
 
 def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
     """Everything that is compared, in sections; `data` is what `shards.prepare` returns."""
+    dense = {} if recipe.dense.path is None else {"dense": dataclasses.asdict(recipe.dense)}
     return {
+        **dense,
         "model": model_config,
         "data": {
             "sequence_length": recipe.data.sequence_length,

@@ -162,8 +162,14 @@ class Pretraining:
             )
 
     def check_start(self):
+        dense = self.recipe.dense.path
+        if dense is not None and not is_model(dense):
+            raise RecipeError(
+                f"dense.path={dense!r} holds no model of transformers (looked from {Path.cwd()}): make that one "
+                "first, or name another"
+            )
         start = self.recipe.training.initialize_from
-        if start is not None and looks_like_path(start) and not (Path(start) / "config.json").is_file():
+        if start is not None and not is_model(start):
             raise RecipeError(
                 f"training.initialize_from={start!r} holds no saved model (looked from {Path.cwd()}): train that one "
                 "first, or name another"
@@ -173,7 +179,9 @@ class Pretraining:
         recipe, tokenizer = self.recipe, self.data.tokenizer
         special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, self.trained_positions())}
-        if recipe.training.initialize_from is not None:
+        if recipe.dense.path is not None:
+            model = self.looped_dense_model()
+        elif recipe.training.initialize_from is not None:
             check_folder(recipe.training.initialize_from)
             model = LoopedForCausalLM.from_pretrained(recipe.training.initialize_from, **self.changes_to_start())
         else:
@@ -192,6 +200,15 @@ class Pretraining:
             model.exit_gate.requires_grad_(True)
         return model
 
+    def looped_dense_model(self) -> LoopedForCausalLM:
+        """With weights in fp32, as all that is trained here."""
+        path = self.recipe.dense.path
+        check_folder(path)
+        try:
+            return LoopedForCausalLM.from_dense(path, dtype=torch.float32, **self.recipe.dense_options())
+        except ValueError as error:
+            raise RecipeError(f"dense.path={path!r}: {error}") from error
+
     def trained_positions(self) -> int:
         """Positions that the recipe or its preset asks for; learned ones are as many as asked for, no more."""
         if "max_position_embeddings" in self.recipe.model or "preset" in self.recipe.model:
@@ -201,6 +218,8 @@ class Pretraining:
     def changes_to_start(self) -> dict:
         """Fields of the recipe's model that change a saved model, e.g. its loss; a gate that is new starts fresh."""
         changes = {key: value for key, value in self.recipe.model.items() if key != "preset"}
+        if "num_loops" in changes:  # the depth of this training, also where that before had another
+            changes["trained_num_loops"] = changes["num_loops"]
         return {**changes, "strict": "exit_gate" not in changes}
 
     # One step
@@ -560,6 +579,11 @@ class Pretraining:
             self.accelerator.print(f"pushed to {address}")
         self.accelerator.print(f"saved {final}; open it with from_pretrained")
         return final
+
+
+def is_model(name: str) -> bool:
+    """Whether a folder holds a saved model; of a name on the Hub, that is not looked up."""
+    return not looks_like_path(name) or (Path(name) / "config.json").is_file()
 
 
 def flat(nested: dict, prefix: str = "") -> dict:

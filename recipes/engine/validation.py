@@ -59,7 +59,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
 
 def depths_in_one_pass(config) -> bool:
     """Whether the states of a pass are those of shallower passes."""
-    return config.residual_depth == "trained"
+    return config.reads_run_depth is None
 
 
 def losses_at(model, config, loops: list[int], batch: dict) -> torch.Tensor:

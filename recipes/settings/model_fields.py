@@ -8,6 +8,7 @@ import difflib
 from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_looped import LoopedConfig
+from modeling_looped.configuration_looped import LAYER_TYPES
 
 from .ranges import MOST_DEPTH
 from .sections import RecipeError
@@ -33,11 +34,23 @@ LARGEST = {
     "core_intermediate_size": 2**20,
     "core_num_attention_heads": 2**14,
     "num_readout_alphas": MOST_DEPTH,
+    "loop_lora_rank": 2**17,
+    "num_loop_parameters": MOST_DEPTH,
     "kv_latent_size": 2**17,
     "sliding_window": 2**24,
 }
 OWN_FIELDS = [name for name in LoopedConfig.__annotations__ if name != "format_version"]
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def has_rotary_layer(config: LoopedConfig) -> bool:
+    return any(kind is not None for kinds in config.section_ropes() for kind in kinds)
+
+
+def has_weighted_norm(config: LoopedConfig) -> bool:
+    """Norms of blocks have weights if any do; those of queries and keys have weights of their own."""
+    return config.norm_affine or config.qk_norm in ("learned", "all_heads")
+
 
 # fields that act only where the config says so; of a config that has them and does not, the condition in words
 CONDITIONS = {
@@ -49,11 +62,25 @@ CONDITIONS = {
     "readout_alpha_learned": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
     "num_readout_alphas": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
     "exit_entropy_weight": ("a loop_loss 'exit_weighted' or alike", lambda c: c.exit_gate != "none"),
+    "loop_norms": ("norm_affine, or qk_norm 'learned'", lambda c: c.norm_affine or c.qk_norm == "learned"),
+    "num_loop_parameters": (
+        "a loop_lora_rank, loop_norms, or loop_embedding 'learned'",
+        lambda c: c.has_sets_in_core or c.loop_embedding == "learned",
+    ),
     "scale_anchor_target": ("a scale_anchor", lambda c: c.scale_anchor > 0),
     "residual_dropout_on": ("a residual_dropout", lambda c: c.residual_dropout > 0),
     "rope_parameters": ("position_embedding 'rope'", lambda c: c.position_embedding == "rope"),
+    "rope_pattern": (
+        "position_embedding 'rope' and a layer without rotary positions",
+        lambda c: c.position_embedding == "rope" and any(None in kinds for kinds in c.section_ropes()),
+    ),
+    "rope_rounding": ("position_embedding 'rope' and a layer that has them", has_rotary_layer),
+    "norm_offset": ("an RMS norm with a weight", has_weighted_norm),
+    "norm_rounding": ("an RMS norm with a weight", has_weighted_norm),
+    "round_embedding_scale": ("an embedding_scale", lambda c: c.embedding_scale != 1),
+    "round_logit_softcap": ("a logit_softcap", lambda c: c.logit_softcap is not None),
     "window_pattern": (
-        "a layer that slides, and the last never does, so a pattern of L alone or of one layer",
+        "a layer that slides, which the last never does unless the pattern has a letter for each layer",
         lambda c: any("sliding_attention" in types for types in c.section_layer_types()),
     ),
 }
@@ -94,6 +121,9 @@ def check_rope(parameters, where: str):
         )
     known = list(RopeParameters.__annotations__)
     for name, value in parameters.items():
+        if name in LAYER_TYPES.values():
+            check_rope(value, f"{where}, rope_parameters of {name}")
+            continue
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
             advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
@@ -122,9 +152,17 @@ def check_model(given: dict, config: LoopedConfig):
             raise RecipeError(
                 f"section 'model': {name}={shortly(value)} would have no effect without {needed}: leave it out"
             )
-    pattern = given.get("window_pattern")
-    if pattern is not None and len(pattern) > config.num_layers:
-        raise RecipeError(
-            f"section 'model': window_pattern={pattern!r} has {len(pattern)} letters for {config.num_layers} layers: "
-            "leave out what no layer takes"
-        )
+    for name in ("window_pattern", "rope_pattern"):
+        pattern = given.get(name)
+        if pattern is not None and len(pattern) > config.num_layers:
+            raise RecipeError(
+                f"section 'model': {name}={pattern!r} has {len(pattern)} letters for {config.num_layers} layers: "
+                "leave out what no layer takes"
+            )
+    if given.get("rope_parameters") is not None and config.rope_kinds():
+        types = sorted(set(sum(config.section_layer_types(), [])))
+        if len(types) < 2:
+            raise RecipeError(
+                f"section 'model': all layers are of the type {types[0]}: pass one flat dict as rope_parameters, "
+                f"instead of one for each of {', '.join(config.rope_kinds())}"
+            )

@@ -41,6 +41,7 @@ BELOW_ONE = Range(0, math.nextafter(1, 0), words="must lie between 0 and 1, and 
 DECAY = Range(0, 1000)
 
 RANGES: dict[str, dict[str, Range]] = {
+    "dense": {"layers": Range(0, 4095)},
     "data": {
         "max_documents": Range(1, 10**12),
         "validation_fraction": Range(0, math.nextafter(1, 0), True, "must lie between 0 and 1"),

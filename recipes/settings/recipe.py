@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
+from transformers import AutoConfig
 
 from modeling_looped import LoopedConfig
+from modeling_looped.formats.dense import start_from_dense
 from recipes.common.files import write_whole
 from recipes.common.flops import Sizes
 
@@ -27,6 +29,7 @@ from .relations import check_relations, refuse_idle
 from .sections import (
     SECTIONS,
     DataConfig,
+    DenseConfig,
     DepthConfig,
     EvaluationConfig,
     LoggingConfig,
@@ -40,6 +43,7 @@ from .yaml_files import parse_yaml, read_yaml, shortly
 
 __all__ = [
     "DataConfig",
+    "DenseConfig",
     "DepthConfig",
     "EvaluationConfig",
     "LoggingConfig",
@@ -55,6 +59,7 @@ __all__ = [
 ]
 
 PATHS = {
+    "dense": ("path",),
     "data": ("source", "validation_source", "tokenizer", "cache_dir"),
     "training": ("output_dir", "initialize_from"),
 }
@@ -68,6 +73,7 @@ class UnknownEpoch(RecipeError):
 @dataclass
 class Recipe:
     model: dict = field(default_factory=dict)  # preset, and LoopedConfig fields
+    dense: DenseConfig = field(default_factory=DenseConfig)
     data: DataConfig = field(default_factory=DataConfig)
     depth: DepthConfig = field(default_factory=DepthConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -77,14 +83,25 @@ class Recipe:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def model_config(self, **overrides) -> LoopedConfig:
-        """The model's config; `overrides` hold what only the tokenizer knows (vocab_size and special tokens)."""
+        """The model's config; `overrides` hold what only the tokenizer knows (vocab_size and special tokens).
+
+        Of a dense model that is not on this machine, the sizes that the recipe says are believed.
+        """
         fields = {**self.model, **overrides}
         preset = fields.pop("preset", None)
         try:
+            if self.dense.path is not None and (Path(self.dense.path) / "config.json").is_file():
+                return start_from_dense(AutoConfig.from_pretrained(self.dense.path), **self.dense_options()).config
             return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
         # transformers' own checks of what it knows, such as kinds of rotary positions, raise others than ValueError
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise RecipeError(f"section 'model': {' '.join(str(error).split())}") from error
+
+    def dense_options(self) -> dict:
+        """What `from_dense` takes, but the path."""
+        options = {key: value for key, value in self.model.items() if key != "preset"}
+        counts = {name: options.pop(f"num_{name}_layers", None) for name in ("prelude", "core", "coda")}
+        return {**options, **counts, "layers": self.dense.layers, "core_init": self.dense.core_init}
 
     def mean_depth(self, config: LoopedConfig) -> float:
         return config.trained_depth if self.depth.mean is None else self.depth.mean

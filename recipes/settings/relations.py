@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .sections import (
     SECTIONS,
     DataConfig,
+    DenseConfig,
     DepthConfig,
     OptimizerConfig,
     RecipeError,
@@ -40,6 +41,8 @@ def as_yaml(value) -> str:
 
 def idle(recipe) -> Iterator[tuple[str, list[str], str]]:
     """(section, settings that have no effect, why)"""
+    if recipe.dense.path is None:
+        yield "dense", ["layers", "core_init"], "no dense.path"
     yield from idle_data(recipe.data)
     yield from idle_depth(recipe.depth)
     yield from idle_optimizer(recipe.optimizer)
@@ -102,6 +105,8 @@ def idle_optimizer(optimizer: OptimizerConfig) -> Iterator[tuple[str, list[str],
 
 
 def check_relations(recipe, where: str):
+    if recipe.dense.path is not None:
+        check_dense(recipe, recipe.dense, where)
     check_data(recipe.data, where)
     check_joined(recipe.data, where)
     check_depth(recipe.depth, where)
@@ -117,6 +122,27 @@ def check_relations(recipe, where: str):
     needs = (recipe.schedule.decay_steps is None) == (recipe.schedule.decay_fraction is None)
     if recipe.schedule.name == "wsd" and needs:
         raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
+
+
+def check_dense(recipe, dense: DenseConfig, where: str):
+    """The dense model brings its sizes and its tokens along; what is made of it, the recipe says."""
+    if recipe.training.initialize_from is not None:
+        raise RecipeError(
+            f"{where}: dense.path={dense.path!r} and training.initialize_from="
+            f"{recipe.training.initialize_from!r} both say where the weights come from: leave one out"
+        )
+    if recipe.data.tokenizer in TRAINED_TOKENIZERS:
+        raise RecipeError(
+            f"{where}: the dense model knows the tokens of its own tokenizer, but data.tokenizer="
+            f"{recipe.data.tokenizer!r} is trained here: set data.tokenizer to its folder or name, e.g. {dense.path}"
+        )
+    if recipe.model.get("preset") is not None:
+        raise RecipeError(
+            f"{where}: model.preset={recipe.model['preset']!r} has sizes and blocks of its own, and so has "
+            f"dense.path={dense.path!r}: name the fields of the loop instead"
+        )
+    if recipe.model.get("num_loops") is None:
+        raise RecipeError(f"{where}: dense.path={dense.path!r} needs model.num_loops, the depth to train for")
 
 
 def check_optimizer(optimizer: OptimizerConfig, where: str):

@@ -46,6 +46,15 @@ class DataConfig:
 
 
 @dataclass
+class DenseConfig:
+    """A dense model that is made to loop, instead of a new one; `model` says its sections, loops and injection."""
+
+    path: str | None = None  # a folder or name of transformers, of a family that from_dense knows
+    layers: list[int] | None = None  # those to keep, counted from 0; by default all
+    core_init: Literal["copy", "lower", "stepwise", "average"] = "copy"  # see LoopedForCausalLM.from_dense
+
+
+@dataclass
 class DepthConfig:
     sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "fixed"
     mean: float | None = None  # None is the model's num_loops
@@ -58,10 +67,11 @@ class DepthConfig:
     split: Literal["total", "prefix"] = (
         "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
     )
-    # the mean grows over the first so many steps: loops before those with gradients (forward), these, or both
+    # the mean grows over the first so many steps: loops before those with gradients (forward), these, both, or all
+    # loops, of which the last `backprop_loops` have gradients as soon as there are as many (total)
     curriculum: Literal["linear", "sqrt"] | None = None
     curriculum_steps: int | None = None
-    curriculum_target: Literal["forward", "backward", "both"] = "forward"
+    curriculum_target: Literal["forward", "backward", "both", "total"] = "forward"
 
 
 @dataclass
@@ -147,6 +157,7 @@ class LoggingConfig:
 
 
 SECTIONS = {
+    "dense": DenseConfig,
     "data": DataConfig,
     "depth": DepthConfig,
     "optimizer": OptimizerConfig,

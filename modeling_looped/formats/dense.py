@@ -1,0 +1,275 @@
+"""Dense models that are made to loop: their layers become prelude, core and coda, and may be thinned out or tied.
+
+At one loop the looped model is the dense one, bit for bit in fp32 where no layer was left out, whatever `injection`:
+
+    none, residual_all, attention_first, attention_all    act from the second loop on, or not at all
+    concat      W = [0 | I]: the loop starts from the input, and learns how much to take from the state
+    add         from a state of zeros
+    diagonal    from a state of zeros, with B = I and a step of 1
+
+With "concat" that is so at every depth, and with any injection if `loop_change_gate` is set.
+"""
+
+import copy
+import dataclasses
+import math
+import re
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from ..causal_lm import LoopedForCausalLM
+from ..configuration_looped import LoopedConfig
+from .families import Family, family_of
+from .layer_choice import SECTIONS, LayerChoice, choose_layers
+from .relaxed import set_loop_residuals
+
+
+# what a dense model's layers and trunk compute: of weights that are there, it cannot be chosen
+OF_DENSE_MODELS = frozenset(
+    """
+    vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim core_hidden_size
+    core_intermediate_size core_num_attention_heads block_norm norm_affine norm_offset norm_rounding rms_norm_eps
+    kv_latent_size window_pattern sliding_window qk_norm attention_bias attention_scale attention_softcap
+    position_embedding rope_pattern hidden_act mlp_gated mlp_bias mlp_activation_scale embedding_scale logit_softcap
+    num_prelude_layers num_core_layers num_coda_layers
+    """.split()
+)
+LAYER = r"model\.layers\.(\d+)\.(.+)"
+OF_LOADING = frozenset("revision token cache_dir local_files_only force_download subfolder".split())
+FRESH_STATE = ("add", "diagonal")  # injections that leave the input as it is if the state is zero
+
+
+class Start(NamedTuple):
+    """What is known of a looped model before any weight is read."""
+
+    family: Family
+    choice: LayerChoice
+    plain: LoopedConfig  # of a model that does nothing but the dense one's layers
+    config: LoopedConfig
+
+
+def from_dense(
+    cls,
+    source: str | PathLike | PreTrainedModel,
+    *,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    **options: Any,
+) -> LoopedForCausalLM:
+    """A looped model of the weights of a dense one: a folder, a name, or a model of transformers, which is left alone.
+
+    options: what `start_from_dense` takes, and arguments of loading such as `revision`.
+    """
+    if not issubclass(cls, LoopedForCausalLM):
+        raise ValueError(f"from_dense makes a LoopedForCausalLM, not a {cls.__name__}; save it and open that folder")
+    loading = {name: options.pop(name) for name in OF_LOADING & options.keys()}
+    given, path = (source, "") if isinstance(source, PreTrainedModel) else (None, source)
+    dense_config = AutoConfig.from_pretrained(path, **loading) if given is None else given.config
+    start = start_from_dense(dense_config, **options)
+
+    dense = given
+    if dense is None:
+        dense = AutoModelForCausalLM.from_pretrained(path, **loading, **({} if dtype is None else {"dtype": dtype}))
+    layers = layers_of(dense, start.family)
+    state = looped_state(dense, layers, start, clones=given is not None)
+    check_state(start, state)
+    state |= of_injection(start.config, dense.dtype)
+    has_residuals = start.config.has_sets_in_core and start.choice.tied is not None
+    per_loop = of_each_loop(layers, start.choice) if has_residuals else None
+    to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
+    del dense, layers  # with them the layers that are left out
+
+    attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
+    if per_loop is not None:
+        set_loop_residuals(model, per_loop)
+    if generation_config is not None:
+        model.generation_config = generation_config
+    return model if given is None else model.to(device)
+
+
+def start_from_dense(
+    dense_config: PreTrainedConfig,
+    *,
+    prelude: int | None = None,
+    core: int | None = None,
+    coda: int | None = None,
+    num_loops: int | None = None,
+    layers: list[int] | dict[str, list[int]] | None = None,
+    core_init: str = "copy",
+    injection: str = "none",
+    **overrides: Any,
+) -> Start:
+    """prelude, core, coda: unique layers of each section. By default every dense layer is kept, all in the core.
+
+    layers: the dense layers to keep, counted from 0: a list, which the counts divide, or a list for each section.
+    core_init: "copy" puts the dense layers of the core there one by one. The others make `core` layers of the
+        `core * num_loops` that there are (relaxed recursion): "lower" takes the first ones, "stepwise" evenly spaced
+        ones with the first and the last, "average" the mean of those that a loop would run at the same place.
+        With a loop_lora_rank, what each loop's layers are beyond that becomes its own, as far as the rank goes.
+    num_loops: by default 1, or as many as the core's dense layers are times the looped ones.
+    overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, residual_scaling,
+        another readout_norm) make it another function from the start.
+    """
+    family = family_of(dense_config)
+    fields: dict[str, Any] = family.fields(dense_config)
+    if getattr(dense_config, "quantization_config", None) is not None:
+        raise ValueError("the dense weights are quantized: start from those before, and quantize the looped model")
+    choice = choose_layers(dense_config.num_hidden_layers, prelude, core, coda, num_loops, layers, core_init)
+    fields |= of_layers(choice, fields.pop("layer_windows"), fields.pop("layer_ropes"))
+    plain = LoopedConfig(**fields, num_loops=1)
+    check_layer_types(plain, choice, fields)
+    return Start(family, choice, plain, looped_config(plain, fields, choice.num_loops, injection, overrides))
+
+
+def of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> dict[str, Any]:
+    """The fields that count layers, and those that have a letter for each."""
+    fields: dict[str, Any] = {f"num_{name}_layers": len(choice.sources[name]) for name in SECTIONS}
+    if windows is not None:
+        letters = choice.letters(windows, "sliding window")
+        if set(letters) == {"L"}:
+            fields["sliding_window"] = None
+        elif set(letters) != {"S"}:  # a window without a pattern is that of all layers
+            fields["window_pattern"] = letters
+    if ropes is not None:
+        letters = choice.letters(ropes, "rotary positions")
+        if set(letters) != {"R"}:
+            fields["rope_pattern"] = letters
+    return fields
+
+
+def check_layer_types(plain: LoopedConfig, choice: LayerChoice, fields: dict):
+    """The layers slide as they did."""
+    pattern = fields.get("window_pattern")
+    if pattern is not None:
+        types = [kind for section in plain.section_layer_types() for kind in section]
+        if ["S" if kind == "sliding_attention" else "L" for kind in types] != list(pattern):
+            raise ValueError(
+                f"the dense layers {choice.sources} have the windows {pattern} (S slides), which a window_pattern "
+                f"cannot say: the last layer never slides in one. Choose layers of which the last is full"
+            )
+
+
+def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: str, overrides: dict) -> LoopedConfig:
+    for name in OF_DENSE_MODELS & overrides.keys():
+        if overrides[name] != getattr(plain, name, None):
+            raise ValueError(
+                f"{name}={overrides[name]!r} cannot be chosen: the dense model's weights have "
+                f"{name}={getattr(plain, name, None)!r}. Leave it out (layers are counted by prelude, core and coda)"
+            )
+    if overrides.get("tie_word_embeddings") and not plain.tie_word_embeddings:
+        raise ValueError("tie_word_embeddings=True would drop the dense model's head, which is not tied: leave it out")
+    if injection in FRESH_STATE:
+        overrides = {"state_init": "zeros", **overrides}
+        if overrides["state_init"] == "embedding":
+            raise ValueError(
+                f"injection={injection!r} with state_init='embedding' would add the input to itself in the first "
+                "loop, which the dense layers never saw: use state_init='zeros' or 'normal'"
+            )
+    unknown = [name for name in overrides if name not in {field.name for field in dataclasses.fields(LoopedConfig)}]
+    given: dict[str, Any] = {**fields, "num_loops": num_loops, "injection": injection, **overrides}
+    config = LoopedConfig(**given)  # which says what a foreign name stands for here
+    if unknown:
+        raise ValueError(
+            f"from_dense has no argument {', '.join(unknown)}: it takes fields of LoopedConfig, and of loading "
+            f"{', '.join(sorted(OF_LOADING))}"
+        )
+    return config
+
+
+def layers_of(dense: PreTrainedModel, family: Family) -> dict[int, dict[str, torch.Tensor]]:
+    """The tensors of every dense layer, under our names."""
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in dense.state_dict().items():
+        if inside := re.fullmatch(LAYER, name):
+            layers.setdefault(int(inside[1]), {})[family.renamed(inside[2])] = tensor
+    return layers
+
+
+def looped_state(dense: PreTrainedModel, layers: dict, start: Start, clones: bool) -> dict[str, torch.Tensor]:
+    """The dense weights under our names. clones: as copies; else tensors are the dense model's own."""
+    state = {
+        name: tensor.clone() if clones else tensor
+        for name, tensor in dense.state_dict().items()
+        if not re.fullmatch(LAYER, name)
+    }
+    for section in SECTIONS:
+        for i, sources in enumerate(start.choice.sources[section]):
+            for name in layers[sources[0]]:
+                tensors = [layers[layer][name] for layer in sources]
+                one = tensors[0].clone() if clones and len(tensors) == 1 else mean(tensors)
+                state[f"model.{section}.{i}.{name}"] = one
+    if start.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    elif start.plain.tie_word_embeddings:
+        state["lm_head.weight"] = state["lm_head.weight"].clone()
+    return state
+
+
+def of_each_loop(layers: dict, choice: LayerChoice) -> list[dict[str, torch.Tensor]]:
+    """The dense weights that each loop of tied layers stands for, by their names inside the core."""
+    assert choice.tied is not None
+    size = len(choice.sources["core"])
+    passes = [choice.tied[first : first + size] for first in range(0, len(choice.tied), size)]
+    return [
+        {f"{i}.{name}": tensor for i, layer in enumerate(each) for name, tensor in layers[layer].items()}
+        for each in passes
+    ]
+
+
+def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """In at least fp32."""
+    if len(tensors) == 1:
+        return tensors[0]
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    total = tensors[0].to(wide, copy=True)
+    for tensor in tensors[1:]:
+        total += tensor.to(wide)
+    return (total / len(tensors)).to(tensors[0].dtype)
+
+
+def of_injection(config: LoopedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights with which the input enters the core as it is."""
+    identity = torch.eye(config.hidden_size, dtype=dtype)
+    if config.injection == "concat":  # of [h; e]
+        return {"model.injection.proj.weight": torch.cat([torch.zeros_like(identity), identity], dim=1)}
+    if config.injection == "diagonal":  # softplus(ln(e - 1)) is 1
+        return {
+            "model.injection.input_proj.weight": identity,
+            "model.injection.dt_bias": torch.full((config.state_size,), math.log(math.e - 1), dtype=dtype),
+            "model.injection.log_rate": torch.zeros(config.state_size, dtype=dtype),
+        }
+    return {}
+
+
+def shapes_of(config: LoopedConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model: Any = LoopedForCausalLM(config)  # pyrefly: ignore[bad-instantiation]
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def check_state(start: Start, state: dict[str, torch.Tensor]):
+    """Every dense weight has a place, and every weight of a model that only copies the dense one is there. Where each
+    loop has its own, all start with the dense model's."""
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    plain = copy.deepcopy(start.plain)
+    plain.tie_word_embeddings = start.config.tie_word_embeddings
+    expected, wanted = shapes_of(plain), shapes_of(start.config)
+    for name in found.keys() & wanted.keys():
+        if wanted[name][1:] == found[name] == state[name].shape:
+            state[name] = state[name].expand(wanted[name]).clone()
+            found[name] = wanted[name]
+    misfits = {
+        "are missing in the dense model": expected.keys() - found.keys(),
+        "have no place": found.keys() - wanted.keys(),
+        "are of another shape": {name for name in found.keys() & wanted.keys() if found[name] != wanted[name]},
+    }
+    said = [f"{', '.join(sorted(names)[:5])} {what}" for what, names in misfits.items() if names]
+    if said:
+        raise ValueError(f"the weights do not fit the looped model: {'; '.join(said)}")

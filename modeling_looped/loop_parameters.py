@@ -1,0 +1,64 @@
+"""Parameters that each loop has for itself, beside the weights that all loops share.
+
+They are stacked, [sets, ...]: the t-th set is that of loop t, and all deeper loops take the last. So one parameter has
+a gradient at any depth, and rows at loops of their own read theirs by one lookup. `loop` is the set to take: an int
+where all rows take the same, else a tensor [rows].
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+
+class LoopDelta(nn.Module):
+    """B_t A_t x, what loop t adds to a linear layer's W x (relaxed recursion, Bae et al.); with a bias, b_t too.
+
+    B starts at zero, A as nn.Linear does, so that a new model's loops are equal.
+    """
+
+    is_by_loop = True
+
+    def __init__(self, layer: nn.Linear, rank: int, num_sets: int):
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(num_sets, rank, layer.in_features))
+        self.b = nn.Parameter(torch.empty(num_sets, layer.out_features, rank))
+        self.bias = nn.Parameter(torch.empty(num_sets, layer.out_features)) if layer.bias is not None else None
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        bound = self.a.shape[-1] ** -0.5
+        init.uniform_(self.a, -bound, bound)
+        init.zeros_(self.b)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor, loop: int | torch.Tensor) -> torch.Tensor:
+        """x: [rows, length, in]."""
+        a, b, bias = self.a[loop], self.b[loop], None if self.bias is None else self.bias[loop]
+        if a.ndim == 2:
+            return F.linear(F.linear(x, a), b, bias)
+        y = x @ a.mT @ b.mT
+        return y if bias is None else y + bias.unsqueeze(1)
+
+
+class LoopDeltas(nn.ModuleDict):
+    """The deltas of the linear layers of `module`, by name."""
+
+    def __init__(self, module: nn.Module, rank: int, num_sets: int):
+        layers = {name: layer for name, layer in module.named_children() if isinstance(layer, nn.Linear)}
+        named = {name: layer for name, layer in layers.items() if name.endswith("_proj")}
+        super().__init__({name: LoopDelta(layer, rank, num_sets) for name, layer in named.items()})
+
+
+def parameters_by_loop(module: nn.Module) -> list[nn.Parameter]:
+    """Those inside a module that are stacked over loops, [sets, ...]."""
+    stacked = (part for part in module.modules() if getattr(part, "is_by_loop", False))
+    return [parameter for part in stacked for parameter in part.parameters(recurse=False)]
+
+
+def select_set(loop: int | list[int], num_sets: int, device) -> int | torch.Tensor:
+    """The set of parameters that loop t takes; one per row, [rows], where rows are at loops of their own."""
+    if isinstance(loop, int):
+        return min(loop, num_sets - 1)
+    return torch.tensor([min(t, num_sets - 1) for t in loop], device=device)

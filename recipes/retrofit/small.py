@@ -1,0 +1,70 @@
+"""A dense model is trained, made to loop and trained on, on a CPU: `python -m recipes.retrofit.small [results.json]`.
+
+A few minutes of one core. A Llama of six layers is trained from nothing and saved as transformers saves one;
+five of its layers become two before the loop, two in it and one after; it is trained on with depths that grow. Beside
+it the Llama is trained on as it was, for as many tokens. Written: held-out losses at every depth, before and after,
+also to results.json. What is already trained in runs/retrofit/ is not trained again.
+"""
+
+from pathlib import Path
+
+from recipes import unroll
+from recipes.common.command_line import print_help, run_command
+from recipes.common.metrics import read_metrics
+from recipes.common.provenance import write_json
+from recipes.engine.training import Divergence, Pretraining
+from recipes.engine.validation import validate
+from recipes.settings.recipe import Recipe, load_recipe
+
+
+TINY = Path(__file__).parent / "tiny"
+
+
+def by_depth(record: dict) -> dict[int, float]:
+    """{depth: loss} of a validation."""
+    prefix = "validation/loss_at_"
+    return {int(key.removeprefix(prefix)): value for key, value in record.items() if key.startswith(prefix)}
+
+
+def trained(recipe: Recipe) -> tuple[dict[int, float], dict[int, float]]:
+    """Held-out losses of a run before its first step and after its last."""
+    run = Pretraining(recipe)
+    before = validate(run.accelerator, run.model, run.config, recipe, run.data.validation)
+    run.train()
+    after = [record for record in read_metrics(run.metrics.path) if "validation/loss" in record][-1]
+    return by_depth(before), by_depth(after)
+
+
+def measure(overrides: list[str]) -> dict:
+    dense = load_recipe(TINY / "dense.yaml", overrides)
+    looped = load_recipe(TINY / "looped.yaml", overrides)
+    control = load_recipe(TINY / "control.yaml", overrides)
+    _, of_dense = trained(dense)
+    llama = Path(looped.dense.path)
+    if not (llama / "config.json").is_file():
+        unroll.main([f"{dense.training.output_dir}/final", str(llama)])
+    before, after = trained(looped)
+    _, of_control = trained(control)
+    tokens = looped.training.steps * looped.training.rows_per_step * looped.data.sequence_length
+    return {
+        "dense": {"loss": of_dense[1], "steps": dense.training.steps},
+        "looped": {"before": before, "after": after, "steps": looped.training.steps, "tokens": tokens},
+        "control": {"loss": of_control[1], "steps": control.training.steps},
+    }
+
+
+def main(arguments: list[str]):
+    print_help(arguments, __doc__, least=0)
+    outputs = [argument for argument in arguments if "=" not in argument]
+    result = measure([argument for argument in arguments if "=" in argument])
+    before, after = result["looped"]["before"], result["looped"]["after"]
+    print(f"\nheld-out loss: the Llama {result['dense']['loss']:.4f}, trained on {result['control']['loss']:.4f}")
+    print("loops    made to loop    trained on")
+    for depth in before:
+        print(f"{depth:5} {before[depth]:15.4f} {after[depth]:13.4f}")
+    if outputs:
+        write_json(outputs[0], result, digits=6)
+
+
+if __name__ == "__main__":
+    run_command(main, Divergence)
