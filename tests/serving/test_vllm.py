@@ -29,6 +29,7 @@ OTHERS = {
     "windows": {"window_pattern": "SL", "sliding_window": 8, "num_core_layers": 2},
     "grouped": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": "learned"},
 }
+SYSTEMS = [*LoopedConfig.preset_names(), *OTHERS]
 PROMPTS = [[5, 9, 33, 7, 100, 101, 102], [3], list(range(11, 38)), [200, 201, 4, 4]]
 NEW_TOKENS = 12
 
@@ -63,51 +64,54 @@ def greedy(model, prompt: list[int], num_loops: int | None = None) -> tuple[list
     return tokens, [float(logits[0].log_softmax(-1)[token]) for logits, token in zip(result.logits, tokens)]
 
 
-@pytest.fixture
-def engine(tmp_path):
-    """An engine for a model, one at a time in this process."""
-    made = []
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict:
+    """Folders, and answers at some depths: all before the first engine, which changes the classes of its models."""
+    made = {}
+    for system in SYSTEMS:
+        model, folder = build(system), str(tmp_path_factory.mktemp(system))
+        model.save_pretrained(folder)
+        depths = (None, 1, 5) if system == "parcae" else (None,)
+        made[system] = folder, {depth: [greedy(model, prompt, depth) for prompt in PROMPTS] for depth in depths}
+    return made
 
-    def make(model, **settings):
-        model.save_pretrained(tmp_path)
+
+@pytest.fixture
+def serves(saved):
+    """Asks an engine, one at a time in this process, several requests at a time."""
+    engines = []
+
+    def check(system: str, num_loops: int | None = None, times: int = 1, **settings):
+        folder, answers = saved[system]
         fixed = {"model_impl": "transformers", "trust_remote_code": True, "skip_tokenizer_init": True}
         numbers = {"dtype": "float32", "enforce_eager": True, "max_model_len": 200, "seed": 0}
-        made.append(vllm.LLM(model=str(tmp_path), **fixed, **numbers, **settings))
-        return made[-1]
+        engines.append(vllm.LLM(model=folder, **fixed, **numbers, **settings))
+        asked = {"temperature": 0, "max_tokens": NEW_TOKENS, "logprobs": 1, "ignore_eos": True, "detokenize": False}
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        for _ in range(times):
+            results = engines[0].generate(prompts, vllm.SamplingParams(**asked), use_tqdm=False)
+            for result, (tokens, expected) in zip(results, answers[num_loops], strict=True):
+                served = result.outputs[0]
+                assert list(served.token_ids) == tokens
+                told = [of_token[token].logprob for token, of_token in zip(tokens, served.logprobs)]
+                torch.testing.assert_close(torch.tensor(told), torch.tensor(expected), rtol=0, atol=2e-5)
 
-    yield make
-    made.clear()
+    yield check
+    engines.clear()
     gc.collect()
 
 
-def assert_serves(llm, model, num_loops: int | None = None):
-    """Several requests at a time."""
-    settings = {"temperature": 0, "max_tokens": NEW_TOKENS, "logprobs": 1, "ignore_eos": True, "detokenize": False}
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    for prompt, answer in zip(PROMPTS, llm.generate(prompts, vllm.SamplingParams(**settings), use_tqdm=False)):
-        tokens, log_probabilities = greedy(model, prompt, num_loops)
-        served = answer.outputs[0]
-        assert list(served.token_ids) == tokens
-        told = [of_token[token].logprob for token, of_token in zip(tokens, served.logprobs)]
-        torch.testing.assert_close(torch.tensor(told), torch.tensor(log_probabilities), rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("system", [*LoopedConfig.preset_names(), *OTHERS])
-def test_every_system(engine, system):
-    model = build(system)
-    assert_serves(engine(model), model)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system(serves, system):
+    serves(system)
 
 
 @pytest.mark.parametrize("system", ["ouro", "windows"])
-def test_prompts_in_chunks_and_shared_prefixes(engine, system):
-    model = build(system)
+def test_prompts_in_chunks_and_shared_prefixes(serves, system):
     chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_num_seqs": 4}
-    llm = engine(model, **chunks, enable_prefix_caching=True)
-    for _ in range(2):  # the second time from what was kept of the first
-        assert_serves(llm, model)
+    serves(system, times=2, enable_prefix_caching=True, **chunks)  # the second time from what was kept of the first
 
 
 @pytest.mark.parametrize("num_loops", [1, 5])
-def test_another_depth(engine, num_loops):
-    model = build("parcae")
-    assert_serves(engine(model, hf_overrides={"num_loops": num_loops}), model, num_loops)
+def test_another_depth(serves, num_loops):
+    serves("parcae", num_loops, hf_overrides={"num_loops": num_loops})
