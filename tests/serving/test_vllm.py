@@ -4,16 +4,24 @@
 """
 
 import gc
+import json
 import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from tests.helpers import tiny_tokenizer
 
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: see `make test-serving`")
+openai = pytest.importorskip("openai")
 
 SIZES = {
     "hidden_size": 128,
@@ -115,3 +123,62 @@ def test_prompts_in_chunks_and_shared_prefixes(serves, system):
 @pytest.mark.parametrize("num_loops", [1, 5])
 def test_another_depth(serves, num_loops):
     serves("parcae", num_loops, hf_overrides={"num_loops": num_loops})
+
+
+# In processes of their own
+
+TWO_RANKS = """
+import json, sys
+import vllm
+
+if __name__ == "__main__":
+    folder, prompts = sys.argv[1], json.loads(sys.argv[2])
+    fixed = {"model_impl": "transformers", "trust_remote_code": True, "skip_tokenizer_init": True, "dtype": "float32"}
+    engine = vllm.LLM(model=folder, **fixed, enforce_eager=True, max_model_len=200, seed=0, tensor_parallel_size=2)
+    asked = vllm.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    results = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
+    print("TOKENS", json.dumps([list(result.outputs[0].token_ids) for result in results]))
+"""
+OWN_PROCESS = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+def test_tensor_parallel(saved, tmp_path):
+    folder, answers = saved["ouro"]
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS)
+    command = [sys.executable, str(script), folder, json.dumps(PROMPTS)]
+    done = subprocess.run(command, env=OWN_PROCESS, capture_output=True, text=True)
+    lines = [line.removeprefix("TOKENS ") for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
+    assert lines, done.stderr[-3000:]
+    assert json.loads(lines[0]) == [tokens for tokens, _ in answers[None]]
+
+
+def test_its_server_and_the_client_of_openai(saved):
+    folder, answers = saved["huginn"]
+    tiny_tokenizer().save_pretrained(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = "--model-impl transformers --trust-remote-code --dtype float32 --enforce-eager --max-model-len 200"
+    command = ["vllm", "serve", folder, *options.split(), "--host", "127.0.0.1", "--port", str(port)]
+    command[0] = str(Path(sys.executable).parent / "vllm")
+    with subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as server:
+        try:
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+            wait_for(client, server)
+            for prompt, (tokens, _) in zip(PROMPTS, answers[None]):
+                extra = {"ignore_eos": True, "return_token_ids": True}
+                asked = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "extra_body": extra}
+                assert client.completions.create(model=folder, **asked).choices[0].token_ids == tokens
+        finally:
+            server.terminate()
+
+
+def wait_for(client, server, seconds: int = 300):
+    begun = time.monotonic()
+    while True:
+        assert server.poll() is None and time.monotonic() - begun < seconds, "the server did not start"
+        try:
+            return client.models.list()
+        except openai.APIConnectionError:
+            time.sleep(1)
