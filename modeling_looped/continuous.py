@@ -123,18 +123,19 @@ class ContinuousDecoder:
         passed = zip(self.due, self.rule.exits(score).tolist())
         return [row for row, passes in passed if passes and self.rule.checks(self.loops[row])]
 
-    def emit(self, rows: list[int], state: torch.Tensor, read_out: list[int], logits: torch.Tensor | None):
-        """The tokens of rows that exit; rows that have got theirs begin the next. logits: of `read_out`."""
+    def emit(self, rows: list[int], state: torch.Tensor, read_out: list[int], logits: torch.Tensor | None) -> bool:
+        """The tokens of rows that exit, if any; rows that have got theirs begin the next. logits: of `read_out`."""
         exits = read_out
         if self.reads_logits:
             stops = self.stopping(rows, state, read_out, logits)
             exits = [row for row in rows if row in self.ends or row in stops]
         if not exits or logits is None:
-            return
+            return False
         loops = [self.loops[row] for row in exits]
         self.engine.cache.leave_in_deeper_loops(exits, loops, self.engine.last_places(exits))
         emitted = self.selector.emit(exits, of_rows(exits, read_out, logits), loops)
         self.starting = [row for row in emitted if self.selector.unfinished[row]]
+        return True
 
 
 def tick(decoders: list[ContinuousDecoder]):
@@ -149,7 +150,13 @@ def tick(decoders: list[ContinuousDecoder]):
     parts = [decoder.tokens(decoder.selector.running()) for decoder in decoders]
     state = joined_rows([decoder.held.take(part.rows)["state"] for decoder, part in zip(decoders, parts)])
     state = run_loop(parts, [decoder.loops[row] for decoder, part in zip(decoders, parts) for row in part.rows], state)
-    states = split(state, parts)
+    emit_exiting_rows(decoders, parts, split(state, parts))
+    for decoder, part, of in zip(decoders, parts, split(decoders[0].engine.trunk.to_next_loop(state), parts)):
+        decoder.held.put(part.rows, {"state": of})
+
+
+def emit_exiting_rows(decoders: list[ContinuousDecoder], parts: list[Tokens], states) -> bool:
+    """Check the rows that are due, and emit the tokens of those that exit; whether there are any. states: H."""
     read_out = [decoder.rows_to_read_out(part.rows, of) for decoder, part, of in zip(decoders, parts, states)]
 
     reading = [i for i, rows in enumerate(read_out) if rows]
@@ -160,13 +167,13 @@ def tick(decoders: list[ContinuousDecoder]):
         chosen = joined_rows([of_rows(read_out[i], parts[i].rows, states[i]) for i in reading])
         for i, of_part in zip(reading, split(read_logits(read, loops, chosen)[:, -1], read)):
             logits[i] = of_part
+    emitted = False
     for decoder, part, of, rows, of_part in zip(decoders, parts, states, read_out, logits):
         try:
-            decoder.emit(part.rows, of, rows, of_part)
+            emitted = decoder.emit(part.rows, of, rows, of_part) or emitted
         except Exception as error:  # the others go on
             decoder.error = error
-    for decoder, part, of in zip(decoders, parts, split(decoders[0].engine.trunk.to_next_loop(state), parts)):
-        decoder.held.put(part.rows, {"state": of})
+    return emitted
 
 
 def joined_rows(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ llama    tokens/s of cached greedy decoding over transformers' Llama of the same
 exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
+serving  throughput and latency of requests that share passes, with early exit over full depth
 harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
 
 Each but `decode` prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in
@@ -33,6 +34,7 @@ from recipes.common.hardware import measured_rate
 from .decoding import exits, sharing, speculation
 from .harness import harness
 from .models import RENAMED, add_arguments, build, looped_config, print_line, tokens
+from .serving import serving
 
 
 def unrolled_llama(args):
@@ -169,6 +171,7 @@ BENCHMARKS = {
     "exits": exits,
     "speculation": speculation,
     "sharing": sharing,
+    "serving": serving,
     "harness": harness,
     "_memory": measure_memory,
 }
@@ -192,7 +195,7 @@ def main(arguments: list[str]):
     parser.add_argument("--text", default="def read(self, size):", help="speculation: the prompt")
     parser.add_argument("--text-file", default=os.__file__, help="sharing: what is scored; by default Python's os.py")
     parser.add_argument("--draft-tokens", type=int, default=4, help="speculation")
-    parser.add_argument("--requests", type=int, default=32, help="harness")
+    parser.add_argument("--requests", type=int, default=32, help="harness, serving")
     parser.add_argument("--loss", default="terminal", help=argparse.SUPPRESS)
     parser.add_argument("--with-logits", action="store_true", help="memory: return the last logits as well")
     args = parser.parse_args(arguments)

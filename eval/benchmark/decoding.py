@@ -16,8 +16,7 @@ from eval.common.model_folder import open_config, open_tokenizer
 from eval.common.timing import least_seconds, now
 from eval.halting.calibration import never
 from eval.halting.measured_run import measure
-from modeling_looped import LoopedCache, LoopedForCausalLM
-from modeling_looped.continuous import ContinuousDecoder
+from modeling_looped import LoopedCache, LoopedForCausalLM, continuous
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
 from recipes.common.flops import count_in_a_loop
 
@@ -26,14 +25,25 @@ from .models import build, looped_config, tokens
 
 def exits(args) -> dict:
     """Per batch size and criterion: achieved over predicted speed, and the cost of exits that never happen."""
-    model = build(args, looped_config(args, loop_loss="per_loop", exit_gate="raw", initializer_range=0.05)).eval()
-    spread_gate(model, tokens(args, batch=8, length=args.prompt))
-    report = {}
+    model, report = exiting_model(args), {}
     for batch in args.batch_sizes:
         prompt = tokens(args, batch=batch, length=args.prompt)
         for criterion in args.criteria:
             report[f"batch_{batch}_{criterion}"] = measure_exits(model, prompt, criterion, args)
     return report
+
+
+def exiting_model(args):
+    model = build(args, looped_config(args, loop_loss="per_loop", exit_gate="raw", initializer_range=0.05)).eval()
+    spread_gate(model, tokens(args, batch=8, length=args.prompt))
+    return model
+
+
+def passing_threshold(model, prompt: torch.Tensor, criterion: str) -> float:
+    """A threshold that three checks in ten pass, so that rows exit at loops of their own."""
+    rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
+    scores = measure(model, rows, model.config.num_loops, [criterion], len(rows)).scores[criterion][:-1]
+    return scores[scores.isfinite()].float().quantile(0.7 if CRITERIA[criterion].exits_above else 0.3).item()
 
 
 @torch.no_grad()
@@ -59,11 +69,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
         how = {"max_new_tokens": args.new_tokens, **settings, **how}
         return timed(model, prompt, return_dict_in_generate=True, past_key_values=copy.deepcopy(prefilled), **how)
 
-    above = CRITERIA[criterion].exits_above
-    # a threshold that three checks in ten pass, so that rows exit at loops of their own
-    rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
-    scores = measure(model, rows, depth, [criterion], len(rows)).scores[criterion][:-1]
-    threshold = scores[scores.isfinite()].float().quantile(0.7 if above else 0.3).item()
+    threshold = passing_threshold(model, prompt, criterion)
     rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
 
     prefilled = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, **settings).past_key_values
@@ -132,20 +138,20 @@ def timed(model, prompt, **how) -> Decoding:
 @contextmanager
 def watched_checks():
     """Seconds of each check after which no token exits."""
-    seconds, emit = [], ContinuousDecoder.emit_exiting_rows
+    seconds, emit = [], continuous.emit_exiting_rows
 
-    def watched(decoder, rows, state):
+    def watched(*arguments):
         start = now()
-        found = emit(decoder, rows, state)
-        if not found:
+        emitted = emit(*arguments)
+        if not emitted:
             seconds.append(now() - start)
-        return found
+        return emitted
 
-    ContinuousDecoder.emit_exiting_rows = watched
+    continuous.emit_exiting_rows = watched
     try:
         yield seconds
     finally:
-        ContinuousDecoder.emit_exiting_rows = emit
+        continuous.emit_exiting_rows = emit
 
 
 def cost(model, rule, loops: torch.Tensor) -> float:

@@ -1,0 +1,100 @@
+"""Requests that share passes: throughput and latency with early exit, over those at full depth.
+
+Called by `python -m eval.benchmark serving`.
+"""
+
+import random
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from modeling_looped.exit_criteria import exit_rule
+from modeling_looped.shared_passes import SharedPasses
+
+from .decoding import cost_per_loop, exiting_model, passing_threshold
+from .models import tokens
+
+
+class Served(NamedTuple):
+    tokens_per_second: float
+    latencies: list[float]  # seconds from arrival to the last token
+    loops: torch.Tensor  # of every token but the prompts'
+    rows_in_a_pass: float
+
+
+def serving(args) -> dict:
+    """Per criterion: all requests at once, and arrivals at random at four fifths of what full depth can serve."""
+    model = exiting_model(args)
+    rng, batch = random.Random(0), args.batch_size
+    lengths = [
+        (rng.randint(args.prompt // 2, args.prompt), rng.randint(*spread(args.new_tokens)))
+        for _ in range(args.requests)
+    ]
+    asked = [(tokens(args, batch=1, length=length), new_tokens) for length, new_tokens in lengths]
+    serve(model, asked[:batch], [0.0] * batch, batch, {})  # warm-up
+    report = {}
+    for criterion in args.criteria:
+        threshold = passing_threshold(model, tokens(args, batch=8, length=args.prompt), criterion)
+        how = {"exit_criterion": criterion, "exit_threshold": threshold, "exit_interval": args.exit_interval}
+        rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
+        turns = []
+        for _ in range(args.repeats):
+            at_once = [0.0] * len(asked)
+            full, exits = (serve(model, asked, at_once, batch, each) for each in ({}, how))
+            per_second = 0.8 * full.tokens_per_second / statistics.mean(new for _, new in asked)
+            gaps = [rng.expovariate(per_second) for _ in asked]
+            arrivals = [sum(gaps[: i + 1]) for i in range(len(gaps))]
+            full_late, exits_late = (serve(model, asked, arrivals, batch, each) for each in ({}, how))
+            gain = exits.tokens_per_second / full.tokens_per_second
+            per_token = [float(served.loops.sum()) / len(served.loops) for served in (full, exits)]
+            costs = [cost_per_loop(model, None, full.loops), cost_per_loop(model, rule, exits.loops)]
+            turns.append(
+                {
+                    "throughput_over_full": gain,
+                    "over_mean_loops": gain * per_token[1] / per_token[0],
+                    "over_prediction": gain * per_token[1] * costs[1] / (per_token[0] * costs[0]),
+                    "rows_in_a_pass": exits.rows_in_a_pass,
+                    "latency_p50_over_full": at(exits_late.latencies, 0.5) / at(full_late.latencies, 0.5),
+                    "latency_p99_over_full": at(exits_late.latencies, 0.99) / at(full_late.latencies, 0.99),
+                }
+            )
+        medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+        report[criterion] = {"threshold": threshold, "mean_loops": exits.loops.float().mean().item(), **medians}
+    return report
+
+
+def spread(number: int) -> tuple[int, int]:
+    return max(1, number // 2), max(1, 2 * number - number // 2)
+
+
+def at(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -> Served:
+    """arrivals: seconds from the start at which each request comes."""
+    with SharedPasses(model, max_rows) as passes, ThreadPoolExecutor(len(asked)) as pool:
+        start = time.perf_counter()
+
+        def run(i: int):
+            time.sleep(max(0.0, start + arrivals[i] - time.perf_counter()))
+            prompt, new_tokens = asked[i]
+            result = passes.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                **how,
+            )
+            return result.token_loops[0, 1:].cpu(), time.perf_counter() - start - arrivals[i]
+
+        results = list(pool.map(run, range(len(asked))))
+        seconds = time.perf_counter() - start
+    loops = torch.cat([of_tokens for of_tokens, _ in results])
+    latencies = [latency for _, latency in results]
+    return Served((len(loops) + len(asked)) / seconds, latencies, loops, passes.row_ticks / passes.ticks)
