@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from tests.helpers import Graphs, quick_and_slow, random_ids, tiny_model
+from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, random_ids, tiny_model
 
 
 SYSTEMS = {
@@ -19,6 +19,8 @@ SYSTEMS = {
     "ouro": {"preset": "ouro"},
     "per_loop": {"loop_loss": "per_loop", "norm_penalty": 0.1},
     "gate": {"preset": "ouro", "loop_loss": "gate"},
+    "like_olmo2": LIKE_OLMO2,
+    "like_gemma2": LIKE_GEMMA2,
 }
 over_systems = pytest.mark.parametrize("system", SYSTEMS)
 
