@@ -19,13 +19,12 @@ from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict, validated_field
-from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
-from .borrowed import found
 from .config_errors import LoopedConfigError, raise_value_errors
+from .config_relations import LAYER_TYPES, SHARED_ROPE, check_relations
 from .names import FIELD_OF, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
@@ -56,10 +55,6 @@ READOUTS = {
     "final_raw": ("norm", "raw"),
     "final_alpha": ("norm", "alpha"),
 }
-
-
-LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}
-SHARED_ROPE = "all_layers"  # the name of rotary tables that do not depend on the type of a layer
 
 
 class BlockSizes(NamedTuple):
@@ -614,185 +609,7 @@ class LoopedConfig(PreTrainedConfig):
             self.rope_parameters = done
 
     def validate_architecture(self):
-        self._validate_sizes()
-        self._validate_attention()
-        self._validate_loop()
-        self._validate_readout()
-
-    def _validate_sizes(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-                     "head_dim", "max_position_embeddings", "num_core_layers", "num_loops",
-                     "num_readout_alphas"):  # fmt: skip
-            value = getattr(self, name)
-            if value is None or value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads",
-                     "loop_lora_rank", "num_loop_parameters"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("num_prelude_layers", "num_coda_layers", "norm_penalty", "scale_anchor", "scale_anchor_target",
-                      "latent_loss", "latent_anchor", "exit_entropy_weight"):  # fmt: skip
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
-        for name in ("residual_scale", "residual_reference_layers", "rms_norm_eps", "logit_softcap", "state_init_std",
-                     "embedding_scale", "mlp_activation_scale", "kv_latent_size", "initializer_range",
-                     "attention_softcap", "attention_scale"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        if not abs(self.norm_offset) < float("inf"):
-            raise ValueError(f"norm_offset must be finite, got {self.norm_offset}")
-        for name in ("attention_dropout", "residual_dropout", "embedding_dropout", "classifier_dropout"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {value}")
-        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(f"pad_token_id={self.pad_token_id} is not a token below vocab_size={self.vocab_size}")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(
-                f"hidden_act={self.hidden_act!r} is not an activation of transformers; e.g. silu, relu2, gelu"
-            )
-
-    def _validate_attention(self):
-        assert self.head_dim is not None and self.num_key_value_heads is not None  # see _validate_sizes
-        if self.head_dim * self.num_attention_heads != self.hidden_size and (
-            self.hidden_size % self.num_attention_heads != 0
-        ):
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
-                "change one of them"
-            )
-        if self.num_attention_heads % self.num_key_value_heads != 0:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}; every key/value head serves equally many query heads"
-            )
-        core_heads, group = self.core_num_attention_heads, self.num_attention_heads // self.num_key_value_heads
-        if core_heads is not None and core_heads % group != 0:
-            raise ValueError(
-                f"core_num_attention_heads={core_heads} is not a multiple of the {group} query heads that share a "
-                f"key/value head (num_attention_heads={self.num_attention_heads}, "
-                f"num_key_value_heads={self.num_key_value_heads})"
-            )
-        if self.position_embedding == "rope" and self.head_dim % 2 != 0:
-            raise ValueError(
-                f"head_dim={self.head_dim} must be even for rotary positions; use position_embedding='learned'"
-            )
-        if self.window_pattern is not None and (not self.window_pattern or set(self.window_pattern) - set("SL")):
-            raise ValueError(
-                f"window_pattern={self.window_pattern!r} must be a non-empty string of the letters S and L"
-            )
-        if self.has_windows and (self.sliding_window is None or self.sliding_window < 2):
-            # the caches of transformers cannot hold 0 tokens
-            raise ValueError(
-                f"sliding_window={self.sliding_window} must be at least 2, or None beside window_pattern=None"
-            )
-        self._validate_rope_type()
-
-    def _validate_rope_type(self):
-        if self.rope_pattern is not None and (not self.rope_pattern or set(self.rope_pattern) - set("RN")):
-            raise ValueError(f"rope_pattern={self.rope_pattern!r} must be a non-empty string of the letters R and N")
-        parameters, kinds = self.rope_parameters or {}, self.rope_kinds()
-        nested = [key for key, value in parameters.items() if isinstance(value, dict)]
-        missing = sorted(
-            {kind for section in self.section_ropes() for kind in section if kind} - {*kinds, SHARED_ROPE}
-        )
-        # beside the dicts of layer types, nothing is read
-        if set(nested) - set(kinds) or (kinds and (missing or set(parameters) - set(kinds))):
-            raise ValueError(
-                f"rope_parameters has the keys {', '.join(parameters)}: pass one flat dict for all layers such as "
-                "{'rope_type': 'default', 'rope_theta': 10000.0}, or one such dict under each of "
-                f"{', '.join(missing or LAYER_TYPES.values())}"
-            )
-        for one in [parameters[kind] for kind in kinds] or [parameters]:
-            rope_type = one.get("rope_type", "default")
-            known = found("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
-            if rope_type != "default" and rope_type not in known:
-                raise ValueError(
-                    f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"
-                )
-
-    def _validate_loop(self):
-        if self.injection in ("residual_all", "attention_first", "attention_all") and self.state_init != "embedding":
-            raise ValueError(
-                f"injection={self.injection!r} restarts the stream at the embedding in every loop, so its first state "
-                f"is the embedding too: state_init must be 'embedding', got {self.state_init!r}"
-            )
-        if self.injection == "none" and self.state_init != "embedding":
-            raise ValueError(
-                f"with injection='none' and state_init={self.state_init!r} the input never reaches the loop: set "
-                "state_init to 'embedding', or choose an injection"
-            )
-        self._validate_state_size()
-        if self.injection_norm and self.injection in ("none", "attention_first", "attention_all"):
-            raise ValueError(
-                "injection_norm is a norm on the sum of state and input, but with "
-                f"injection={self.injection!r} they are never added: set injection to 'add', 'concat', 'diagonal' or "
-                "'residual_all', or injection_norm to False"
-            )
-        if self.reads_run_depth and (self.loop_loss != "terminal" or self.exit_gate != "none" or self.state_losses):
-            other = "residual_depth 'trained'" if self.residual_depth == "run" else "loop_embedding 'sinusoidal'"
-            raise ValueError(
-                f"with {self.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so there is "
-                f"nothing to read between loops: loop_loss={self.loop_loss!r}, exit_gate={self.exit_gate!r} and "
-                f"{self._shown_state_losses()} must be 'terminal', 'none' and 0, or {other}"
-            )
-
-    def _validate_state_size(self):
-        """A state of another width meets the input and the coda through learned maps only."""
-        if self.state_size == self.hidden_size:
-            return
-        wanted = {
-            "injection": ("concat", "diagonal"),
-            "state_init": ("zeros", "normal"),
-            "coda_input": ("linear",),
-            "inter_loop_norm": ("none", "own"),
-            "exit_gate": ("none", "raw"),
-            "latent_loss": (0,),
-            "latent_anchor": (0,),
-        }
-        for name, values in wanted.items():
-            if getattr(self, name) not in values:
-                raise ValueError(
-                    f"a state of core_hidden_size={self.core_hidden_size} beside hidden_size={self.hidden_size} needs "
-                    f"{name} to be {' or '.join(map(repr, values))}, got {getattr(self, name)!r}"
-                )
-
-    def _validate_readout(self):
-        no_norm = not self.has_readout_norm
-        if self.inter_loop_norm == "shared" and no_norm:
-            raise ValueError(
-                f"inter_loop_norm='shared' is the readout norm at every loop, but readout_norm={self.readout_norm!r} "
-                "has none; use 'rmsnorm', 'layernorm', 'final_only' or 'final_raw', or inter_loop_norm='own'"
-            )
-        if self.coda_input == "norm" and (no_norm or self.num_coda_layers == 0):
-            raise ValueError(
-                "coda_input='norm' applies the readout norm before the coda: it needs a readout_norm and coda layers, "
-                f"got readout_norm={self.readout_norm!r} and num_coda_layers={self.num_coda_layers}"
-            )
-        if self.exit_gate == "normed" and no_norm:
-            raise ValueError(
-                f"exit_gate='normed' reads the readout norm, but readout_norm={self.readout_norm!r} has none; use "
-                "exit_gate='raw'"
-            )
-        if self.loop_loss in ("exit_weighted", "exit_weighted_logits", "gate") and self.exit_gate == "none":
-            raise ValueError(f"loop_loss={self.loop_loss!r} needs an exit gate: set exit_gate to 'raw' or 'normed'")
-        if self.loop_loss == "gate" and self.state_losses:
-            raise ValueError(
-                f"loop_loss='gate' trains the gate alone, so {self._shown_state_losses()} has nothing to act on; set "
-                "it to 0"
-            )
-        if not 0 <= self.readout_alpha <= 1:
-            raise ValueError(f"readout_alpha must lie in [0, 1], got {self.readout_alpha}")
-        if self.learns_alpha and self.readout_alpha in (0, 1):
-            raise ValueError(
-                f"a learned alpha is sigmoid(a) and cannot start at readout_alpha={self.readout_alpha}: start between "
-                "0 and 1, or fix it with readout_alpha_learned=False"
-            )
-
-    def _shown_state_losses(self) -> str:
-        return ", ".join(f"{name}={weight}" for name, weight in self.state_losses.items()) or "norm_penalty=0"
+        check_relations(self)
 
 
 __all__ = ["LoopedConfig", "LoopedConfigError"]
