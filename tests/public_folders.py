@@ -454,7 +454,8 @@ def huginn_logits(config, tensors, ids, first_state=None):
         x = torch.cat([x, e], -1) @ w["transformer.adapter.weight"].T
         for i in range(counts["core_block"]):
             x = layer(x, f"transformer.core_block.{i}")
-    x = rms(x, w["transformer.ln_f.weight"], eps)
+    if not retrofitted:
+        x = rms(x, w["transformer.ln_f.weight"], eps)
     for i in range(counts["coda"]):
         x = layer(x, f"transformer.coda.{i}")
     return rms(x, w["transformer.ln_f.weight"], eps) @ w["lm_head.weight"].T
@@ -464,7 +465,6 @@ def parcae_logits(config, tensors, ids, first_state=None):
     w = {name: tensor.double() for name, tensor in tensors.items()}
     eps, heads, base = config["norm_eps"], config["num_attention_heads"], config["rope_settings"]["rope_base"]
     hd = config["n_embd"] // heads
-    number = 0
 
     def layer(x, name, number):
         h = rms(x, w[f"{name}.norm_1.weight"], eps)

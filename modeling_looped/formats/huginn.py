@@ -1,7 +1,8 @@
 """Models that say `huginn_raven`: Huginn itself, and Llama, TinyLlama and OLMo models that were made to loop.
 
-They share names and sizes; what a layer is shows in its tensors. Huginn has four norms and turns pairs of neighbours
-by position; the retrofitted ones have two norms and keep the halves of the models they come from.
+They share names and sizes; what a layer is shows in its tensors. Huginn has four norms turns pairs of neighbours
+by position, and norms what enters the coda; the retrofitted ones have two norms, keep the halves of the models they
+come from, and hand the state to the coda as it is.
 """
 
 from math import isclose, sqrt
@@ -14,7 +15,7 @@ from .layout import Fields, Layout, LoopedConfigError, Rule, rules, token_ids
 
 
 SECTIONS = {"prelude": "prelude", "core_block": "core", "coda": "coda"}
-LOOP = {"injection": "concat", "coda_input": "norm", "init_scheme": "takase"}
+LOOP = {"injection": "concat", "init_scheme": "takase"}
 NAMES_OF_PARTS = {  # of the one implementation
     "architecture_class_name": "RecurrentGPT",
     "block_class_name": "SandwichBlock",
@@ -174,7 +175,7 @@ class Huginn(Raven):
 
     def read_config(self, config, stored_names=None):
         fields = Fields(self, config)
-        looped: dict[str, Any] = {**self.read_sizes(fields), "block_norm": "residual_sandwich"}
+        looped: dict[str, Any] = {**self.read_sizes(fields), "block_norm": "residual_sandwich", "coda_input": "norm"}
         looped["attention_bias"] = "qk" if fields.take("qk_bias", default=True) else "none"
         looped["rope_parameters"] = {"rope_type": "default", "rope_theta": fields.take("rope_base", default=50000.0)}
         fields.expect("head_dim", looped["hidden_size"] // looped["num_attention_heads"])
