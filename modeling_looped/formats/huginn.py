@@ -45,11 +45,11 @@ def trunk_rules() -> list[Rule]:
     return rules(table)
 
 
-def layer_rules(norms: dict[str, str], pairs: bool, further: dict[str, str] | None = None) -> list[Rule]:
+def layer_rules(norms: dict[str, str], pairs: bool) -> list[Rule]:
     made = []
     for stored, ours in SECTIONS.items():
         theirs, own = f"transformer.{stored}.{{i}}", f"model.{ours}.{{i}}"
-        plain = {**norms, "attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj", **(further or {})}
+        plain = {**norms, "attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
         made += rules({f"{theirs}.{name}": f"{own}.{meaning}" for name, meaning in plain.items()})
         heads = tuple(f"{own}.self_attn.{part}_proj.weight" for part in "qkv")
         made.append(Rule(f"{theirs}.attn.Wqkv.weight", heads, FusedHeads(pairs)))
@@ -200,18 +200,22 @@ class Huginn(Raven):
 
 class Retrofitted(Raven):
     name, title = "retrofitted", "a retrofitted Llama (huginn_raven with two norms)"
+    norms_queries = False
+    block = {"block_norm": "pre"}
+    parts = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
 
     def recognises(self, config, stored_names):
         is_raven = super().recognises(config, stored_names)
-        return is_raven and not any(part in name for name in stored_names for part in (".norm_3.", ".q_norm."))
+        has_query_norms = any(".q_norm." in name for name in stored_names)
+        is_huginn = any(".norm_3." in name for name in stored_names)
+        return is_raven and not is_huginn and has_query_norms == self.norms_queries
 
     def make_rules(self):
-        norms = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm"}
-        return [*trunk_rules(), *layer_rules(norms, pairs=False)]
+        return [*trunk_rules(), *layer_rules(self.parts, pairs=False)]
 
     def read_config(self, config, stored_names=None):
         fields = Fields(self, config)
-        looped: dict[str, Any] = {**self.read_sizes(fields), "block_norm": "pre"}
+        looped: dict[str, Any] = {**self.read_sizes(fields), **self.block}
         fields.expect("qk_bias", False)
         theta = fields.take("rope_theta", default=None) or fields.take("rope_base", default=50000.0)
         fields.drop("rope_base")
@@ -232,4 +236,18 @@ class Retrofitted(Raven):
         return {**self.write_sizes(config), "rope_base": theta, "rope_theta": theta, "rope_scaling": scaling}
 
 
-HUGINN, RETROFITTED = Huginn(), Retrofitted()
+class RetrofittedOlmo(Retrofitted):
+    """Norms after the branches, and over all heads of queries and keys together."""
+
+    name, title = "retrofitted-olmo", "a retrofitted OLMo (huginn_raven with norms of queries and keys)"
+    norms_queries = True
+    block = {"block_norm": "post", "qk_norm": "all_heads"}
+    parts = {
+        "norm_1": "attention_output_norm",
+        "norm_2": "mlp_output_norm",
+        "attn.q_norm": "self_attn.q_norm",
+        "attn.k_norm": "self_attn.k_norm",
+    }
+
+
+HUGINN, RETROFITTED, RETROFITTED_OLMO = Huginn(), Retrofitted(), RetrofittedOlmo()

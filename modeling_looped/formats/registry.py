@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ..configuration_looped import LoopedConfigError
 from .folder import read_json_config, stored_tensors
-from .huginn import HUGINN, RETROFITTED
+from .huginn import HUGINN, RETROFITTED, RETROFITTED_OLMO
 from .layout import Layout
 from .llama import LLAMA
 from .nanbeige import NANBEIGE
@@ -13,7 +13,8 @@ from .parcae import GATED_PARCAE, PARCAE
 
 
 LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (OURO, HUGINN, RETROFITTED, PARCAE, GATED_PARCAE, NANBEIGE, LLAMA)
+    layout.name: layout
+    for layout in (OURO, HUGINN, RETROFITTED, RETROFITTED_OLMO, PARCAE, GATED_PARCAE, NANBEIGE, LLAMA)
 }
 READABLE = [layout for layout in LAYOUTS.values() if layout.reads]
 # what a config.json of ours has
@@ -38,8 +39,8 @@ def find_layout(config: dict, path, hub: dict) -> Found | None:
         return None
     if model_type == "looped":
         return None
-    may_be = [layout for layout in READABLE if layout.recognises(config, (".norm_3.",))]
-    may_be += [layout for layout in READABLE if layout.recognises(config, ()) and layout not in may_be]
+    kinds = ((), (".norm_3.",), (".q_norm.",))  # what tells layouts of one model_type apart
+    may_be = [layout for layout in READABLE if any(layout.recognises(config, names) for names in kinds)]
     if not may_be:
         raise LoopedConfigError(f"{path} {unknown(config)}")
     names = frozenset() if len(may_be) == 1 else frozenset(stored_tensors(path, hub))

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
 from ..depth_options import DEPTH_FIELDS
+from .folder import TOKENIZER_FILES, find_file
 from .layout import Layout, Rule, said_differently
 from .llama import LLAMA, as_one_stack, unrolled_tensors
 from .registry import LAYOUTS
@@ -21,10 +22,11 @@ logger = logging.get_logger(__name__)
 SHARD_SIZE = "5GB"
 
 
-def save_public(model, folder, to: str, unroll: bool = False):
+def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None):
     """Write a LoopedForCausalLM in the layout `to` (see LAYOUTS). The folder is new, and appears whole or not at all.
 
-    unroll: of llama, writes the layers of the loop as often as it runs.
+    unroll: of llama, writes the layers of the loop as often as it runs. tokenizer_of: a folder or repository whose
+    tokenizer goes along.
     """
     if to not in LAYOUTS:
         raise ValueError(f"there is no layout {to!r} to write: choose one of {', '.join(LAYOUTS)}")
@@ -40,12 +42,18 @@ def save_public(model, folder, to: str, unroll: bool = False):
     layout = LAYOUTS[to]
     stored = public_tensors(layout, config, tensors)
     generation = getattr(model, "generation_config", None)
-    whole_folder(folder, lambda place: write(place, layout, words, stored, generation))
+
+    def fill(place: Path):
+        write(place, layout, words, stored, generation)
+        if tokenizer_of is not None:
+            copy_tokenizer(tokenizer_of, place)
+
+    whole_folder(folder, fill)
 
 
 def public_config(layout: Layout, config: LoopedConfig) -> dict:
     """config.json in this layout, or an error that lists what it cannot say."""
-    words = {name: value for name, value in layout.write_config(config).items() if value is not None}
+    words = layout.write_config(config)
     if foreign := said_differently(layout, config, words, ()):
         raise LoopedConfigError(
             f"the layout of {layout.title} cannot say {', '.join(foreign)}: a model with this cannot be written in it"
@@ -95,6 +103,15 @@ def write(place: Path, layout: Layout, words: dict, stored: dict, generation: Ge
         save_torch_state_dict(stored, place, safe_serialization=False, max_shard_size="1TB")
     else:
         save_torch_state_dict(stored, place, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+
+
+def copy_tokenizer(source, place: Path) -> list[str]:
+    """The files of a tokenizer, as they are; their names."""
+    found = {name: find_file(source, name, {}) for name in TOKENIZER_FILES}
+    for name, file in found.items():
+        if file is not None:
+            shutil.copyfile(file, place / name)
+    return [name for name, file in found.items() if file is not None]
 
 
 def whole_folder(folder, fill):
