@@ -6,6 +6,10 @@
 import torch
 
 
+class ShapeError(ValueError):
+    """A stored tensor cannot be ours."""
+
+
 class Change:
     def read(self, stored: torch.Tensor, config) -> list[torch.Tensor]:
         raise NotImplementedError
@@ -83,4 +87,4 @@ class FusedGate(Change):
 
 def check_rows(stored: torch.Tensor, multiple: int):
     if stored.shape[0] % multiple:
-        raise ValueError(f"a tensor of shape {tuple(stored.shape)} was found where rows are a multiple of {multiple}")
+        raise ShapeError(f"a tensor of shape {tuple(stored.shape)} was found where rows are a multiple of {multiple}")

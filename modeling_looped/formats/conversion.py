@@ -9,6 +9,7 @@ import re
 from transformers import conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, WeightTransform
 
+from .changes import ShapeError
 from .layout import Layout, Rule
 
 
@@ -24,7 +25,10 @@ class ReadChange(ConversionOps):
         first, *_ = leaves = [template.rpartition("{i}.")[2] for template in self.rule.ours]
         layer = full_layer_name.removesuffix(first)
         assert self.rule.change is not None
-        parts = self.rule.change.read(tensor, config)
+        try:
+            parts = self.rule.change.read(tensor, config)
+        except ShapeError:  # reported as any other tensor of a wrong shape
+            return {full_layer_name: tensor}
         return {layer + leaf: part for leaf, part in zip(leaves, parts, strict=True)}
 
     @property

@@ -58,6 +58,7 @@ class Layout:
     ignored: tuple[str, ...] = ()  # patterns of stored tensors that follow from others
     keeps_tied_head = False  # a head that is the embedding is stored beside it
     is_pickled = False
+    said_elsewhere: frozenset[str] = frozenset()  # fields that its folders have no place for, but others know
 
     def recognises(self, config: dict, stored_names: Collection[str]) -> bool:
         """stored_names: of tensors; asked for where the config does not tell."""
@@ -178,6 +179,7 @@ def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names=N
     for field in fields_of(LoopedConfig):
         ours, theirs = getattr(config, field.name), getattr(back, field.name)
         own = field.name in LoopedConfig.__annotations__
-        if own and field.name not in OF_TRAINING and ours != theirs:
+        unsaid = field.name in OF_TRAINING or field.name in layout.said_elsewhere
+        if own and not unsaid and ours != theirs:
             foreign.append(f"{field.name}={ours!r}")
     return foreign

@@ -44,6 +44,7 @@ VOCABULARY, BEGIN, END, PAD = 32768, 0, 1, 2  # of SandyResearch/parcae-tokenize
 class Parcae(Layout):
     name, title, is_pickled, keeps_tied_head = "parcae", "Parcae", True, True
     ignored = (r"^freqs_cis$",)
+    said_elsewhere = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})  # by the tokenizer
 
     gated = False
 

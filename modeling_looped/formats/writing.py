@@ -75,7 +75,7 @@ def public_tensors(layout: Layout, config: LoopedConfig, tensors: dict) -> dict:
     if left:
         raise LoopedConfigError(f"the layout of {layout.title} has no place for {', '.join(sorted(left)[:5])}")
     if head is not None and layout.keeps_tied_head:
-        stored["lm_head.weight"] = head.clone()
+        stored["lm_head.weight"] = head
     return {**stored, **layout.further_tensors(config, stored)}
 
 
@@ -98,11 +98,21 @@ def write(place: Path, layout: Layout, words: dict, stored: dict, generation: Ge
         })  # fmt: skip
         plain.save_pretrained(place)
     (place / "config.json").write_text(json.dumps(words, indent=2, sort_keys=True) + "\n")
-    stored = {name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.items()}
+    stored = apart({name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.items()})
     if layout.is_pickled:  # one file, as its own code reads it
         save_torch_state_dict(stored, place, safe_serialization=False, max_shard_size="1TB")
     else:
         save_torch_state_dict(stored, place, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+
+
+def apart(tensors: dict) -> dict:
+    """Every tensor with memory of its own: of those that share it, only one would be saved."""
+    seen, own = set(), {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return own
 
 
 def copy_tokenizer(source, place: Path) -> list[str]:
