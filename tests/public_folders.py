@@ -400,12 +400,10 @@ def ouro_exit_loops(config, tensors, ids, threshold: float):
     threshold, else the last; and the logits of each token there."""
     _, states = llama_logits(config, tensors, ids, config["total_ut_steps"], sandwich=True)
     gate, bias = (tensors[f"model.early_exit_gate.{part}"].double() for part in ("weight", "bias"))
-    stay, exits = torch.ones(ids.shape, dtype=torch.float64), torch.full(ids.shape, len(states) - 1)
+    exits = torch.full(ids.shape, len(states) - 1)
     for loop in reversed(range(len(states) - 1)):
-        stay = torch.ones(ids.shape, dtype=torch.float64)
-        for state in states[: loop + 1]:
-            stay = stay * (1 - torch.sigmoid((state @ gate.T + bias)[..., 0]))
-        exits = torch.where(1 - stay >= threshold, loop, exits)
+        stays = [1 - torch.sigmoid((state @ gate.T + bias)[..., 0]) for state in states[: loop + 1]]
+        exits = torch.where(1 - math.prod(stays) >= threshold, loop, exits)
     chosen = torch.stack(states)[exits, torch.arange(ids.shape[0])[:, None], torch.arange(ids.shape[1])]
     return exits, chosen @ tensors["lm_head.weight"].double().T
 

@@ -17,7 +17,9 @@ from modeling_looped import (
     register_public_formats,
     save_public,
 )
+from modeling_looped.exit_criteria import ExitRule
 from modeling_looped.formats.registry import LAYOUTS
+from modeling_looped.generation import SeededStates
 
 from . import public_folders as public
 from .helpers import tiny_model, tiny_tokenizer
@@ -225,6 +227,60 @@ def test_auto_classes_on_request(tmp_path):
         assert pipeline("text-generation", str(folder), max_new_tokens=3, do_sample=False)("a b c")
         model.save_pretrained(tmp_path / f"{name} saved")
         assert LoopedForCausalLM.from_pretrained(tmp_path / f"{name} saved").config.model_type == "looped"
+
+
+def test_a_loop_that_is_chosen_after_all_have_run(tmp_path):
+    """As the release of Ouro reads out: the cache holds every loop, and each token, also of the prompt, is read at the
+    first loop where the probability of an exit so far reaches the threshold."""
+    config, tensors = public.ouro()
+    tensors["model.early_exit_gate.weight"] *= 2
+    model = LoopedForCausalLM.from_pretrained(write(tmp_path, config, tensors)).double()
+    threshold = 0.6
+    exits, wanted = public.ouro_exit_loops(config, tensors, IDS, threshold)
+    assert len(exits.unique()) == 3
+    rule = ExitRule("gate", threshold, after_all=True)
+    outputs = model(IDS, exit_rule=rule, use_cache=True)
+    assert torch.equal(outputs.token_loops, exits + 1)
+    torch.testing.assert_close(outputs.logits, wanted, rtol=1e-5, atol=2e-5)
+    last = model(IDS[:, -1:], past_key_values=model(IDS[:, :-1]).past_key_values, exit_rule=rule)
+    torch.testing.assert_close(last.logits, wanted[:, -1:], rtol=1e-5, atol=2e-5)
+
+    ids = IDS
+    for _ in range(5):
+        ids = torch.cat([ids, public.ouro_exit_loops(config, tensors, ids, threshold)[1][:, -1:].argmax(-1)], dim=1)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 46}
+    exits = {"exit_criterion": "gate", "exit_threshold": threshold, "exit_selection": "after"}
+    assert torch.equal(model.generate(IDS, **exits, **settings), ids)
+    assert model.generate(IDS, **exits, **settings, num_beams=2).shape == ids.shape
+    for wrong in ({"exit_selection": "later"}, {"prompt_loops": 2}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            model.generate(IDS, **{**exits, **wrong}, **settings)
+    with pytest.raises(ValueError, match="exit_selection without exit_criterion"):
+        model.generate(IDS, exit_selection="after", **settings)
+
+
+def test_noise_to_start_from_while_generating(tmp_path):
+    """h_0 of every position is drawn by its number: neither the batch nor the cache changes what is written."""
+    model = LoopedForCausalLM.from_pretrained(write(tmp_path, *made("huginn"))).double()
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 46}
+    seeded = model.generate(IDS, state_seed=3, **settings)
+    states = SeededStates(model, 3)
+    ids = IDS
+    for _ in range(6):
+        logits = model(ids, initial_state=states.of_inputs({"input_ids": ids})).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(seeded, ids)
+    assert torch.equal(model.generate(IDS[1:], state_seed=3, **settings), seeded[1:])
+    assert torch.equal(model.generate(IDS, state_seed=3, use_cache=False, **settings), seeded)
+    others = [model.generate(IDS, **settings), model.generate(IDS, state_seed=4, **settings)]
+    assert not any(torch.equal(seeded, other) for other in others)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS[:1]], dim=1)
+    mask = torch.cat([torch.zeros(1, 3, dtype=torch.long), torch.ones_like(IDS[:1])], dim=1)
+    assert torch.equal(model.generate(padded, attention_mask=mask, state_seed=3, **settings)[:, 3:], seeded[:1])
+    with pytest.raises(ValueError, match="state_seed=3 goes with plain decoding"):
+        model.generate(IDS, state_seed=3, exit_criterion="max_prob", exit_threshold=0.5, **settings)
+    with pytest.raises(ValueError, match="state_init='normal'"):
+        tiny_model().generate(IDS, state_seed=3, **settings)
 
 
 # What is refused

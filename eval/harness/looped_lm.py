@@ -100,7 +100,8 @@ class LoopedLM(HFLM):
         num_loops: depths, see `parse_depths`; by default the model's own.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
         answers: file in which answers are kept, one for each process.
-        state_seed: draws the first state of every row that is scored; without it that state is zeros.
+        state_seed: draws the first state of every row that is scored, and of every position that is generated; without
+            it that state is zeros.
         device: by default a GPU if there is one.
         """
         self.depths, self.rule = check_question(
@@ -354,7 +355,7 @@ class LoopedLM(HFLM):
 
     def _model_generate(self, context, max_length, stop, **generation_kwargs):
         if self.state_seed is not None:
-            raise ValueError(f"state_seed={self.state_seed} is for what is scored: generation starts from zeros")
+            generation_kwargs["state_seed"] = self.state_seed
         if self.rule is None:
             return super()._model_generate(context, max_length, stop, num_loops=self.depth, **generation_kwargs)
         outputs = super()._model_generate(
