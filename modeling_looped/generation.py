@@ -147,8 +147,9 @@ class LoopedGenerationMixin(Generative):
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
+        # inputs_embeds by name: transformers takes it from the signature whether a prompt may be embeddings
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if isinstance(states := inputs.get("initial_state"), SeededStates):
             inputs["initial_state"] = states.of_inputs(inputs)
         return inputs

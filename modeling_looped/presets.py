@@ -158,8 +158,9 @@ PRESETS = {
     "readout_1b4_raw": {**_OURO, "loop_loss": "exit_weighted_logits", "readout_norm": "final_raw"},
 }
 
-# trained models of these systems, which from_pretrained opens
+# trained models of these systems and of others, which from_pretrained opens
 PUBLIC_REPOSITORIES = {
+    "nanbeige": ("Nanbeige/Nanbeige4.2-3B",),
     "huginn": ("tomg-group-umd/huginn-0125",),
     "ouro": (
         "ByteDance/Ouro-1.4B",

@@ -18,11 +18,13 @@ from modeling_looped import LoopedForCausalLM
 from modeling_looped.formats.folder import stored_tensors
 from modeling_looped.formats.registry import LAYOUTS
 from modeling_looped.formats.writing import copy_tokenizer, save_public, whole_folder
+from modeling_looped.presets import PUBLIC_REPOSITORIES
 from recipes.common.command_line import Parser, run_command
 
 
 def main(arguments: list[str] | None = None):
-    parser = Parser("recipes.convert", __doc__)
+    published = "\n".join(f"    {system}: {', '.join(names)}" for system, names in PUBLIC_REPOSITORIES.items())
+    parser = Parser("recipes.convert", f"{__doc__}\nPublished models:\n\n{published}\n")
     parser.add_argument("source", help="a folder, or a repository on the Hub")
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--to", choices=list(LAYOUTS), help="the layout to write; by default our own")

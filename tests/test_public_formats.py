@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
+from eval.harness.looped_lm import LoopedLM
 from modeling_looped import (
     LoopedConfig,
     LoopedForCausalLM,
@@ -19,7 +20,9 @@ from modeling_looped import (
 )
 from modeling_looped.exit_criteria import ExitRule
 from modeling_looped.formats.registry import LAYOUTS
+from modeling_looped.formats.writing import public_config
 from modeling_looped.generation import SeededStates
+from modeling_looped.presets import PUBLIC_REPOSITORIES
 
 from . import public_folders as public
 from .helpers import tiny_model, tiny_tokenizer
@@ -180,6 +183,33 @@ def test_what_a_folder_was_taken_for_is_said(tmp_path, caplog):
     finally:
         transformers.utils.logging.disable_propagation()
     assert "was opened as Huginn: 2 layers and 1 before the loop and 2 after the loop, 3 loops" in caplog.text
+
+
+def test_an_adapter_for_a_public_folder(tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = write(tmp_path / "public", *made("huginn"))
+    base = LoopedForCausalLM.from_pretrained(folder)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = LoopedForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(again(IDS).logits, adapted(IDS).logits)
+
+
+def test_the_harness_opens_what_auto_classes_open(tmp_path):
+    folder = write(tmp_path / "ouro", *made("ouro"))
+    tiny_tokenizer().save_pretrained(folder)
+    lm = LoopedLM(pretrained=str(folder), device="cpu", num_loops="1,2,3")
+    assert torch.equal(lm.model(IDS).logits, LoopedForCausalLM.from_pretrained(folder)(IDS).logits)
+    with pytest.raises(ValueError, match="recipes.convert"):
+        LoopedLM(pretrained=str(write(tmp_path / "parcae", *made("parcae"))), device="cpu")
+
+
+def test_presets_of_published_systems_fit_their_layouts():
+    """Sizes, loop and blocks of the presets are what these layouts can say."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2}
+    for name in set(PUBLIC_REPOSITORIES) & set(LoopedConfig.preset_names()):
+        config = LoopedConfig.from_preset(name, **sizes)
+        assert public_config(LAYOUTS[name], config)
 
 
 # Generation

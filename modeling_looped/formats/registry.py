@@ -32,6 +32,17 @@ class Found(NamedTuple):
         return {**self.layout.read_config(self.config, self.names), "architectures": ["LoopedForCausalLM"]}
 
 
+def candidates(config: dict) -> list[Layout]:
+    """The layouts that a config.json may be of."""
+    kinds = ((), (".norm_3.",), (".q_norm.",))  # what tells layouts of one model_type apart
+    return [layout for layout in READABLE if any(layout.recognises(config, names) for names in kinds)]
+
+
+def is_published(config: dict) -> bool:
+    """Whether a config.json is of a published model in a layout of its own."""
+    return OURS not in config and bool(candidates(config))
+
+
 def find_layout(config: dict, path, hub: dict) -> Found | None:
     """The layout of a folder with this config.json; None if it is ours."""
     model_type = config.get("model_type")
@@ -39,8 +50,7 @@ def find_layout(config: dict, path, hub: dict) -> Found | None:
         return None
     if model_type == "looped":
         return None
-    kinds = ((), (".norm_3.",), (".q_norm.",))  # what tells layouts of one model_type apart
-    may_be = [layout for layout in READABLE if any(layout.recognises(config, names) for names in kinds)]
+    may_be = candidates(config)
     if not may_be:
         raise LoopedConfigError(f"{path} {unknown(config)}")
     names = frozenset() if len(may_be) == 1 else frozenset(stored_tensors(path, hub))
