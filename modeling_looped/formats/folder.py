@@ -44,15 +44,22 @@ def find_file(path, name: str, hub: dict) -> str | None:
         return None
 
 
-def read_json_config(path, hub: dict) -> dict | None:
-    """config.json, or that of the model which an adapter was trained on. None: loading will say what is wrong."""
+def model_place(path, hub: dict) -> tuple:
+    """The folder itself, or that of the model which an adapter in it was trained on; and how to look there."""
     if find_file(path, "config.json", hub) is None:
         adapter = find_file(path, "adapter_config.json", hub)
-        if adapter is None:
-            return None
-        with open(adapter, encoding="utf-8") as file:
-            base = json.load(file).get("base_model_name_or_path")
-        return None if base is None else read_json_config(base, {})
+        if adapter is not None:
+            with open(adapter, encoding="utf-8") as file:
+                base = json.load(file).get("base_model_name_or_path")
+            if base is not None:
+                return base, {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
+    return path, hub
+
+
+def read_json_config(path, hub: dict) -> dict | None:
+    """config.json; None where it cannot be read: loading will say what is wrong."""
+    if find_file(path, "config.json", hub) is None:
+        return None
     try:
         return PreTrainedConfig.get_config_dict(path, **hub)[0]
     except (OSError, ValueError):

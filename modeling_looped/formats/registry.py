@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ..configuration_looped import LoopedConfigError
-from .folder import read_json_config, stored_tensors
+from .folder import model_place, read_json_config, stored_tensors
 from .huginn import HUGINN, RETROFITTED, RETROFITTED_OLMO
 from .layout import Layout
 from .llama import LLAMA
@@ -74,5 +74,6 @@ def unknown(config: dict) -> str:
 
 
 def find_folder_layout(path, hub: dict) -> Found | None:
+    path, hub = model_place(path, hub)
     config = read_json_config(path, hub)
     return None if config is None else find_layout(config, path, hub)
