@@ -148,7 +148,7 @@ def freqs_cis(head_dim: int, length: int, base: float) -> torch.Tensor:
     return torch.stack([torch.cos(angles)[None, :, None, :], torch.sin(angles)[None, :, None, :]], dim=4)
 
 
-def huginn(is_retrofitted: bool = False, **changes) -> tuple[dict, dict]:
+def huginn(is_retrofitted: bool = False, is_olmo: bool = False, **changes) -> tuple[dict, dict]:
     d, heads = 24, 4
     config = {
         "architectures": ["RavenForCausalLM"],
@@ -223,6 +223,8 @@ def huginn(is_retrofitted: bool = False, **changes) -> tuple[dict, dict]:
             shapes[f"{layer}.attn.proj.weight"] = (d, d)
             shapes[f"{layer}.mlp.fc.weight"] = (2 * config["intermediate_size"], d)
             shapes[f"{layer}.mlp.proj.weight"] = (d, config["intermediate_size"])
+            if is_olmo:
+                shapes |= {f"{layer}.attn.q_norm.weight": (heads * hd,), f"{layer}.attn.k_norm.weight": (kv * hd,)}
             if config["qk_bias"]:
                 shapes[f"{layer}.attn.qk_bias"] = (2, 1, heads, hd)
     if not config["tie_embeddings"]:
@@ -426,6 +428,10 @@ def huginn_logits(config, tensors, ids, first_state=None):
         def attention(h):
             kv = config["num_key_value_heads"] * hd
             q, k, v = (h @ w[f"{name}.attn.Wqkv.weight"].T).split([heads * hd, kv, kv], -1)
+            if f"{name}.attn.q_norm.weight" in w:
+                q, k = (
+                    rms(states, w[f"{name}.attn.{part}_norm.weight"], eps) for part, states in (("q", q), ("k", k))
+                )
             q, k, v = (states.unflatten(-1, (-1, hd)) for states in (q, k, v))
             if config["qk_bias"]:
                 q, k = q + w[f"{name}.attn.qk_bias"][0], k + w[f"{name}.attn.qk_bias"][1]
@@ -437,6 +443,9 @@ def huginn_logits(config, tensors, ids, first_state=None):
             gate, up = (h @ w[f"{name}.mlp.fc.weight"].T).chunk(2, -1)
             return (silu(gate) * up) @ w[f"{name}.mlp.proj.weight"].T
 
+        if f"{name}.attn.q_norm.weight" in w:
+            x = x + norm(1, attention(x))
+            return x + norm(2, mlp(x))
         if retrofitted:
             x = x + attention(norm(1, x))
             return x + mlp(norm(2, x))

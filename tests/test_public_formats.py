@@ -2,6 +2,7 @@
 
 import json
 import os
+from typing import get_args
 
 import pytest
 import torch
@@ -43,6 +44,12 @@ CASES = {
     ),
     "huginn": (public.huginn, {}, public.huginn_logits, "huginn"),
     "retrofitted": (public.huginn, {"is_retrofitted": True}, public.huginn_logits, "retrofitted"),
+    "retrofitted olmo": (
+        public.huginn,
+        {"is_retrofitted": True, "is_olmo": True},
+        public.huginn_logits,
+        "retrofitted-olmo",
+    ),
     "parcae": (public.parcae, {}, public.parcae_logits, "parcae"),
     "parcae concat": (
         public.parcae,
@@ -63,6 +70,10 @@ CASES = {
         "parcae-gated",
     ),
 }
+
+
+if "all_heads" not in get_args(LoopedConfig.__annotations__["qk_norm"]):
+    del CASES["retrofitted olmo"]  # its blocks cannot be said
 
 
 def stored(folder) -> dict[str, torch.Tensor]:
