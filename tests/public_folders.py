@@ -197,7 +197,6 @@ def huginn(is_retrofitted: bool = False, is_olmo: bool = False, **changes) -> tu
             "num_key_value_heads": 2,
             "qk_bias": False,
             "tie_embeddings": False,
-            "tie_word_embeddings": False,
             "norm_eps": 1e-5,
             "rope_theta": 500000.0,
             "rope_base": 500000.0,

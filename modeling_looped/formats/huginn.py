@@ -93,9 +93,11 @@ class Raven(Layout):
             "num_loops": fields.take("mean_recurrence"),
             "max_position_embeddings": fields.take("block_size"),
             "rms_norm_eps": fields.take("norm_eps", default=1e-6),
-            "tie_word_embeddings": fields.take("tie_embeddings", "tie_word_embeddings", default=True),
+            # transformers' own field keeps its default in the retrofitted ones, whose code reads the other
+            "tie_word_embeddings": fields.take("tie_embeddings", default=fields.left.get("tie_word_embeddings", True)),
             "use_cache": fields.take("use_cache", default=True),
         }
+        fields.drop("tie_word_embeddings")
         values = fields.stored.get("init_values") or {}
         sizes["embedding_scale"] = values.get("embed_scale", sqrt(width))
         std = values.get("std", sqrt(2 / (5 * width))) * sizes["embedding_scale"]

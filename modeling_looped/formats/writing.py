@@ -25,6 +25,7 @@ SHARD_SIZE = "5GB"
 def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None):
     """Write a LoopedForCausalLM in the layout `to` (see LAYOUTS). The folder is new, and appears whole or not at all.
 
+    What is written has no code: it is for programs that know the layout, and for `from_pretrained` here.
     unroll: of llama, writes the layers of the loop as often as it runs. tokenizer_of: a folder or repository whose
     tokenizer goes along.
     """
