@@ -119,6 +119,7 @@ def nanbeige(**changes) -> tuple[dict, dict]:
         "num_loops": 2,
         "skip_loop_final_norm": False,
         "loop_loss_weights": [],
+        "kv_channels": 10,
         "qk_layernorm": False,
         "emb_neighbor_num": None,
         "insert_ngram_layer_idx": [],
