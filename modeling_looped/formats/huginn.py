@@ -99,13 +99,17 @@ class Raven(Layout):
         }
         fields.drop("tie_word_embeddings")
         values = fields.stored.get("init_values") or {}
-        sizes["embedding_scale"] = values.get("embed_scale", sqrt(width))
+        sizes["embedding_scale"] = self.embedding_scale(values, width)
         std = values.get("std", sqrt(2 / (5 * width))) * sizes["embedding_scale"]
         usual = sqrt(2 / (5 * width)) * sizes["embedding_scale"]
         sizes["state_init"] = self.read_first_state(fields.take("initial_state_mode", default="random"))
         if sizes["state_init"] == "normal" and not isclose(std, usual):
             sizes["state_init_std"] = std
         return {**LOOP, **sizes}
+
+    def embedding_scale(self, values: dict, width: int) -> float:
+        """values: init_values of its config."""
+        return sqrt(width)
 
     def read_first_state(self, mode: str) -> str:
         known = {"random": "normal", "embed-init": "embedding"}
@@ -214,6 +218,9 @@ class Retrofitted(Raven):
 
     def make_rules(self):
         return [*trunk_rules(), *layer_rules(self.parts, pairs=False)]
+
+    def embedding_scale(self, values, width):
+        return values.get("embed_scale", sqrt(width))
 
     def read_config(self, config, stored_names=None):
         fields = Fields(self, config)
