@@ -83,13 +83,15 @@ FIELDS = {
 }
 # of forward and generate
 ARGUMENTS = {
-    "num_loops": f"{DEPTH} depth depths steps",
+    "num_loops": f"{DEPTH} depth depths steps exit_at_step early_exit_step",
     "exit_criterion (with exit_threshold)": "early_exit exit exit_criteria halting halting_criterion criterion",
     "exit_threshold": "early_exit_threshold threshold exit_thresh halting_threshold",
     "draft_loops (with draft_tokens)": "draft_depth draft_steps num_draft_loops draft_layers",
     "backprop_loops": "backprop_depth bptt bptt_steps truncate_backprop gradient_loops num_grad_loops",
     "initial_state": "input_states init_state initial_states",
     "output_loop_logits": "return_loop_logits all_logits return_all_logits",
+    "output_exit_logits": "use_weighted_exit",
+    "state_seed": "init_seed initial_state_seed noise_seed",
 }
 
 
