@@ -103,7 +103,7 @@ class LoopedConfig(PreTrainedConfig):
     e   = prelude_norm( prelude( embedding_scale * embed(ids) ) )
     h_0 = e | 0 | truncated normal                                # state_init
     for t in 0..K-1:                                              # K = num_loops, chosen at run time
-        x = inject(h_t, e)                                        # injection
+        x = inject(h_t, e)                                        # injection; loop_embedding is added here
         for block in core: x = block(x, h_t)
         H_{t+1} = x                                               # what every readout sees; see loop_change_gate
         h_{t+1} = damping * inter_loop_norm(H_{t+1})              # what the next loop starts from

@@ -17,6 +17,7 @@ SYSTEMS = {
     "latent": {"num_key_value_heads": 2, "kv_latent_size": 8, "qk_norm": "learned", "attention_bias": "qkv"},
     "windows": {"window_pattern": "SL", "sliding_window": 3, "loop_loss": "per_loop"},
     "flt": {"preset": "flt"},
+    "of_loops": {"loop_norms": True, "qk_norm": "learned", "loop_embedding": "learned"},
     "huginn": {"preset": "huginn", **SECTIONS},
     "ouro": {"preset": "ouro"},
     "parcae": {"preset": "parcae", **SECTIONS},

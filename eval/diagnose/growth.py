@@ -43,6 +43,7 @@ def why_not_unshared(config: LoopedConfig) -> str | None:
     """A stack of independent layers is a model of this family only where the state alone is carried on."""
     wanted = {"injection": "none", "inter_loop_norm": "none", "loop_damping": False, "loop_change_gate": False}
     wanted |= {"num_prelude_layers": 0, "num_coda_layers": 0, "value_embeddings": False}
+    wanted |= {"loop_lora_rank": None, "loop_norms": False, "loop_embedding": "none"}
     for name, value in wanted.items():
         if getattr(config, name) != value:
             return f"no unshared stack beside a model with {name}={getattr(config, name)!r}: it needs {value!r}"

@@ -92,6 +92,11 @@ def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
     if depth < 2:
         raise ValueError(f"an overlap of loops needs at least 2 of them, got num_loops={depth}")
     config, watched = model.config, branches(model)
+    if config.loop_lora_rank is not None:
+        raise ValueError(
+            f"premises are of layers that all loops share, but with loop_lora_rank={config.loop_lora_rank} each loop "
+            "adds to them; they are not measured for this model"
+        )
     with ExitStack() as stack, evaluating(model):
         for branch in watched:
             stack.callback(branch.linear.register_forward_hook(branch.add).remove)
