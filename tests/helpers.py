@@ -22,6 +22,36 @@ TINY = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,  # at this width 0.02 gives uniform attention, which forgives wrong masks and positions
 }
+# what layers of dense families are made of, for 2 core layers between a prelude and a coda
+LIKE_OLMO2 = {
+    "num_prelude_layers": 1,
+    "num_coda_layers": 1,
+    "block_norm": "post",
+    "qk_norm": "all_heads",
+    "attention_bias": "qkvo",
+    "rope_rounding": "rotated",
+    "rope_pattern": "NR",
+    "norm_rounding": "before_weight",
+    "mlp_bias": True,
+}
+LIKE_GEMMA3 = {
+    "num_prelude_layers": 1,
+    "num_coda_layers": 1,
+    "num_key_value_heads": 2,
+    "block_norm": "branch_sandwich",
+    "norm_offset": 1.0,
+    "qk_norm": "learned",
+    "attention_scale": 0.4,
+    "window_pattern": "SLSS",
+    "sliding_window": 4,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+    },
+    "embedding_scale": 2.0,
+    "round_embedding_scale": True,
+}
+LIKE_GEMMA2 = {**LIKE_GEMMA3, "attention_softcap": 1.5, "logit_softcap": 3.0, "round_logit_softcap": True}
 
 
 def tiny_config(preset: str | None = None, **fields) -> LoopedConfig:

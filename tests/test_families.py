@@ -271,8 +271,8 @@ class FamilyOfTomorrow(PreTrainedConfig):
         (dense_config("gemma3", attn_logit_softcapping=9.0), ["gemma3_text", "attn_logit_softcapping=9.0"]),
         (dense_config("qwen2", layer_types=["sliding_attention"] * 4), ["slide", "use_sliding_window=False"]),
         (
-            dense_config("olmo3", layer_types=["chunked_attention", *["full_attention"] * 3]),
-            ["olmo3", "chunked_attention"],
+            dense_config("qwen2", layer_types=["chunked_attention", *["full_attention"] * 3]),
+            ["qwen2", "chunked_attention"],
         ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",

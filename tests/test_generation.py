@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedCache, generation
 
-from .helpers import quick_and_slow, random_ids, tiny_model
+from .helpers import LIKE_GEMMA3, LIKE_OLMO2, quick_and_slow, random_ids, tiny_model
 from .helpers_llama import make_looped, unroll
 from .naive_cache import NaiveDecoder, naive_greedy
 
@@ -33,6 +33,8 @@ SYSTEMS = {
     "huginn": {"preset": "huginn", **SECTIONS},
     "parcae": {"preset": "parcae", **SECTIONS},
     "ouro": {"preset": "ouro"},
+    "like_olmo2": LIKE_OLMO2,
+    "like_gemma3": LIKE_GEMMA3,
 }
 NAIVE_SYSTEMS = ("plain", "windows")  # those that tests/naive_cache.py can run
 over_systems = pytest.mark.parametrize("system", SYSTEMS)
@@ -403,6 +405,7 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
     quick_and_slow(
         [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")],
         ("windows", "sdpa"),
+        ("like_olmo2", "sdpa"),
         ("plain", "eager"),
     ),
 )

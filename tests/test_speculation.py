@@ -18,7 +18,7 @@ from transformers import (
 from modeling_looped import LoopedCache
 from modeling_looped.speculation import PROBE_EVERY, Speculator
 
-from .helpers import quick_and_slow, random_ids, tiny_model
+from .helpers import LIKE_GEMMA2, LIKE_OLMO2, quick_and_slow, random_ids, tiny_model
 from .strategies import examples, looped_configs, random_model
 from .test_generation import Collector
 
@@ -35,6 +35,8 @@ SYSTEMS = {
     "ouro": {"preset": "ouro"},
     "value_embeddings": {**SECTIONS, "value_embeddings": True, "inter_loop_norm": "own", "loop_damping": True},
     "gated_change": {"loop_change_gate": True, "injection": "add"},
+    "like_olmo2": LIKE_OLMO2,
+    "like_gemma2": LIKE_GEMMA2,
 }
 over_systems = pytest.mark.parametrize("system", SYSTEMS)
 NEW = 14

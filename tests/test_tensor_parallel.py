@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests.helpers import tiny_model
+from tests.helpers import LIKE_GEMMA3, LIKE_OLMO2, tiny_model
 
 
 SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
@@ -16,6 +16,8 @@ SYSTEMS = {
     "plain": {},
     "latent": {"num_key_value_heads": 2, "kv_latent_size": 8, "qk_norm": "learned", "attention_bias": "qkv"},
     "windows": {"window_pattern": "SL", "sliding_window": 3, "loop_loss": "per_loop"},
+    "like_olmo2": {**LIKE_OLMO2, "num_key_value_heads": 2},
+    "like_gemma3": LIKE_GEMMA3,
     "flt": {"preset": "flt"},
     "of_loops": {"loop_norms": True, "qk_norm": "learned", "loop_embedding": "learned"},
     "huginn": {"preset": "huginn", **SECTIONS},
@@ -73,8 +75,9 @@ def test_plan_splits_every_matrix_of_the_blocks_and_names_nothing_else(system):
     ]
     assert set(plan) <= {with_wildcards(name) for name, _ in blocks}
     matrices = {with_wildcards(name) for name, module in blocks if isinstance(module, torch.nn.Linear)}
-    # the latent is shared by all heads; beside value embeddings, which are as wide as all heads, attention stays whole
-    whole = {name for name in matrices if "kv_down_proj" in name or (system == "parcae" and "self_attn" in name)}
+    # the latent is shared by all heads; value embeddings and norms as wide as all heads leave attention whole
+    wide = system in ("parcae", "like_olmo2")
+    whole = {name for name in matrices if "kv_down_proj" in name or (wide and "self_attn" in name)}
     assert {name for name, style in plan.items() if style in ("colwise", "rowwise")} == matrices - whole
     assert {name for name in matrices - whole if name.endswith(("o_proj", "down_proj"))} == {
         name for name, style in plan.items() if style == "rowwise"
