@@ -6,7 +6,7 @@ from .auto_classes import AUTO_CLASSES
 from .cache import LoopedCache
 from .causal_lm import LoopedForCausalLM
 from .configuration_looped import LoopedConfig, LoopedConfigError
-from .formats import OPENERS  # noqa: F401  importing fills it
+from .formats import register_public_formats, save_public
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .samplers import SAMPLERS, balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
@@ -34,4 +34,6 @@ __all__ = [
     "depths_of_step",
     "generator_of",
     "initial_state_of_step",
+    "register_public_formats",
+    "save_public",
 ]

@@ -26,7 +26,7 @@ from .configuration_looped import LoopedConfig
 from .cpu import project
 from .depth import deepest, depth_per_row, depth_tensor, read_depths
 from .exit_criteria import ExitRule
-from .exit_watch import SequenceExits, TokenExits, refuse_with_exits, token_by_token
+from .exit_watch import SequenceExits, TokenExits, chosen_after, refuse_with_exits, token_by_token
 from .generation import LoopedGenerationMixin
 from .layers import linear, with_role
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
@@ -88,7 +88,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in
             `LoopedModel`.
         exit_rule: let each token (or, `per_sequence`, each row) stop at the loop where its criterion is met;
-            `num_loops` is then the most it runs.
+            `num_loops` is then the most it runs. `after_all` runs all loops, and reads each token out at its exit.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
@@ -205,6 +205,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         its exit lives in a cache, so there is one."""
         given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
         keep, length = kept_positions(logits_to_keep), given.shape[1]
+        if exit_rule.after_all:
+            return chosen_after(self, exit_rule, inputs, depth_per_row(depths, len(given)), logits_to_keep, options)
         if exit_rule.per_sequence:
             names = ("past_key_values", "attention_mask")
             refuse_with_exits(**{name: inputs[name] for name in names}, **options)

@@ -541,6 +541,17 @@ class LoopedConfig(PreTrainedConfig):
         return self.residual_scale / divisor
 
     @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
+        """What config.json says, in our words also where it is that of a published model in a layout of its own."""
+        from .loading import OPENERS
+
+        where = dict(kwargs)
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if "config" in OPENERS and config_dict and where.get("gguf_file") is None:
+            config_dict = OPENERS["config"](config_dict, pretrained_model_name_or_path, where)
+        return config_dict, kwargs
+
+    @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """A `num_loops` that is asked for at loading wins, also over one that a generation config was saved with; it
         is a depth to run, and the saved one that of training. Older folders have no `trained_num_loops`."""

@@ -12,6 +12,7 @@ COMMANDS = {
     "prepare": ("recipes.prepare", "tokenize and pack the data of a recipe"),
     "plan": ("recipes.plan", "what a recipe or a sweep would cost"),
     "sweep": ("recipes.sweep", "many training runs from one file"),
+    "convert": ("recipes.convert", "a published checkpoint to our layout, or a model to that of a release"),
     "chat": ("eval.chat", "talk to a model, or let it complete text"),
     "show": ("eval.show_loops", "a page where every token is coloured by its loops"),
     "eval": ("eval.harness", "lm-eval at every depth from one pass"),

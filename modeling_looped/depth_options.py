@@ -5,13 +5,13 @@ from dataclasses import dataclass, fields
 import torch
 
 from .cache import num_shared_slots, sharing_of
-from .checks import refuse_if
+from .checks import check_takes_initial_state, refuse_if
 from .depth import check_count, check_depths, from_numpy
 from .exit_criteria import ExitRule, exit_rule
 
 
 OF_CRITERION = ("exit_threshold",)
-OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "prompt_loops")
+OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "exit_selection", "prompt_loops")
 EXITS = ("exit_criterion", *OF_EXITS)
 
 
@@ -25,8 +25,10 @@ class DepthOptions:
     exit_threshold: float | None = None
     min_loops: int = 1  # exits are checked from this loop on, and
     exit_interval: int = 1  # at every n-th loop after it
+    exit_selection: str = "stop"  # or "after": all loops run, and then one is read out, also of the prompt (Ouro)
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops
     warm_start: bool = False  # the next token's loops start from the last token's state
+    state_seed: int | None = None  # draws h_0 of every position; without it that is zeros
     draft_loops: int | None = None
     draft_tokens: int = 4
 
@@ -53,7 +55,8 @@ class DepthOptions:
     @property
     def changes_decoding(self) -> bool:
         """Whether anything but the depth of plain decoding is asked for."""
-        return self.exit_criterion is not None or self.draft_loops is not None or self.warm_start
+        stops = self.exit_criterion is not None and self.exit_selection == "stop"
+        return stops or self.draft_loops is not None or self.warm_start
 
     def deepest(self, model_config) -> int:
         if self.num_loops is None:
@@ -65,7 +68,12 @@ class DepthOptions:
             return None
         depth = self.deepest(model_config)
         settings = self.exit_threshold, self.min_loops, self.exit_interval
-        rule = exit_rule(model_config, self.exit_criterion, *settings, depth)
+        rule = exit_rule(model_config, self.exit_criterion, *settings, depth, self.exit_selection)
+        refuse_if(
+            rule.after_all and self.prompt_loops is not None,
+            f"prompt_loops={self.prompt_loops} says where the loops of the prompt end, but with "
+            "exit_selection='after' all run: leave one out",
+        )
         if self.prompt_loops is not None and check_count("prompt_loops", self.prompt_loops) > depth:
             raise ValueError(f"prompt_loops={self.prompt_loops} must be between 1 and num_loops={depth}")
         return rule
@@ -82,6 +90,8 @@ class DepthOptions:
         else:
             reason = f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft"
             refuse_if(asked.get("draft_tokens") is not None, reason)
+        if self.state_seed is not None:
+            self.check_state_seed(model_config)
         if not isinstance(self.warm_start, bool):
             raise TypeError(f"warm_start must be True or False, got {self.warm_start!r}")
         if self.warm_start:
@@ -89,6 +99,16 @@ class DepthOptions:
             refuse_if(has_depths, "warm_start needs one num_loops for all rows")
             reason = "warm_start needs a state that does not begin as the input: this model has state_init='embedding'"
             refuse_if(model_config.state_init == "embedding", reason)
+
+    def check_state_seed(self, model_config):
+        if isinstance(self.state_seed, bool) or not isinstance(self.state_seed, int):
+            raise TypeError(f"state_seed must be an integer, got {self.state_seed!r}")
+        check_takes_initial_state(model_config)
+        refuse_if(
+            self.changes_decoding,
+            f"state_seed={self.state_seed} goes with plain decoding, and not with exits that stop loops, "
+            "draft_loops or warm_start: leave one out",
+        )
 
     def check_draft(self, model_config, has_depths: bool):
         draft_loops, depth = check_count("draft_loops", self.draft_loops), self.deepest(model_config)
@@ -127,6 +147,8 @@ class DepthOptions:
 
     def refuse_for(self, mode: str):
         """Refuse what another way of decoding cannot do."""
+        if not self.changes_decoding:
+            return
         for name in ("exit_criterion", "draft_loops", "warm_start"):
             value = getattr(self, name)
             refuse_if(

@@ -133,6 +133,7 @@ class ExitRule(NamedTuple):
     min_loops: int = 1
     interval: int = 1  # check at min_loops and at every n-th loop after it
     per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
+    after_all: bool = False  # every loop runs, and what is read out is chosen afterwards
 
     @property
     def criterion(self) -> Criterion:
@@ -168,6 +169,7 @@ def exit_rule(
     min_loops: int = 1,
     interval: int = 1,
     num_loops: int | None = None,
+    selection: str = "stop",
 ) -> ExitRule:
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
     if not isinstance(criterion, str) or criterion not in CRITERIA:
@@ -206,4 +208,9 @@ def exit_rule(
             f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run: lower it, or run "
             "without exits (exit_criterion=None)"
         )
-    return ExitRule(criterion, float(threshold), min_loops, interval)
+    if selection not in ("stop", "after"):
+        raise ValueError(
+            f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs them "
+            "all and then chooses which to read out"
+        )
+    return ExitRule(criterion, float(threshold), min_loops, interval, after_all=selection == "after")

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -84,6 +85,35 @@ class SequenceExits(ExitWatch):
         self.running = self.running[going]
         self.memory = {name: values[going] for name, values in self.memory.items()}
         return state[going], going
+
+
+def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], logits_to_keep, options: dict):
+    """A pass of the causal LM at full depth, whose cache holds all loops; then each token is read out where the rule
+    would have let it exit. depths: of rows."""
+    outputs = model.model(**inputs, output_loop_hidden_states=True, output_loop_readout_states=True, **options)
+    states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
+    limits = torch.tensor(depths, device=states[0].device)[:, None]
+    loops, memory, chosen = limits.expand(states[0].shape[:2]), {}, readouts[-1]
+    running = torch.ones_like(loops, dtype=torch.bool)
+    for loop, (state, readout) in enumerate(zip(states, readouts), start=1):
+        if not rule.reads(loop):
+            continue
+        decode = partial(model.decode, readout, loop - 1, depths)
+        score, memory = rule.criterion.after_loop(model, state, decode, memory)
+        if rule.checks(loop):
+            passes = rule.exits(score)
+            exits = running & (passes[:, None] if rule.per_sequence else passes) & (loop < limits)
+            loops = torch.where(exits, loop, loops)
+            chosen = torch.where(exits.unsqueeze(-1), readout, chosen)
+            running = running & ~exits
+    keep = kept_positions(logits_to_keep)
+    return LoopedCausalLMOutputWithPast(
+        logits=model.logits(model.model.readout(chosen, loops)[:, keep]),
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+        token_loops=loops,
+    )
 
 
 def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:

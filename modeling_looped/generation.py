@@ -23,6 +23,7 @@ from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, se
 from .engine import RowEngine, obstacle_to_row_engine
 from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
+from .samplers import generator_of
 from .speculation import speculate
 
 
@@ -44,7 +45,11 @@ class LoopedGenerationMixin(Generative):
         num_loops: depth of every token, or the most it may take; one number or one per prompt.
         exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
         min_loops, exit_interval: check for exits from this loop on, and at every n-th loop after it.
+        exit_selection: "stop", or "after": all loops run, and the loop that is read out is chosen afterwards, also at
+            the prompt's end, as the release of Ouro does.
         prompt_loops: depth of the prompt, by default num_loops.
+        state_seed: draws h_0 of every position where `state_init` is "normal" (Huginn's release draws one unseeded);
+            without it h_0 is zeros.
         warm_start: the next token's loops start from the last token's state.
         draft_loops, draft_tokens: self-speculation: how many loops a draft runs, and how many tokens are drafted.
         cache_sharing: "none", "last" or "cyclic-S".
@@ -112,7 +117,12 @@ class LoopedGenerationMixin(Generative):
         config.depth_options, config.cache_is_given = options, kwargs.get("past_key_values") is not None
         if options.num_loops is not None:
             model_kwargs["num_loops"] = options.num_loops
-        if options.exit_rule(self.config) and self.config.loop_loss == "terminal" and self.trained_depth > 1:
+        rule = options.exit_rule(self.config)
+        if rule is not None and rule.after_all:
+            model_kwargs["exit_rule"] = rule
+        if options.state_seed is not None:
+            model_kwargs["initial_state"] = SeededStates(self, options.state_seed)
+        if rule and self.config.loop_loss == "terminal" and self.trained_depth > 1:
             logger.warning_once(
                 "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
             )
@@ -123,7 +133,7 @@ class LoopedGenerationMixin(Generative):
                 "loop: pass draft_loops=k to draft with the first k loops"
             )
         options.check_cache(model_kwargs.get("past_key_values"), config)
-        if torch.is_tensor(options.num_loops) or options.changes_decoding:
+        if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
             config.disable_compile = True  # a static cache compiles by itself, but which rows run is data
         return config, model_kwargs
 
@@ -137,6 +147,13 @@ class LoopedGenerationMixin(Generative):
         model_kwargs["past_key_values"] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
+
+    def prepare_inputs_for_generation(self, input_ids, *args, inputs_embeds=None, **kwargs):
+        # inputs_embeds by name: transformers takes it from the signature whether a prompt may be embeddings
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        if isinstance(states := inputs.get("initial_state"), SeededStates):
+            inputs["initial_state"] = states.of_inputs(inputs)
+        return inputs
 
     def _sample(
         self,
@@ -257,6 +274,29 @@ def beside_defaults(generation_config) -> dict:
 
 def listed(fields: dict) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+class SeededStates:
+    """h_0 of every position, drawn by its number alone: neither the batch nor how a text is cut changes it."""
+
+    def __init__(self, model, seed: int):
+        self.model, self.seed = model, seed
+        self.drawn: list[torch.Tensor] = []  # by position, [1, 1, state]
+
+    def of_inputs(self, inputs: dict) -> torch.Tensor:
+        """[rows, length, state]"""
+        tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+        positions = inputs.get("position_ids")
+        if positions is None:
+            cache = inputs.get("past_key_values")
+            past = 0 if cache is None else int(cache.get_seq_length())
+            positions = torch.arange(past, past + tokens.shape[1])[None]
+        positions = positions.to("cpu").clamp(min=0)
+        for position in range(len(self.drawn), int(positions.max()) + 1):
+            generator = generator_of("initial_state", self.seed, position)
+            self.drawn.append(self.model.sample_initial_state(1, 1, generator))
+        states = torch.cat(self.drawn, dim=1)[0][positions]
+        return states.expand(len(tokens), -1, -1).to(self.model.device)
 
 
 class StreamerOfDepths(BaseStreamer):

@@ -1,6 +1,7 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -26,6 +27,27 @@ def refuse_arguments_of_generate(kwargs: dict):
         )
 
 
+def report_misfits(path, model_name: str, missing, unexpected, mismatched):
+    """Refuse a checkpoint of which any tensor does not fit."""
+    misfits = {
+        "missing from it": missing,
+        "not in the model": unexpected,
+        "of another shape": [
+            f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in mismatched
+        ],
+    }
+    reports = [
+        f"{what}: {', '.join(sorted(names)[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for what, names in misfits.items()
+        if names
+    ]
+    if reports:
+        raise LoopedCheckpointError(
+            f"the checkpoint {path} does not fit {model_name}. Tensors {'; '.join(reports)}. Check that "
+            "config.json belongs to these weights; strict=False or ignore_mismatched_sizes=True load what fits."
+        )
+
+
 class StrictLoadingMixin:
     base_model_prefix: str  # of the model that this is mixed into
 
@@ -37,6 +59,11 @@ class StrictLoadingMixin:
         So does `output_loading_info=True`, since that report is then in the caller's hands.
         """
         refuse_arguments_of_generate(kwargs)
+        # a folder in a layout that is not ours, see formats/
+        public = None
+        if pretrained_model_name_or_path is not None and "public" in OPENERS:
+            public = OPENERS["public"](cls, pretrained_model_name_or_path, kwargs)
+        loader = cls if public is None else public.loading_class(cls)
         wants_info = kwargs.pop("output_loading_info", False)
         # without a path the caller gave a state_dict, and with it the responsibility
         has_path = pretrained_model_name_or_path is not None
@@ -44,9 +71,9 @@ class StrictLoadingMixin:
         if refuses:
             kwargs["ignore_mismatched_sizes"] = True  # the error is ours, and says which sizes
         try:
-            model, info = super().from_pretrained(  # pyrefly: ignore[missing-attribute]  of PreTrainedModel, beside it
-                pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
-            )
+            of_transformers: Any = super(StrictLoadingMixin, loader)  # pyrefly: ignore[invalid-argument]
+            load = of_transformers.from_pretrained  # of PreTrainedModel, beside this class
+            model, info = load(pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs)
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
@@ -58,7 +85,9 @@ class StrictLoadingMixin:
                 f"a weight file of the checkpoint {pretrained_model_name_or_path} is truncated or damaged ({error}); "
                 "fetch or save it again"
             ) from error
-        if refuses:
+        if public is not None:
+            public.finish(model, cls, info, refuses)
+        elif refuses:
             cls._refuse_misfits(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
 
@@ -79,24 +108,14 @@ class StrictLoadingMixin:
         def in_trunk(name: str) -> bool:  # a trunk that was saved alone has no prefix
             return name.startswith(prefix) or hasattr(trunk, name.split(".")[0])
 
-        misfits = {
-            "missing from it": [name for name in info["missing_keys"] if same_class or in_trunk(name)],
-            "not in the model": [
+        report_misfits(
+            path,
+            cls.__name__,
+            [name for name in info["missing_keys"] if same_class or in_trunk(name)],
+            [
                 name
                 for name in info["unexpected_keys"]
                 if same_class or in_trunk(name) or name.split(".")[0] in own_heads
             ],
-            "of another shape": [
-                f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]
-            ],
-        }
-        reports = [
-            f"{what}: {', '.join(sorted(names)[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-            for what, names in misfits.items()
-            if names
-        ]
-        if reports:
-            raise LoopedCheckpointError(
-                f"the checkpoint {path} does not fit {cls.__name__}. Tensors {'; '.join(reports)}. Check that "
-                "config.json belongs to these weights; strict=False or ignore_mismatched_sizes=True load what fits."
-            )
+            info["mismatched_keys"],
+        )

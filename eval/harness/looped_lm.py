@@ -24,9 +24,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
-from modeling_looped import LoopedConfig, generator_of
+from modeling_looped import LoopedConfig, generator_of, register_public_formats
 from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule, exit_rule
+from modeling_looped.formats.registry import is_published
 from recipes.common.checksums import check_folder
 from recipes.common.command_line import parse_depths
 
@@ -48,9 +49,14 @@ def check_question(
             fields, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
         except OSError as error:
             raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found") from error
+        if is_published(fields) and "model_type" not in fields:
+            raise ValueError(
+                f"pretrained={pretrained!r} is a published model whose config.json has no model_type, by which "
+                "lm-eval would open it: `python -m recipes.convert` makes a folder of it that opens"
+            )
         if "model_type" not in fields:
             raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found")
-        if fields["model_type"] != LoopedConfig.model_type:
+        if fields["model_type"] != LoopedConfig.model_type and not is_published(fields):
             raise ValueError(
                 f"pretrained={pretrained!r} has model_type {fields['model_type']!r}, which has no loops: use "
                 "--model hf"
@@ -100,12 +106,14 @@ class LoopedLM(HFLM):
         num_loops: depths, see `parse_depths`; by default the model's own.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
         answers: file in which answers are kept, one for each process.
-        state_seed: draws the first state of every row that is scored; without it that state is zeros.
+        state_seed: draws the first state of every row that is scored, and of every position that is generated; without
+            it that state is zeros.
         device: by default a GPU if there is one.
         """
         self.depths, self.rule = check_question(
             pretrained, num_loops, exit_criterion, exit_threshold, min_loops, revision
         )
+        register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **kwargs)
         if state_seed is not None:
             check_takes_initial_state(self.config)
@@ -354,7 +362,7 @@ class LoopedLM(HFLM):
 
     def _model_generate(self, context, max_length, stop, **generation_kwargs):
         if self.state_seed is not None:
-            raise ValueError(f"state_seed={self.state_seed} is for what is scored: generation starts from zeros")
+            generation_kwargs["state_seed"] = self.state_seed
         if self.rule is None:
             return super()._model_generate(context, max_length, stop, num_loops=self.depth, **generation_kwargs)
         outputs = super()._model_generate(

@@ -1,11 +1,30 @@
 """Layouts that are not ours: published looped models, and dense ones that are made to loop.
 
+    model = LoopedForCausalLM.from_pretrained("ByteDance/Ouro-1.4B")          # or a folder; so do the other heads
+    model.save_pretrained("ouro")                                             # in our layout, which opens anywhere
+    save_public(model, "back", "ouro")                                        # and in that of the release
+
+    register_public_formats()                                                 # AutoModelForCausalLM, pipeline, lm_eval
+    python -m recipes.convert ByteDance/Ouro-1.4B ouro                        # the same from the command line
+    python -m recipes.convert ouro back --to ouro
+
+What opens: Ouro, Huginn, Llama models that were retrofitted in its form, Parcae, Nanbeige. A layout is one small file:
+how its config.json reads, and one table of names for both directions. What a layout cannot say is refused by name.
+
 The model files never import this folder, so that what is saved beside a model stays lean; they find it in
 `loading.OPENERS`.
 """
 
 from ..loading import OPENERS
+from .auto import register_public_formats
 from .dense import from_dense
+from .reading import open_public, read_public_config
+from .registry import LAYOUTS
+from .writing import save_public
 
 
+OPENERS["public"] = lambda model_class, path, kwargs: open_public(path, kwargs)
+OPENERS["config"] = read_public_config
 OPENERS["dense"] = from_dense
+
+__all__ = ["LAYOUTS", "register_public_formats", "save_public"]

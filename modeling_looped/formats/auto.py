@@ -1,0 +1,34 @@
+"""Auto classes of transformers for the published layouts, on request.
+
+Without it, AutoConfig knows none of these model types, or opens the code of their repositories. Parcae's config.json
+has no model_type, so nothing that goes by AutoConfig can open it: LoopedForCausalLM.from_pretrained does, and
+`python -m recipes.convert` makes a folder of it that opens everywhere.
+"""
+
+import transformers
+from transformers.configuration_utils import PreTrainedConfig
+
+from ..configuration_looped import LoopedConfig
+from .reading import read_public_config
+from .registry import READABLE
+
+
+def foreign_config(model_type: str) -> type:
+    """A config class that stands for a model type, and makes a LoopedConfig of each config.json."""
+
+    class ForeignConfig(PreTrainedConfig):
+        @classmethod
+        def from_dict(cls, config_dict, **kwargs):
+            path = kwargs.get("name_or_path") or config_dict.get("_name_or_path", "")
+            return LoopedConfig.from_dict(read_public_config(config_dict, path, kwargs), **kwargs)
+
+    ForeignConfig.__name__ = f"{model_type.title().replace('_', '')}AsLoopedConfig"
+    ForeignConfig.model_type = model_type
+    return ForeignConfig
+
+
+def register_public_formats():
+    """From here on AutoConfig and AutoModel..., and with them pipeline and lm_eval, open folders of these layouts
+    as models of this package, without trust_remote_code. Models are still saved in our own layout."""
+    for model_type in {layout.model_type for layout in READABLE if layout.model_type}:
+        transformers.AutoConfig.register(model_type, foreign_config(model_type), exist_ok=True)

@@ -1,0 +1,90 @@
+"""Tensors that a foreign layout holds in another form: what of ours is in one of theirs, and back, bit for bit.
+
+`read` gets one stored tensor and gives ours, in the order in which a rule names them; `write` is its inverse.
+"""
+
+import torch
+
+
+class ShapeError(ValueError):
+    """A stored tensor cannot be ours."""
+
+
+class Change:
+    def read(self, stored: torch.Tensor, config) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def write(self, ours: list[torch.Tensor], config) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def to_halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Rows [heads * head_dim, ...] in which rotary positions turn pairs of neighbours, as our halves of a head."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def to_pairs(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of `to_halves`."""
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+class Halves(Change):
+    """A query or key projection whose heads are turned in pairs of neighbours."""
+
+    def read(self, stored, config):
+        check_rows(stored, config.head_dim)
+        return [to_halves(stored, config.head_dim)]
+
+    def write(self, ours, config):
+        return to_pairs(ours[0], config.head_dim)
+
+
+class FusedHeads(Change):
+    """One matrix with the rows of queries, keys and values. pairs: queries and keys are turned in pairs."""
+
+    def __init__(self, pairs: bool):
+        self.pairs = pairs
+
+    def read(self, stored, config):
+        group = config.num_attention_heads // config.num_key_value_heads
+        check_rows(stored, config.head_dim * (group + 2))
+        size = stored.shape[0] // (group + 2)
+        parts = stored.split([group * size, size, size])
+        if self.pairs:
+            parts = [to_halves(parts[0], config.head_dim), to_halves(parts[1], config.head_dim), parts[2]]
+        return [part.clone() for part in parts]
+
+    def write(self, ours, config):
+        queries, keys, values = ours
+        if self.pairs:
+            queries, keys = to_pairs(queries, config.head_dim), to_pairs(keys, config.head_dim)
+        return torch.cat([queries, keys, values])
+
+
+class FusedBiases(Change):
+    """Biases of queries and keys, [2, 1, heads, head_dim], of heads that are turned in pairs."""
+
+    def read(self, stored, config):
+        check_rows(stored[0].reshape(-1), config.head_dim)
+        return [to_halves(part.reshape(-1), config.head_dim).clone() for part in stored]
+
+    def write(self, ours, config):
+        return torch.stack([to_pairs(part, config.head_dim).reshape(1, -1, config.head_dim) for part in ours])
+
+
+class FusedGate(Change):
+    """One matrix with the rows of the MLP's gate, then of what it gates."""
+
+    def read(self, stored, config):
+        check_rows(stored, 2)
+        return [part.clone() for part in stored.chunk(2)]
+
+    def write(self, ours, config):
+        return torch.cat(ours)
+
+
+def check_rows(stored: torch.Tensor, multiple: int):
+    if stored.shape[0] % multiple:
+        raise ShapeError(f"a tensor of shape {tuple(stored.shape)} was found where rows are a multiple of {multiple}")

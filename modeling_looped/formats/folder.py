@@ -1,0 +1,95 @@
+"""What lies in a folder, local or on the Hub: its config.json, the names of its tensors, its small files."""
+
+import json
+import os
+
+import torch
+from safetensors import safe_open
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import cached_file
+
+
+# arguments of from_pretrained that say where to look
+HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "proxies",
+    "token",
+    "local_files_only",
+    "revision",
+    "subfolder",
+)
+WEIGHTS, SHARDS = ("model.safetensors", "pytorch_model.bin"), "{}.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TOKENIZER_FILES = """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.model vocab.json
+    merges.txt vocab.txt chat_template.jinja chat_template.json
+""".split()
+
+
+def hub_arguments(kwargs: dict) -> dict:
+    return {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+
+
+def find_file(path, name: str, hub: dict) -> str | None:
+    """Where a file of the folder lies on this machine, if the folder has it."""
+    missing_is_none = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    try:
+        return cached_file(path, name, **hub, **missing_is_none)
+    except OSError:
+        return None
+
+
+def model_place(path, hub: dict) -> tuple:
+    """The folder itself, or that of the model which an adapter in it was trained on; and how to look there."""
+    if find_file(path, "config.json", hub) is None:
+        adapter = find_file(path, "adapter_config.json", hub)
+        if adapter is not None:
+            with open(adapter, encoding="utf-8") as file:
+                base = json.load(file).get("base_model_name_or_path")
+            if base is not None:
+                return base, {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
+    return path, hub
+
+
+def read_json_config(path, hub: dict) -> dict | None:
+    """config.json; None where it cannot be read: loading will say what is wrong."""
+    if find_file(path, "config.json", hub) is None:
+        return None
+    try:
+        return PreTrainedConfig.get_config_dict(path, **hub)[0]
+    except (OSError, ValueError):
+        return None
+
+
+def stored_tensors(path, hub: dict, variant: str | None = None) -> dict[str, torch.dtype | None]:
+    """Names of all stored tensors, and the types of those that hold numbers of a usual kind."""
+    tensors = {}
+    for file in weight_files(path, hub, variant):
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                names = opened.keys()
+                tensors |= {name: FLOATS.get(opened.get_slice(name).get_dtype()) for name in names}
+        else:
+            stored = torch.load(file, map_location="meta", weights_only=True)
+            tensors |= {name: tensor.dtype for name, tensor in stored.items()}
+    return tensors
+
+
+def weight_files(path, hub: dict, variant: str | None = None) -> list[str]:
+    for name in WEIGHTS:
+        name = f".{variant}.".join(name.rsplit(".", 1)) if variant else name
+        if (whole := find_file(path, name, hub)) is not None:
+            return [whole]
+        if (index := find_file(path, SHARDS.format(name), hub)) is not None:
+            with open(index, encoding="utf-8") as file:
+                shards = sorted(set(json.load(file)["weight_map"].values()))
+            found = {shard: find_file(path, shard, hub) for shard in shards}
+            if missing := [shard for shard, place in found.items() if place is None]:
+                raise OSError(f"{path} lacks {', '.join(missing)}, which {os.path.basename(index)} names")
+            return [place for place in found.values() if place is not None]
+    raise OSError(f"{path} has no weights: neither {' nor '.join(WEIGHTS)}, whole or in shards")

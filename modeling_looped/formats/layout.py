@@ -1,0 +1,185 @@
+"""What a layout is: how its config.json and its tensors stand to ours.
+
+A layout is written down once, as rules from stored names to our names, and read in both directions: `reading.py` hands
+the rules to transformers, which loads with them, and `writing.py` goes through them backwards.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import fields as fields_of
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationConfig
+
+from ..configuration_looped import OF_TOOLS, LoopedConfig, LoopedConfigError
+from .changes import Change
+
+
+REQUIRED: Any = object()
+# of a config, with what stands for its default: matters to training alone, so a layout need not be able to say it
+OF_TRAINING = frozenset(
+    """
+    format_version trained_num_loops loop_loss exit_entropy_weight norm_penalty scale_anchor scale_anchor_target
+    latent_loss latent_anchor init_scheme initializer_range residual_dropout residual_dropout_on embedding_dropout
+    attention_dropout classifier_dropout state_init_std use_cache
+    """.split()
+)
+# of a config.json of any kind, with the same meaning here
+SHARED = ("dtype", "torch_dtype", "quantization_config", "id2label", "label2id", "num_labels", "problem_type")
+
+
+class Rule(NamedTuple):
+    """A stored tensor and ours. A name may have `{i}`, the number of a layer; without a change it may be the beginning
+    of a name, up to a point."""
+
+    stored: str
+    ours: tuple[str, ...]
+    change: Change | None = None
+
+    def pattern(self, template: str) -> str:
+        number = re.escape(template).replace(re.escape("{i}"), r"(\d+)")
+        return f"^{number}$" if self.change else rf"^{number}(?=\.|$)"
+
+
+def rules(table: dict[str, str], **changes: Change) -> list[Rule]:
+    return [Rule(stored, (ours,)) for stored, ours in table.items()]
+
+
+class Layout:
+    """A published layout. Subclasses say what is its own."""
+
+    name: str  # of `--to`
+    title: str  # in messages
+    architecture: str = ""
+    model_type: str | None = None
+    reads = True
+    ignored: tuple[str, ...] = ()  # patterns of stored tensors that follow from others
+    keeps_tied_head = False  # a head that is the embedding is stored beside it
+    is_pickled = False
+    said_elsewhere: frozenset[str] = frozenset()  # fields that its folders have no place for, but others know
+
+    def recognises(self, config: dict, stored_names: Collection[str]) -> bool:
+        """stored_names: of tensors; asked for where the config does not tell."""
+        return self.model_type is not None and config.get("model_type") == self.model_type
+
+    def read_config(self, config: dict, stored_names: Collection[str] | None = None) -> dict:
+        """The fields of LoopedConfig that a config.json stands for, or an error that names what we cannot run."""
+        raise NotImplementedError
+
+    def write_config(self, config: LoopedConfig) -> dict:
+        """The inverse: the config.json of a model whose config is in the words of this layout, if it can be."""
+        raise NotImplementedError
+
+    def make_rules(self) -> list[Rule]:
+        raise NotImplementedError
+
+    def further_tensors(self, config: LoopedConfig, tensors: dict) -> dict:
+        """Stored tensors that are no parameters of ours."""
+        return {}
+
+    def adjust_generation(self, generation: GenerationConfig, config: LoopedConfig, stored: dict):
+        """What generate() of the release does, or should do, beyond its files. stored: its config.json."""
+
+    def write_generation(self, words: dict, generation: GenerationConfig):
+        """What of our generation config belongs into config.json, `words`."""
+
+    @cached_property
+    def all_rules(self) -> list[Rule]:
+        return self.make_rules()
+
+    def describe(self, config: LoopedConfig) -> str:
+        outside = [(config.num_prelude_layers, "before"), (config.num_coda_layers, "after")]
+        extra = "".join(f" and {count} {where} the loop" for count, where in outside if count)
+        return f"{self.title}: {config.num_core_layers} layers{extra}, {config.num_loops} loops"
+
+
+class Fields:
+    """The fields of a foreign config.json, taken one by one; what is left at the end is refused."""
+
+    def __init__(self, layout: Layout, stored: dict):
+        self.layout, self.stored, self.left = layout, stored, dict(stored)
+
+    def take(self, *names: str, default: Any = REQUIRED) -> Any:
+        """The value of the first of several names of one thing; they must agree where more than one is there."""
+        given = {name: self.left.pop(name) for name in names if name in self.left}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len({repr(value) for value in given.values()}) > 1:
+            raise LoopedConfigError(f"config.json of {self.layout.title}: {given} must be equal")
+        if given:
+            return next(iter(given.values()))
+        if default is REQUIRED:
+            raise LoopedConfigError(f"config.json of {self.layout.title} has no {' or '.join(names)}, which is needed")
+        return default
+
+    def expect(self, name: str, *allowed: Any):
+        """A field that must have one of these values where it is there. None is the layout's default."""
+        value = self.left.pop(name, None)
+        if value is not None and value not in allowed:
+            wanted = " or ".join(repr(option) for option in allowed) or "absent or null"
+            raise LoopedConfigError(
+                f"config.json of {self.layout.title} has {name}={value!r}, but only {wanted} is known here: a model "
+                "that means something else would give wrong results"
+            )
+
+    def drop(self, *names: str):
+        """Of training, or derived from others."""
+        for name in names:
+            self.left.pop(name, None)
+
+    def rope(self, *theta_names: str, default_theta: float | int) -> dict:
+        """rope_parameters of any version of transformers."""
+        given = self.take("rope_parameters", default=None)
+        theta = self.take(*theta_names, default=default_theta)
+        scaling = dict(self.take("rope_scaling", default=None) or {})
+        if given is not None:
+            return {"rope_theta": theta, "rope_type": "default", **given}
+        scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type", "default")
+        return {**scaling, "rope_theta": theta}
+
+    def shared(self) -> dict:
+        """What has the same meaning in every config.json, at the end: anything that is then left is refused."""
+        generation = vars(GenerationConfig())
+        fields = {name: self.left.pop(name) for name in SHARED if name in self.left}
+        if (dtype := fields.pop("torch_dtype", None)) is not None:
+            fields.setdefault("dtype", dtype)
+        self.drop("architectures", "auto_map", "transformers_version", "model_type", "custom_pipelines")
+        unknown = []
+        for name, value in self.left.items():
+            if name in generation and not name.startswith("_"):
+                fields[name] = value
+            elif value is not None and not (
+                name.startswith("_") or name in OF_TOOLS or hasattr(PreTrainedConfig, name)
+            ):
+                unknown.append(f"{name}={value!r}")
+        if unknown:
+            raise LoopedConfigError(
+                f"config.json of {self.layout.title} has fields that are not known here, so what they change would be "
+                f"lost: {', '.join(unknown)}. Remove them from config.json if they change nothing"
+            )
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def token_ids(fields: Fields, vocab_size: int, bos=None, eos=None, pad=None) -> dict:
+    """The ids of special tokens; where the config has none, or none in the vocabulary, those that are given."""
+
+    def inside(value, otherwise):
+        ids = value if isinstance(value, list) else [value]
+        return value if all(isinstance(i, int) and 0 <= i < vocab_size for i in ids) and ids else otherwise
+
+    names = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    return {name: inside(fields.take(name, default=None), default) for name, default in names.items()}
+
+
+def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names=None) -> list[str]:
+    """The fields of a config that its own config.json in this layout does not give back."""
+    back = LoopedConfig(**layout.read_config(stored, names))
+    foreign = []
+    for field in fields_of(LoopedConfig):
+        ours, theirs = getattr(config, field.name), getattr(back, field.name)
+        own = field.name in LoopedConfig.__annotations__
+        unsaid = field.name in OF_TRAINING or field.name in layout.said_elsewhere
+        if own and not unsaid and ours != theirs:
+            foreign.append(f"{field.name}={ours!r}")
+    return foreign

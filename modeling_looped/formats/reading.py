@@ -1,0 +1,99 @@
+"""`from_pretrained` of a folder in a layout that is not ours."""
+
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from ..loading import LoopedCheckpointError, report_misfits
+from .conversion import leave_loading_class, loading_class
+from .folder import hub_arguments
+from .registry import Found, find_folder_layout, find_layout
+
+
+logger = logging.get_logger(__name__)
+HEADS = ("lm_head.", "exit_gate.")  # of a causal LM, which its trunk and other heads leave out
+
+
+class PublicFolder:
+    """A folder that is opened: what `StrictLoadingMixin.from_pretrained` asks of it."""
+
+    def __init__(self, found: Found, path, hub: dict):
+        self.found, self.path, self.hub = found, path, hub
+
+    def loading_class(self, model_class: type) -> type:
+        return loading_class(model_class, self.found.layout)
+
+    def finish(self, model, model_class: type, info: dict, refuses: bool):
+        """Makes the loaded model one of ours, or says why it cannot be."""
+        leave_loading_class(model, model_class)
+        layout, generation = self.found.layout, getattr(model, "generation_config", None)
+        if refuses:
+            self.refuse_misfits(model, model_class, info)
+        model.config.architectures = [model_class.__name__]
+        if model.can_generate() and generation is not None:
+            before = generation.to_dict()
+            self.fill_token_ids(model, generation)
+            layout.adjust_generation(generation, model.config, self.found.config)
+            if generation.to_dict() != before:
+                generation._from_model_config = False
+        exits = getattr(generation, "exit_criterion", None)
+        logger.warning(
+            f"{self.path} was opened as {layout.describe(model.config)}"
+            + (f"; tokens exit by {exits!r} at {getattr(generation, 'exit_threshold', None)}" if exits else "")
+            + ". save_pretrained writes it in the layout of this package."
+        )
+
+    def fill_token_ids(self, model, generation):
+        """Where neither config nor generation config has the end of a text, the tokenizer says it."""
+        ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        if all(end is not None and end < model.config.vocab_size for end in ends) and (
+            model.config.eos_token_id is not None
+        ):
+            return
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.path, **self.hub)
+        except Exception as error:  # of many kinds: there may be none, or one that needs another library
+            logger.info(f"no tokenizer in {self.path}: {error}")
+            logger.warning(
+                f"{self.path} does not say which token ends a text, and no tokenizer there does: pass eos_token_id to "
+                "generate, or set it in model.generation_config"
+            )
+            return
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(tokenizer, name, None)
+            value = value if value is not None and value < model.config.vocab_size else None
+            setattr(model.config, name, value)
+            setattr(generation, name, value)
+
+    def refuse_misfits(self, model, model_class: type, info: dict):
+        """Whatever a causal LM of this layout has must fit; other models leave its heads out, and add their own."""
+        is_lm = hasattr(model, "lm_head")
+        own_heads = () if is_lm else tuple(f"{name}." for name, _ in model.named_children())
+        trunk = f"{model.base_model_prefix}."
+        unexpected = [name for name in info["unexpected_keys"] if is_lm or not name.startswith(HEADS)]
+        missing = [
+            name
+            for name in info["missing_keys"]
+            if model.base_model is model or name.startswith(trunk) or not name.startswith(own_heads)
+        ]
+        report_misfits(self.path, model_class.__name__, missing, unexpected, info["mismatched_keys"])
+        embedding = model.get_input_embeddings()
+        if is_lm and model.config.tie_word_embeddings and model.lm_head.weight is not embedding.weight:
+            raise LoopedCheckpointError(
+                f"{self.path} says that embedding and head are one tensor, but holds two that differ: set "
+                "tie_word_embeddings (tie_embeddings) to false in its config.json if both are meant"
+            )
+
+
+def open_public(path, kwargs: dict) -> PublicFolder | None:
+    """The folder, if it is in a layout that is not ours. kwargs: of from_pretrained."""
+    if kwargs.get("gguf_file") is not None:
+        return None
+    hub = hub_arguments(kwargs)
+    found = find_folder_layout(path, hub)
+    return None if found is None else PublicFolder(found, path, hub)
+
+
+def read_public_config(config: dict, path, kwargs: dict) -> dict:
+    """A config.json of any layout as one of ours."""
+    found = find_layout(config, path, hub_arguments(kwargs))
+    return config if found is None else found.read_config()

@@ -1,0 +1,79 @@
+"""Which layouts there are, and which of them a folder has."""
+
+from typing import NamedTuple
+
+from ..configuration_looped import LoopedConfigError
+from .folder import model_place, read_json_config, stored_tensors
+from .huginn import HUGINN, RETROFITTED, RETROFITTED_OLMO
+from .layout import Layout
+from .llama import LLAMA
+from .nanbeige import NANBEIGE
+from .ouro import OURO
+from .parcae import GATED_PARCAE, PARCAE
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (OURO, HUGINN, RETROFITTED, RETROFITTED_OLMO, PARCAE, GATED_PARCAE, NANBEIGE, LLAMA)
+}
+READABLE = [layout for layout in LAYOUTS.values() if layout.reads]
+# what a config.json of ours has
+OURS = "num_core_layers"
+
+
+class Found(NamedTuple):
+    """A folder in a layout that is not ours."""
+
+    layout: Layout
+    config: dict  # its config.json
+    names: frozenset[str]  # of its tensors, where the layout is told by them
+
+    def read_config(self) -> dict:
+        return {**self.layout.read_config(self.config, self.names), "architectures": ["LoopedForCausalLM"]}
+
+
+def candidates(config: dict) -> list[Layout]:
+    """The layouts that a config.json may be of."""
+    kinds = ((), (".norm_3.",), (".q_norm.",))  # what tells layouts of one model_type apart
+    return [layout for layout in READABLE if any(layout.recognises(config, names) for names in kinds)]
+
+
+def is_published(config: dict) -> bool:
+    """Whether a config.json is of a published model in a layout of its own."""
+    return OURS not in config and bool(candidates(config))
+
+
+def find_layout(config: dict, path, hub: dict) -> Found | None:
+    """The layout of a folder with this config.json; None if it is ours."""
+    model_type = config.get("model_type")
+    if OURS in config or (model_type is None and "_class_name" not in config):
+        return None
+    if model_type == "looped":
+        return None
+    may_be = candidates(config)
+    if not may_be:
+        raise LoopedConfigError(f"{path} {unknown(config)}")
+    names = frozenset() if len(may_be) == 1 else frozenset(stored_tensors(path, hub))
+    for layout in may_be:
+        if layout.recognises(config, names):
+            return Found(layout, config, names)
+    raise LoopedConfigError(
+        f"{path} says model_type={model_type!r}, but its tensors are those of none of the models of this kind that "
+        f"can be opened: {', '.join(layout.title for layout in may_be)}"
+    )
+
+
+def unknown(config: dict) -> str:
+    kind = config.get("model_type") or config.get("_class_name")
+    what = "model_type" if config.get("model_type") else "_class_name"
+    opened = ", ".join(f"{layout.title} ({layout.model_type or '_class_name'})" for layout in READABLE)
+    return (
+        f"has {what}={kind!r} in its config.json, which is no looped model that opens here. What opens: folders that "
+        f"were saved by this package (looped), {opened}. A dense model is made to loop by from_dense"
+    )
+
+
+def find_folder_layout(path, hub: dict) -> Found | None:
+    path, hub = model_place(path, hub)
+    config = read_json_config(path, hub)
+    return None if config is None else find_layout(config, path, hub)

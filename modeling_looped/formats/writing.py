@@ -1,0 +1,141 @@
+"""A model in the layout of a release: its config.json, its tensors, its generation config."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from huggingface_hub import save_torch_state_dict
+from transformers.generation import GenerationConfig
+from transformers.utils import logging
+
+from ..configuration_looped import LoopedConfig, LoopedConfigError
+from ..depth_options import DEPTH_FIELDS
+from .folder import TOKENIZER_FILES, find_file
+from .layout import Layout, Rule, said_differently
+from .llama import LLAMA, as_one_stack, unrolled_tensors
+from .registry import LAYOUTS
+
+
+logger = logging.get_logger(__name__)
+SHARD_SIZE = "5GB"
+
+
+def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None):
+    """Write a LoopedForCausalLM in the layout `to` (see LAYOUTS). The folder is new, and appears whole or not at all.
+
+    unroll: of llama, writes the layers of the loop as often as it runs. tokenizer_of: a folder or repository whose
+    tokenizer goes along.
+    """
+    if to not in LAYOUTS:
+        raise ValueError(f"there is no layout {to!r} to write: choose one of {', '.join(LAYOUTS)}")
+    if unroll and to != LLAMA.name:
+        raise ValueError(f"unroll is of llama, which has no loops; {to!r} has")
+    config, tensors = model.config, model.state_dict()
+    if to == LLAMA.name:
+        stack = as_one_stack(config, unroll)
+        words = public_config(LLAMA, stack)
+        config, tensors = stack, unrolled_tensors(config, tensors)
+    else:
+        words = public_config(LAYOUTS[to], config)
+    layout = LAYOUTS[to]
+    stored = public_tensors(layout, config, tensors)
+    generation = getattr(model, "generation_config", None)
+
+    def fill(place: Path):
+        write(place, layout, words, stored, generation)
+        if tokenizer_of is not None:
+            copy_tokenizer(tokenizer_of, place)
+
+    whole_folder(folder, fill)
+
+
+def public_config(layout: Layout, config: LoopedConfig) -> dict:
+    """config.json in this layout, or an error that lists what it cannot say."""
+    words = layout.write_config(config)
+    if foreign := said_differently(layout, config, words, ()):
+        raise LoopedConfigError(
+            f"the layout of {layout.title} cannot say {', '.join(foreign)}: a model with this cannot be written in it"
+        )
+    if layout.architecture:
+        words["architectures"] = [layout.architecture]
+    if config.dtype is not None:
+        words["torch_dtype"] = str(config.dtype).removeprefix("torch.")
+    return words
+
+
+def public_tensors(layout: Layout, config: LoopedConfig, tensors: dict) -> dict:
+    """Our tensors as this layout stores them."""
+    left, stored = dict(tensors), {}
+    head = left.pop("lm_head.weight") if config.tie_word_embeddings else None
+    for rule in layout.all_rules:
+        for name, parts in matches(rule, left):
+            stored[name] = parts[0] if rule.change is None else rule.change.write(parts, config)
+    if left:
+        raise LoopedConfigError(f"the layout of {layout.title} has no place for {', '.join(sorted(left)[:5])}")
+    if head is not None and layout.keeps_tied_head:
+        stored["lm_head.weight"] = head
+    return {**stored, **layout.further_tensors(config, stored)}
+
+
+def matches(rule: Rule, left: dict):
+    """The stored names that a rule gives and our tensors that it takes, out of `left`."""
+    for name in list(left):
+        found = re.match(rule.pattern(rule.ours[0]), name)
+        if found is None:
+            continue
+        number, rest = "".join(found.groups()), name[found.end() :]
+        names = [template.replace("{i}", number) + rest for template in rule.ours]
+        yield rule.stored.replace("{i}", number) + rest, [left.pop(ours) for ours in names]
+
+
+def write(place: Path, layout: Layout, words: dict, stored: dict, generation: GenerationConfig | None):
+    if generation is not None:
+        layout.write_generation(words, generation)
+        plain = GenerationConfig(**{
+            name: value for name, value in generation.to_diff_dict().items() if name not in DEPTH_FIELDS
+        })  # fmt: skip
+        plain.save_pretrained(place)
+    (place / "config.json").write_text(json.dumps(words, indent=2, sort_keys=True) + "\n")
+    stored = apart({name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.items()})
+    if layout.is_pickled:  # one file, as its own code reads it
+        save_torch_state_dict(stored, place, safe_serialization=False, max_shard_size="1TB")
+    else:
+        save_torch_state_dict(stored, place, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
+
+
+def apart(tensors: dict) -> dict:
+    """Every tensor with memory of its own: of those that share it, only one would be saved."""
+    seen, own = set(), {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return own
+
+
+def copy_tokenizer(source, place: Path) -> list[str]:
+    """The files of a tokenizer, as they are; their names."""
+    found = {name: find_file(source, name, {}) for name in TOKENIZER_FILES}
+    for name, file in found.items():
+        if file is not None:
+            shutil.copyfile(file, place / name)
+    return [name for name, file in found.items() if file is not None]
+
+
+def whole_folder(folder, fill):
+    """A new folder that `fill` fills: it gets its name when it is complete."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already: nothing is overwritten, choose another name")
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    place = folder.absolute().parent / f".saving-{folder.name}.{os.getpid()}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    try:
+        fill(place)
+        os.replace(place, folder)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise

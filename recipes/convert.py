@@ -1,0 +1,61 @@
+"""Convert a model between our layout and those of published looped models, tensors bit for bit.
+
+    python -m recipes.convert ByteDance/Ouro-1.4B ouro               a published checkpoint to our layout
+    python -m recipes.convert ouro back --to ouro                    and back
+    python -m recipes.convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
+    python -m recipes.convert runs/small/model llama --to llama --unroll
+
+SOURCE is a folder or a repository on the Hub, in any layout that opens. OUT is a new folder: it appears when it is
+complete, and nothing is overwritten. Tokenizer and generation config go along.
+"""
+
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.formats.folder import stored_tensors
+from modeling_looped.formats.registry import LAYOUTS
+from modeling_looped.formats.writing import copy_tokenizer, save_public, whole_folder
+from modeling_looped.presets import PUBLIC_REPOSITORIES
+from recipes.common.command_line import Parser, run_command
+
+
+def main(arguments: list[str] | None = None):
+    published = "\n".join(f"    {system}: {', '.join(names)}" for system, names in PUBLIC_REPOSITORIES.items())
+    parser = Parser("recipes.convert", f"{__doc__}\nPublished models:\n\n{published}\n")
+    parser.add_argument("source", help="a folder, or a repository on the Hub")
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("--to", choices=list(LAYOUTS), help="the layout to write; by default our own")
+    parser.add_argument("--unroll", action="store_true", help="with --to llama: a layer for every pass of one")
+    parser.add_argument("--tokenizer", help="where the tokenizer is, if not in SOURCE")
+    options = parser.parse_args(arguments)
+    if options.unroll and options.to != "llama":
+        raise ValueError("--unroll is for --to llama: the other layouts loop")
+    convert(options.source, options.out, options.to, options.unroll, options.tokenizer)
+
+
+def convert(source: str, out: Path, to: str | None = None, unroll: bool = False, tokenizer: str | None = None):
+    model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source))
+    tokenizer_of = tokenizer or source
+    if to is not None:
+        save_public(model, out, to, unroll, tokenizer_of)
+    else:
+
+        def fill(place: Path):
+            model.save_pretrained(place)
+            copy_tokenizer(tokenizer_of, place)
+
+        whole_folder(out, fill)
+    print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters, {to or 'our own'} layout")
+
+
+def stored_dtype(source: str) -> torch.dtype:
+    """Of the tensors, whatever config.json says; where there are several, the one that holds them all."""
+    dtypes = {dtype for name, dtype in stored_tensors(source, {}).items() if dtype and name != "freqs_cis"}
+    return reduce(torch.promote_types, sorted(dtypes, key=str)) if dtypes else torch.float32
+
+
+if __name__ == "__main__":
+    run_command(main)

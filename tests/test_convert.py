@@ -1,0 +1,129 @@
+"""`python -m recipes.convert`: between layouts, with tokenizer and generation config, or not at all."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from modeling_looped import LoopedForCausalLM, save_public
+from recipes.convert import main
+
+from . import public_folders as public
+from .helpers import tiny_model, tiny_tokenizer
+from .test_public_formats import CASES, IDS, assert_same_tensors, made, stored, write
+
+
+def run(*arguments):
+    main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", ["ouro", "huginn", "retrofitted", "parcae", "nanbeige"])
+def test_there_and_back(name, tmp_path):
+    config, tensors = made(name)
+    tensors = {key: tensor if key == "freqs_cis" else tensor.bfloat16() for key, tensor in tensors.items()}
+    folder = write(tmp_path / "public", config, tensors)  # whose config.json says float32, or nothing
+    tiny_tokenizer().save_pretrained(folder)
+    GenerationConfig(temperature=0.7, do_sample=True, eos_token_id=2).save_pretrained(folder)
+    run(folder, tmp_path / "ours")
+    run(tmp_path / "ours", tmp_path / "back", "--to", CASES[name][3])
+    assert_same_tensors(stored(tmp_path / "back"), tensors)
+    for out in ("ours", "back"):
+        assert AutoTokenizer.from_pretrained(tmp_path / out).encode("a b") == tiny_tokenizer().encode("a b")
+        assert GenerationConfig.from_pretrained(tmp_path / out).temperature == 0.7
+        assert (tmp_path / out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_from_elsewhere(tmp_path):
+    folder = write(tmp_path / "public", *made("parcae"))
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    run(folder, tmp_path / "ours", "--tokenizer", tmp_path / "tokenizer")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "ours")) == 30
+
+
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 2, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("fields", [{}, SECTIONS, {"residual_scaling": "linear", "residual_scale": 3.0, **SECTIONS}])
+def test_unrolled_into_llama(fields, tmp_path):
+    """transformers' own Llama computes what the loop does."""
+    scaled = "residual_scaling" in fields
+    model = tiny_model(
+        num_loops=3, **({**fields, "num_prelude_layers": 0, "num_coda_layers": 0} if scaled else fields)
+    )
+    model.save_pretrained(tmp_path / "ours")
+    if scaled:  # eps is 3 / 3 = 1 in the loop, but 3 outside of it: refused as long as it says so
+        with pytest.raises(ValueError, match="residual_scaling='linear'"):
+            run(tmp_path / "ours", tmp_path / "llama", "--to", "llama", "--unroll")
+        return
+    run(tmp_path / "ours", tmp_path / "llama", "--to", "llama", "--unroll")
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    assert llama.config.num_hidden_layers == model.config.num_hidden_layers
+    torch.testing.assert_close(llama(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_one_loop_is_a_llama(tmp_path):
+    model = tiny_model(num_loops=1, inter_loop_norm="shared", tie_word_embeddings=True)
+    save_public(model, tmp_path / "llama", "llama")
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    torch.testing.assert_close(llama(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("between", ["none", "shared"])
+def test_pure_loops_are_nanbeige(between, tmp_path):
+    model = tiny_model(num_loops=3, inter_loop_norm=between, num_key_value_heads=2, head_dim=12)
+    save_public(model, tmp_path / "out", "nanbeige")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    logits = public.nanbeige_logits(config, stored(tmp_path / "out"), IDS)
+    torch.testing.assert_close(model(IDS).logits.double(), logits, rtol=0, atol=1e-4)
+    assert torch.equal(LoopedForCausalLM.from_pretrained(tmp_path / "out")(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "to,fields,said",
+    [
+        ("llama", {}, "loops 3 times.*--unroll"),
+        ("llama", {"num_loops": 1, "qk_norm": "free", "logit_softcap": 9.0}, "logit_softcap=9.0, qk_norm='free'"),
+        ("nanbeige", {"injection": "add", "num_coda_layers": 1}, "num_coda_layers=1.*injection='add'"),
+        ("ouro", {}, "exit_gate='none'"),
+        ("huginn", {"preset": "parcae", "hidden_size": 32, "num_attention_heads": 2}, "value_embeddings=True"),
+        ("parcae", {"preset": "ouro"}, "."),
+    ],
+)
+def test_what_a_layout_cannot_say(to, fields, said, tmp_path):
+    model = tiny_model(**fields)
+    with pytest.raises(ValueError, match=said):
+        save_public(model, tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten(tmp_path):
+    folder = write(tmp_path / "public", *made("ouro"))
+    for out in (folder, tmp_path / "mine"):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / "notes").write_text("kept")
+        before = sorted(path.name for path in out.iterdir())
+        with pytest.raises(FileExistsError, match="nothing is overwritten"):
+            run(folder, out)
+        assert sorted(path.name for path in out.iterdir()) == before
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder = write(tmp_path / "public", *made("ouro"))
+
+    def fail(*arguments, **options):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("modeling_looped.formats.writing.shutil.copyfile", fail)
+    tiny_tokenizer().save_pretrained(folder)
+    for options in ([], ["--to", "ouro"]):
+        with pytest.raises(OSError, match="no space left"):
+            run(folder, tmp_path / "out", *options)
+        assert [path.name for path in tmp_path.iterdir()] == ["public"]
+
+
+def test_options_that_mean_nothing(tmp_path):
+    with pytest.raises(ValueError, match="--unroll is for --to llama"):
+        run(tmp_path, tmp_path / "out", "--unroll")
+    with pytest.raises(ValueError, match="choose one of"):
+        save_public(tiny_model(), tmp_path / "out", "gpt")
