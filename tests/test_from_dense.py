@@ -344,6 +344,14 @@ def test_a_folder_in_several_files(folder, tmp_path):
     assert torch.equal(logits(again), logits(model)) and again.generation_config.temperature == 0.6
 
 
+@pytest.mark.parametrize("construction", ["sections", "concat", "add", "gate"])
+def test_one_loop_is_the_dense_model_in_bfloat16(folder, construction):
+    dense = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    model = looped(folder, num_loops=2, **CONSTRUCTIONS[construction])
+    assert model.dtype == dense.dtype == torch.bfloat16
+    assert torch.equal(logits(model, num_loops=1), logits(dense))
+
+
 def test_another_dtype(folder):
     model = LoopedForCausalLM.from_dense(folder, dtype=torch.float32)
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

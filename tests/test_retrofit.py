@@ -120,7 +120,7 @@ def test_the_small_command(training_text, tmp_path, monkeypatch):
     monkeypatch.setattr(small, "load_recipe", lambda path, more: load_recipe(path, [*more, *settings(training_text)]))
     dense = load_recipe(TINY / "dense.yaml")
     assert dense.model["num_core_layers"] == 6
-    small.main(["results.json", "model.vocab_size=512", "training.steps=160"])
+    small.main(["results.json", "model.vocab_size=512", "training.steps=40"])
     result = json.loads((tmp_path / "results.json").read_text())
     before, after = result["looped"]["before"], result["looped"]["after"]
     assert all(after[depth] < before[depth] for depth in before)

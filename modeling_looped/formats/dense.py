@@ -1,6 +1,6 @@
 """Dense models that are made to loop: their layers become prelude, core and coda, and may be thinned out or tied.
 
-At one loop the looped model is the dense one, bit for bit in fp32 where no layer was left out, whatever `injection`:
+At one loop the looped model is the dense one, bit for bit where no layer was left out, whatever `injection`:
 
     none, residual_all, attention_first, attention_all    act from the second loop on, or not at all
     concat      W = [0 | I]: the loop starts from the input, and learns how much to take from the state
@@ -113,8 +113,8 @@ def start_from_dense(
         ones with the first and the last, "average" the mean of those that a loop would run at the same place.
         With a loop_lora_rank, what each loop's layers are beyond that becomes its own, as far as the rank goes.
     num_loops: by default 1, or as many as the core's dense layers are times the looped ones.
-    overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, residual_scaling,
-        another readout_norm) make it another function from the start.
+    overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, injection_norm,
+        residual_scaling, another readout_norm) make it another function from the start.
     """
     family = family_of(dense_config)
     fields: dict[str, Any] = family.fields(dense_config)
