@@ -58,6 +58,12 @@ class DepthOptions:
         stops = self.exit_criterion is not None and self.exit_selection == "stop"
         return stops or self.draft_loops is not None or self.warm_start
 
+    @property
+    def shares_passes(self) -> bool:
+        """Whether rows are decoded loop by loop, from a state of their own, and so beside those of other calls."""
+        runs_all = self.exit_criterion is not None and self.exit_selection == "after"
+        return self.draft_loops is None and self.state_seed is None and not runs_all
+
     def deepest(self, model_config) -> int:
         if self.num_loops is None:
             return model_config.num_loops

@@ -167,10 +167,10 @@ class LoopedGenerationMixin(Generative):
         **model_kwargs,
     ):
         rules, options = (logits_processor, stopping_criteria, generation_config), generation_config.depth_options
-        shared, obstacle = shared_passes_of(self), None
+        shared, obstacle = shared_passes_of(self) if options.shares_passes else None, None
         if shared is not None or options.changes_decoding:
             obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
-        if shared is not None and obstacle is None and options.draft_loops is None:
+        if shared is not None and obstacle is None:
 
             def engine():
                 return RowEngine(self, input_ids, *rules, streamer, model_kwargs)

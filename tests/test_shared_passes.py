@@ -19,6 +19,8 @@ SYSTEMS = {
     "windows": {"window_pattern": "SL", "sliding_window": 4, "num_key_value_heads": 2, "num_core_layers": 2},
     "learned_positions": {"position_embedding": "learned", "injection": "add"},
     "queries_from_state": {"injection": "attention_all", "qk_norm": "free"},
+    "parts_of_loops": {"loop_lora_rank": 2, "loop_norms": True, "loop_embedding": "learned", "rope_pattern": "RN"},
+    "softcap": {"attention_softcap": 5.0},
 }
 WAYS = [
     {},
@@ -28,6 +30,7 @@ WAYS = [
     {"num_loops": 6, "exit_criterion": "kl", "exit_threshold": 0.05, "prompt_loops": 3},
     {"draft_loops": 1},
     {"num_beams": 2},
+    {"exit_criterion": "latent_diff", "exit_threshold": 0.5, "exit_selection": "after"},
 ]
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
 
