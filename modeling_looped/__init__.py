@@ -10,6 +10,7 @@ from .formats import register_public_formats, save_public
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .samplers import SAMPLERS, balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
+from .shared_passes import SharedPasses
 
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "LoopedModel",
     "LoopedPreTrainedModel",
     "SAMPLERS",
+    "SharedPasses",
     "balanced_ranks",
     "curriculum",
     "depths_of_step",

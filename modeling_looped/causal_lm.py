@@ -58,7 +58,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
         self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
         self.post_init()
-        self._keys_to_ignore_on_load_unexpected = None  # the trunk's: here a gate that has no place is an error
+        # of the trunk's own, which has no gate: here a gate that has no place is an error
+        passed_over = set(self._keys_to_ignore_on_load_unexpected or ())
+        self._keys_to_ignore_on_load_unexpected = passed_over - set(LoopedModel.without_head)
 
     @tuples_on_request
     def forward(

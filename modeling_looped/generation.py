@@ -244,6 +244,11 @@ class LoopedGenerationMixin(Generative):
         given = {name: value for name, value in given.items() if value is not None}
         saved = {name for name in beside_defaults(self.generation_config) if name != "num_loops"}
         has_depth = given or (generation_config is not None and beside_defaults(generation_config))
+        if kwargs.get("cache_implementation") == "paged" and has_depth:  # generate calls this method, which calls it
+            fields = listed(given or beside_defaults(generation_config))
+            raise ValueError(
+                f"cache_implementation='paged' does not take {fields}: use generate_batch, or leave it out"
+            )
         kwargs["continuous_batching_config"] = continuous_batching_config
         if has_depth or (saved and continuous_batching_config is None):
             return generate_together(self, inputs, generation_config, given, max_rows, max_tokens, **kwargs)

@@ -196,6 +196,9 @@ class DeeperSite:
     def __getattr__(self, name):
         return getattr(self.site, name)
 
+    def to(self, *args, **kwargs) -> "DeeperSite":  # hooks of accelerate move every argument that can be moved
+        return self
+
     def __call__(self, *args, **kwargs):
         return AttentionSite.forward(self, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]  in its place
 

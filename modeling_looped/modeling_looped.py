@@ -60,6 +60,9 @@ from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 
 
+MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
+
+
 class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     config: LoopedConfig
     config_class = LoopedConfig
@@ -109,7 +112,8 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
 class LoopedModel(LoopedPreTrainedModel):
     """Embedding, prelude, the loop, coda and readout norm."""
 
-    _keys_to_ignore_on_load_unexpected = [r"exit_gate"]  # what opens the trunk of a language model has no gate
+    without_head = [r"exit_gate"]  # what opens the trunk of a language model has no gate
+    _keys_to_ignore_on_load_unexpected = without_head
 
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
@@ -180,7 +184,7 @@ class LoopedModel(LoopedPreTrainedModel):
         prelude, core, coda = self.config.section_layer_types()
         of_loop = [("core", kind) for kind in core]
         slots = [("prelude", kind) for kind in prelude] + [("coda", kind) for kind in coda]
-        slots += of_loop * self.config.num_loops
+        slots += of_loop * min(self.config.num_loops, MOST_LOOPS_WITH_SITES)
         sizes = {section: self.config.block_sizes(section) for section in ("prelude", "core", "coda")}
         return [AttentionSite(self.config, sizes[section], kind, i) for i, (section, kind) in enumerate(slots)]
 

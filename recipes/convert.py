@@ -3,7 +3,7 @@
     python -m recipes.convert ByteDance/Ouro-1.4B ouro               a published checkpoint to our layout
     python -m recipes.convert ouro back --to ouro                    and back
     python -m recipes.convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
-    python -m recipes.convert runs/small/model llama --to llama --unroll
+    python -m recipes.convert runs/small/final llama --to llama --unroll          the Llama of its layers, pass by pass
 
 SOURCE is a folder or a repository on the Hub, in any layout that opens. OUT is a new folder: it appears when it is
 complete, and nothing is overwritten. Tokenizer and generation config go along.
@@ -29,15 +29,24 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--to", choices=list(LAYOUTS), help="the layout to write; by default our own")
     parser.add_argument("--unroll", action="store_true", help="with --to llama: a layer for every pass of one")
+    parser.add_argument("--num-loops", type=int, help="depth to write; by default that of SOURCE")
     parser.add_argument("--tokenizer", help="where the tokenizer is, if not in SOURCE")
     options = parser.parse_args(arguments)
     if options.unroll and options.to != "llama":
         raise ValueError("--unroll is for --to llama: the other layouts loop")
-    convert(options.source, options.out, options.to, options.unroll, options.tokenizer)
+    convert(options.source, options.out, options.to, options.unroll, options.tokenizer, options.num_loops)
 
 
-def convert(source: str, out: Path, to: str | None = None, unroll: bool = False, tokenizer: str | None = None):
-    model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source))
+def convert(
+    source: str,
+    out: Path,
+    to: str | None = None,
+    unroll: bool = False,
+    tokenizer: str | None = None,
+    num_loops: int | None = None,
+):
+    depth = {} if num_loops is None else {"num_loops": num_loops}
+    model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source), **depth)
     tokenizer_of = tokenizer or source
     if to is not None:
         save_public(model, out, to, unroll, tokenizer_of)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from modeling_looped import LoopedForCausalLM, save_public
 from recipes.convert import main
@@ -127,3 +127,13 @@ def test_options_that_mean_nothing(tmp_path):
         run(tmp_path, tmp_path / "out", "--unroll")
     with pytest.raises(ValueError, match="choose one of"):
         save_public(tiny_model(), tmp_path / "out", "gpt")
+
+
+def test_a_dense_model_that_loops_once_is_a_llama_again(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    dense = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, num_key_value_heads=2)).to(torch.bfloat16)
+    save_public(LoopedForCausalLM.from_dense(dense), tmp_path / "back", "llama")
+    back = LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    assert back.dtype == torch.bfloat16 and back.config.num_hidden_layers == 3
+    for name, tensor in dense.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from modeling_looped import LoopedConfig, LoopedForCausalLM
-from tests.helpers import tiny_config
+from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
+from tests.helpers import tiny_config, tiny_model
 
 
 ROOT = Path(__file__).parent.parent
@@ -50,11 +50,23 @@ def test_code_runs(tmp_path, monkeypatch):
     LoopedForCausalLM(config).save_pretrained(tmp_path / "runs/demo/final")
 
     monkeypatch.chdir(tmp_path)
+    make_repositories(tmp_path)
     script = "\n".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
     names = {}
     exec(compile(script, "README.md", "exec"), names)
     assert names["model"].config.model_type == "looped"
     assert torch.isfinite(names["outputs"].loss)
+
+
+def make_repositories(folder: Path):
+    """Small models in folders of the names that stand in the README."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    save_public(tiny_model(preset="ouro", num_core_layers=2), folder / "ByteDance/Ouro-1.4B", "ouro")
+    layers = {"HuggingFaceTB/SmolLM2-135M": 30, "TinyLlama/TinyLlama_v1.1": 22}
+    for name, count in layers.items():
+        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=count)).save_pretrained(folder / name)
+    qwen = Qwen3Config(**sizes, num_hidden_layers=28, num_key_value_heads=2, head_dim=8)
+    Qwen3ForCausalLM(qwen).save_pretrained(folder / "Qwen/Qwen3-0.6B")
 
 
 def test_paths_exist():

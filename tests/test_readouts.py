@@ -181,8 +181,8 @@ def dropped(fields: dict) -> dict:
     block, seen = model.model.core[0], {}
     join = block.join
 
-    def watched(stream, branch, scale, part):
-        after = join(stream, branch, scale, part)
+    def watched(stream, branch, scale, part, *of_loop):
+        after = join(stream, branch, scale, part, *of_loop)
         seen[part] = ((after - stream) == 0).float().mean().item()
         return after
 

@@ -2,20 +2,19 @@
 
 import json
 import math
-import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_looped import LoopedForCausalLM
-from recipes import unroll
 from recipes.common.metrics import read_metrics
+from recipes.convert import convert
 from recipes.pretrain import main
 from recipes.retrofit import small
 from recipes.settings.recipe import RecipeError, load_recipe
 from recipes.settings.run_checks import check_run
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import random_ids
 from tests.helpers_recipes import RECIPES
 
 
@@ -51,7 +50,8 @@ def llama(training_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     more = [*OF_DENSE, "training.steps=12", f"training.output_dir={folder / 'dense'}"]
     final = main([str(TINY / "dense.yaml"), *settings(training_text, *more)])
-    return unroll.main([str(final), str(folder / "llama")])
+    convert(str(final), folder / "llama", "llama", unroll=True)
+    return folder / "llama"
 
 
 def losses(output) -> list[float]:
@@ -184,38 +184,3 @@ def test_the_ramp_of_the_whole_depth():
             mean = max(1, math.ceil((p if shape == "linear" else 1 - math.sqrt(1 - p)) * 32))
             assert curriculum(shape, "total", 100, step, 32, 8) == (mean, min(8, mean))
             assert curriculum(shape, "total", 100, step, 32, None) == (mean, None)
-
-
-# Unrolling
-
-
-@pytest.mark.parametrize("num_loops", [1, 3])
-def test_unrolled_loops_are_layers(num_loops, tmp_path):
-    model = tiny_model(num_prelude_layers=1, num_coda_layers=1, num_key_value_heads=2, tie_word_embeddings=True)
-    llama = unroll.unrolled(model, num_loops)
-    ids = random_ids(2, 9)
-    assert llama.config.num_hidden_layers == 2 + 2 * num_loops
-    assert torch.equal(llama(ids).logits, model(ids, num_loops=num_loops).logits)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"injection": "add", "state_init": "zeros"}, "injection='add', state_init='zeros'"),
-        ({"loop_change_gate": True}, "loop_change_gate=True"),
-        ({"readout_norm": "none"}, "readout_norm='none'"),
-        ({"residual_scaling": "sqrt"}, "residual_scaling='sqrt'"),
-        ({"qk_norm": "free"}, "qk_norm='free'"),
-    ],
-)
-def test_what_no_llama_computes(fields, message):
-    with pytest.raises(ValueError, match=f"no Llama computes what this model does, because of {message}"):
-        unroll.unrolled(tiny_model(**fields), 2)
-
-
-def test_unrolling_overwrites_nothing(llama, tmp_path):
-    shutil.copy(llama / "config.json", tmp_path)
-    with pytest.raises(ValueError, match="is not empty"):
-        unroll.main([str(llama.parent / "dense/final"), str(tmp_path)])
-    with pytest.raises(ValueError, match="NUM_LOOPS must be at least 1, got 0"):
-        unroll.main([str(llama.parent / "dense/final"), str(tmp_path / "new"), "0"])

@@ -72,7 +72,8 @@ def assert_same(results: list, alone: list):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_what_each_gives_alone(system, implementation):
     model = build(system)
-    model.set_attn_implementation(implementation)
+    if system != "softcap":  # which eager attention alone has here
+        model.set_attn_implementation(implementation)
     asked = requests(model, 14)
     alone = [model.generate(**request) for request in asked]
     with SharedPasses(model, max_rows=6) as passes:

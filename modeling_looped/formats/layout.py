@@ -18,6 +18,8 @@ from .changes import Change
 
 
 REQUIRED: Any = object()
+# how all releases compute, which no config.json says: a difference of rounding alone, so others are written too
+OF_RELEASES = {"norm_rounding": "before_weight"}
 # of a config, with what stands for its default: matters to training alone, so a layout need not be able to say it
 OF_TRAINING = frozenset(
     """
@@ -179,7 +181,7 @@ def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names=N
     for field in fields_of(LoopedConfig):
         ours, theirs = getattr(config, field.name), getattr(back, field.name)
         own = field.name in LoopedConfig.__annotations__
-        unsaid = field.name in OF_TRAINING or field.name in layout.said_elsewhere
+        unsaid = field.name in OF_TRAINING or field.name in OF_RELEASES or field.name in layout.said_elsewhere
         if own and not unsaid and ours != theirs:
             foreign.append(f"{field.name}={ours!r}")
     return foreign

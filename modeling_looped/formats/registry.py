@@ -5,7 +5,7 @@ from typing import NamedTuple
 from ..configuration_looped import LoopedConfigError
 from .folder import model_place, read_json_config, stored_tensors
 from .huginn import HUGINN, RETROFITTED, RETROFITTED_OLMO
-from .layout import Layout
+from .layout import OF_RELEASES, Layout
 from .llama import LLAMA
 from .nanbeige import NANBEIGE
 from .ouro import OURO
@@ -29,7 +29,8 @@ class Found(NamedTuple):
     names: frozenset[str]  # of its tensors, where the layout is told by them
 
     def read_config(self) -> dict:
-        return {**self.layout.read_config(self.config, self.names), "architectures": ["LoopedForCausalLM"]}
+        fields = self.layout.read_config(self.config, self.names)
+        return {**OF_RELEASES, **fields, "architectures": ["LoopedForCausalLM"]}
 
 
 def candidates(config: dict) -> list[Layout]:

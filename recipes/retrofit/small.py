@@ -8,10 +8,10 @@ also to results.json. What is already trained in runs/retrofit/ is not trained a
 
 from pathlib import Path
 
-from recipes import unroll
 from recipes.common.command_line import print_help, run_command
 from recipes.common.metrics import read_metrics
 from recipes.common.provenance import write_json
+from recipes.convert import convert
 from recipes.engine.training import Divergence, Pretraining
 from recipes.engine.validation import validate
 from recipes.settings.recipe import Recipe, load_recipe
@@ -42,7 +42,7 @@ def measure(overrides: list[str]) -> dict:
     _, of_dense = trained(dense)
     llama = Path(looped.dense.path)
     if not (llama / "config.json").is_file():
-        unroll.main([f"{dense.training.output_dir}/final", str(llama)])
+        convert(f"{dense.training.output_dir}/final", llama, "llama", unroll=True)
     before, after = trained(looped)
     _, of_control = trained(control)
     tokens = looped.training.steps * looped.training.rows_per_step * looped.data.sequence_length
