@@ -118,7 +118,7 @@ class LoopedCache(DynamicCache):
         """Tokens for which the buffers have room."""
         return self.buffers[0].shape[-2]
 
-    def load(self, cache: Cache, max_length: int):
+    def fill_buffers(self, cache: Cache, max_length: int):
         """Into buffers, what a cache (this one, or another) holds: layer by layer, so that little is held twice.
 
         A static layer holds more than the tokens so far, a sliding one less, its window. max_length: of a generation.

@@ -99,7 +99,7 @@ class ContinuousDecoder:
             self.loops[row] += 1
         self.ends = [row for row in rows if self.loops[row] >= self.engine.limits[row]]
         reads = [] if self.rule is None else [row for row in rows if row not in self.ends]
-        self.due = [row for row in reads if self.rule is not None and self.rule.reads(self.loops[row])]
+        self.due = [row for row in reads if self.rule is not None and self.rule.reads_at(self.loops[row])]
         if self.reads_logits:
             return [row for row in rows if row in self.ends or row in self.due]
         stops = self.stopping(rows, state, [], None)
@@ -121,7 +121,7 @@ class ContinuousDecoder:
         )
         self.memory.put(self.due, memory)
         passed = zip(self.due, self.rule.exits(score).tolist())
-        return [row for row, passes in passed if passes and self.rule.checks(self.loops[row])]
+        return [row for row, passes in passed if passes and self.rule.checks_at(self.loops[row])]
 
     def emit(self, rows: list[int], state: torch.Tensor, read_out: list[int], logits: torch.Tensor | None) -> bool:
         """The tokens of rows that exit, if any; rows that have got theirs begin the next. logits: of `read_out`."""

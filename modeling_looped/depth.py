@@ -145,7 +145,7 @@ def deepest(depths: int | list[int]) -> int:
     return depths if isinstance(depths, int) else max(depths)
 
 
-def check_window(backprop_loops: int | None):
+def check_backprop_loops(backprop_loops: int | None):
     if backprop_loops is None:
         return
     advice = "backprop_loops is the number of last loops that get gradients, an int of at least 1 for all sequences"
@@ -157,7 +157,7 @@ def check_window(backprop_loops: int | None):
 
 def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -> DepthPlan:
     depths = read_depths(num_loops, batch_size)
-    check_window(backprop_loops)
+    check_backprop_loops(backprop_loops)
     longest = deepest(depths)
     first_with_gradient = 0 if backprop_loops is None else longest - backprop_loops
     if isinstance(depths, int):

@@ -135,7 +135,7 @@ class RowEngine:
         self.given_cache = outputs.past_key_values
         is_ours = isinstance(self.given_cache, LoopedCache)
         self.cache = self.given_cache if is_ours else LoopedCache(model.config, num_loops=max(self.limits))
-        self.cache.load(self.given_cache, config.max_length)
+        self.cache.fill_buffers(self.given_cache, config.max_length)
         self.prompt_length = int(self.given_cache.get_seq_length())
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)

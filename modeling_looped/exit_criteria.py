@@ -139,7 +139,7 @@ class ExitRule(NamedTuple):
     def criterion(self) -> Criterion:
         return CRITERIA[self.name]
 
-    def reads(self, loop: int) -> bool:
+    def reads_at(self, loop: int) -> bool:
         """Whether the criterion looks at the state after `loop` loops (counted from 1)."""
         if self.criterion.every_loop or (self.per_sequence and self.criterion.compares):
             return True
@@ -151,7 +151,7 @@ class ExitRule(NamedTuple):
         first = self.min_loops - (warm_up + 1) * self.interval  # reads come after it
         return loop > first and (loop - self.min_loops) % self.interval == 0
 
-    def checks(self, loop: int) -> bool:
+    def checks_at(self, loop: int) -> bool:
         return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:

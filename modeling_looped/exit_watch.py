@@ -30,9 +30,9 @@ class ExitWatch:
     def exits(self, loop: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
         """Who is stopped by the criterion or by the limit after `loop` loops."""
         exits = limits <= loop
-        if self.rule.reads(loop) and not exits.all():
+        if self.rule.reads_at(loop) and not exits.all():
             score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
-            if self.rule.checks(loop):
+            if self.rule.checks_at(loop):
                 exits = exits | self.rule.exits(score)
         return exits
 
@@ -96,11 +96,11 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], logits_
     loops, memory, chosen = limits.expand(states[0].shape[:2]), {}, readouts[-1]
     running = torch.ones_like(loops, dtype=torch.bool)
     for loop, (state, readout) in enumerate(zip(states, readouts), start=1):
-        if not rule.reads(loop):
+        if not rule.reads_at(loop):
             continue
         decode = partial(model.decode, readout, loop - 1, depths)
         score, memory = rule.criterion.after_loop(model, state, decode, memory)
-        if rule.checks(loop):
+        if rule.checks_at(loop):
             passes = rule.exits(score)
             exits = running & (passes[:, None] if rule.per_sequence else passes) & (loop < limits)
             loops = torch.where(exits, loop, loops)

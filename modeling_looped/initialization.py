@@ -13,9 +13,10 @@ from torch import nn
 from transformers import initialization as init
 
 from .injection import DiagonalInjection, LoopChangeGate
-from .layers import LoopDamping, LoopedRMSNorm
+from .layers import LoopDamping
 from .loop_embedding import LearnedLoopEmbedding
 from .loop_parameters import LoopDelta
+from .norms import LoopedRMSNorm
 from .readouts import AlphaReadout, TaperNorm
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from .cpu import project
-from .layers import block_norm, linear
+from .layers import linear
+from .norms import block_norm
 
 
 def where_first(first, if_first, otherwise):

@@ -46,7 +46,6 @@ from .layers import (
     LoopDamping,
     LoopedAttention,
     LoopedBlock,
-    block_norm,
     linear,
     rotary_embeddings,
     rotary_tables,
@@ -56,6 +55,7 @@ from .loading import StrictLoadingMixin
 from .loop_embedding import LOOP_EMBEDDINGS
 from .loop_parameters import select_set
 from .names import check_arguments
+from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from .layers import LoopedRMSNorm, block_norm
+from .norms import LoopedRMSNorm, block_norm
 
 
 def readout_norm(config) -> nn.Module | None:

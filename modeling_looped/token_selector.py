@@ -17,19 +17,21 @@ NAMES = """
     ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
     SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
 """
-PROCESSORS = tuple(getattr(logits_process, name) for name in NAMES.split() if hasattr(logits_process, name))
-CRITERIA = tuple(
+ROWWISE_PROCESSORS = tuple(getattr(logits_process, name) for name in NAMES.split() if hasattr(logits_process, name))
+ROWWISE_CRITERIA = tuple(
     getattr(stopping_criteria, name)
     for name in ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
     if hasattr(stopping_criteria, name)
 )
 # criteria that look at a row's last token alone, and so may be shown rows of any lengths
-CRITERIA_OF_LAST_TOKEN = tuple(each for each in CRITERIA if each.__name__ in ("EosTokenCriteria", "MaxTimeCriteria"))
+LAST_TOKEN_CRITERIA = tuple(
+    each for each in ROWWISE_CRITERIA if each.__name__ in ("EosTokenCriteria", "MaxTimeCriteria")
+)
 
 
 def first_batchwise_part(processors, criteria) -> str | None:
     """The name of the first of them that may look at more than one row, or None."""
-    for part, known in ((processors, PROCESSORS), (criteria, CRITERIA)):
+    for part, known in ((processors, ROWWISE_PROCESSORS), (criteria, ROWWISE_CRITERIA)):
         for each in part:
             if type(each) not in known:
                 return type(each).__name__
@@ -49,9 +51,9 @@ class TokenSelector:
 
     def __init__(self, input_ids, processors, criteria, config, streamer):
         self.processors, self.criteria, self.config, self.streamer = processors, criteria, config, streamer
-        self.of_tokens: list[Callable[..., torch.Tensor]]
-        self.of_tokens = [each for each in criteria if type(each) in CRITERIA_OF_LAST_TOKEN]
-        self.of_sequences = [each for each in criteria if type(each) not in CRITERIA_OF_LAST_TOKEN]
+        self.token_criteria: list[Callable[..., torch.Tensor]]
+        self.token_criteria = [each for each in criteria if type(each) in LAST_TOKEN_CRITERIA]
+        self.sequence_criteria = [each for each in criteria if type(each) not in LAST_TOKEN_CRITERIA]
         self.batchwise_part = first_batchwise_part(processors, criteria)
         self.in_step = self.batchwise_part is not None  # rows get their tokens at the same time
         self.num_rows, self.prompt_length = input_ids.shape
@@ -179,10 +181,10 @@ class TokenSelector:
             scores = None if self.scores is None else tuple(self.scores)
             return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
         stops = [False] * len(rows)
-        for criterion in self.of_tokens:
+        for criterion in self.token_criteria:
             stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]
         for length, members in self.by_length(rows):
-            for criterion in self.of_sequences:
+            for criterion in self.sequence_criteria:
                 if cannot_stop(criterion, length):
                     continue
                 sequences = self.ids[self.index([rows[i] for i in members]), :length]

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, create_causal_mas
 from transformers.utils import is_flash_attn_2_available
 
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.layers import LoopedRMSNorm
+from modeling_looped.norms import LoopedRMSNorm
 from tests.helpers import random_ids, shake, tiny_config, tiny_model
 
 

@@ -82,7 +82,7 @@ class Never(NamedTuple):
     scores: list
 
     def stops(self, readings: Readings) -> bool:
-        if self.rule.checks(len(readings.logits)):
+        if self.rule.checks_at(len(readings.logits)):
             self.scores.append(self.rule.score(readings))
         return False
 

@@ -51,9 +51,9 @@ def exit_loops(rule, readings: list[Reading]) -> list[int]:
     tokens = len(readings[0].gate)
     loops, memory = torch.zeros(tokens, dtype=torch.long), {}
     for loop, reading in enumerate(readings, start=1):
-        if rule.reads(loop):
+        if rule.reads_at(loop):
             score, memory = rule.criterion.score(reading, memory)
-            if rule.checks(loop):
+            if rule.checks_at(loop):
                 loops = torch.where((loops == 0) & rule.exits(score), loop, loops)
     return torch.where(loops == 0, len(readings), loops).tolist()
 
@@ -202,8 +202,8 @@ def test_always_and_never(name):
 )
 def test_loops_that_a_rule_reads(rule, reads, checks):
     """No more than it needs: a reading of logits costs as much as several layers."""
-    assert [loop for loop in range(1, LOOPS + 1) if rule.reads(loop)] == reads
-    assert [loop for loop in range(1, LOOPS + 1) if rule.checks(loop)] == checks
+    assert [loop for loop in range(1, LOOPS + 1) if rule.reads_at(loop)] == reads
+    assert [loop for loop in range(1, LOOPS + 1) if rule.checks_at(loop)] == checks
 
 
 def test_published_thresholds():

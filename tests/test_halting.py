@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from eval.halting import command as halting
 from eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
-from eval.halting.measured_run import at_depth, measure, with_halting, with_token_exits
+from eval.halting.measured_run import at_depth, measure, scored_with_exits, with_token_exits
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from tests.helpers import quick_and_slow, random_ids, run_of, tiny_model, tiny_tokenizer
@@ -104,7 +104,7 @@ def test_a_dynamic_batch_is_each_sequence_alone(system):
     depths_seen = set()
     for name, min_loops in itertools.product(criteria_of(model), (1, 2)):
         rule = ExitRule(name, middle_threshold(name, measured.sequences().scores[name]), min_loops)
-        scored = with_halting(model, rows, rule, LOOPS, batch_size=3)
+        scored = scored_with_exits(model, rows, rule, LOOPS, batch_size=3)
         for row, ids in enumerate(rows):
             scores = naive_scores(model, name, ids[:-1])
             torch.testing.assert_close(measured.scores[name][:, row], torch.stack(scores), atol=1e-8, rtol=1e-6)

@@ -6,7 +6,7 @@ Every measure takes a causal LM and a batch, the keyword arguments of its forwar
 import torch
 
 from eval.common.hooks import depth_of, evaluating, final_loss, rewritten_states, trace
-from recipes.common.measures import mean_norm, radial_fraction, spread, token_rms, update_parts
+from recipes.common.measures import distribution, mean_norm, radial_fraction, token_rms, update_parts
 from recipes.common.token_losses import next_token_losses
 
 
@@ -169,10 +169,12 @@ def token_norms(model, batch: dict, classes: dict | None = None, *, num_loops: i
     depth = depth_of(model, num_loops)
     state = trace(model, batch, depth).states[-1]
     norms = token_rms(state) * state.shape[-1] ** 0.5
-    result = {"num_loops": depth, "tokens": norms.numel(), **spread(norms)}
+    result = {"num_loops": depth, "tokens": norms.numel(), **distribution(norms)}
     if classes is not None:
         of_classes = {name: norms[is_member[batch["input_ids"]]] for name, is_member in classes.items()}
-        result["classes"] = {name: {"tokens": n.numel(), **spread(n)} for name, n in of_classes.items() if n.numel()}
+        result["classes"] = {
+            name: {"tokens": n.numel(), **distribution(n)} for name, n in of_classes.items() if n.numel()
+        }
     return result
 
 

@@ -33,7 +33,7 @@ from recipes.data.sources import training_source
 from recipes.settings.recipe import DataConfig
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
-from .measured_run import at_depth, measure, reads, with_halting, with_token_exits
+from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
 from .plots import draw
 
 
@@ -195,7 +195,7 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     rules = rules_of(calibration, names, args.budget, args, model.config)
     runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
     for rule in set(rules.values()):  # budgets may share a threshold
-        runs[rule] = partial(with_halting, model, rule=rule, num_loops=args.num_loops, batch_size=size)
+        runs[rule] = partial(scored_with_exits, model, rule=rule, num_loops=args.num_loops, batch_size=size)
     warm_ups = [partial(run, rows[:size]) for run in runs.values()]
     seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
@@ -207,7 +207,7 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
     for (_, budget), rule in rules.items():
-        reads_at = partial(reads, rule)
+        reads_at = partial(sequence_reads_at, rule)
         row = result_row(budget, rule, calibration, scored[rule], at_full_depth, reads_at, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
@@ -219,7 +219,7 @@ def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str],
     found = []
     for (_, budget), rule in rules_of(calibration, names, args.budget[:1], args, model.config).items():
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(budget, rule, calibration, scored, fixed, rule.reads, model.config, args))
+        found.append(result_row(budget, rule, calibration, scored, fixed, rule.reads_at, model.config, args))
     return found
 
 

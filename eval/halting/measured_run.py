@@ -72,12 +72,12 @@ def with_token_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, 
     return Scored(torch.cat(losses), torch.cat(loops))
 
 
-def with_halting(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, batch_size: int) -> Scored:
+def scored_with_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, batch_size: int) -> Scored:
     """Each sequence stops looping, and leaves its batch, when the mean score of its tokens passes the threshold."""
     losses, loops = with_token_exits(model, rows, rule._replace(per_sequence=True), num_loops, batch_size)
     return Scored(losses, loops[:, 0])
 
 
-def reads(rule: ExitRule, loop: int) -> bool:
+def sequence_reads_at(rule: ExitRule, loop: int) -> bool:
     """Whether the score of a sequence is taken after `loop` loops (counted from 1)."""
-    return rule._replace(per_sequence=True).reads(loop)
+    return rule._replace(per_sequence=True).reads_at(loop)

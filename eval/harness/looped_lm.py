@@ -350,7 +350,7 @@ class LoopedLM(HFLM):
                 F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]
             )
             misses.append(logits.argmax(-1) != tokens.targets)
-            if self.rule is not None and self.rule.reads(loop):
+            if self.rule is not None and self.rule.reads_at(loop):
                 seen = outputs.loop_hidden_states
                 watch.read(loop, self.model, seen and seen[loop - 1][tokens.rows, tokens.places], logits)
         taken = torch.stack([watch.loops.clamp(max=depth) for depth in self.depths])  # [depths, tokens]
@@ -400,7 +400,7 @@ class ExitCount:
 
     def read(self, loop: int, model, state: torch.Tensor | None, logits: torch.Tensor):
         score, self.memory = self.rule.criterion.after_loop(model, state, lambda: logits, self.memory)
-        if self.rule.checks(loop):
+        if self.rule.checks_at(loop):
             exits = self.running & self.rule.exits(score)
             self.loops[exits] = loop
             self.running &= ~exits

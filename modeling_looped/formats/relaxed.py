@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..layers import LoopRMSNorm
 from ..loop_parameters import LoopDelta
+from ..norms import LoopRMSNorm
 
 
 LoopWeights = Mapping[str, torch.Tensor]  # by name inside the core: 0.self_attn.q_proj.weight

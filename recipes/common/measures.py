@@ -46,7 +46,7 @@ def state_change(loop_hidden_states) -> float | None:
     return token_rms(loop_hidden_states[-1] - loop_hidden_states[-2]).mean().item()
 
 
-def spread(values: torch.Tensor) -> dict[str, float]:
+def distribution(values: torch.Tensor) -> dict[str, float]:
     """Mean, median, p99, maximum and standard deviation of one number per token (readout blind spot, table 10)."""
     values = wide(values).flatten()
     return {

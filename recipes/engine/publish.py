@@ -100,19 +100,21 @@ def without_place(name: str | None) -> str | None:
 
 def create_repository(name: str):
     """Before training, so that a name or login that does not work is found then."""
-    with hub(f"can not push to {name!r}", "run `hf auth login`, or leave training.push_to_hub out"):
+    with errors_of_the_hub(f"can not push to {name!r}", "run `hf auth login`, or leave training.push_to_hub out"):
         HfApi().create_repo(name, exist_ok=True)
 
 
 def push(folder: str | Path, name: str) -> str:
     """Upload an exported folder; its address."""
     check_folder(folder)
-    with hub(f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"):
+    with errors_of_the_hub(
+        f"could not push {folder} to {name!r}", f"the model is whole there; try `hf upload {name} {folder}`"
+    ):
         return str(HfApi().upload_folder(repo_id=name, folder_path=str(folder)))
 
 
 @contextmanager
-def hub(what: str, advice: str):
+def errors_of_the_hub(what: str, advice: str):
     try:
         yield
     except (OSError, ValueError, RuntimeError, HfHubHTTPError) as error:
