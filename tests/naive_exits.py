@@ -95,11 +95,11 @@ class NaiveRule(NamedTuple):
         ][::-1]
         return SCORES[self.name](readings, before)
 
-    def checks(self, loops: int) -> bool:
+    def checks_at(self, loops: int) -> bool:
         return loops in range(self.min_loops, loops + 1, self.interval)
 
     def stops(self, readings: Readings) -> bool:
-        if not self.checks(len(readings.logits)):
+        if not self.checks_at(len(readings.logits)):
             return False
         score = self.score(readings)
         return score >= self.threshold if self.name in EXITS_ABOVE else score <= self.threshold
