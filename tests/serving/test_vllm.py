@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -160,8 +159,8 @@ def test_its_server_and_the_client_of_openai(saved):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = "--model-impl transformers --trust-remote-code --dtype float32 --enforce-eager --max-model-len 200"
-    command = ["vllm", "serve", folder, *options.split(), "--host", "127.0.0.1", "--port", str(port)]
-    command[0] = str(Path(sys.executable).parent / "vllm")
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]  # what `vllm serve` runs
+    command = [*server, *options.split(), "--host", "127.0.0.1", "--port", str(port)]
     with subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as server:
         try:
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
