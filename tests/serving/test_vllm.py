@@ -21,6 +21,7 @@ from tests.helpers import tiny_tokenizer
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: see `make test-serving`")
 openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.timeout(900)  # an engine takes its time to start
 
 SIZES = {
     "hidden_size": 128,
