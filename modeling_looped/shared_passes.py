@@ -95,15 +95,18 @@ class SharedPasses:
             self.run(decoders)
 
     def run(self, decoders: list[ContinuousDecoder]):
-        loops = [list(decoder.loops) for decoder in decoders]
+        before = [decoder.progress() for decoder in decoders]
         try:
             self._context.run(tick, decoders)
-        except Exception as error:
+        except BaseException as error:
+            for decoder, progress in zip(decoders, before):
+                decoder.go_back(progress)
+            if not isinstance(error, Exception):  # an interrupt ends the call whose thread it came to
+                raise
             if len(decoders) == 1:
                 decoders[0].error = error
                 return
-            for decoder, before in zip(decoders, loops):  # whose it is shows when each runs by itself
-                decoder.loops = before
+            for decoder in decoders:  # whose it is shows when each runs by itself
                 self.run([decoder])
 
     def check_size(self, rows: int, tokens: int):

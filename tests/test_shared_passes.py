@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from modeling_looped import continuous
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import random_ids, tiny_model
 
@@ -233,3 +234,59 @@ def test_many_requests_leave_nothing_behind():
     gc.collect()
     assert len(caches) == 300 and not any(cache() for cache in caches)
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("stage", ["run_loop", "read_logits"])
+def test_a_pass_that_fails_for_all(stage, monkeypatch):
+    """As where memory is short: each then runs by itself, from where the tick began."""
+    model, compute = build("sections"), getattr(continuous, stage)
+    asked = requests(model, 10, ways=[*WAYS[:5], {"exit_criterion": "entropy_diff", "exit_threshold": 0.01}])
+    alone, failed = [model.generate(**request) for request in asked], []
+
+    def fails_together(parts, *args):
+        if len(parts) > 1 and len(failed) % 3 < 2:
+            failed.append(None)
+            raise RuntimeError("out of memory")
+        failed.append(None)
+        return compute(parts, *args)
+
+    monkeypatch.setattr(continuous, stage, fails_together)
+    with SharedPasses(model) as passes:
+        assert_same(together(passes, asked), alone)
+
+
+@pytest.mark.parametrize("stage", ["run_loop", "read_logits", "streamer"])
+def test_an_interrupt_ends_one(stage, monkeypatch):
+    """It comes to the thread that runs the tick of all, at any place of it."""
+    model, compute = build("plain"), getattr(continuous, stage, None)
+    asked = [request for request in requests(model, 12, ways=WAYS[:4]) if request["max_new_tokens"] > 4]
+    alone, calls = [model.generate(**request) for request in asked], []
+
+    def interrupted(*args):
+        calls.append(None)
+        if len(calls) == (4 if stage == "streamer" else 12):
+            raise KeyboardInterrupt
+        return None if compute is None else compute(*args)
+
+    class Interrupted(FailingStreamer):
+        def put(self, value):
+            interrupted()
+
+    if stage == "streamer":
+        asked[0]["streamer"] = Interrupted(0)
+    else:
+        monkeypatch.setattr(continuous, stage, interrupted)
+
+    def run(request: dict):
+        try:
+            return passes.generate(**request)
+        except BaseException as error:
+            return error
+
+    with SharedPasses(model) as passes, ThreadPoolExecutor(len(asked)) as pool:
+        results = list(pool.map(run, asked))
+    failed = [i for i, result in enumerate(results) if isinstance(result, KeyboardInterrupt)]
+    assert len(failed) in ((1, 2) if stage == "streamer" else (1,))
+    others = [i for i in range(len(asked)) if i not in failed]
+    assert_same([results[i] for i in others], [alone[i] for i in others])
+    assert not passes.decoders and passes._rows == passes._tokens == 0
