@@ -216,6 +216,35 @@ def test_calls_outside_are_as_before():
         assert passes.ticks > 0
 
 
+def test_calls_in_inference_mode_beside_others():
+    model = build("plain")
+    asked = requests(model, 8, ways=WAYS[:4])
+    alone = [model.generate(**request) for request in asked]
+
+    def run(i: int):
+        with torch.inference_mode(i % 2 == 1):
+            return passes.generate(**asked[i])
+
+    with SharedPasses(model) as passes, ThreadPoolExecutor(8) as pool:
+        assert_same(list(pool.map(run, range(8))), alone)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_call_within_a_call(by_name):
+    """A processor that asks the model itself, at the prompt's end and later."""
+    model, ids = build("plain"), random_ids(1, 4)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, **GREEDY}
+    alone, within = model.generate(ids, **settings), []
+
+    def asks(_, scores):
+        within.append((passes if by_name else model).generate(ids, **settings))
+        return scores
+
+    with SharedPasses(model) as passes, ThreadPoolExecutor(1) as pool:
+        result = pool.submit(passes.generate, ids, logits_processor=[asks], **settings).result(timeout=60)
+    assert_same([result, *within], [alone] * 4)
+
+
 @pytest.mark.slow
 def test_many_requests_leave_nothing_behind():
     model, caches = build("plain"), []
