@@ -86,7 +86,12 @@ class ModelOfRequest:
         elif kwargs["generation_config"].num_beams in (None, 1):  # beams take no streamer
             streamer = self.until_cancelled
         settings = {**kwargs, **self.fields, "return_dict_in_generate": True}
-        result = self.passes.generate(streamer=streamer, **settings)
+        try:
+            result = self.passes.generate(streamer=streamer, **settings)
+        except (ValueError, TypeError, RuntimeError) as error:
+            if streamer is None or streamer is self.until_cancelled:
+                raise
+            raise RuntimeError(json.dumps(str(error))[1:-1]) from error  # streams put it between quotes
         self.loops[:] = result.token_loops[0].tolist()
         return result.sequences
 

@@ -153,6 +153,18 @@ def test_a_client_that_hangs_up_without_a_stream(served):
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2
 
 
+def test_a_stream_that_fails_says_why(served, monkeypatch):
+    _, _, client, passes, _ = served
+
+    def fails(*args, **kwargs):
+        raise RuntimeError('no "room"\nleft')
+
+    monkeypatch.setattr(passes, "generate", fails)
+    with pytest.raises(openai.APIError) as error:
+        list(complete(client, "a b", 3, {}, stream=True))
+    assert error.value.body == 'no "room"\nleft'
+
+
 def test_a_temperature_samples(served):
     _, _, client, _, _ = served
     greedy = {complete(client, "a b", 8, {}, temperature=0).choices[0].text for _ in range(3)}
