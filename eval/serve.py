@@ -279,7 +279,10 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if not 0 <= args.port < 2**16:  # higher ones would be taken for others
+        parser.error(f"--port {args.port} is no port: choose one below {2**16}")
+    return args
 
 
 def main(arguments: list[str] | None = None):

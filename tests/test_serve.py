@@ -165,6 +165,11 @@ def test_a_stream_that_fails_says_why(served, monkeypatch):
     assert error.value.body == 'no "room"\nleft'
 
 
+def test_what_is_no_port():
+    with pytest.raises(SystemExit):
+        serve.parse(["folder", "--port", "99999"])
+
+
 def test_a_temperature_samples(served):
     _, _, client, _, _ = served
     greedy = {complete(client, "a b", 8, {}, temperature=0).choices[0].text for _ in range(3)}
