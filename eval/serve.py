@@ -12,6 +12,7 @@ model; those for which there is no room wait.
 
 import asyncio
 import json
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from transformers.generation import BaseStreamer
 from transformers.utils.import_utils import is_serve_available
 
 
@@ -28,7 +30,7 @@ if not is_serve_available():
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -50,11 +52,30 @@ _fields: ContextVar[dict[str, Any]] = ContextVar("fields")
 _loops: ContextVar[list[int]] = ContextVar("loops")
 
 
+class Cancelled(Exception):
+    """Nobody waits for this answer any more."""
+
+
+class UntilCancelled(BaseStreamer):
+    """Ends a generation whose client has gone away."""
+
+    def __init__(self):
+        self.is_cancelled = threading.Event()
+
+    def put(self, value):
+        if self.is_cancelled.is_set():
+            raise Cancelled
+
+    def end(self):
+        pass
+
+
 class ModelOfRequest:
     """The model, whose `generate` shares its passes with other requests and runs as deep as this one asks."""
 
     def __init__(self, passes: SharedPasses):
         self.passes, self.fields, self.loops = passes, _fields.get(), _loops.get()
+        self.until_cancelled = UntilCancelled()
 
     def __getattr__(self, name):
         return getattr(self.passes.model, name)
@@ -62,8 +83,15 @@ class ModelOfRequest:
     def generate(self, streamer=None, **kwargs):
         if streamer is not None:  # before the end of the stream is announced
             streamer.put_loops = lambda loops: self.loops.extend(loops.tolist())
+        elif kwargs["generation_config"].num_beams in (None, 1):  # beams take no streamer
+            streamer = self.until_cancelled
         settings = {**kwargs, **self.fields, "return_dict_in_generate": True}
-        result = self.passes.generate(streamer=streamer, **settings)
+        try:
+            result = self.passes.generate(streamer=streamer, **settings)
+        except (ValueError, TypeError, RuntimeError) as error:
+            if streamer is None or streamer is self.until_cancelled:
+                raise
+            raise RuntimeError(json.dumps(str(error))[1:-1]) from error  # streams put it between quotes
         self.loops[:] = result.token_loops[0].tolist()
         return result.sequences
 
@@ -83,6 +111,9 @@ class SharedGenerateManager(GenerateManager):
         model = ModelOfRequest(self.passes)
         try:
             return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        except asyncio.CancelledError:
+            model.until_cancelled.is_cancelled.set()
+            raise
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
 
@@ -137,9 +168,12 @@ class TakesDepth:
         _loops.set([])
         return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
 
-    def _build_generation_config(self, *args, **kwargs):
+    def _build_generation_config(self, body: dict, *args, **kwargs):
         try:
-            return super()._build_generation_config(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
+            config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
+            if body.get("temperature") is not None:  # without sampling it would change nothing
+                config.do_sample = float(body["temperature"]) != 0
+            return config
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
 
@@ -159,11 +193,42 @@ class Chat(TakesDepth, ChatCompletionHandler):
     async def handle_request(self, body: dict, request_id: str):
         if not self.model_manager.tokenizer.chat_template:
             raise bad_request(ValueError("this model's tokenizer has no chat template: use /v1/completions"))
+        if not is_conversation(turns := body.get("messages")):
+            reason = "one turn or more, each with a role and a content that is text or a list of parts"
+            raise bad_request(ValueError(f"messages={turns!r} is no conversation: pass {reason}"))
         return await super().handle_request(body, request_id)
+
+
+def is_conversation(turns: Any) -> bool:
+    return (
+        isinstance(turns, list)
+        and bool(turns)
+        and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
+        and all(isinstance(turn.get("content"), (str, list, type(None))) for turn in turns)
+    )
 
 
 class Completions(TakesDepth, CompletionHandler):
     pass
+
+
+async def hangs_up(request: Request):
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def answer(handler, request: Request, body: dict):
+    """Of a handler, unless the client goes away before it is made."""
+    work = handler.handle_request(body, request.headers.get(REQUEST_ID) or str(uuid4()))
+    if body.get("stream"):  # looks after that itself
+        return await work
+    work, gone = asyncio.ensure_future(work), asyncio.ensure_future(hangs_up(request))
+    await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    if work.done():
+        return work.result()
+    work.cancel()
+    return Response(status_code=499)
 
 
 def build_app(name: str, model, tokenizer, passes: SharedPasses) -> FastAPI:
@@ -176,16 +241,13 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses) -> FastAPI:
         told = {"message": error.detail, "type": "invalid_request_error", "code": error.status_code}
         return JSONResponse({"error": told}, status_code=error.status_code)
 
-    def id_of(request: Request) -> str:
-        return request.headers.get(REQUEST_ID) or str(uuid4())
-
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: dict):
-        return await chat.handle_request(body, id_of(request))
+        return await answer(chat, request, body)
 
     @app.post("/v1/completions")
     async def text_completions(request: Request, body: dict):
-        return await completions.handle_request(body, id_of(request))
+        return await answer(completions, request, body)
 
     @app.get("/v1/models")
     def models():
@@ -217,7 +279,10 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if not 0 <= args.port < 2**16:  # higher ones would be taken for others
+        parser.error(f"--port {args.port} is no port: choose one below {2**16}")
+    return args
 
 
 def main(arguments: list[str] | None = None):

@@ -62,7 +62,7 @@ class ContinuousDecoder:
         self.held = RowTensors(engine.num_rows)  # of that token: state, ids, embedded, rotary
         self.memory = RowTensors(engine.num_rows, INITIAL)  # of the criterion
         self.starting = self.selector.running()  # rows whose next token begins with the next tick
-        self.error: Exception | None = None  # of a streamer, a processor or a criterion: of this batch alone
+        self.error: BaseException | None = None  # of a streamer, a processor or a criterion: of this batch alone
         if engine.warm_state is not None:
             self.held["state"] = engine.warm_state
 
@@ -74,6 +74,23 @@ class ContinuousDecoder:
         if self.error is not None:
             raise self.error
         return self.engine.output()
+
+    def progress(self) -> tuple:
+        """What a tick changes until it emits tokens."""
+        return self.emitted(), list(self.loops), self.starting, dict(self.held), dict(self.memory)
+
+    def emitted(self) -> tuple:
+        return list(self.selector.lengths), list(self.selector.waiting)
+
+    def go_back(self, progress: tuple):
+        """To where a tick began that failed before it emitted tokens of these rows."""
+        emitted, loops, starting, *tensors = progress
+        if emitted != self.emitted():
+            return
+        self.loops, self.starting = loops, starting
+        for mine, before in zip((self.held, self.memory), tensors):
+            mine.clear()
+            mine.update(before)
 
     def new_tokens(self) -> Tokens:
         for row in self.starting:
@@ -150,9 +167,9 @@ def tick(decoders: list[ContinuousDecoder]):
     parts = [decoder.tokens(decoder.selector.running()) for decoder in decoders]
     state = joined_rows([decoder.held.take(part.rows)["state"] for decoder, part in zip(decoders, parts)])
     state = run_loop(parts, [decoder.loops[row] for decoder, part in zip(decoders, parts) for row in part.rows], state)
-    emit_exiting_rows(decoders, parts, split(state, parts))
     for decoder, part, of in zip(decoders, parts, split(decoders[0].engine.trunk.to_next_loop(state), parts)):
         decoder.held.put(part.rows, {"state": of})
+    emit_exiting_rows(decoders, parts, split(state, parts))  # at last: a tick that fails before can be run again
 
 
 def emit_exiting_rows(decoders: list[ContinuousDecoder], parts: list[Tokens], states) -> bool:
@@ -171,8 +188,10 @@ def emit_exiting_rows(decoders: list[ContinuousDecoder], parts: list[Tokens], st
     for decoder, part, of, rows, of_part in zip(decoders, parts, states, read_out, logits):
         try:
             emitted = decoder.emit(part.rows, of, rows, of_part) or emitted
-        except Exception as error:  # the others go on
+        except BaseException as error:  # the others go on
             decoder.error = error
+            if not isinstance(error, Exception):
+                raise
     return emitted
 
 

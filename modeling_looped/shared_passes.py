@@ -40,6 +40,7 @@ class SharedPasses:
         self.decoders: list[ContinuousDecoder] = []
         self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean
         self._entrance, self._turn = threading.Lock(), threading.Lock()
+        self._turn_of: int | None = None  # thread
         self._room, self._waiting = threading.Condition(), deque()
         self._rows = self._tokens = 0  # taken
         self._context = copy_context()  # of ticks: they multiply with the same weights again and again
@@ -55,7 +56,8 @@ class SharedPasses:
     def generate(self, *args, **kwargs):
         outer = _current.set(self)
         try:
-            return self.model.generate(*args, **kwargs)
+            with torch.inference_mode(False):  # calls in it and others could not write the same tensors
+                return self.model.generate(*args, **kwargs)
         finally:
             _current.reset(outer)
 
@@ -65,8 +67,10 @@ class SharedPasses:
         with self._entrance:
             self._turn.acquire()
         try:
+            self._turn_of = threading.get_ident()
             yield
         finally:
+            self._turn_of = None
             self._turn.release()
 
     def decode(self, make_engine, num_rows: int, max_length: int):
@@ -95,15 +99,18 @@ class SharedPasses:
             self.run(decoders)
 
     def run(self, decoders: list[ContinuousDecoder]):
-        loops = [list(decoder.loops) for decoder in decoders]
+        before = [decoder.progress() for decoder in decoders]
         try:
             self._context.run(tick, decoders)
-        except Exception as error:
+        except BaseException as error:
+            for decoder, progress in zip(decoders, before):
+                decoder.go_back(progress)
+            if not isinstance(error, Exception):  # an interrupt ends the call whose thread it came to
+                raise
             if len(decoders) == 1:
                 decoders[0].error = error
                 return
-            for decoder, before in zip(decoders, loops):  # whose it is shows when each runs by itself
-                decoder.loops = before
+            for decoder in decoders:  # whose it is shows when each runs by itself
                 self.run([decoder])
 
     def check_size(self, rows: int, tokens: int):
@@ -144,9 +151,12 @@ class SharedPasses:
 
 
 def shared_passes_of(model) -> SharedPasses | None:
-    """Those that this call of `generate` is made in."""
+    """Those that this call of `generate` is made in. A call that a processor or streamer makes runs by itself: its
+    thread has the turn, and would wait for it."""
     current = _current.get()
-    return current if current is not None and current.model is model else None
+    if current is None or current.model is not model or current._turn_of == threading.get_ident():
+        return None
+    return current
 
 
 def generate_together(model, inputs, generation_config, fields: dict, max_rows: int, max_tokens, **kwargs) -> dict:

@@ -141,6 +141,52 @@ def test_a_client_that_hangs_up(served):
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2
 
 
+def test_a_client_that_hangs_up_without_a_stream(served):
+    """Its row is free again: this answer would take hours."""
+    _, _, client, passes, _ = served
+    with pytest.raises(openai.APITimeoutError):
+        complete(client, "a b", 70, {"num_loops": 1000}, timeout=2.0)
+    begun = time.monotonic()
+    while passes._tokens and time.monotonic() - begun < 20:
+        time.sleep(0.05)
+    assert not passes.decoders and passes._tokens == 0
+    assert complete(client, "a", 2, {}).usage.completion_tokens == 2
+
+
+def test_a_stream_that_fails_says_why(served, monkeypatch):
+    _, _, client, passes, _ = served
+
+    def fails(*args, **kwargs):
+        raise RuntimeError('no "room"\nleft')
+
+    monkeypatch.setattr(passes, "generate", fails)
+    with pytest.raises(openai.APIError) as error:
+        list(complete(client, "a b", 3, {}, stream=True))
+    assert error.value.body == 'no "room"\nleft'
+
+
+def test_what_is_no_port():
+    with pytest.raises(SystemExit):
+        serve.parse(["folder", "--port", "99999"])
+
+
+def test_a_temperature_samples(served):
+    _, _, client, _, _ = served
+    greedy = {complete(client, "a b", 8, {}, temperature=0).choices[0].text for _ in range(3)}
+    assert len(greedy) == 1
+    assert len({complete(client, "a b", 8, {}, temperature=5).choices[0].text for _ in range(3)}) > 1
+    with pytest.raises(openai.UnprocessableEntityError, match="temperature"):
+        complete(client, "a b", 8, {}, temperature=-1)
+
+
+@pytest.mark.parametrize(
+    "messages", [[], None, "hi", [5], [{"content": "a"}], [{"role": "user", "content": 5}]], ids=str
+)
+def test_what_is_no_conversation(served, messages):
+    with pytest.raises(openai.UnprocessableEntityError, match="is no conversation"):
+        served[2].chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+
+
 @pytest.mark.slow
 def test_a_thousand_requests(served):
     _, _, client, passes, _ = served

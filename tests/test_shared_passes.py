@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from modeling_looped import continuous
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import random_ids, tiny_model
 
@@ -215,6 +216,35 @@ def test_calls_outside_are_as_before():
         assert passes.ticks > 0
 
 
+def test_calls_in_inference_mode_beside_others():
+    model = build("plain")
+    asked = requests(model, 8, ways=WAYS[:4])
+    alone = [model.generate(**request) for request in asked]
+
+    def run(i: int):
+        with torch.inference_mode(i % 2 == 1):
+            return passes.generate(**asked[i])
+
+    with SharedPasses(model) as passes, ThreadPoolExecutor(8) as pool:
+        assert_same(list(pool.map(run, range(8))), alone)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_call_within_a_call(by_name):
+    """A processor that asks the model itself, at the prompt's end and later."""
+    model, ids = build("plain"), random_ids(1, 4)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, **GREEDY}
+    alone, within = model.generate(ids, **settings), []
+
+    def asks(_, scores):
+        within.append((passes if by_name else model).generate(ids, **settings))
+        return scores
+
+    with SharedPasses(model) as passes, ThreadPoolExecutor(1) as pool:
+        result = pool.submit(passes.generate, ids, logits_processor=[asks], **settings).result(timeout=60)
+    assert_same([result, *within], [alone] * 4)
+
+
 @pytest.mark.slow
 def test_many_requests_leave_nothing_behind():
     model, caches = build("plain"), []
@@ -233,3 +263,59 @@ def test_many_requests_leave_nothing_behind():
     gc.collect()
     assert len(caches) == 300 and not any(cache() for cache in caches)
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("stage", ["run_loop", "read_logits"])
+def test_a_pass_that_fails_for_all(stage, monkeypatch):
+    """As where memory is short: each then runs by itself, from where the tick began."""
+    model, compute = build("sections"), getattr(continuous, stage)
+    asked = requests(model, 10, ways=[*WAYS[:5], {"exit_criterion": "entropy_diff", "exit_threshold": 0.01}])
+    alone, failed = [model.generate(**request) for request in asked], []
+
+    def fails_together(parts, *args):
+        if len(parts) > 1 and len(failed) % 3 < 2:
+            failed.append(None)
+            raise RuntimeError("out of memory")
+        failed.append(None)
+        return compute(parts, *args)
+
+    monkeypatch.setattr(continuous, stage, fails_together)
+    with SharedPasses(model) as passes:
+        assert_same(together(passes, asked), alone)
+
+
+@pytest.mark.parametrize("stage", ["run_loop", "read_logits", "streamer"])
+def test_an_interrupt_ends_one(stage, monkeypatch):
+    """It comes to the thread that runs the tick of all, at any place of it."""
+    model, compute = build("plain"), getattr(continuous, stage, None)
+    asked = [request for request in requests(model, 12, ways=WAYS[:4]) if request["max_new_tokens"] > 4]
+    alone, calls = [model.generate(**request) for request in asked], []
+
+    def interrupted(*args):
+        calls.append(None)
+        if len(calls) == (4 if stage == "streamer" else 12):
+            raise KeyboardInterrupt
+        return None if compute is None else compute(*args)
+
+    class Interrupted(FailingStreamer):
+        def put(self, value):
+            interrupted()
+
+    if stage == "streamer":
+        asked[0]["streamer"] = Interrupted(0)
+    else:
+        monkeypatch.setattr(continuous, stage, interrupted)
+
+    def run(request: dict):
+        try:
+            return passes.generate(**request)
+        except BaseException as error:
+            return error
+
+    with SharedPasses(model) as passes, ThreadPoolExecutor(len(asked)) as pool:
+        results = list(pool.map(run, asked))
+    failed = [i for i, result in enumerate(results) if isinstance(result, KeyboardInterrupt)]
+    assert len(failed) in ((1, 2) if stage == "streamer" else (1,))
+    others = [i for i in range(len(asked)) if i not in failed]
+    assert_same([results[i] for i in others], [alone[i] for i in others])
+    assert not passes.decoders and passes._rows == passes._tokens == 0
