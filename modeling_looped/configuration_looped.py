@@ -40,7 +40,7 @@ OF_TOOLS = frozenset(
     transformers_weights is_decoder add_cross_attention tie_encoder_decoder torchscript pruned_heads use_bfloat16
     finetuning_task task_specific_params tokenizer_class prefix cls_token_id sep_token_id mask_token_id unk_token_id
     return_unused_kwargs decoder_start_token_id pretraining_tp unsloth_version unsloth_fixed trust_remote_code
-    mlp_layer_types
+    mlp_layer_types tf_legacy_loss
     """.split()
 )
 

@@ -1,6 +1,7 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any
 
 from safetensors import SafetensorError
@@ -80,10 +81,15 @@ class StrictLoadingMixin:
             raise UnknownNameError(
                 f"{error}: from_pretrained takes the arguments of transformers and the fields of LoopedConfig"
             ) from error
-        except SafetensorError as error:
+        except (SafetensorError, EOFError) as error:
             raise ValueError(
-                f"a weight file of the checkpoint {pretrained_model_name_or_path} is truncated or damaged ({error}); "
-                "fetch or save it again"
+                f"a weight file of the checkpoint {pretrained_model_name_or_path} is truncated or damaged "
+                f"({error or type(error).__name__}); fetch or save it again"
+            ) from error
+        except UnpicklingError as error:
+            raise ValueError(
+                f"weights of the checkpoint {pretrained_model_name_or_path} are a pickle of more than tensors, which "
+                "is not read, or no pickle at all"
             ) from error
         if public is not None:
             public.finish(model, cls, info, refuses)

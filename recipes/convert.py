@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.formats.folder import stored_tensors
+from modeling_looped.formats.folder import TOKENIZER_FILES, find_file, stored_tensors
 from modeling_looped.formats.registry import LAYOUTS
-from modeling_looped.formats.writing import copy_tokenizer, save_public, whole_folder
+from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
 from modeling_looped.presets import PUBLIC_REPOSITORIES
 from recipes.common.command_line import Parser, run_command
 
@@ -45,6 +45,9 @@ def convert(
     tokenizer: str | None = None,
     num_loops: int | None = None,
 ):
+    check_new(Path(out))  # before much is read
+    if tokenizer is not None and all(find_file(tokenizer, name, {}) is None for name in TOKENIZER_FILES):
+        raise OSError(f"there is no tokenizer in {tokenizer}: it has none of {', '.join(TOKENIZER_FILES)}")
     depth = {} if num_loops is None else {"num_loops": num_loops}
     model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source), **depth)
     tokenizer_of = tokenizer or source

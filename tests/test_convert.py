@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from modeling_looped import LoopedForCausalLM, save_public
+from modeling_looped.formats.writing import whole_folder
 from recipes.convert import main
 
 from . import public_folders as public
@@ -120,6 +122,48 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="no space left"):
             run(folder, tmp_path / "out", *options)
         assert [path.name for path in tmp_path.iterdir()] == ["public"]
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    folder = write(tmp_path / "public", *made("ouro"))
+
+    def fail(*arguments, **options):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.serialize_file", fail)
+    for options in ([], ["--to", "ouro"]):
+        with pytest.raises(OSError, match="could not be written.*No space left"):
+            run(folder, tmp_path / "out", *options)
+        assert [path.name for path in tmp_path.iterdir()] == ["public"]
+
+
+def test_a_link_to_nothing_is_there_already(tmp_path):
+    folder = write(tmp_path / "public", *made("ouro"))
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="nothing is overwritten"):
+        run(folder, tmp_path / "out")
+
+
+def test_another_that_was_faster_keeps_its_folder(tmp_path):
+    def fill(place):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "notes").write_text("kept")
+
+    with pytest.raises(FileExistsError, match="nothing is overwritten"):
+        whole_folder(tmp_path / "out", fill)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path):
+    folder = write(tmp_path / "public", *made("ouro"))
+    with pytest.raises(OSError, match="no tokenizer in .*nowhere"):
+        run(folder, tmp_path / "out", "--tokenizer", tmp_path / "nowhere")
+
+
+def test_a_layout_whose_own_fields_do_not_go_with_the_model(tmp_path):
+    tiny_model(num_prelude_layers=0, num_coda_layers=0).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="layout of Huginn cannot say this model's config"):
+        run(tmp_path / "ours", tmp_path / "out", "--to", "huginn")
 
 
 def test_options_that_mean_nothing(tmp_path):

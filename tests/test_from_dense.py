@@ -9,7 +9,14 @@ import json
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, LoopedForSequenceClassification
 from modeling_looped.formats.families import FAMILIES
@@ -350,6 +357,17 @@ def test_one_loop_is_the_dense_model_in_bfloat16(folder, construction):
     model = looped(folder, num_loops=2, **CONSTRUCTIONS[construction])
     assert model.dtype == dense.dtype == torch.bfloat16
     assert torch.equal(logits(model, num_loops=1), logits(dense))
+
+
+def test_a_padding_token_that_there_is_not():
+    """The first Llamas say pad_token_id=-1."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, pad_token_id=-1)).eval()
+    looped = LoopedForCausalLM.from_dense(dense).eval()
+    assert looped.config.pad_token_id is None
+    ids = torch.arange(10)[None]
+    assert torch.equal(looped(ids).logits, dense(ids).logits)
 
 
 def test_another_dtype(folder):

@@ -426,6 +426,66 @@ def test_an_interrupted_file(tmp_path):
         LoopedForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("name", ["ouro", "huginn"])
+@pytest.mark.parametrize(
+    "content, said",
+    [("[]", "JSON object"), ("{", "no JSON"), ("{}", "weight_map"), ('{"weight_map": {"a": 1}}', "weight_map")],
+)
+def test_an_index_that_is_none(name, content, said, tmp_path):
+    folder = write(tmp_path, *made(name), num_shards=2)
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=said):
+        LoopedForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["ouro", "huginn"])
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_an_index_names_files_of_its_folder(name, is_absolute, tmp_path):
+    folder = write(tmp_path / "folder", *made(name), num_shards=2)
+    shard, index = "model-00001-of-00002.safetensors", folder / "model.safetensors.index.json"
+    (folder / shard).rename(tmp_path / shard)
+    place = tmp_path / shard if is_absolute else f"../{shard}"
+    index.write_text(index.read_text().replace(shard, str(place)))
+    with pytest.raises(ValueError, match="outside its folder"):
+        LoopedForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 5000])
+def test_a_damaged_file_whose_names_tell_the_layout(kept, tmp_path):
+    folder = write(tmp_path, *made("huginn"), num_shards=1)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:kept])
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        LoopedForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3"])
+def test_a_config_that_is_no_object(content, tmp_path):
+    folder = write(tmp_path, *made("ouro"))
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="must be a JSON object"):
+        LoopedForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "24"}, {"num_attention_heads": 0}])
+def test_sizes_that_are_none(changes, tmp_path):
+    config, tensors = made("ouro")
+    config = {name: value for name, value in config.items() if name != "head_dim"}
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        LoopedForCausalLM.from_pretrained(write(tmp_path, {**config, **changes}, tensors))
+
+
+def test_the_code_of_a_folder_is_not_asked_for(tmp_path, monkeypatch):
+    """Looking for a tokenizer neither runs what the folder has, nor asks whether to."""
+    config, tensors = made("ouro")
+    folder = write(tmp_path, {**config, "eos_token_id": None}, tensors)
+    (folder / "configuration_ouro.py").write_text("raise SystemExit")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *_: asked.append(True) or "n")
+    LoopedForCausalLM.from_pretrained(folder)
+    assert not asked
+
+
 def test_tables_that_follow_from_others_need_not_be_there(tmp_path):
     config, tensors = made("huginn")
     wanted = LoopedForCausalLM.from_pretrained(write(tmp_path / "with", config, tensors))(IDS).logits

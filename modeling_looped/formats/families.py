@@ -86,6 +86,7 @@ def shared_fields(config, *read: str) -> dict[str, Any]:
     refuse(config, unread(config, {*SAME, *ELSEWHERE, *read}))
     return {
         **{name: getattr(config, name) for name in SAME},
+        "pad_token_id": None if config.pad_token_id == -1 else config.pad_token_id,  # first Llamas: there is none
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "hidden_act": getattr(config, "hidden_activation", None) or config.hidden_act,
         "rope_parameters": copy.deepcopy(config.rope_parameters),

@@ -2,9 +2,10 @@
 
 import json
 import os
+from pickle import UnpicklingError
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -49,8 +50,7 @@ def model_place(path, hub: dict) -> tuple:
     if find_file(path, "config.json", hub) is None:
         adapter = find_file(path, "adapter_config.json", hub)
         if adapter is not None:
-            with open(adapter, encoding="utf-8") as file:
-                base = json.load(file).get("base_model_name_or_path")
+            base = read_object(adapter).get("base_model_name_or_path")
             if base is not None:
                 return base, {name: value for name, value in hub.items() if name not in ("revision", "subfolder")}
     return path, hub
@@ -58,8 +58,16 @@ def model_place(path, hub: dict) -> tuple:
 
 def read_json_config(path, hub: dict) -> dict | None:
     """config.json; None where it cannot be read: loading will say what is wrong."""
-    if find_file(path, "config.json", hub) is None:
+    file = find_file(path, "config.json", hub)
+    if file is None:
         return None
+    try:
+        with open(file, encoding="utf-8") as opened:
+            stored = json.load(opened)
+    except ValueError:
+        return None
+    if not isinstance(stored, dict):
+        raise ValueError(f"{file} must be a JSON object, {{...}}, but is a {type(stored).__name__}")
     try:
         return PreTrainedConfig.get_config_dict(path, **hub)[0]
     except (OSError, ValueError):
@@ -70,26 +78,67 @@ def stored_tensors(path, hub: dict, variant: str | None = None) -> dict[str, tor
     """Names of all stored tensors, and the types of those that hold numbers of a usual kind."""
     tensors = {}
     for file in weight_files(path, hub, variant):
-        if file.endswith(".safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                names = opened.keys()
-                tensors |= {name: FLOATS.get(opened.get_slice(name).get_dtype()) for name in names}
-        else:
-            stored = torch.load(file, map_location="meta", weights_only=True)
-            tensors |= {name: tensor.dtype for name, tensor in stored.items()}
+        try:
+            tensors |= tensors_in(file)
+        except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"the weight file {file} is damaged, or no file of tensors alone ({reason})") from error
     return tensors
 
 
+def tensors_in(file: str) -> dict[str, torch.dtype | None]:
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            return {name: FLOATS.get(opened.get_slice(name).get_dtype()) for name in opened.keys()}
+    stored = torch.load(file, map_location="meta", weights_only=True)
+    if not isinstance(stored, dict):
+        raise ValueError(f"the weight file {file} holds a {type(stored).__name__}, and no tensors by name")
+    return {name: getattr(tensor, "dtype", None) for name, tensor in stored.items()}
+
+
+def weight_names(variant: str | None) -> list[str]:
+    return [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in WEIGHTS]
+
+
+def check_indices(path, hub: dict, variant: str | None = None):
+    """Indices that transformers will read say what they must."""
+    path, hub = model_place(path, hub)
+    for name in weight_names(variant):
+        if (index := find_file(path, SHARDS.format(name), hub)) is not None:
+            shards_of(index)
+
+
 def weight_files(path, hub: dict, variant: str | None = None) -> list[str]:
-    for name in WEIGHTS:
-        name = f".{variant}.".join(name.rsplit(".", 1)) if variant else name
+    for name in weight_names(variant):
         if (whole := find_file(path, name, hub)) is not None:
             return [whole]
         if (index := find_file(path, SHARDS.format(name), hub)) is not None:
-            with open(index, encoding="utf-8") as file:
-                shards = sorted(set(json.load(file)["weight_map"].values()))
+            shards = shards_of(index)
             found = {shard: find_file(path, shard, hub) for shard in shards}
             if missing := [shard for shard, place in found.items() if place is None]:
                 raise OSError(f"{path} lacks {', '.join(missing)}, which {os.path.basename(index)} names")
             return [place for place in found.values() if place is not None]
     raise OSError(f"{path} has no weights: neither {' nor '.join(WEIGHTS)}, whole or in shards")
+
+
+def shards_of(index: str) -> list[str]:
+    """The files that an index names, which are of its own folder."""
+    places = read_object(index).get("weight_map")
+    names = list(places.values()) if isinstance(places, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} is no index: it needs a weight_map, from names of tensors to names of files")
+    outside = [name for name in names if os.path.isabs(name) or ".." in name.replace("\\", "/").split("/")]
+    if outside:
+        raise ValueError(f"{index} names a file outside its folder: {outside[0]!r}")
+    return sorted(set(names))
+
+
+def read_object(file: str) -> dict:
+    try:
+        with open(file, encoding="utf-8") as opened:
+            value = json.load(opened)
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} must be a JSON object, {{...}}, but is a {type(value).__name__}")
+    return value

@@ -176,7 +176,10 @@ def token_ids(fields: Fields, vocab_size: int, bos=None, eos=None, pad=None) -> 
 
 def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names=None) -> list[str]:
     """The fields of a config that its own config.json in this layout does not give back."""
-    back = LoopedConfig(**layout.read_config(stored, names))
+    try:
+        back = LoopedConfig(**layout.read_config(stored, names))
+    except LoopedConfigError as error:  # what it has in all its models does not go with what this one has
+        raise LoopedConfigError(f"the layout of {layout.title} cannot say this model's config: {error}") from error
     foreign = []
     for field in fields_of(LoopedConfig):
         ours, theirs = getattr(config, field.name), getattr(back, field.name)

@@ -33,7 +33,7 @@ def llama_sizes(fields: Fields) -> dict[str, Any]:
         "intermediate_size": fields.take("intermediate_size"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.take("num_key_value_heads", default=heads),
-        "head_dim": fields.take("head_dim", "kv_channels", default=hidden_size // heads),
+        "head_dim": fields.take("head_dim", "kv_channels", default=None),
         "num_core_layers": fields.take("num_hidden_layers"),
         "max_position_embeddings": fields.take("max_position_embeddings"),
         "hidden_act": fields.take("hidden_act", default="silu"),

@@ -5,7 +5,7 @@ from transformers.utils import logging
 
 from ..loading import LoopedCheckpointError, report_misfits
 from .conversion import leave_loading_class, loading_class
-from .folder import hub_arguments
+from .folder import check_indices, hub_arguments
 from .registry import Found, find_folder_layout, find_layout
 
 
@@ -50,7 +50,8 @@ class PublicFolder:
         ):
             return
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path, **self.hub)
+            # never the folder's own code, nor a question whether to run it
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.hub)
         except Exception as error:  # of many kinds: there may be none, or one that needs another library
             logger.info(f"no tokenizer in {self.path}: {error}")
             logger.warning(
@@ -90,7 +91,10 @@ def open_public(path, kwargs: dict) -> PublicFolder | None:
         return None
     hub = hub_arguments(kwargs)
     found = find_folder_layout(path, hub)
-    return None if found is None else PublicFolder(found, path, hub)
+    if found is None:
+        return None
+    check_indices(path, hub, kwargs.get("variant"))
+    return PublicFolder(found, path, hub)
 
 
 def read_public_config(config: dict, path, kwargs: dict) -> dict:

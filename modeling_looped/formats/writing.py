@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
@@ -128,15 +129,23 @@ def copy_tokenizer(source, place: Path) -> list[str]:
 def whole_folder(folder, fill):
     """A new folder that `fill` fills: it gets its name when it is complete."""
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is there already: nothing is overwritten, choose another name")
+    check_new(folder)
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     place = folder.absolute().parent / f".saving-{folder.name}.{os.getpid()}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     try:
         fill(place)
+        check_new(folder)  # another may have written it meanwhile
         os.replace(place, folder)
+    except SafetensorError as error:  # a full disk, for one
+        shutil.rmtree(place, ignore_errors=True)
+        raise OSError(f"{folder} could not be written: {error}") from error
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
+
+
+def check_new(folder: Path):
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already: nothing is overwritten, choose another name")
