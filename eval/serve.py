@@ -99,8 +99,8 @@ class ModelOfRequest:
 class SharedGenerateManager(GenerateManager):
     """Runs requests, each in a thread of its own until the model is asked."""
 
-    def __init__(self, passes: SharedPasses):
-        self.passes, self.pool = passes, ThreadPoolExecutor(MOST_THREADS)
+    def __init__(self, passes: SharedPasses, max_loops: int):
+        self.passes, self.max_loops, self.pool = passes, max_loops, ThreadPoolExecutor(MOST_THREADS)
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
         self.check(inputs, gen_config)
@@ -123,7 +123,10 @@ class SharedGenerateManager(GenerateManager):
         try:
             if length == 0:
                 raise ValueError("the prompt is empty: write at least one token")
-            self.passes.model._prepare_generation_config(gen_config, **_fields.get())
+            prepared, _ = self.passes.model._prepare_generation_config(gen_config, **_fields.get())
+            depth = prepared.depth_options.deepest(self.passes.model.config)
+            if depth > self.max_loops:
+                raise ValueError(f"num_loops={depth} is more than the {self.max_loops} that this server runs")
             length += gen_config.max_new_tokens or 0
             check_length(self.passes.model.config, length - 1)  # the last token is not read again
             self.passes.check_size(rows, rows * length)
@@ -231,9 +234,11 @@ async def answer(handler, request: Request, body: dict):
     return Response(status_code=499)
 
 
-def build_app(name: str, model, tokenizer, passes: SharedPasses) -> FastAPI:
+def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None = None) -> FastAPI:
+    """max_loops: the deepest that a request may ask for; by default 4 times the model's own depth."""
     app, started = FastAPI(title=name), int(time.time())
-    one, state = OneModel(name, model, tokenizer), SharedState(SharedGenerateManager(passes))
+    manager = SharedGenerateManager(passes, max_loops or 4 * model.config.num_loops)
+    one, state = OneModel(name, model, tokenizer), SharedState(manager)
     chat, completions = Chat(one, state), Completions(one, state)
 
     @app.exception_handler(HTTPException)
@@ -276,6 +281,7 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--max-rows", type=int, default=8, help="sequences that are decoded at a time")
     parser.add_argument("--max-tokens", type=int, help="tokens, prompts and to come, that they may have together")
     parser.add_argument("--num-loops", type=int, help="depth where a request asks for none; default: the model's")
+    parser.add_argument("--max-loops", type=int, help="the deepest that a request may ask for; default: 4 times that")
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -292,7 +298,7 @@ def main(arguments: list[str] | None = None):
     depth = {} if args.num_loops is None else {"num_loops": args.num_loops}
     model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, **depth).to(args.device).eval()
     with SharedPasses(model, args.max_rows, args.max_tokens) as passes:
-        app = build_app(args.name or args.model, model, tokenizer, passes)
+        app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)
         uvicorn.run(app, host=args.host, port=args.port)
 
 

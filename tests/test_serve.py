@@ -34,7 +34,7 @@ def served():
     model = tiny_model(vocab_size=30, num_loops=4, position_embedding="learned", max_position_embeddings=80)
     model.generation_config.do_sample = False
     with SharedPasses(model, max_rows=4, max_tokens=300) as passes:
-        app = serve.build_app("tiny", model, tokenizer, passes)
+        app = serve.build_app("tiny", model, tokenizer, passes, max_loops=1000)
         server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -101,6 +101,7 @@ def test_conversations(served):
     ("body", "message"),
     [
         ({"num_loops": 0}, "num_loops"),
+        ({"num_loops": 10**7}, "more than the 1000 that this server runs"),
         ({"num_loops": "deep"}, "num_loops"),
         ({"exit_criterion": "nonsense"}, "choose one of logit_margin"),
         ({"exit_threshold": 0.5}, "without exit_criterion"),
