@@ -719,7 +719,7 @@ def test_bad_sources_are_named_with_advice(tmp_path):
         ("empty.txt", {}, "empty.txt' is empty"),
         ("blank.jsonl", {}, "holds no documents"),
         ("numbers.jsonl", {}, "'text' .* holds .*int64.* columns 'text', 'body'.*data.text_field"),
-        ("broken.jsonl", {}, "can not read .*broken.jsonl.*JSON parse error"),
+        ("broken.jsonl", {}, "can not read .*broken.jsonl.*(JSON parse error|Expected object or value)"),
         ("void", {}, "void' holds no data files"),
         ("both", {}, "files of kind json, text; name files of one kind"),
         ("good.jsonl", {"text_field": "content"}, "no column 'content'; it has 'id', 'text'.*data.text_field"),

@@ -6,6 +6,7 @@ Silent is a name that was accepted while the result is that of the default, and 
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ def a_name(draw: random.Random, of_config: bool) -> str:
         "sliding_window",
     ]
     of_calls = ["num_loops", "exit_criterion", "exit_threshold", "min_loops", "draft_loops", "prompt_loops"]
-    known = {*LoopedConfig.default_config_fields(), *vars(GenerationConfig()), *vars(tiny_config())}
+    known = {*(field.name for field in fields(LoopedConfig)), *vars(GenerationConfig()), *vars(tiny_config())}
     known |= {"input_ids", *of_calls, *names.OF_TOOLS, *configuration_looped.OF_TOOLS}
     while True:
         name = (
