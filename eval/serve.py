@@ -150,6 +150,10 @@ class OneModel(ModelManager):
     def __init__(self, name: str, model, tokenizer):
         self.force_model, self.model, self.tokenizer = name, model, tokenizer
 
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id  # without a revision
+
     def load_model_and_processor(self, *args, **kwargs):
         return self.model, self.tokenizer
 

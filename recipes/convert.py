@@ -60,7 +60,10 @@ def convert(
             copy_tokenizer(tokenizer_of, place)
 
         whole_folder(out, fill)
-    print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters, {to or 'our own'} layout")
+    passes = f", {model.config.num_hidden_layers} layers" if unroll else ""
+    print(
+        f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters of SOURCE{passes}, {to or 'our own'} layout"
+    )
 
 
 def stored_dtype(source: str) -> torch.dtype:
