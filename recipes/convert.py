@@ -60,10 +60,9 @@ def convert(
             copy_tokenizer(tokenizer_of, place)
 
         whole_folder(out, fill)
+    count = sum(parameter.numel() for parameter in model.parameters())
     passes = f", {model.config.num_hidden_layers} layers" if unroll else ""
-    print(
-        f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters of SOURCE{passes}, {to or 'our own'} layout"
-    )
+    print(f"{out}: {count:,} parameters of SOURCE{passes}, {to or 'our own'} layout")
 
 
 def stored_dtype(source: str) -> torch.dtype:
