@@ -4,10 +4,10 @@
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def read(", "max_tokens": 32, "num_loops": 4, "exit_criterion": "kl", "exit_threshold": 0.01}'
 
-It is made of the parts of `transformers serve`, an OpenAI-compatible server, and needs `pip install
-'transformers[serving]'`. A request takes the fields of depth that generate takes beside its own. The answer has
-`token_loops`, the loops of each of its tokens; a stream has them in its last chunk. Requests share every pass of the
-model; those for which there is no room wait.
+It is made of the parts of `transformers serve`, an OpenAI-compatible server, and needs `pip install -e '.[serve]'`. A
+request takes the fields of depth that generate takes beside its own. The answer has `token_loops`, the loops of each
+of its tokens; a stream has them in its last chunk. Requests share every pass of the model; those for which there is no
+room wait.
 """
 
 import asyncio
@@ -171,7 +171,7 @@ class TakesDepth:
     """Mixed into a handler of transformers: fields of depth in the request, and loops in the answer."""
 
     async def handle_request(self, body: dict, request_id: str):
-        _fields.set({name: body.pop(name) for name in DEPTH_FIELDS if body.get(name) is not None or name in body})
+        _fields.set({name: body.pop(name) for name in DEPTH_FIELDS if name in body})
         _loops.set([])
         return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .engine import RowEngine, Tokens, enter, read_logits, run_loop
+from .engine import RowEngine, Tokens, enter, joined_rows, read_logits, run_loop
 from .exit_criteria import INITIAL
 
 
@@ -193,10 +193,6 @@ def emit_exiting_rows(decoders: list[ContinuousDecoder], parts: list[Tokens], st
             if not isinstance(error, Exception):
                 raise
     return emitted
-
-
-def joined_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def split(tensor: torch.Tensor, parts: list[Tokens]) -> tuple[torch.Tensor, ...]:

@@ -63,9 +63,12 @@ def joined(parts: list[Tokens]) -> Tokens:
 # Passes over the tokens of several engines of one model, in one batch: rows of all, in order
 
 
-def of_all(parts: list[Tokens], name: str) -> torch.Tensor:
-    tensors = [getattr(part, name) for part in parts]
+def joined_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def of_all(parts: list[Tokens], name: str) -> torch.Tensor:
+    return joined_rows([getattr(part, name) for part in parts])
 
 
 def one_or_each(numbers: list[int]) -> int | list[int]:
@@ -82,7 +85,7 @@ def enter(parts: list[Tokens]) -> torch.Tensor:
         x.append(trunk.embed(trunk.embed_tokens(part.ids), positions))
         part.rotary = part.engine.rotary(x[-1], positions, furthest)
     context = pass_context(parts, [0] * sum(len(part.rows) for part in parts)) if len(trunk.prelude) else None
-    return trunk.run_prelude(x[0] if len(x) == 1 else torch.cat(x), context)
+    return trunk.run_prelude(joined_rows(x), context)
 
 
 def run_loop(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:
