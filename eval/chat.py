@@ -10,9 +10,9 @@ import sys
 import torch
 from transformers import TextStreamer
 
-from eval.common.model_folder import open_config, open_tokenizer
+from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_recipes.common.command_line import Parser, run_command
 from modeling_looped import LoopedForCausalLM
-from recipes.common.command_line import Parser, run_command
 
 
 def parse(arguments: list[str] | None):

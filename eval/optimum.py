@@ -6,8 +6,8 @@ python -m eval.optimum results/diagnose/transfer/lr_transfer.json
 import json
 from pathlib import Path
 
-from recipes.common.command_line import Parser, run_command
-from recipes.common.optimum import in_words, optimum, shifts
+from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.common.optimum import in_words, optimum, shifts
 
 
 def main(arguments: list[str] | None = None):

@@ -24,18 +24,18 @@ from pathlib import Path
 
 import torch
 
-from eval.common.held_out import prepared_data, run_data
-from eval.common.run_folder import RunFolder
+from looped_eval.common.held_out import prepared_data, run_data
+from looped_eval.common.run_folder import RunFolder
+from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.measures import token_rms
+from looped_recipes.common.provenance import write_json
+from looped_recipes.common.token_losses import perplexity, token_losses
+from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
+from looped_recipes.engine.training import flat
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.losses import exit_log_probabilities
-from recipes.common.checksums import check_folder
-from recipes.common.command_line import Parser, run_command
-from recipes.common.files import write_whole
-from recipes.common.measures import token_rms
-from recipes.common.provenance import write_json
-from recipes.common.token_losses import perplexity, token_losses
-from recipes.data.packing import IGNORE_INDEX, PackedRows
-from recipes.engine.training import flat
 
 
 MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}

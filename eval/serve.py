@@ -36,12 +36,12 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
-from eval.common.model_folder import open_config, open_tokenizer
+from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_recipes.common.command_line import Parser, run_command
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.checks import check_length
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.shared_passes import SharedPasses
-from recipes.common.command_line import Parser, run_command
 
 
 MOST_THREADS = 64  # requests that are prepared at a time; others wait before

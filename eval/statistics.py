@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.common.command_line import Parser, run_command
-from recipes.common.provenance import write_json
+from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.common.provenance import write_json
 
 
 RESAMPLES = 10_000

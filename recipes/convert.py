@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
+from looped_recipes.common.command_line import Parser, run_command
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.formats.folder import TOKENIZER_FILES, find_file, stored_tensors
 from modeling_looped.formats.registry import LAYOUTS
 from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
 from modeling_looped.presets import PUBLIC_REPOSITORIES
-from recipes.common.command_line import Parser, run_command
 
 
 def main(arguments: list[str] | None = None):

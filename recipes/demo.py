@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.report.command import make_report
-from recipes.common.canvas import canvas
-from recipes.common.command_line import print_help, run_command
-from recipes.common.metrics import read_metrics
-from recipes.engine.training import Divergence, Pretraining
-from recipes.settings.recipe import load_recipe
+from looped_eval.report.command import make_report
+from looped_recipes.common.canvas import canvas
+from looped_recipes.common.command_line import print_help, run_command
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.engine.training import Divergence, Pretraining
+from looped_recipes.settings.recipe import load_recipe
 
 
 PROMPT = 'def read(self, size=-1):\n    """'

@@ -6,11 +6,11 @@ is named beside it. For a `*.sweep.yaml`, one line per run. What a launch refuse
 settings that do not go together, a warm-up longer than the run, an output_dir that can not be written.
 """
 
-from recipes.common.command_line import print_help, run_command
-from recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
-from recipes.settings.recipe import Recipe, UnknownEpoch, load_recipe
-from recipes.settings.run_checks import check_run
-from recipes.sweep import is_sweep, load_sweep
+from looped_recipes.common.command_line import print_help, run_command
+from looped_recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
+from looped_recipes.settings.recipe import Recipe, UnknownEpoch, load_recipe
+from looped_recipes.settings.run_checks import check_run
+from looped_recipes.sweep import is_sweep, load_sweep
 
 
 def plan(recipe: Recipe) -> dict:

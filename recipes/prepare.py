@@ -6,10 +6,10 @@ Training does the same by itself if it was not done before: one process prepares
 preparation that was stopped goes on where it was.
 """
 
-from recipes.common.command_line import Parser, run_command
-from recipes.data.overlap import notes
-from recipes.data.shards import Prepared, prepare
-from recipes.settings.recipe import load_recipe
+from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.data.overlap import notes
+from looped_recipes.data.shards import Prepared, prepare
+from looped_recipes.settings.recipe import load_recipe
 
 
 def main(arguments: list[str] | None = None):

@@ -8,10 +8,10 @@ Ctrl-C end it after the step it is at, with a checkpoint; the exit status is the
 
 from pathlib import Path
 
-from recipes.common.command_line import print_help, run_command
-from recipes.engine.peers import PeerLost, one_message
-from recipes.engine.training import Divergence, Pretraining
-from recipes.settings.recipe import load_recipe
+from looped_recipes.common.command_line import print_help, run_command
+from looped_recipes.engine.peers import PeerLost, one_message
+from looped_recipes.engine.training import Divergence, Pretraining
+from looped_recipes.settings.recipe import load_recipe
 
 
 def main(arguments: list[str]) -> Path:

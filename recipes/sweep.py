@@ -21,19 +21,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from looped_recipes.common.canvas import canvas
+from looped_recipes.common.command_line import print_help, run_command
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.optimum import in_words, optimum, shifts
+from looped_recipes.common.provenance import provenance, write_json
+from looped_recipes.engine.peers import PeerLost, one_message
+from looped_recipes.engine.training import Divergence, Pretraining
+from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
+from looped_recipes.settings.run_checks import check_run
+from looped_recipes.settings.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
 from modeling_looped.optimization import depth_correction
-from recipes.common.canvas import canvas
-from recipes.common.command_line import print_help, run_command
-from recipes.common.files import write_whole
-from recipes.common.metrics import read_metrics
-from recipes.common.optimum import in_words, optimum, shifts
-from recipes.common.provenance import provenance, write_json
-from recipes.engine.peers import PeerLost, one_message
-from recipes.engine.training import Divergence, Pretraining
-from recipes.settings.paths import expanded
-from recipes.settings.recipe import Recipe, RecipeError, load_recipe
-from recipes.settings.run_checks import check_run
-from recipes.settings.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
 
 
 DIVERGED = "diverged.txt"

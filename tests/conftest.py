@@ -70,7 +70,7 @@ def training_text(tmp_path_factory):
 @pytest.fixture
 def make_data(tmp_path):
     """Makes a small DataConfig over 300 documents, or over the source that is given."""
-    from recipes.settings.recipe import DataConfig
+    from looped_recipes.settings.recipe import DataConfig
     from tests.helpers_data import make_documents, write_jsonl
 
     def make(**fields):

@@ -21,9 +21,8 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
-from recipes.engine.checkpoint import load_checkpoint, save_checkpoint
-from recipes.engine.distributed import (
+from looped_recipes.engine.checkpoint import load_checkpoint, save_checkpoint
+from looped_recipes.engine.distributed import (
     bare,
     fill_missing_gradients,
     gradients_may_be_missing,
@@ -31,10 +30,16 @@ from recipes.engine.distributed import (
     prepare,
     to_shards,
 )
-from recipes.engine.export import export_model
-from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
-from recipes.engine.saving import CheckpointError
-from recipes.settings.recipe import OptimizerConfig, ScheduleConfig
+from looped_recipes.engine.export import export_model
+from looped_recipes.engine.optimizers import (
+    apply_step_settings,
+    build_optimizers,
+    build_schedulers,
+    set_learning_rates,
+)
+from looped_recipes.engine.saving import CheckpointError
+from looped_recipes.settings.recipe import OptimizerConfig, ScheduleConfig
+from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
 
 from .helpers import random_ids, tiny_model
 

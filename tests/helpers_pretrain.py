@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import read_metrics
 from tests.helpers_recipes import RECIPES
 
 

@@ -14,8 +14,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from recipes.engine.distributed import make_accelerator
-from recipes.settings.recipe import RecipeError
+from looped_recipes.engine.distributed import make_accelerator
+from looped_recipes.settings.recipe import RecipeError
 
 from .distributed_worker import train
 

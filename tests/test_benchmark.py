@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from eval.benchmark import command as benchmark
+from looped_eval.benchmark import command as benchmark
 
 from .helpers import quick_and_slow, tiny_model, tiny_tokenizer
 

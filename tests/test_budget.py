@@ -9,9 +9,9 @@ import pytest
 import torch
 from lm_eval.tasks import TaskManager
 
-from eval.budget import command as budget
-from eval.common.curves import table
-from eval.core.command import core_scores
+from looped_eval.budget import command as budget
+from looped_eval.common.curves import table
+from looped_eval.core.command import core_scores
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import shake, tiny_config, tiny_tokenizer
 

@@ -11,12 +11,18 @@ import time
 import pytest
 import torch
 
+from looped_recipes.engine.checkpoint import (
+    best_checkpoint,
+    check_space,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from looped_recipes.engine.export import export_model
+from looped_recipes.engine.optimizers import build_optimizers
+from looped_recipes.engine.saving import CheckpointError, only_run
+from looped_recipes.settings.recipe import OptimizerConfig
 from modeling_looped import LoopedForCausalLM
-from recipes.engine.checkpoint import best_checkpoint, check_space, latest_checkpoint, load_checkpoint, save_checkpoint
-from recipes.engine.export import export_model
-from recipes.engine.optimizers import build_optimizers
-from recipes.engine.saving import CheckpointError, only_run
-from recipes.settings.recipe import OptimizerConfig
 
 from .distributed_worker import full_disk, launch, train
 from .helpers import random_ids, tiny_model, tiny_tokenizer
@@ -363,7 +369,7 @@ def test_a_disk_that_fills_up_at_the_marker(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="no space left"):
-        patch.setattr("recipes.engine.checkpoint.write_whole", write_whole)
+        patch.setattr("looped_recipes.engine.checkpoint.write_whole", write_whole)
         save_checkpoint(tmp_path, 2, model, optimizers, {})
     assert latest_checkpoint(tmp_path) == good
 

@@ -7,9 +7,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from looped_recipes.convert import main
 from modeling_looped import LoopedForCausalLM, save_public
 from modeling_looped.formats.writing import whole_folder
-from recipes.convert import main
 
 from . import public_folders as public
 from .helpers import tiny_model, tiny_tokenizer

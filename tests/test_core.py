@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.core import command as core
-from eval.core.bundle import read_tasks
-from eval.core.command import EXTENDED, core_scores
-from eval.core.scoring import prompts, scored
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.core import command as core
+from looped_eval.core.bundle import read_tasks
+from looped_eval.core.command import EXTENDED, core_scores
+from looped_eval.core.scoring import prompts, scored
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.samplers import generator_of
 from tests.helpers import shake, tiny_config

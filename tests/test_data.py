@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes import prepare
-from recipes.data import part_files as parts
-from recipes.data import shards, sources
-from recipes.data.packing import PackedRows, best_fit, document_positions
-from recipes.data.shards import open_prepared, rows_of_step
-from recipes.settings.recipe import DataConfig, RecipeError
+from looped_recipes import prepare
+from looped_recipes.data import part_files as parts
+from looped_recipes.data import shards, sources
+from looped_recipes.data.packing import PackedRows, best_fit, document_positions
+from looped_recipes.data.shards import open_prepared, rows_of_step
+from looped_recipes.settings.recipe import DataConfig, RecipeError
 from tests.helpers import quick_and_slow, tiny_model
 from tests.helpers_data import WORDS, make_documents, write_jsonl
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes import demo
-from recipes.common.metrics import read_metrics
+from looped_recipes import demo
+from looped_recipes.common.metrics import read_metrics
 
 
 @pytest.mark.slow

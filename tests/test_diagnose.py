@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from eval.common.hooks import rewritten_states, trace
-from eval.diagnose import dynamics, readout_probes
+from looped_eval.common.hooks import rewritten_states, trace
+from looped_eval.diagnose import dynamics, readout_probes
+from looped_recipes.common import measures
+from looped_recipes.data.tokenizers import train_word
 from modeling_looped import LoopedForCausalLM
-from recipes.common import measures
-from recipes.data.tokenizers import train_word
 from tests.helpers import tiny_config, tiny_model
 from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 

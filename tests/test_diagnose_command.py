@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 
-from eval.common.run_folder import RunFolder
-from eval.diagnose import command as diagnose
-from eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
-from eval.report import command as report
+from looped_eval.common.run_folder import RunFolder
+from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
+from looped_eval.report import command as report
+from looped_recipes.engine.monitor import Monitor
 from modeling_looped import LoopedForCausalLM
-from recipes.engine.monitor import Monitor
 from tests.helpers import quick_and_slow, random_ids, run_of, tiny_config, tiny_model, tiny_tokenizer
 
 

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from eval.common.hooks import trace
-from eval.diagnose import growth, transfer
+from looped_eval.common.hooks import trace
+from looped_eval.diagnose import growth, transfer
+from looped_recipes.common.measures import increment_products, power_law
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from recipes.common.measures import increment_products, power_law
 from tests.helpers import random_ids, tiny_config, tiny_model
 from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 

@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes.data import part_files as parts
-from recipes.data import shards
-from recipes.settings.recipe import RecipeError
+from looped_recipes.data import part_files as parts
+from looped_recipes.data import shards
+from looped_recipes.settings.recipe import RecipeError
 from tests.helpers_data import WORDS, make_documents
 
 

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from eval.halting import command as halting
-from eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
-from eval.halting.measured_run import at_depth, measure, scored_with_exits, with_token_exits
+from looped_eval.halting import command as halting
+from looped_eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
+from looped_eval.halting.measured_run import at_depth, measure, scored_with_exits, with_token_exits
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from tests.helpers import quick_and_slow, random_ids, run_of, tiny_model, tiny_tokenizer

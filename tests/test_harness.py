@@ -16,8 +16,8 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
-from eval.harness import command as harness
-from eval.harness.looped_lm import LoopedLM, parse_depths
+from looped_eval.harness import command as harness
+from looped_eval.harness.looped_lm import LoopedLM, parse_depths
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents, words
 from tests.helpers_processes import run_clean

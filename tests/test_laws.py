@@ -10,17 +10,17 @@ import pytest
 import torch
 from scipy import optimize
 
-from eval.laws import analyses, fitting
-from eval.laws import command as laws
-from eval.laws import plots as law_plots
-from eval.laws.fitting import FitError, fit, huber, minimize
-from eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
-from eval.laws.run_table import Table, collect, read_table, write_table
+from looped_eval.laws import analyses, fitting
+from looped_eval.laws import command as laws
+from looped_eval.laws import plots as law_plots
+from looped_eval.laws.fitting import FitError, fit, huber, minimize
+from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
+from looped_eval.laws.run_table import Table, collect, read_table, write_table
+from looped_recipes.common.flops import effective_parameters, training_flops_per_token
+from looped_recipes.common.measures import power_law
+from looped_recipes.plan import plan
+from looped_recipes.settings.recipe import load_recipe, recipe_from_dict
 from modeling_looped import LoopedConfig
-from recipes.common.flops import effective_parameters, training_flops_per_token
-from recipes.common.measures import power_law
-from recipes.plan import plan
-from recipes.settings.recipe import load_recipe, recipe_from_dict
 
 
 # Parcae, table 11: E, X, x, Y, y; and parameters outside and inside the loop, roughly, with the budgets of appendix O

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from looped_recipes.common.flops import count, sizes
+from looped_recipes.engine.optimizers import build_optimizers
+from looped_recipes.settings.model_fields import check_model
+from looped_recipes.settings.recipe import OptimizerConfig, RecipeError
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.formats.relaxed import set_loop_residuals, tie_layers
 from modeling_looped.loop_parameters import LoopDelta, parameters_by_loop
-from recipes.common.flops import count, sizes
-from recipes.engine.optimizers import build_optimizers
-from recipes.settings.model_fields import check_model
-from recipes.settings.recipe import OptimizerConfig, RecipeError
 
 from . import naive
 from .helpers import Graphs, quick_and_slow, random_ids, tiny_config, tiny_model

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.common.metrics import read_metrics
-from recipes.engine.monitor import EARLY, Monitor
-from recipes.pretrain import main
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.engine.monitor import EARLY, Monitor
+from looped_recipes.pretrain import main
 
 from .helpers import random_ids, tiny_model
 from .helpers_pretrain import SMOKE, smoke_settings

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.engine.muon import POLAR_EXPRESS, NorMuon
-from recipes.engine.stable_adamw import StableAdamW
+from looped_recipes.engine.muon import POLAR_EXPRESS, NorMuon
+from looped_recipes.engine.stable_adamw import StableAdamW
 
 
 SHAPES = [(48, 32), (32, 48), (20, 20), (2, 16)]

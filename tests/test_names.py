@@ -7,7 +7,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, names
 
 from .helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer

@@ -13,8 +13,8 @@ from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.harness.command import TASKS
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.command import TASKS
+from looped_eval.harness.looped_lm import LoopedLM
 from tests.helpers import quick_and_slow, tiny_model
 
 

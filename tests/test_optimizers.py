@@ -5,11 +5,16 @@ import math
 import pytest
 import torch
 
+from looped_recipes.engine.muon import NorMuon
+from looped_recipes.engine.optimizers import (
+    apply_step_settings,
+    build_optimizers,
+    build_schedulers,
+    set_learning_rates,
+)
+from looped_recipes.engine.stable_adamw import StableAdamW
+from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
 from modeling_looped import LoopedConfig
-from recipes.engine.muon import NorMuon
-from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
-from recipes.engine.stable_adamw import StableAdamW
-from recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
 
 from .helpers import tiny_model
 

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from eval.optimum import main
-from recipes.common.optimum import in_words, nearest, optimum, shift, shifts
+from looped_eval.optimum import main
+from looped_recipes.common.optimum import in_words, nearest, optimum, shift, shifts
 
 
 OCTAVES = [2.0**k for k in range(-12, -4)]

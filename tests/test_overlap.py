@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.data import overlap as module
-from recipes.data import shards
-from recipes.data.overlap import NGRAM, notes, overlap
+from looped_recipes.data import overlap as module
+from looped_recipes.data import shards
+from looped_recipes.data.overlap import NGRAM, notes, overlap
 from tests.helpers_data import make_documents, write_jsonl
 
 

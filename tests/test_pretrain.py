@@ -18,13 +18,13 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.data.shards import prepare
+from looped_recipes.engine import publish
+from looped_recipes.engine.training import Divergence
+from looped_recipes.pretrain import main
+from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedForCausalLM
-from recipes.common.metrics import read_metrics
-from recipes.data.shards import prepare
-from recipes.engine import publish
-from recipes.engine.training import Divergence
-from recipes.pretrain import main
-from recipes.settings.recipe import RecipeError, load_recipe
 from tests.helpers import quick_and_slow
 from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, smoke_settings
 from tests.helpers_processes import run_and_kill

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
-from eval.halting.calibration import never
+from looped_eval.halting.calibration import never
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA
 

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import (
     LoopedConfig,
     LoopedForCausalLM,

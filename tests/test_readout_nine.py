@@ -9,9 +9,9 @@ import yaml
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from eval import statistics
-from eval.harness.command import results_by_depth
-from eval.harness.looped_lm import LoopedLM
+from looped_eval import statistics
+from looped_eval.harness.command import results_by_depth
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import AnsweringModel, save_model_and_tokenizer

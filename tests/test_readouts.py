@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.engine.taper import Taper
+from looped_recipes.engine.training import Pretraining
+from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.configuration_looped import READOUTS
-from recipes.common.metrics import read_metrics
-from recipes.engine.taper import Taper
-from recipes.engine.training import Pretraining
-from recipes.settings.recipe import RecipeError, load_recipe
 from tests.helpers import random_ids, tiny_config, tiny_model
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 
-from recipes import sweep
-from recipes.engine.optimizers import build_schedulers, set_learning_rates
-from recipes.plan import plan
-from recipes.settings.ranges import RANGES
-from recipes.settings.recipe import RecipeError, load_recipe
-from recipes.settings.sections import SECTIONS
-from recipes.sweep import is_sweep, optima
+from looped_recipes import sweep
+from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
+from looped_recipes.plan import plan
+from looped_recipes.settings.ranges import RANGES
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.sections import SECTIONS
+from looped_recipes.sweep import is_sweep, optima
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from eval.common.run_folder import RunError, RunFolder
-from eval.report import command as report
+from looped_eval.common.run_folder import RunError, RunFolder
+from looped_eval.report import command as report
+from looped_recipes.common.canvas import as_label, canvas
+from looped_recipes.common.flops import sizes
+from looped_recipes.settings.recipe import recipe_from_dict
 from modeling_looped import LoopedConfig
-from recipes.common.canvas import as_label, canvas
-from recipes.common.flops import sizes
-from recipes.settings.recipe import recipe_from_dict
 
 
 VOID = {"meta", "img", "br"}

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.convert import convert
+from looped_recipes.pretrain import main
+from looped_recipes.retrofit import small
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.run_checks import check_run
 from modeling_looped import LoopedForCausalLM
-from recipes.common.metrics import read_metrics
-from recipes.convert import convert
-from recipes.pretrain import main
-from recipes.retrofit import small
-from recipes.settings.recipe import RecipeError, load_recipe
-from recipes.settings.run_checks import check_run
 from tests.helpers import random_ids
 from tests.helpers_recipes import RECIPES
 
@@ -158,7 +158,7 @@ def test_sizes_come_from_the_dense_model(llama):
     ],
 )
 def test_what_is_refused_before_data_are_prepared(more, message, llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.engine.training.prepare", None)
+    monkeypatch.setattr("looped_recipes.engine.training.prepare", None)
     arguments = [f"dense.path={llama}", f"data.tokenizer={llama}", "model.vocab_size=320", "model.hidden_size=32"]
     arguments += ["model.intermediate_size=48", f"training.output_dir={tmp_path}"]
     with pytest.raises(RecipeError, match=message):

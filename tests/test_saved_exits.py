@@ -7,8 +7,8 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
-from eval.harness.command import main as harness
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.command import main as harness
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import generation
 
 from .helpers import random_ids, tiny_model, tiny_tokenizer

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from eval.show_loops import command as show_loops
-from eval.show_loops.page import SCALE, Piece, Shown, Token, color, ink, page, visible
+from looped_eval.show_loops import command as show_loops
+from looped_eval.show_loops.page import SCALE, Piece, Shown, Token, color, ink, page, visible
 from tests.helpers import tiny_model, tiny_tokenizer
 
 

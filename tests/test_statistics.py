@@ -9,10 +9,10 @@ import pytest
 import torch
 from lm_eval.tasks import TaskManager
 
-from eval import statistics
-from eval.harness.command import results_by_depth
-from eval.harness.looped_lm import LoopedLM
-from eval.statistics import Item, compare, gold_index, item_scores, paired_bootstrap, read_samples
+from looped_eval import statistics
+from looped_eval.harness.command import results_by_depth
+from looped_eval.harness.looped_lm import LoopedLM
+from looped_eval.statistics import Item, compare, gold_index, item_scores, paired_bootstrap, read_samples
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents

@@ -8,12 +8,12 @@ import pytest
 import torch
 from datasets import Dataset
 
-from eval.budget import command as budget
-from eval.budget.fully_looped import SIX, lambada_perplexity, six_curves
-from eval.budget.row_scores import RowScores
-from eval.budget.streams import STREAMS, parse_stream, score_windows, texts_of, windows
-from eval.core.command import core_scores
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.budget import command as budget
+from looped_eval.budget.fully_looped import SIX, lambada_perplexity, six_curves
+from looped_eval.budget.row_scores import RowScores
+from looped_eval.budget.streams import STREAMS, parse_stream, score_windows, texts_of, windows
+from looped_eval.core.command import core_scores
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import shake, tiny_config, tiny_tokenizer
 

@@ -1,20 +1,21 @@
 """Imports run one way: from evaluation to training to the model family, and in these from commands to common files."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("modeling_looped", "recipes", "eval")
+PACKAGES = {"modeling_looped": "modeling_looped", "recipes": "looped_recipes", "eval": "looped_eval"}  # by folder
 # a config names the classes that open it, and they take a config: transformers' remote code wants both in one place
 DELIBERATE = {"auto_classes", "causal_lm", "configuration_looped", "heads", "modeling_looped"}
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    folder, *parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([PACKAGES[folder], *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
 FILES = {module_of(path): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
@@ -44,7 +45,7 @@ def room(module: str) -> str:
     if module == "modeling_looped":
         return "modeling_looped, as users import it"
     package = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
-    return module if package in ("eval", "recipes") else package
+    return module if package in ("looped_eval", "looped_recipes") else package
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -66,14 +67,14 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 @pytest.mark.parametrize(
     "package,others",
     [
-        ("modeling_looped", ("recipes", "eval")),
-        ("recipes", ("eval",)),
-        ("recipes.common", ("recipes.data", "recipes.engine")),
-        ("recipes.data", ("recipes.engine",)),
+        ("modeling_looped", ("looped_recipes", "looped_eval")),
+        ("looped_recipes", ("looped_eval",)),
+        ("looped_recipes.common", ("looped_recipes.data", "looped_recipes.engine")),
+        ("looped_recipes.data", ("looped_recipes.engine",)),
     ],
 )
 def test_arrows_run_one_way(package, others):
-    inside = [module for module in FILES if f"{module}.".startswith(f"{package}.") and module != "recipes.demo"]
+    inside = [module for module in FILES if f"{module}.".startswith(f"{package}.") and module != "looped_recipes.demo"]
     wrong = [(a, b) for a in inside for b in IMPORTS[a] if any(f"{b}.".startswith(f"{other}.") for other in others)]
     assert inside and wrong == []
 
@@ -113,3 +114,9 @@ def test_model_files_never_import_foreign_layouts():
         reached.add(module)
         rest |= IMPORTS[module] - reached
     assert len(reached) > 20 and not any(module.startswith(formats) for module in reached)
+
+
+def test_every_package_is_in_the_wheel():
+    listed = (ROOT / "pyproject.toml").read_text().partition("packages = [")[2].partition("]")[0]
+    named = set(re.findall(r'"([\w.]+)"', listed))
+    assert named == {module for module, path in FILES.items() if path.name == "__init__.py"}

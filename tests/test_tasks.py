@@ -11,7 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
-from eval.tasks import generate, generators
+from looped_eval.tasks import generate, generators
 from tests.helpers import quick_and_slow
 from tests.helpers_harness import AnsweringModel
 
@@ -194,8 +194,8 @@ def test_documents_never_change():
 
 
 def test_corpus_is_held_out_and_counted_in_bytes(offline):
-    from recipes.data.part_files import HeldOut
-    from recipes.data.sources import embedded_documents
+    from looped_recipes.data.part_files import HeldOut
+    from looped_recipes.data.sources import embedded_documents
 
     texts = [document["text"] for document in documents(offline, "looped_corpus")]
     held_out = [text for text in embedded_documents() if text in HeldOut(fraction=0.05)]

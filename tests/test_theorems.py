@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from eval.diagnose import command as diagnose
-from eval.diagnose import theorems
-from eval.diagnose.premises import cone_gain, overlap, premises
+from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose import theorems
+from looped_eval.diagnose.premises import cone_gain, overlap, premises
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import random_ids, tiny_model
 

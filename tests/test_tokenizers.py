@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from recipes.data.tokenizers import (
+from looped_recipes.data.tokenizers import (
     Encoder,
     load_tokenizer,
     make_tokenizer,
@@ -23,7 +23,7 @@ from recipes.data.tokenizers import (
     train_bpe,
     train_word,
 )
-from recipes.settings.recipe import DataConfig, RecipeError
+from looped_recipes.settings.recipe import DataConfig, RecipeError
 
 
 TEXTS = [

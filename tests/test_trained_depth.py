@@ -11,7 +11,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.readouts import has_reached
 

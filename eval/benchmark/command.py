@@ -27,9 +27,9 @@ import sys
 import torch
 from transformers import LlamaConfig
 
-from eval.common.timing import in_turns
-from recipes.common.command_line import Parser
-from recipes.common.hardware import measured_rate
+from looped_eval.common.timing import in_turns
+from looped_recipes.common.command_line import Parser
+from looped_recipes.common.hardware import measured_rate
 
 from .decoding import exits, sharing, speculation
 from .harness import harness
@@ -105,7 +105,7 @@ def memory(args) -> dict:
     for loss in ("terminal", "per_loop"):
         shape = [part for name in SHAPE for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
         logits = ["--with-logits"] * args.with_logits
-        command = [sys.executable, "-m", "eval.benchmark", "_memory", *shape, *logits, "--loss", loss]
+        command = [sys.executable, "-m", "looped_eval.benchmark", "_memory", *shape, *logits, "--loss", loss]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks[loss] = json.loads(result.stdout.splitlines()[-1])["peak"]
     return {"per_loop_over_terminal": peaks["per_loop"] / peaks["terminal"], **peaks}

@@ -13,8 +13,8 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from eval.common.timing import in_turns
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.common.timing import in_turns
+from looped_eval.harness.looped_lm import LoopedLM
 
 from .models import build, looped_config
 

@@ -5,8 +5,8 @@ import json
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from looped_recipes.common.provenance import provenance, rounded
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from recipes.common.provenance import provenance, rounded
 
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}

@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from lm_eval.tasks import TaskManager
 
-from eval.common.curves import Curves, draw, table
-from eval.core.bundle import read_tasks
-from eval.core.command import core_scores
-from eval.harness.command import TASKS, curves_of, results_by_depth
-from eval.harness.looped_lm import LoopedLM, check_question, parse_depths
-from recipes.common.command_line import Parser, names
-from recipes.common.files import write_whole
-from recipes.common.provenance import write_json
+from looped_eval.common.curves import Curves, draw, table
+from looped_eval.core.bundle import read_tasks
+from looped_eval.core.command import core_scores
+from looped_eval.harness.command import TASKS, curves_of, results_by_depth
+from looped_eval.harness.looped_lm import LoopedLM, check_question, parse_depths
+from looped_recipes.common.command_line import Parser, names
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.provenance import write_json
 
 from .fully_looped import lambada_perplexity, six_curves
 from .row_scores import RowScores, mean_of

@@ -7,10 +7,10 @@ These are the bundle's prompts and shots (table 4), not lm-eval's, whose tasks o
 import math
 from pathlib import Path
 
-from eval.common.curves import Curves
-from eval.core.bundle import read_tasks
-from eval.core.scoring import Scored, score
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.common.curves import Curves
+from looped_eval.core.bundle import read_tasks
+from looped_eval.core.scoring import Scored, score
+from looped_eval.harness.looped_lm import LoopedLM
 
 from .streams import start_token
 

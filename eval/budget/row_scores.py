@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recipes.common.ratios import ratio, standard_error
+from looped_recipes.common.ratios import ratio, standard_error
 
 
 @dataclass

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from eval.harness.looped_lm import LoopedLM
-from recipes.common.token_losses import token_losses
-from recipes.data.tokenizers import Encoder, token_bytes
+from looped_eval.harness.looped_lm import LoopedLM
+from looped_recipes.common.token_losses import token_losses
+from looped_recipes.data.tokenizers import Encoder, token_bytes
 
 from .row_scores import RowScores
 

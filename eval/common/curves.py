@@ -5,7 +5,7 @@ curves[measure][series][depth] = (value, what it may be off by, or None)
 
 from pathlib import Path
 
-from recipes.common.canvas import as_label, canvas
+from looped_recipes.common.canvas import as_label, canvas
 
 
 Point = tuple[float, float | None]

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recipes.data.shards import Prepared, prepare
-from recipes.settings.recipe import DataConfig, RecipeError, load_recipe
+from looped_recipes.data.shards import Prepared, prepare
+from looped_recipes.settings.recipe import DataConfig, RecipeError, load_recipe
 
 
 class HeldOutError(ValueError):

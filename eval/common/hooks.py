@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from recipes.common.token_losses import next_token_losses
+from looped_recipes.common.token_losses import next_token_losses
 
 
 @contextmanager

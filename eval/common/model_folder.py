@@ -5,8 +5,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from looped_recipes.common.checksums import check_folder
 from modeling_looped import LoopedConfig
-from recipes.common.checksums import check_folder
 
 
 def open_config(target: str) -> tuple[Path, LoopedConfig]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 
-from recipes.common.canvas import canvas
+from looped_recipes.common.canvas import canvas
 
 
 def one_line(words: str) -> str:

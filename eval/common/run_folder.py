@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import read_metrics
 
 
 LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
@@ -96,8 +96,8 @@ class RunFolder:
     def num_parameters(self) -> int | None:
         if not self.config:
             return None
+        from looped_recipes.common.flops import sizes
         from modeling_looped import LoopedConfig
-        from recipes.common.flops import sizes
 
         return sizes(LoopedConfig.from_pretrained(self.folder / "final")).total
 

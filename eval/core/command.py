@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.common.curves import Curves, table
-from eval.harness.looped_lm import LoopedLM, check_question
-from recipes.common.command_line import Parser, names
-from recipes.common.provenance import write_json
+from looped_eval.common.curves import Curves, table
+from looped_eval.harness.looped_lm import LoopedLM, check_question
+from looped_recipes.common.command_line import Parser, names
+from looped_recipes.common.provenance import write_json
 
 from .bundle import DESCRIBED, CoreTask, read_tasks
 from .scoring import accuracies

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.looped_lm import LoopedLM
 
 from .bundle import CoreTask
 

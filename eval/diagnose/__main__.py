@@ -1,6 +1,5 @@
-from recipes.common.command_line import run_command
-
-from .command import main
+from looped_eval.diagnose.command import main
+from looped_recipes.common.command_line import run_command
 
 
 if __name__ == "__main__":

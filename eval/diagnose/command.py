@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from eval.common.model_folder import training_run
-from eval.common.page import Folded, Image, Section, Table, Text, single_numbers, to_html
-from recipes.common.command_line import Depths, Parser
-from recipes.common.files import write_whole
-from recipes.common.provenance import finite, provenance, rounded, write_json
+from looped_eval.common.model_folder import training_run
+from looped_eval.common.page import Folded, Image, Section, Table, Text, single_numbers, to_html
+from looped_recipes.common.command_line import Depths, Parser
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
 from . import dynamics, figures, growth, premises, readout_probes, theorems, transfer
 from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text

@@ -8,8 +8,8 @@ import copy
 
 import torch
 
-from eval.common.hooks import depth_of, evaluating, final_loss, hooks, own_randomness, trace
-from recipes.common.measures import (
+from looped_eval.common.hooks import depth_of, evaluating, final_loss, hooks, own_randomness, trace
+from looped_recipes.common.measures import (
     gradient_norm,
     largest_eigenvalue,
     linear_maps,
@@ -19,7 +19,7 @@ from recipes.common.measures import (
     spectral_norm,
     token_rms,
 )
-from recipes.common.token_losses import perplexity
+from looped_recipes.common.token_losses import perplexity
 
 
 def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict:

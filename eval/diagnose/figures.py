@@ -1,6 +1,6 @@
 """One figure for every measure: `draw_<measure>(result, path)` writes a PNG of what the measure returned."""
 
-from recipes.common.canvas import canvas
+from looped_recipes.common.canvas import canvas
 
 
 def colour(i: int, count: int):

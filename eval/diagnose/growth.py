@@ -11,9 +11,9 @@ import math
 
 import torch
 
-from eval.common.hooks import depth_of, last_state, own_randomness, trace
+from looped_eval.common.hooks import depth_of, last_state, own_randomness, trace
+from looped_recipes.common.measures import increment_products, power_law, residual_norms, token_rms
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from recipes.common.measures import increment_products, power_law, residual_norms, token_rms
 
 
 RULES = ("none", "sqrt", "linear", "factored")

@@ -11,12 +11,12 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from eval.common.held_out import held_out_rows
-from eval.common.model_folder import model_folder, training_run
+from looped_eval.common.held_out import held_out_rows
+from looped_eval.common.model_folder import model_folder, training_run
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.data.sources import training_source
+from looped_recipes.settings.recipe import DataConfig
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from recipes.common.metrics import read_metrics
-from recipes.data.sources import training_source
-from recipes.settings.recipe import DataConfig
 
 from .growth import built, random_tokens
 from .readout_probes import token_classes

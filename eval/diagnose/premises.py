@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from eval.common.hooks import depth_of, evaluating, trace
-from recipes.common.measures import increment_products, spectral_norm, wide
+from looped_eval.common.hooks import depth_of, evaluating, trace
+from looped_recipes.common.measures import increment_products, spectral_norm, wide
 
 
 def overlap(total: torch.Tensor, squares: torch.Tensor, count: int) -> float:

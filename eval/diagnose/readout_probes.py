@@ -5,9 +5,9 @@ Every measure takes a causal LM and a batch, the keyword arguments of its forwar
 
 import torch
 
-from eval.common.hooks import depth_of, evaluating, final_loss, rewritten_states, trace
-from recipes.common.measures import distribution, mean_norm, radial_fraction, token_rms, update_parts
-from recipes.common.token_losses import next_token_losses
+from looped_eval.common.hooks import depth_of, evaluating, final_loss, rewritten_states, trace
+from looped_recipes.common.measures import distribution, mean_norm, radial_fraction, token_rms, update_parts
+from looped_recipes.common.token_losses import next_token_losses
 
 
 SETTLED = 10  # table 12 averages from this loop on

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from recipes.common.measures import power_law
+from looped_recipes.common.measures import power_law
 
 from .premises import cone_gain, overlap
 

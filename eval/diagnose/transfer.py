@@ -5,10 +5,10 @@ import math
 import torch
 from transformers import get_wsd_schedule
 
-from eval.common.hooks import evaluating, own_randomness
+from looped_eval.common.hooks import evaluating, own_randomness
+from looped_recipes.common.optimum import optimum, shifts
+from looped_recipes.common.token_losses import next_token_losses
 from modeling_looped import LoopedConfig
-from recipes.common.optimum import optimum, shifts
-from recipes.common.token_losses import next_token_losses
 
 from .growth import RULES, built, looped, optimizer_of, with_fields
 

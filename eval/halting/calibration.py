@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from looped_recipes.common.token_losses import perplexity
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
-from recipes.common.token_losses import perplexity
 
 
 LARGEST = {"max_prob": 1.0, "gate": 1 - 2**-53}  # scores that rounding lifts above; a gate never exits at 1

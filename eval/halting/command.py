@@ -20,17 +20,17 @@ from pathlib import Path
 
 import torch
 
-from eval.common.held_out import held_out_rows
-from eval.common.model_folder import open_config, open_tokenizer, training_run
-from eval.common.timing import least_seconds
+from looped_eval.common.held_out import held_out_rows
+from looped_eval.common.model_folder import open_config, open_tokenizer, training_run
+from looped_eval.common.timing import least_seconds
+from looped_recipes.common.checksums import renew_checksum
+from looped_recipes.common.command_line import Parser
+from looped_recipes.common.flops import attention_flops, sizes
+from looped_recipes.common.provenance import write_json
+from looped_recipes.data.sources import training_source
+from looped_recipes.settings.recipe import DataConfig
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
-from recipes.common.checksums import renew_checksum
-from recipes.common.command_line import Parser
-from recipes.common.flops import attention_flops, sizes
-from recipes.common.provenance import write_json
-from recipes.data.sources import training_source
-from recipes.settings.recipe import DataConfig
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from looped_recipes.common.token_losses import token_losses
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
-from recipes.common.token_losses import token_losses
 
 from .calibration import Measured
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.common.canvas import canvas
+from looped_recipes.common.canvas import canvas
 
 
 def draw(fixed: list[dict], halting: list[dict], budget: float, path: Path):

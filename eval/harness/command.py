@@ -19,11 +19,11 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
-from eval.common.curves import Curves, draw, table
+from looped_eval.common.curves import Curves, draw, table
+from looped_recipes.common.command_line import check_device
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.provenance import provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
-from recipes.common.command_line import check_device
-from recipes.common.files import write_whole
-from recipes.common.provenance import provenance
 
 from .looped_lm import LoopedLM, check_question
 

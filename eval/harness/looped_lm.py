@@ -24,12 +24,12 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig
 
+from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.command_line import parse_depths
 from modeling_looped import LoopedConfig, generator_of, register_public_formats
 from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule, exit_rule
 from modeling_looped.formats.registry import is_published
-from recipes.common.checksums import check_folder
-from recipes.common.command_line import parse_depths
 
 
 class Question(NamedTuple):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from recipes.common.measures import power_law
+from looped_recipes.common.measures import power_law
 
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED

@@ -21,8 +21,8 @@ refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
 import argparse
 from pathlib import Path
 
-from recipes.common.command_line import Parser
-from recipes.common.provenance import write_json
+from looped_recipes.common.command_line import Parser
+from looped_recipes.common.provenance import write_json
 
 from .analyses import conditioning, isoflop, parametric, test_time, unified
 from .fitting import Fit, FitError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.common.canvas import canvas
+from looped_recipes.common.canvas import canvas
 
 from .analyses import budgets_of
 from .fitting import Fit

@@ -149,10 +149,10 @@ def write_table(rows: list[dict], path: str | Path):
 
 def collect(folder: str | Path) -> list[dict]:
     """The rows of one finished run of recipes.pretrain: its last validation, at every depth."""
+    from looped_recipes.common.flops import effective_parameters, sizes, training_flops_per_token
+    from looped_recipes.common.metrics import read_metrics
+    from looped_recipes.settings.recipe import load_recipe
     from modeling_looped import LoopedConfig
-    from recipes.common.flops import effective_parameters, sizes, training_flops_per_token
-    from recipes.common.metrics import read_metrics
-    from recipes.settings.recipe import load_recipe
 
     folder = Path(folder)
     for part in ("recipe.yaml", "metrics.jsonl", "final/config.json"):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from eval.common import curves
-from eval.common.page import (
+from looped_eval.common import curves
+from looped_eval.common.page import (
     Folded,
     Heading,
     Image,
@@ -29,10 +29,10 @@ from eval.common.page import (
     to_html,
     to_markdown,
 )
-from eval.common.run_folder import BITS_AT, LOSS_AT, RunError, RunFolder, open_runs
-from recipes.common.canvas import as_label
-from recipes.common.command_line import Parser
-from recipes.common.files import write_whole
+from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunError, RunFolder, open_runs
+from looped_recipes.common.canvas import as_label
+from looped_recipes.common.command_line import Parser
+from looped_recipes.common.files import write_whole
 
 
 def number(value, digits: int = 4) -> str:

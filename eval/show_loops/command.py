@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from eval.common.model_folder import open_config, open_tokenizer
+from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_recipes.common.command_line import Parser
+from looped_recipes.common.files import write_whole
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import ExitRule, exit_rule
-from recipes.common.command_line import Parser
-from recipes.common.files import write_whole
 
 from .page import Piece, Shown, Token, color, ink, page, plural, visible
 

@@ -3,7 +3,7 @@
 from html import escape
 from typing import NamedTuple
 
-from eval.common.page import document
+from looped_eval.common.page import document
 
 
 # from few loops to many, ever darker, so that it also reads in grey

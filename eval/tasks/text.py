@@ -14,8 +14,8 @@ from datasets import Dataset, DatasetDict
 def held_out(fraction: float, characters: int, **_) -> DatasetDict:
     """The beginning of each document, to the first blank line after so many characters."""
     sys.path.append(str(Path(__file__).parents[2]))  # lm-eval imports this file by itself, from anywhere
-    from recipes.data.part_files import HeldOut
-    from recipes.data.sources import cut_at_blank_lines, embedded_documents
+    from looped_recipes.data.part_files import HeldOut
+    from looped_recipes.data.sources import cut_at_blank_lines, embedded_documents
 
     kept = HeldOut(fraction=fraction)
     texts = [cut_at_blank_lines(text, characters)[0] for text in embedded_documents() if text in kept]

@@ -18,9 +18,9 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from tqdm.auto import tqdm
 
-from recipes.common.checksums import checksum, difference, read_sealed, sealed
-from recipes.common.files import write_whole
-from recipes.common.orphans import end_with
+from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.orphans import end_with
 
 from .packing import best_fit
 from .sources import Documents, readable

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recipes.common.checksums import Damaged, check_folder, read_sealed, write_checksums
-from recipes.common.files import remove_leftovers, sync, sync_all
-from recipes.common.folder_lock import exclusive
-from recipes.common.provenance import provenance
-from recipes.settings.paths import expanded
-from recipes.settings.recipe import DataConfig, RecipeError
+from looped_recipes.common.checksums import Damaged, check_folder, read_sealed, write_checksums
+from looped_recipes.common.files import remove_leftovers, sync, sync_all
+from looped_recipes.common.folder_lock import exclusive
+from looped_recipes.common.provenance import provenance
+from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.recipe import DataConfig, RecipeError
 
 from .overlap import overlap
 from .packing import PackedRows

@@ -33,9 +33,9 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 
-from recipes.settings.paths import expanded
-from recipes.settings.recipe import DataConfig, RecipeError
-from recipes.settings.yaml_files import shortly
+from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.recipe import DataConfig, RecipeError
+from looped_recipes.settings.yaml_files import shortly
 
 from .strict_json import strict_about_text
 

@@ -16,8 +16,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from recipes.settings.paths import expanded
-from recipes.settings.recipe import DataConfig, RecipeError
+from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.recipe import DataConfig, RecipeError
 
 from .sources import looks_like_path
 

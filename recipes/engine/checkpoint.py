@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from recipes.common.checksums import checksum, difference, read_sealed, sealed
-from recipes.common.files import remove_leftovers, sync, write_whole
-from recipes.common.provenance import provenance
+from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
+from looped_recipes.common.files import remove_leftovers, sync, write_whole
+from looped_recipes.common.provenance import provenance
 
 from .distributed import bare, to_shards
 from .resume import comparable, refuse_other_config

@@ -16,7 +16,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Ful
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import RecipeError
 
 
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:

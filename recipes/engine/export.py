@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from recipes.common.checksums import write_checksums
-from recipes.common.files import sync, sync_all
+from looped_recipes.common.checksums import write_checksums
+from looped_recipes.common.files import sync, sync_all
 
 from .distributed import bare, to_shards
 from .finite import Divergence, first_nonfinite

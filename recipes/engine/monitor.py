@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from recipes.common.measures import gradient_norm, spectral_radius, token_rms, watched_blocks
+from looped_recipes.common.measures import gradient_norm, spectral_radius, token_rms, watched_blocks
 
 
 LIMITS = {  # metric: (absolute limit, factor over its own early median)

@@ -8,7 +8,7 @@ it agrees with the update (cautious weight decay).
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from recipes.common.measures import whole
+from looped_recipes.common.measures import whole
 
 
 # (a, b, c) of x -> a x + b x^3 + c x^5: each the best after those before it for singular values from 1e-3 to 1, and,

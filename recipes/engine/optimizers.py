@@ -16,9 +16,9 @@ from transformers.optimization import (
     get_wsd_schedule,
 )
 
+from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
+from looped_recipes.settings.relations import check_schedule, decay_steps_of
 from modeling_looped.loop_parameters import parameters_by_loop
-from recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
-from recipes.settings.relations import check_schedule, decay_steps_of
 
 from .muon import NorMuon
 from .stable_adamw import StableAdamW

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import RecipeError
 
 
 FOREVER = timedelta(days=365)

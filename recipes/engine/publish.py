@@ -7,11 +7,11 @@ import yaml
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from recipes.common.checksums import check_folder
-from recipes.common.flops import sizes
-from recipes.common.metrics import read_metrics
-from recipes.data.sources import looks_like_path
-from recipes.settings.recipe import Recipe, RecipeError
+from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.flops import sizes
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.data.sources import looks_like_path
+from looped_recipes.settings.recipe import Recipe, RecipeError
 
 
 PLACES = (

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from recipes.common.metrics import read_metrics
-from recipes.common.provenance import commit, versions
-from recipes.settings.recipe import Recipe
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.provenance import commit, versions
+from looped_recipes.settings.recipe import Recipe
 
 from .saving import CheckpointError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from recipes.common.folder_lock import exclusive
-from recipes.settings.recipe import RecipeError
+from looped_recipes.common.folder_lock import exclusive
+from looped_recipes.settings.recipe import RecipeError
 
 
 class CheckpointError(RecipeError):

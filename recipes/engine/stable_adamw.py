@@ -8,7 +8,7 @@ and there is no epsilon to choose.
 
 import torch
 
-from recipes.common.measures import whole
+from looped_recipes.common.measures import whole
 
 
 class StableAdamW(torch.optim.Optimizer):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from recipes.settings.recipe import Recipe
+from looped_recipes.settings.recipe import Recipe
 
 
 LEAST, MOST = 1e-6, 1e6  # of the fitted constant

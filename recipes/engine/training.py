@@ -17,24 +17,16 @@ import torch
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
-from modeling_looped import (
-    LoopedForCausalLM,
-    balanced_ranks,
-    curriculum,
-    depths_of_step,
-    generator_of,
-    initial_state_of_step,
-)
-from recipes.common.checksums import check_folder
-from recipes.common.files import append_line, remove_leftovers
-from recipes.common.flops import sizes, training_flops_per_token
-from recipes.common.hardware import reference_rate
-from recipes.common.metrics import MetricsLog
-from recipes.common.orphans import end_with
-from recipes.common.provenance import own_command, provenance
-from recipes.data.shards import prepare, rows_of_step
-from recipes.data.sources import looks_like_path
-from recipes.engine.checkpoint import (
+from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.files import append_line, remove_leftovers
+from looped_recipes.common.flops import sizes, training_flops_per_token
+from looped_recipes.common.hardware import reference_rate
+from looped_recipes.common.metrics import MetricsLog
+from looped_recipes.common.orphans import end_with
+from looped_recipes.common.provenance import own_command, provenance
+from looped_recipes.data.shards import prepare, rows_of_step
+from looped_recipes.data.sources import looks_like_path
+from looped_recipes.engine.checkpoint import (
     METRICS,
     check_space,
     load_checkpoint,
@@ -42,22 +34,27 @@ from recipes.engine.checkpoint import (
     save_checkpoint,
     sound_checkpoint,
 )
-from recipes.engine.distributed import (
+from looped_recipes.engine.distributed import (
     bare,
     fill_missing_gradients,
     gradients_may_be_missing,
     make_accelerator,
     to_shards,
 )
-from recipes.engine.distributed import prepare as distribute
-from recipes.engine.export import export_model
-from recipes.engine.finite import ADVICE, Divergence, nonfinite_part
-from recipes.engine.interruption import Interrupted, Interruption
-from recipes.engine.monitor import Monitor, StateNorms
-from recipes.engine.optimizers import apply_step_settings, build_optimizers, build_schedulers, set_learning_rates
-from recipes.engine.peers import main_process_first
-from recipes.engine.publish import create_repository, model_card, push
-from recipes.engine.resume import (
+from looped_recipes.engine.distributed import prepare as distribute
+from looped_recipes.engine.export import export_model
+from looped_recipes.engine.finite import ADVICE, Divergence, nonfinite_part
+from looped_recipes.engine.interruption import Interrupted, Interruption
+from looped_recipes.engine.monitor import Monitor, StateNorms
+from looped_recipes.engine.optimizers import (
+    apply_step_settings,
+    build_optimizers,
+    build_schedulers,
+    set_learning_rates,
+)
+from looped_recipes.engine.peers import main_process_first
+from looped_recipes.engine.publish import create_repository, model_card, push
+from looped_recipes.engine.resume import (
     comparable,
     compared_settings,
     differing,
@@ -66,11 +63,19 @@ from recipes.engine.resume import (
     refuse_lost_run,
     shown,
 )
-from recipes.engine.saving import error_of_saving, from_all_processes, on_main_process, only_run
-from recipes.engine.taper import Taper
-from recipes.engine.validation import depths_in_one_pass, validate
-from recipes.settings.recipe import Recipe, RecipeError
-from recipes.settings.run_checks import check_run
+from looped_recipes.engine.saving import error_of_saving, from_all_processes, on_main_process, only_run
+from looped_recipes.engine.taper import Taper
+from looped_recipes.engine.validation import depths_in_one_pass, validate
+from looped_recipes.settings.recipe import Recipe, RecipeError
+from looped_recipes.settings.run_checks import check_run
+from modeling_looped import (
+    LoopedForCausalLM,
+    balanced_ranks,
+    curriculum,
+    depths_of_step,
+    generator_of,
+    initial_state_of_step,
+)
 
 
 class MicroBatch(NamedTuple):

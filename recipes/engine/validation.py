@@ -6,10 +6,10 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import pad
 
-from recipes.common.ratios import ratio, standard_error
-from recipes.common.token_losses import next_token_losses
-from recipes.data.packing import PackedRows
-from recipes.settings.recipe import Recipe
+from looped_recipes.common.ratios import ratio, standard_error
+from looped_recipes.common.token_losses import next_token_losses
+from looped_recipes.data.packing import PackedRows
+from looped_recipes.settings.recipe import Recipe
 
 from .distributed import to_shards
 

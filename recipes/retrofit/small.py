@@ -8,13 +8,13 @@ also to results.json. What is already trained in runs/retrofit/ is not trained a
 
 from pathlib import Path
 
-from recipes.common.command_line import print_help, run_command
-from recipes.common.metrics import read_metrics
-from recipes.common.provenance import write_json
-from recipes.convert import convert
-from recipes.engine.training import Divergence, Pretraining
-from recipes.engine.validation import validate
-from recipes.settings.recipe import Recipe, load_recipe
+from looped_recipes.common.command_line import print_help, run_command
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.provenance import write_json
+from looped_recipes.convert import convert
+from looped_recipes.engine.training import Divergence, Pretraining
+from looped_recipes.engine.validation import validate
+from looped_recipes.settings.recipe import Recipe, load_recipe
 
 
 TINY = Path(__file__).parent / "tiny"

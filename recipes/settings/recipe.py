@@ -17,10 +17,10 @@ from typing import Literal
 import yaml
 from transformers import AutoConfig
 
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.flops import Sizes
 from modeling_looped import LoopedConfig
 from modeling_looped.formats.dense import start_from_dense
-from recipes.common.files import write_whole
-from recipes.common.flops import Sizes
 
 from .model_fields import check_model_fields
 from .paths import expanded

@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
+from looped_recipes.common.flops import sizes, training_flops_per_token
 from modeling_looped import LoopedConfig, depths_of_step
-from recipes.common.flops import sizes, training_flops_per_token
 
 from .model_fields import check_model
 from .paths import nearest_existing

@@ -11,9 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import get_args
 
-from recipes.common.command_line import Parser, run_command
-from recipes.common.files import write_whole
-from recipes.common.provenance import provenance, write_json
+from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.provenance import provenance, write_json
 from tests.faults.campaign import Outcome, campaigns, run_campaign
 
 

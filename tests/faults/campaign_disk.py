@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recipes.common.checksums import check_folder
+from looped_recipes.common.checksums import check_folder
 from tests.faults.campaign import Trial
 from tests.faults.tiny_run import Runs, files_of
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedConfig, configuration_looped, names
 from tests.faults.campaign import Trial
 from tests.helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer

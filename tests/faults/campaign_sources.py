@@ -9,8 +9,8 @@ from pathlib import Path
 
 import datasets
 
-from recipes.data import shards, sources
-from recipes.settings.recipe import DataConfig
+from looped_recipes.data import shards, sources
+from looped_recipes.settings.recipe import DataConfig
 from tests.faults.campaign import Trial
 
 

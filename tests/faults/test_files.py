@@ -13,15 +13,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from eval.common.model_folder import model_folder
-from recipes.common import checksums
-from recipes.common.files import remove_leftovers
-from recipes.common.metrics import read_metrics
-from recipes.engine.checkpoint import MARKER, latest_checkpoint, load_checkpoint, save_checkpoint, training_state
-from recipes.engine.export import export_model
-from recipes.engine.publish import without_places
-from recipes.engine.resume import comparable
-from recipes.engine.saving import CheckpointError
+from looped_eval.common.model_folder import model_folder
+from looped_recipes.common import checksums
+from looped_recipes.common.files import remove_leftovers
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.engine.checkpoint import (
+    MARKER,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    training_state,
+)
+from looped_recipes.engine.export import export_model
+from looped_recipes.engine.publish import without_places
+from looped_recipes.engine.resume import comparable
+from looped_recipes.engine.saving import CheckpointError
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model
 from tests.helpers_processes import run_and_kill

@@ -8,13 +8,13 @@ import signal
 import pytest
 import torch
 
-from recipes.common.metrics import read_metrics
-from recipes.common.optimum import optimum
-from recipes.engine import training
-from recipes.engine.checkpoint import read_marker
-from recipes.engine.export import export_model
-from recipes.engine.finite import Divergence
-from recipes.engine.interruption import Interrupted
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.optimum import optimum
+from looped_recipes.engine import training
+from looped_recipes.engine.checkpoint import read_marker
+from looped_recipes.engine.export import export_model
+from looped_recipes.engine.finite import Divergence
+from looped_recipes.engine.interruption import Interrupted
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from recipes.engine.finite import Divergence
-from recipes.engine.training import Pretraining
-from recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.engine.finite import Divergence
+from looped_recipes.engine.training import Pretraining
+from looped_recipes.settings.recipe import RecipeError, load_recipe
 from tests.faults.campaign import Outcome
 
 
