@@ -97,6 +97,12 @@ class LoopedCache(DynamicCache):
         self.model_config, self.sharing = config, sharing
         loops = config.num_loops if num_loops is None else num_loops
         shared = num_shared_slots(sharing)
+        if shared is not None and config.shares_keys:
+            raise ValueError(
+                f"cache_sharing={sharing!r} is for models whose loops all compute keys and values; this one shares "
+                f"them already, by key_value_interval={config.key_value_interval} and "
+                f"num_key_value_loops={config.num_key_value_loops}: leave out cache_sharing"
+            )
         config = copy.deepcopy(config)
         config.num_loops = loops if shared is None else min(loops, shared)
         super().__init__(config=config)
@@ -169,7 +175,7 @@ class LoopedCache(DynamicCache):
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int], length: int = 1):
         """`length` tokens of each row, at and after its position, leave their last keys and values in slots that they
         did not use. loops: how many they ran."""
-        for row, ran, position in zip(rows, loops, positions):
+        for row, ran, position in zip(rows, map(self.model_config.num_stored_loops, loops), positions):
             for buffer in self.buffers[self.model_config.core_slot(0) :] if ran < self.num_stored_loops else ():
                 tokens = buffer[row, :, :, :, position : position + length]  # [loops, heads, 2, length, head_dim]
                 tokens[ran:] = tokens[ran - 1]
@@ -250,7 +256,8 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
     if cache is None or not isinstance(cache, Cache):
         return cache
     shared = num_shared_slots(sharing_of(cache))
-    needed = plan.max_depth if shared is None else min(plan.max_depth, shared)
+    depth = config.num_stored_loops(plan.max_depth)
+    needed = depth if shared is None else min(depth, shared)
     stored = 0
     while is_written(cache, config.core_slot(stored)):
         stored += 1
@@ -264,8 +271,8 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
             )
         if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
             fit_layers(cache, config.core_slot(needed), config.num_core_layers)
-    if plan.is_mixed or shared is not None or stored > plan.max_depth or may_exit:
-        return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored, may_exit)
+    if plan.is_mixed or shared is not None or stored > depth or may_exit:
+        return CacheView(cache, config, plan, max(stored, depth) if may_exit else stored, may_exit)
     return cache
 
 

@@ -46,12 +46,14 @@ class RowView:
         self.cache, self.padding, self.length = cache, padding, length
         self.end = max(positions) + length
         cache.reserve(self.end)
-        self.rows, self.loops, self.positions = rows, loops, positions
+        config = cache.model_config
+        self.rows, self.loops, self.positions = rows, list(map(config.stored_loop, loops)), positions
+        self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]  # others read alone
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         self.by_row = device.type == "cpu" and not together and length == 1 and not padding.has_holes
-        self.by_row &= cache.model_config.attention_softcap is None  # `attend` has none
+        self.by_row &= config.attention_softcap is None  # `attend` has none
         self.places, self.spans, self.masks_by_window = {}, {}, {}
 
     @property
@@ -59,12 +61,14 @@ class RowView:
         """What attention layers are to call instead of `update` and a kernel."""
         return self.attend if self.by_row else None
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
-        """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop."""
+    def update(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int, *args, **kwargs):
+        """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop.
+        keys and values: None where no row's loop makes any."""
         buffer = self.cache.buffers[slot]
         if self.position is not None:
             of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
-            of_loop[..., self.position : self.end, :] = torch.stack([keys, values], dim=2)
+            if keys is not None:
+                of_loop[..., self.position : self.end, :] = torch.stack([keys, values], dim=2)
             return of_loop[..., : self.end, :].unbind(2)
         self.write(buffer, keys, values)
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
@@ -80,7 +84,7 @@ class RowView:
         """
         buffer = self.cache.buffers[slot]
         self.write(buffer, keys, values)
-        exact, grouped = is_slow_single_query(queries), queries.shape[1] != keys.shape[1]
+        exact, grouped = is_slow_single_query(queries), queries.shape[1] != buffer.shape[2]
         outputs = []
         for query, span in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), self.seen(slot)):
             view = buffer.as_strided(*span)
@@ -111,15 +115,19 @@ class RowView:
             room = self.cache.one_row[kind] = view.new_empty(shape, dtype=torch.float32)
         return room[..., :length, :].copy_(view)
 
-    def write(self, buffer: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-        """The new tokens into their places in a buffer."""
+    def write(self, buffer: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None):
+        """The new tokens into their places in a buffer, of rows whose loop makes keys and values."""
+        if keys is None or values is None:
+            return
         loops_stored = buffer.shape[1]
         if loops_stored not in self.places:  # the same in all layers of a section
             loops = [loop % loops_stored for loop in self.loops]
-            rows, loops, firsts = torch.tensor([self.rows, loops, self.positions], device=buffer.device)[:, :, None]
+            of_rows = torch.tensor([self.rows, loops, self.positions], device=buffer.device)
+            rows, loops, firsts = of_rows[:, self.writing, None]
             self.places[loops_stored] = rows, loops, firsts + torch.arange(self.length, device=buffer.device)
         rows, loops, places = self.places[loops_stored]  # [rows, 1], [rows, 1], [rows, length]
-        buffer[rows, loops, :, :, places] = torch.stack([keys, values], dim=2).permute(0, 3, 1, 2, 4)
+        states = torch.stack([keys, values], dim=2).permute(0, 3, 1, 2, 4)
+        buffer[rows, loops, :, :, places] = states if len(states) == len(rows) else states[self.writing]
 
     def seen(self, slot: int) -> list[tuple]:
         """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
@@ -183,7 +191,8 @@ class JointView:
 
     def attend(self, *states_slot_and_scaling) -> torch.Tensor:
         *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
-        parts = zip(self.views, *(state.split(self.sizes) for state in states))
+        none = [None] * len(self.views)
+        parts = zip(self.views, *(none if state is None else state.split(self.sizes) for state in states))
         return torch.cat([view.attend_by_itself(*of_view, slot, scaling) for view, *of_view in parts])
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
