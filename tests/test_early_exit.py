@@ -32,6 +32,7 @@ SYSTEMS = {
         "readout_norm": "final_raw",
         "inter_loop_norm": "shared",
     },
+    "second_keys": {"key_value_interval": 2, "num_coda_layers": 1, "num_key_value_heads": 2, "injection": "add"},
     "learned": {"position_embedding": "learned", "value_embeddings": True, "readout_norm": "final_only"},
 }
 PADDING, LENGTH, NEW, LOOPS = [0, 6, 2], 7, 7, 4

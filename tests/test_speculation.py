@@ -28,6 +28,8 @@ SYSTEMS = {
     "plain": {},
     "prelude_coda_grouped": {**SECTIONS, "num_key_value_heads": 2, "injection": "add"},
     "windows": {**SECTIONS, "window_pattern": "SSL", "sliding_window": 4},
+    "first_keys": {**SECTIONS, "num_key_value_loops": 1, "injection": "add"},
+    "second_keys": {"key_value_interval": 2, "num_key_value_heads": 2},
     "latent_learned": {"kv_latent_size": 6, "position_embedding": "learned", "readout_norm": "final_only"},
     "flt": {"preset": "flt"},
     "huginn": {"preset": "huginn", **SECTIONS},
