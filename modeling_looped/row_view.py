@@ -48,7 +48,8 @@ class RowView:
         cache.reserve(self.end)
         config = cache.model_config
         self.rows, self.loops, self.positions = rows, list(map(config.stored_loop, loops)), positions
-        self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]  # others read alone
+        # those of a loop that makes keys and values; beside them, some are computed for others in vain
+        self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
@@ -67,7 +68,7 @@ class RowView:
         buffer = self.cache.buffers[slot]
         if self.position is not None:
             of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
-            if keys is not None:
+            if keys is not None and self.writing:
                 of_loop[..., self.position : self.end, :] = torch.stack([keys, values], dim=2)
             return of_loop[..., : self.end, :].unbind(2)
         self.write(buffer, keys, values)
@@ -117,7 +118,7 @@ class RowView:
 
     def write(self, buffer: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None):
         """The new tokens into their places in a buffer, of rows whose loop makes keys and values."""
-        if keys is None or values is None:
+        if keys is None or values is None or not self.writing:
             return
         loops_stored = buffer.shape[1]
         if loops_stored not in self.places:  # the same in all layers of a section

@@ -184,7 +184,7 @@ def test_depths(system, way, num_loops, min_loops, interval, prompt_loops):
 
 
 @over_ways
-@over_systems
+@pytest.mark.parametrize("system", [system for system in SYSTEMS if system != "second_keys"])
 @pytest.mark.parametrize("sharing", ["last", "cyclic-2", "cyclic-3"])
 @pytest.mark.parametrize(("num_loops", "prompt_loops"), [(6, None), (LOOPS, 1), ([6, 2, 4], None)], ids=str)
 @pytest.mark.covering
