@@ -14,6 +14,8 @@ import copy
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .int8_tokens import SIZE_BYTES, from_int8, to_int8
+
 
 def num_shared_slots(sharing: str) -> int | None:
     """How many loops have slots of their own under a sharing policy; None if all do."""
@@ -89,12 +91,14 @@ class LoopedCache(DynamicCache):
     (but for sliding ones, which hold their window alone). What lies beyond a row's position is of no consequence: no
     query sees it, and it is overwritten when the row gets there. So a check that does not exit, or a draft that is
     rejected, needs no undoing.
+
+    is_int8: the buffers hold keys and values in 8 bits, and so do the layers until the rows have been decoded.
     """
 
     layers: list[DynamicLayer]
 
-    def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
-        self.model_config, self.sharing = config, sharing
+    def __init__(self, config, sharing: str = "none", num_loops: int | None = None, is_int8: bool = False):
+        self.model_config, self.sharing, self.is_int8 = config, sharing, is_int8
         loops = config.num_loops if num_loops is None else num_loops
         shared = num_shared_slots(sharing)
         if shared is not None and config.shares_keys:
@@ -134,13 +138,21 @@ class LoopedCache(DynamicCache):
             loops = self.num_stored_loops if layer >= self.model_config.core_slot(0) else 1
             slots = [cache.layers[self.model_config.slot_at(layer, loop)] for loop in range(loops)]
             rows, heads, _, head_dim = slots[0].keys.shape
-            buffer = slots[0].keys.new_zeros(rows, loops, heads, 2, self.with_room(length), head_dim)
+            self.dtype, width = slots[0].keys.dtype, head_dim + SIZE_BYTES * self.is_int8
+            shape, dtype = (rows, loops, heads, 2, self.with_room(length), width), torch.int8 if self.is_int8 else None
+            buffer = slots[0].keys.new_zeros(shape, dtype=dtype)
             for slot, of_loop in zip(slots, buffer.unbind(1)):
                 for tensor, room in zip((slot.keys, slot.values), of_loop.unbind(2)):
                     tensor = tensor[..., :length, :]
-                    room[..., length - tensor.shape[-2] : length, :] = tensor
+                    room[..., length - tensor.shape[-2] : length, :] = self.as_stored(tensor)
             self.buffers.append(buffer)
             self.point_layer_at_buffer(layer, length)
+
+    def as_stored(self, states: torch.Tensor) -> torch.Tensor:
+        return to_int8(states) if self.is_int8 else states
+
+    def as_read(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return from_int8(stored, dtype or self.dtype) if self.is_int8 else stored
 
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
@@ -168,9 +180,13 @@ class LoopedCache(DynamicCache):
             buffer = self.buffers[layer]
             if cache is not self or type(held) is not PreallocatedLayer:
                 # of a cache that is deeper than this run, the deeper slots too
-                cache.update(*buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length].unbind(2), slot)
+                tokens = buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length]
+                cache.update(*self.as_read(tokens).unbind(2), slot)
         for layer in range(len(self.buffers)):
             self.point_layer_at_buffer(layer, length)
+        for held in self.layers if self.is_int8 else ():
+            if type(held) is PreallocatedLayer and held.is_initialized:  # they go on in the dtype of the model
+                held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int], length: int = 1):
         """`length` tokens of each row, at and after its position, leave their last keys and values in slots that they

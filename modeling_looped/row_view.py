@@ -69,14 +69,14 @@ class RowView:
         if self.position is not None:
             of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
             if keys is not None and self.writing:
-                of_loop[..., self.position : self.end, :] = torch.stack([keys, values], dim=2)
-            return of_loop[..., : self.end, :].unbind(2)
+                of_loop[..., self.position : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
+            return self.cache.as_read(of_loop[..., : self.end, :]).unbind(2)
         self.write(buffer, keys, values)
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
         of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
         copy_all = getattr(torch, "_foreach_copy_", copy_each)
         copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
-        return seen.unbind(2)
+        return self.cache.as_read(seen).unbind(2)
 
     def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """Attention of one query per row, [rows, heads, 1, head_dim], to what each sees, of different lengths.
@@ -89,7 +89,7 @@ class RowView:
         outputs = []
         for query, span in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), self.seen(slot)):
             view = buffer.as_strided(*span)
-            keys, values = (self.in_fp32(view) if exact else view).unbind(2)
+            keys, values = (self.in_fp32(view) if exact else self.cache.as_read(view)).unbind(2)
             outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
         return torch.cat(outputs).to(queries.dtype)
 
@@ -109,6 +109,8 @@ class RowView:
 
     def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
         """Keys and values of one row, until the next one's take their place."""
+        if self.cache.is_int8:
+            return self.cache.as_read(view, torch.float32)
         length, kind = view.shape[3], (view.shape[1], view.shape[-1])
         room = self.cache.one_row.get(kind)
         if room is None or room.shape[3] < length:
@@ -127,7 +129,7 @@ class RowView:
             rows, loops, firsts = of_rows[:, self.writing, None]
             self.places[loops_stored] = rows, loops, firsts + torch.arange(self.length, device=buffer.device)
         rows, loops, places = self.places[loops_stored]  # [rows, 1], [rows, 1], [rows, length]
-        states = torch.stack([keys, values], dim=2).permute(0, 3, 1, 2, 4)
+        states = self.cache.as_stored(torch.stack([keys, values], dim=2)).permute(0, 3, 1, 2, 4)
         buffer[rows, loops, :, :, places] = states if len(states) == len(rows) else states[self.writing]
 
     def seen(self, slot: int) -> list[tuple]:
