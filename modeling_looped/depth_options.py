@@ -157,9 +157,7 @@ class DepthOptions:
             "use_cache=False": config.use_cache is False,
         }
         for name, stands in contradictions.items():
-            refuse_if(
-                stands, f"{' and '.join(asked)} makes its own cache, which {name} contradicts: leave one out"
-            )
+            refuse_if(stands, f"{' and '.join(asked)} makes its own cache, which {name} contradicts: leave one out")
         if self.draft_loops is not None and is_shared:
             refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
 

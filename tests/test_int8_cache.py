@@ -73,7 +73,9 @@ def test_rounding_is_seen_in_the_logits():
 
 
 @pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 64 * 4 / 68), (torch.bfloat16, 64 * 2 / 68)])
-@pytest.mark.parametrize("arguments", [{}, {"draft_loops": 1}, {"num_loops": [2, 4]}, {"cache_sharing": "last"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"draft_loops": 1}, {"num_loops": [2, 4]}, {"cache_sharing": "last"}], ids=str
+)
 def test_bytes(dtype, times, arguments):
     model = tiny_model(num_loops=4, head_dim=64, eos_token_id=None, pad_token_id=0).to(dtype)
     exits = {} if "draft_loops" in arguments else {"exit_criterion": "kl", "exit_threshold": 1e-9}
