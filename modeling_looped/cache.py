@@ -181,7 +181,8 @@ class LoopedCache(DynamicCache):
             if cache is not self or type(held) is not PreallocatedLayer:
                 # of a cache that is deeper than this run, the deeper slots too
                 tokens = buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length]
-                cache.update(*self.as_read(tokens).unbind(2), slot)
+                keys, values = self.as_read(tokens).unbind(2)
+                cache.update(keys, values, slot)
         for layer in range(len(self.buffers)):
             self.point_layer_at_buffer(layer, length)
         for held in self.layers if self.is_int8 else ():

@@ -56,7 +56,8 @@ class PassContext:
             **self.options,
         )
         if keeps_keys:
-            output, *self.kept[block.layer] = output
+            output, *states = output
+            self.kept[block.layer] = tuple(states)
         return output
 
     def of_first_rows(self, count: int) -> "PassContext":
@@ -80,5 +81,7 @@ class PassContext:
             },
             value_embeddings={layer: of_rows(values) for layer, values in self.value_embeddings.items()},
             # the first rows keep theirs for all contexts of this pass
-            kept=self.kept if isinstance(rows, slice) else {i: [x[rows] for x in k] for i, k in self.kept.items()},
+            kept=self.kept
+            if isinstance(rows, slice)
+            else {i: tuple(x[rows] for x in k) for i, k in self.kept.items()},
         )

@@ -1,8 +1,8 @@
 """Keys and values in 8 bits: `cache_dtype="int8"` of generate.
 
-The key, and the value, of a token in a head is up to 127 steps to either side of zero, and the size of a step: at most
-half a step is lost, 1/254 of the largest channel. The bytes of that size lie behind those of the channels, so that what
-moves tokens about in a buffer need not know what they are.
+A token's key in a head, and its value, is kept as up to 127 steps to either side of zero and the size of a step: at
+most half a step is lost, 1/254 of the largest channel. The bytes of that size lie behind those of the channels, so
+that what moves tokens about in a buffer need not know what they are.
 """
 
 import torch

@@ -5,7 +5,7 @@ each loop (loop_parameters.py), None where it has none.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -187,9 +187,9 @@ class LoopedAttention(LoopedLayer):
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
     def compared(self, part: str, x: torch.Tensor, position_embeddings, loop) -> torch.Tensor:
-        """What queries ("q") and keys ("k") are when they meet: normed and rotated, [rows, heads, length, head_dim]."""
+        """Queries ("q") or keys ("k") as they meet: normed and rotated, [rows, heads, length, head_dim]."""
         projected = self.project(f"{part}_proj", x, loop)
-        norm = getattr(self, f"{part}_norm", None)
+        norm: Any = getattr(self, f"{part}_norm", None)
         heads = self.heads(norm(projected, loop) if self.qk_norm == "all_heads" else projected)
         if self.qk_norm == "learned":
             heads = norm(heads, loop)
@@ -228,7 +228,9 @@ class LoopedAttention(LoopedLayer):
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
         """The branch, weights where there are some, and the keys and values that were attended to."""
-        queries, keys, values = self.compared("q", query_states, position_embeddings, loop), None, None
+        queries = self.compared("q", query_states, position_embeddings, loop)
+        keys: Any = None  # of a loop that makes none
+        values: Any = None
         if makes_keys is not False:
             keys, values = self.keys_and_values(hidden_states, position_embeddings, value_embedding, loop)
 
@@ -236,7 +238,7 @@ class LoopedAttention(LoopedLayer):
         if row_attention is not None:
             output = row_attention(queries, keys, values, slot, scaling)
             return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None, None, None
-        if kept_keys is not None:
+        if kept_keys is not None and kept_values is not None:
             keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
         elif past_key_values is not None:  # one that knows which rows make keys
             keys, values = past_key_values.update(keys, values, slot)

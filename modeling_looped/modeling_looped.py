@@ -262,7 +262,7 @@ class LoopedModel(LoopedPreTrainedModel):
             past_key_values=view,
             site=self.site,
             slots_per_loop=len(self.core),
-            kept=dict.fromkeys((block.layer for block in self.core) if self.config.shares_keys else (), ()),
+            kept={cast(LoopedBlock, block).layer: () for block in self.core if self.config.shares_keys},
             options={"use_cache": use_cache, **kwargs},
         )
         embedded = self.run_prelude(x, context)

@@ -68,7 +68,7 @@ class RowView:
         buffer = self.cache.buffers[slot]
         if self.position is not None:
             of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
-            if keys is not None and self.writing:
+            if keys is not None and values is not None and self.writing:
                 of_loop[..., self.position : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
             return self.cache.as_read(of_loop[..., : self.end, :]).unbind(2)
         self.write(buffer, keys, values)

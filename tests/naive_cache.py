@@ -28,7 +28,7 @@ def rotate(x: torch.Tensor, tables) -> torch.Tensor:  # [length, heads, head_dim
 class NaiveDecoder:
     def __init__(self, model, sharing: str = "none"):
         self.model, self.config, self.sharing = model, model.config, sharing
-        self.tokens = []  # of every past token: {layer name: [its key and value after each of its loops that has some]}
+        self.tokens = []  # of every past token: {layer name: [its key and value at each loop that has some]}
 
     def left_by(self, token: dict, layer: str, loop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What `loop` of a later pass sees of a past token."""

@@ -1,4 +1,4 @@
-"""cache_dtype="int8": what is kept of a key or value, against a decoder that rounds by hand; memory; what is refused."""
+"""cache_dtype="int8": what is kept of keys and values, against a decoder that rounds by hand; bytes; refusals."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ def test_memory_and_operations_are_those_that_are_counted(system, fields):
 
 
 def test_the_first_loops_keys_serve_any_depth():
-    """A token's keys do not depend on its depth: a sequence can be deepened halfway, and early exits leave no trace."""
+    """A token's keys do not depend on how deep it ran, so a sequence can be deepened halfway."""
     model, ids = tiny_model(num_key_value_loops=1, injection="add").double(), random_ids(2, 9)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What loops lose that share: `python -m recipes.cache.compare runs/sharing [results.json]`, after `sharing.sweep.yaml`.
+"""What loops lose that share: `python -m recipes.cache.compare runs/sharing [results.json]`, of the sweep beside it.
 
 Bits per byte of rows that every run held out, and bytes of the cache per token in fp32. The first half of a row is the
 prompt, and the second, which is measured, is read token by token. Models trained without sharing are also read with
@@ -82,10 +82,8 @@ def main(arguments: list[str]):
     for run, ways in runs.items():
         model = run.rpartition("seed=")[0].rstrip("_") or "none shared"
         for way, found in ways.items():
-            kept = means.setdefault(
-                f"{model}, {way}", {"bytes_per_token": found["bytes_per_token"], "bits_per_byte": []}
-            )
-            kept["bits_per_byte"].append(found["bits_per_byte"])
+            of_seeds = means.setdefault(f"{model}, {way}", {**found, "bits_per_byte": []})
+            of_seeds["bits_per_byte"].append(found["bits_per_byte"])
     for name, found in means.items():
         bits = found["bits_per_byte"]
         print(f"{name:40} {found['bytes_per_token']:8.0f}  {fmean(bits):.4f}  {' '.join(f'{x:.4f}' for x in bits)}")
