@@ -14,6 +14,8 @@ import copy
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from .int8_tokens import SIZE_BYTES, from_int8, to_int8
+
 
 def num_shared_slots(sharing: str) -> int | None:
     """How many loops have slots of their own under a sharing policy; None if all do."""
@@ -89,14 +91,22 @@ class LoopedCache(DynamicCache):
     (but for sliding ones, which hold their window alone). What lies beyond a row's position is of no consequence: no
     query sees it, and it is overwritten when the row gets there. So a check that does not exit, or a draft that is
     rejected, needs no undoing.
+
+    is_int8: the buffers hold keys and values in 8 bits, and so do the layers until the rows have been decoded.
     """
 
     layers: list[DynamicLayer]
 
-    def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
-        self.model_config, self.sharing = config, sharing
+    def __init__(self, config, sharing: str = "none", num_loops: int | None = None, is_int8: bool = False):
+        self.model_config, self.sharing, self.is_int8 = config, sharing, is_int8
         loops = config.num_loops if num_loops is None else num_loops
         shared = num_shared_slots(sharing)
+        if shared is not None and config.shares_keys:
+            raise ValueError(
+                f"cache_sharing={sharing!r} is for models whose loops all compute keys and values; this one shares "
+                f"them already, by key_value_interval={config.key_value_interval} and "
+                f"num_key_value_loops={config.num_key_value_loops}: leave out cache_sharing"
+            )
         config = copy.deepcopy(config)
         config.num_loops = loops if shared is None else min(loops, shared)
         super().__init__(config=config)
@@ -128,13 +138,21 @@ class LoopedCache(DynamicCache):
             loops = self.num_stored_loops if layer >= self.model_config.core_slot(0) else 1
             slots = [cache.layers[self.model_config.slot_at(layer, loop)] for loop in range(loops)]
             rows, heads, _, head_dim = slots[0].keys.shape
-            buffer = slots[0].keys.new_zeros(rows, loops, heads, 2, self.with_room(length), head_dim)
+            self.dtype, width = slots[0].keys.dtype, head_dim + SIZE_BYTES * self.is_int8
+            shape, dtype = (rows, loops, heads, 2, self.with_room(length), width), torch.int8 if self.is_int8 else None
+            buffer = slots[0].keys.new_zeros(shape, dtype=dtype)
             for slot, of_loop in zip(slots, buffer.unbind(1)):
                 for tensor, room in zip((slot.keys, slot.values), of_loop.unbind(2)):
                     tensor = tensor[..., :length, :]
-                    room[..., length - tensor.shape[-2] : length, :] = tensor
+                    room[..., length - tensor.shape[-2] : length, :] = self.as_stored(tensor)
             self.buffers.append(buffer)
             self.point_layer_at_buffer(layer, length)
+
+    def as_stored(self, states: torch.Tensor) -> torch.Tensor:
+        return to_int8(states) if self.is_int8 else states
+
+    def as_read(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return from_int8(stored, dtype or self.dtype) if self.is_int8 else stored
 
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
@@ -162,14 +180,19 @@ class LoopedCache(DynamicCache):
             buffer = self.buffers[layer]
             if cache is not self or type(held) is not PreallocatedLayer:
                 # of a cache that is deeper than this run, the deeper slots too
-                cache.update(*buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length].unbind(2), slot)
+                tokens = buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length]
+                keys, values = self.as_read(tokens).unbind(2)
+                cache.update(keys, values, slot)
         for layer in range(len(self.buffers)):
             self.point_layer_at_buffer(layer, length)
+        for held in self.layers if self.is_int8 else ():
+            if type(held) is PreallocatedLayer and held.is_initialized:  # they go on in the dtype of the model
+                held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int], length: int = 1):
         """`length` tokens of each row, at and after its position, leave their last keys and values in slots that they
         did not use. loops: how many they ran."""
-        for row, ran, position in zip(rows, loops, positions):
+        for row, ran, position in zip(rows, map(self.model_config.num_stored_loops, loops), positions):
             for buffer in self.buffers[self.model_config.core_slot(0) :] if ran < self.num_stored_loops else ():
                 tokens = buffer[row, :, :, :, position : position + length]  # [loops, heads, 2, length, head_dim]
                 tokens[ran:] = tokens[ran - 1]
@@ -250,7 +273,8 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
     if cache is None or not isinstance(cache, Cache):
         return cache
     shared = num_shared_slots(sharing_of(cache))
-    needed = plan.max_depth if shared is None else min(plan.max_depth, shared)
+    depth = config.num_stored_loops(plan.max_depth)
+    needed = depth if shared is None else min(depth, shared)
     stored = 0
     while is_written(cache, config.core_slot(stored)):
         stored += 1
@@ -264,8 +288,8 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
             )
         if cache.layer_class_to_replicate is None:  # a new sequence in layers that were made for the configured depth
             fit_layers(cache, config.core_slot(needed), config.num_core_layers)
-    if plan.is_mixed or shared is not None or stored > plan.max_depth or may_exit:
-        return CacheView(cache, config, plan, max(stored, plan.max_depth) if may_exit else stored, may_exit)
+    if plan.is_mixed or shared is not None or stored > depth or may_exit:
+        return CacheView(cache, config, plan, max(stored, depth) if may_exit else stored, may_exit)
     return cache
 
 

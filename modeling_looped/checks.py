@@ -66,6 +66,14 @@ def check_pass(
                 f"initial_state has shape {tuple(initial_state.shape)}, but the state of this input is {shape}; they "
                 "must be equal"
             )
+    first_with_gradient = sum(not tick.has_gradient for tick in plan.ticks)
+    if torch.is_grad_enabled() and not any(map(config.makes_keys, range(first_with_gradient, plan.max_depth))):
+        raise ValueError(
+            f"none of the last {plan.max_depth - first_with_gradient} loops of {plan.max_depth} computes keys and "
+            f"values (key_value_interval={config.key_value_interval}, "
+            f"num_key_value_loops={config.num_key_value_loops}), so their weights would get no gradient: raise "
+            "backprop_loops, or leave it out"
+        )
     if every_loop and config.reads_run_depth:
         raise ValueError(
             f"with {config.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so states and "

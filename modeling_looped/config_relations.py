@@ -19,12 +19,12 @@ def check_relations(config):
 def check_sizes(config):
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
                  "head_dim", "max_position_embeddings", "num_core_layers", "num_loops",
-                 "num_readout_alphas"):  # fmt: skip
+                 "num_readout_alphas", "key_value_interval"):  # fmt: skip
         value = getattr(config, name)
         if value is None or value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     for name in ("trained_num_loops", "core_hidden_size", "core_intermediate_size", "core_num_attention_heads",
-                 "loop_lora_rank", "num_loop_parameters"):  # fmt: skip
+                 "loop_lora_rank", "num_loop_parameters", "num_key_value_loops"):  # fmt: skip
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

@@ -138,6 +138,10 @@ class LoopedConfig(PreTrainedConfig):
             K of the run, so a depth-k prefix is not a depth-k run, as with residual_depth "run".
         num_loop_parameters (`int`, *optional*): sets of what loops have of their own; deeper loops take the last. By
             default `trained_depth`; saved with the model, whatever its depths are set to.
+        key_value_interval, num_key_value_loops (`int`, `int`, *optional*): the core computes keys and values at every
+            n-th loop, and at so many loops at most; the loops in between and after attend to those of the last loop
+            that did. They have no cache slots, and no token sees of another what a later loop would have known, so
+            training runs all tokens at once. One loop is recursive key/value sharing (Mixture-of-Recursions).
     Readouts
         readout_norm: "rmsnorm", "layernorm" or "none" (raw). "final_only" is raw below `trained_depth` and normed
             from there on, "final_raw" normed below and raw from there on. "alpha" reads x (s_ref / rms x)^(1 - alpha),
@@ -183,8 +187,8 @@ class LoopedConfig(PreTrainedConfig):
         init_scheme: "normal", "scaled_zero" (Parcae), "takase" (Huginn), "zero_output" (FLT), "torch" (the defaults
             of nn.Linear and nn.Embedding, the readout paper's).
 
-    `num_hidden_layers` is derived: the number of key/value slots, `P + Q + C * num_loops`, which is what caches and
-    serving engines take it for.
+    `num_hidden_layers` is derived: the number of key/value slots, `P + Q + C * num_loops` (of the loops, those that
+    compute keys and values), which is what caches and serving engines take it for.
 
     ```python
     >>> from modeling_looped import LoopedConfig, LoopedForCausalLM
@@ -241,6 +245,8 @@ class LoopedConfig(PreTrainedConfig):
     loop_norms: bool = False
     loop_embedding: Literal["none", "learned", "sinusoidal", "time", "modulation"] = "none"
     num_loop_parameters: int | None = None
+    key_value_interval: int = 1
+    num_key_value_loops: int | None = None
 
     # readouts and losses
     readout_norm: Literal[
@@ -318,7 +324,7 @@ class LoopedConfig(PreTrainedConfig):
         self.base_model_fsdp_plan = self._fsdp_plan()  # pyrefly: ignore[read-only]
         super().__post_init__(**kwargs)
         # beside a depth of training, that many slots may have been saved before num_loops was edited
-        if num_hidden_layers is not None and num_hidden_layers != self.core_slot(self.trained_depth):
+        if num_hidden_layers is not None and num_hidden_layers != self.num_slots(self.trained_depth):
             self.num_hidden_layers = num_hidden_layers
 
     def _sections(self) -> list[str]:
@@ -429,16 +435,17 @@ class LoopedConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Key/value slots of a pass at the configured depth: P + Q + C * num_loops."""
-        return self.core_slot(self.num_loops)
+        """Key/value slots of a pass at the configured depth: P + Q + C * num_loops, of loops that have some."""
+        return self.num_slots(self.num_loops)
 
     @num_hidden_layers.setter
     def num_hidden_layers(self, value: int):
         if value != self.num_hidden_layers:
             raise LoopedConfigError(
                 f"num_hidden_layers={value} does not fit: it is derived from num_prelude_layers + num_coda_layers + "
-                f"num_core_layers * num_loops = {self.num_prelude_layers} + {self.num_coda_layers} + "
-                f"{self.num_core_layers} * {self.num_loops} = {self.num_hidden_layers}. Set those fields instead."
+                f"num_core_layers * {'(loops with keys and values)' if self.shares_keys else 'num_loops'} = "
+                f"{self.num_prelude_layers} + {self.num_coda_layers} + {self.num_core_layers} * "
+                f"{self.num_stored_loops(self.num_loops)} = {self.num_hidden_layers}. Set those fields instead."
             )
 
     @property
@@ -447,7 +454,7 @@ class LoopedConfig(PreTrainedConfig):
         if not self.has_windows:
             raise AttributeError("layer_types exists only with a window_pattern or a sliding_window")
         prelude, core, coda = self.section_layer_types()
-        return prelude + coda + core * self.num_loops
+        return prelude + coda + core * self.num_stored_loops(self.num_loops)
 
     @property
     def has_windows(self) -> bool:
@@ -494,6 +501,27 @@ class LoopedConfig(PreTrainedConfig):
 
     # Where a layer keeps its keys and values: a slot is an index into a transformers cache. More loops only append.
     #     prelude 0..P-1 | coda P..P+Q-1 | loop 0: P+Q.. | loop 1: P+Q+C.. | ...
+    # Here loops are counted as they are stored: of those that share keys and values, the first one.
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether there are loops without keys and values of their own."""
+        return self.key_value_interval > 1 or self.num_key_value_loops is not None
+
+    def stored_loop(self, loop: int) -> int:
+        """Whose keys and values a loop reads, as it is stored."""
+        stored = loop // self.key_value_interval
+        return stored if self.num_key_value_loops is None else min(stored, self.num_key_value_loops - 1)
+
+    def makes_keys(self, loop: int) -> bool:
+        """Whether a loop computes keys and values, which it and those after it read."""
+        return loop == 0 or self.stored_loop(loop) > self.stored_loop(loop - 1)
+
+    def num_stored_loops(self, num_loops: int) -> int:
+        return self.stored_loop(num_loops - 1) + 1
+
+    def num_slots(self, num_loops: int) -> int:
+        return self.core_slot(self.num_stored_loops(num_loops))
 
     def core_slot(self, loop: int, layer: int = 0) -> int:
         return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers + layer

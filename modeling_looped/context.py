@@ -19,18 +19,35 @@ class PassContext:
     past_key_values: Any  # a cache, or what else has its `update`
     site: Callable[[int], Any]  # where a slot attends
     slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
+    # by layer whose loops share them, the last keys and values that it attended to, of at least these rows
+    kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
 
-    def run(self, block, x, residual_scale, slots_before: int = 0, query_states=None, time=None, loop=None):
-        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time, loop: as
-        the block takes them."""
-        return block(
+    def run(
+        self,
+        block,
+        x,
+        residual_scale,
+        slots_before: int = 0,
+        query_states=None,
+        time=None,
+        loop=None,
+        makes_keys: bool | torch.Tensor = True,
+    ):
+        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time, loop,
+        makes_keys: as the block takes them."""
+        keeps_keys = block.layer in self.kept
+        kept = self.kept[block.layer] if keeps_keys and makes_keys is not True else (None, None)
+        output = block(
             x,
             residual_scale,
             query_states,
             self.value_embeddings.get(block.layer),
             time,
             loop,
+            *(None if states is None else states[: self.num_rows] for states in kept),
+            makes_keys=makes_keys,
+            keeps_keys=keeps_keys,
             site=self.site(block.first_slot + slots_before),
             attention_mask=self.masks[block.layer_type],
             position_ids=self.position_ids,
@@ -38,6 +55,10 @@ class PassContext:
             past_key_values=self.past_key_values,
             **self.options,
         )
+        if keeps_keys:
+            output, *states = output
+            self.kept[block.layer] = tuple(states)
+        return output
 
     def of_first_rows(self, count: int) -> "PassContext":
         return self.of_rows(slice(count), count)
@@ -59,4 +80,8 @@ class PassContext:
                 kind: tuple(map(of_rows, tables)) for kind, tables in self.position_embeddings.items()
             },
             value_embeddings={layer: of_rows(values) for layer, values in self.value_embeddings.items()},
+            # the first rows keep theirs for all contexts of this pass
+            kept=self.kept
+            if isinstance(rows, slice)
+            else {i: tuple(x[rows] for x in k) for i, k in self.kept.items()},
         )

@@ -21,6 +21,7 @@ class DepthOptions:
 
     num_loops: int | torch.Tensor | None = None  # the most that a token may run; a tensor has one per row
     cache_sharing: str = "none"
+    cache_dtype: str | None = None  # "int8": keys and values of past tokens in 8 bits; by default the model's
     exit_criterion: str | None = None
     exit_threshold: float | None = None
     min_loops: int = 1  # exits are checked from this loop on, and
@@ -56,13 +57,17 @@ class DepthOptions:
     def changes_decoding(self) -> bool:
         """Whether anything but the depth of plain decoding is asked for."""
         stops = self.exit_criterion is not None and self.exit_selection == "stop"
-        return stops or self.draft_loops is not None or self.warm_start
+        return stops or self.draft_loops is not None or self.warm_start or self.cache_dtype is not None
 
     @property
     def shares_passes(self) -> bool:
         """Whether rows are decoded loop by loop, from a state of their own, and so beside those of other calls."""
         runs_all = self.exit_criterion is not None and self.exit_selection == "after"
         return self.draft_loops is None and self.state_seed is None and not runs_all
+
+    @property
+    def is_int8(self) -> bool:
+        return self.cache_dtype == "int8"
 
     def deepest(self, model_config) -> int:
         if self.num_loops is None:
@@ -91,6 +96,10 @@ class DepthOptions:
             alone = [name for name in OF_EXITS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
             names = ", ".join(alone)
             refuse_if(names != "", f"{names} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+        refuse_if(
+            self.cache_dtype not in (None, "int8"),
+            f"cache_dtype={self.cache_dtype!r} is not known: choose 'int8', or leave it out for the model's own",
+        )
         if self.draft_loops is not None:
             self.check_draft(model_config, has_depths)
         else:
@@ -137,25 +146,26 @@ class DepthOptions:
     def check_cache(self, cache, config):
         """Refuse shared slots where they cannot be. cache: the one that was passed, or None. config: of generation."""
         sharing = sharing_of(cache) if self.cache_sharing == "none" else self.cache_sharing
-        if num_shared_slots(sharing) is None:
+        is_shared = num_shared_slots(sharing) is not None
+        asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
+        if not asked:
             return
+        is_another = sharing_of(cache) != sharing or getattr(cache, "is_int8", False) != self.is_int8
         contradictions = {
-            "past_key_values": cache is not None and sharing_of(cache) != sharing,
+            "past_key_values": cache is not None and is_another,
             f"cache_implementation={config.cache_implementation!r}": config.cache_implementation is not None,
             "use_cache=False": config.use_cache is False,
         }
         for name, stands in contradictions.items():
-            refuse_if(
-                stands, f"cache_sharing={sharing!r} makes its own cache, which {name} contradicts: leave one out"
-            )
-        if self.draft_loops is not None:
+            refuse_if(stands, f"{' and '.join(asked)} makes its own cache, which {name} contradicts: leave one out")
+        if self.draft_loops is not None and is_shared:
             refuse_sharing(sharing, f"draft_loops={self.draft_loops}")
 
     def refuse_for(self, mode: str):
         """Refuse what another way of decoding cannot do."""
         if not self.changes_decoding:
             return
-        for name in ("exit_criterion", "draft_loops", "warm_start"):
+        for name in ("exit_criterion", "draft_loops", "warm_start", "cache_dtype"):
             value = getattr(self, name)
             refuse_if(
                 value not in (None, False),

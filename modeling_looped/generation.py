@@ -54,6 +54,7 @@ class LoopedGenerationMixin(Generative):
         warm_start: the next token's loops start from the last token's state.
         draft_loops, draft_tokens: self-speculation: how many loops a draft runs, and how many tokens are drafted.
         cache_sharing: "none", "last" or "cyclic-S".
+        cache_dtype: "int8" keeps keys and values of past tokens in 8 bits, for greedy decoding and sampling.
 
         All are also fields of `generation_config`; None in a call undoes a saved one, and num_loops in a call undoes
         saved exits, unless the call names a field of them too. With return_dict_in_generate the
@@ -144,7 +145,7 @@ class LoopedGenerationMixin(Generative):
         if is_given or not is_dynamic or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         options = generation_config.depth_options
-        cache = LoopedCache(self.config, options.cache_sharing, options.deepest(self.config))
+        cache = LoopedCache(self.config, options.cache_sharing, options.deepest(self.config), options.is_int8)
         model_kwargs["past_key_values"] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()

@@ -59,7 +59,8 @@ def takase(weight, role, config, width):
     """Huginn and RDM: sqrt(2/5d) everywhere, residual outputs divided by sqrt(2 L) with L the unrolled depth."""
     std = small_std(width)
     if role == "output":
-        std /= math.sqrt(2 * config.core_slot(config.trained_depth))
+        layers = config.num_layers + config.num_core_layers * (config.trained_depth - 1)
+        std /= math.sqrt(2 * layers)
     truncated_normal(weight, std)
 
 

@@ -5,7 +5,7 @@ each loop (loop_parameters.py), None where it has none.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -186,6 +186,31 @@ class LoopedAttention(LoopedLayer):
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
+    def compared(self, part: str, x: torch.Tensor, position_embeddings, loop) -> torch.Tensor:
+        """Queries ("q") or keys ("k") as they meet: normed and rotated, [rows, heads, length, head_dim]."""
+        projected = self.project(f"{part}_proj", x, loop)
+        norm: Any = getattr(self, f"{part}_norm", None)
+        heads = self.heads(norm(projected, loop) if self.qk_norm == "all_heads" else projected)
+        if self.qk_norm == "learned":
+            heads = norm(heads, loop)
+        if position_embeddings is not None:
+            heads = rotate(heads, *position_embeddings)
+            if self.rounds_rotated:
+                heads = heads.to(projected.dtype)
+        return (self.free_norm(heads) if self.qk_norm == "free" else heads).transpose(1, 2)
+
+    def keys_and_values(self, hidden_states, position_embeddings, value_embedding, loop) -> tuple[torch.Tensor, ...]:
+        """[rows, heads, length, head_dim] each."""
+        source = hidden_states
+        if self.kv_down_proj is not None:
+            source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop))
+        keys = self.compared("k", source, position_embeddings, loop)
+        values = self.heads(self.project("v_proj", source, loop))
+        if value_embedding is not None:
+            gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
+            values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
+        return keys, values.transpose(1, 2)
+
     def forward(
         self,
         hidden_states: torch.Tensor,  # [rows, length, hidden]: keys and values
@@ -197,46 +222,43 @@ class LoopedAttention(LoopedLayer):
         value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
         row_attention: Callable | None = None,  # of rows at loops and positions of their own, in place of the cache
         loop: int | torch.Tensor | None = None,
+        kept_keys: torch.Tensor | None = None,  # of an earlier loop, which this one reads where it makes none
+        kept_values: torch.Tensor | None = None,
+        makes_keys: bool | torch.Tensor = True,  # a tensor [rows, 1, 1, 1] where rows are at loops of their own
         **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        source = hidden_states
-        if self.kv_down_proj is not None:
-            source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop))
-        queries, keys = self.project("q_proj", query_states, loop), self.project("k_proj", source, loop)
-        if self.qk_norm == "all_heads":
-            queries, keys = self.q_norm(queries, loop), self.k_norm(keys, loop)
-        queries, keys = self.heads(queries), self.heads(keys)
-        values = self.heads(self.project("v_proj", source, loop))
-        if value_embedding is not None:
-            gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
-            values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
-
-        if self.qk_norm == "learned":
-            queries, keys = self.q_norm(queries, loop), self.k_norm(keys, loop)
-        if position_embeddings is not None:
-            queries, keys = rotate(queries, *position_embeddings), rotate(keys, *position_embeddings)
-            if self.rounds_rotated:
-                queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-        if self.qk_norm == "free":
-            queries, keys = self.free_norm(queries), self.free_norm(keys)
-        queries, keys, values = queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The branch, weights where there are some, and the keys and values that were attended to."""
+        queries = self.compared("q", query_states, position_embeddings, loop)
+        keys: Any = None  # of a loop that makes none
+        values: Any = None
+        if makes_keys is not False:
+            keys, values = self.keys_and_values(hidden_states, position_embeddings, value_embedding, loop)
 
         slot, scaling = site.layer_idx, site.scaling
         if row_attention is not None:
             output = row_attention(queries, keys, values, slot, scaling)
-            return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None
-        if past_key_values is not None:
+            return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None, None, None
+        if kept_keys is not None and kept_values is not None:
+            keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
+        elif past_key_values is not None:  # one that knows which rows make keys
             keys, values = past_key_values.update(keys, values, slot)
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         if is_plain and not (self.training and site.attention_dropout):
             output = attend_on_cpu(queries, keys, values, attention_mask, scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-                return self.project("o_proj", output, loop), None
+                return self.project("o_proj", output, loop), None, keys, values
         if queries.dtype != values.dtype:  # flash attention would look for a layer with weights in the site
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         output, weights = site(queries, keys, values, attention_mask, **kwargs)
-        return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), weights
+        return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), weights, keys, values
+
+
+def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor:
+    """The new states of rows that make some, else the kept ones, of which the last rows may be missing."""
+    if isinstance(makes, bool) or new is None:
+        return kept
+    return torch.where(makes, new, torch.cat([kept, new[len(kept) :]]))
 
 
 class LoopedMLP(LoopedLayer):
@@ -320,8 +342,11 @@ class LoopedBlock(GradientCheckpointingLayer):
         value_embedding: torch.Tensor | None = None,
         time: torch.Tensor | None = None,  # embedding of where the loops are, [rows or 1, 1, hidden]
         loop: int | torch.Tensor | None = None,
+        kept_keys: torch.Tensor | None = None,
+        kept_values: torch.Tensor | None = None,
+        keeps_keys: bool = False,  # the pass does, for later loops
         **kwargs,  # tensors that want gradients come before: reentrant checkpointing sees positional ones only
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         gates = scales = (None, None)
         if self.modulation is not None:
             *gates, scale_of_attention, scale_of_mlp = self.modulation(time)
@@ -330,10 +355,14 @@ class LoopedBlock(GradientCheckpointingLayer):
         queries_from = keys_from
         if query_states is not None:
             queries_from = self.entering("input_layernorm", query_states, loop, scales[0])
-        branch, _ = self.self_attn(keys_from, queries_from, value_embedding=value_embedding, loop=loop, **kwargs)
+        kept = {"kept_keys": kept_keys, "kept_values": kept_values}
+        branch, _, *attended = self.self_attn(
+            keys_from, queries_from, value_embedding=value_embedding, loop=loop, **kept, **kwargs
+        )
         hidden_states = self.join(hidden_states, branch, residual_scale, "attention", loop, gates[0])
         branch = self.mlp(self.entering("post_attention_layernorm", hidden_states, loop, scales[1]), loop)
-        return self.join(hidden_states, branch, residual_scale, "mlp", loop, gates[1])
+        hidden_states = self.join(hidden_states, branch, residual_scale, "mlp", loop, gates[1])
+        return (hidden_states, *attended) if keeps_keys else hidden_states
 
     def entering(self, norm: str, stream, loop, scale):
         """What a branch reads."""

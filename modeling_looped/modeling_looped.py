@@ -156,6 +156,8 @@ class LoopedModel(LoopedPreTrainedModel):
         self.inter_loop_norm = block_norm(config, config.state_size) if config.inter_loop_norm == "own" else None
         self.damping = LoopDamping(config) if config.loop_damping else None
         self.change_gate = LoopChangeGate(config) if config.loop_change_gate else None
+        # where blocks return keys and values too, a module for hooks that returns H alone
+        self.state_alone = nn.Identity() if config.shares_keys else None
         self.coda_proj = (
             linear(config.state_size, config.hidden_size, "readout") if config.coda_input == "linear" else None
         )
@@ -184,7 +186,7 @@ class LoopedModel(LoopedPreTrainedModel):
         prelude, core, coda = self.config.section_layer_types()
         of_loop = [("core", kind) for kind in core]
         slots = [("prelude", kind) for kind in prelude] + [("coda", kind) for kind in coda]
-        slots += of_loop * min(self.config.num_loops, MOST_LOOPS_WITH_SITES)
+        slots += of_loop * min(self.config.num_stored_loops(self.config.num_loops), MOST_LOOPS_WITH_SITES)
         sizes = {section: self.config.block_sizes(section) for section in ("prelude", "core", "coda")}
         return [AttentionSite(self.config, sizes[section], kind, i) for i, (section, kind) in enumerate(slots)]
 
@@ -260,6 +262,7 @@ class LoopedModel(LoopedPreTrainedModel):
             past_key_values=view,
             site=self.site,
             slots_per_loop=len(self.core),
+            kept={cast(LoopedBlock, block).layer: () for block in self.core if self.config.shares_keys},
             options={"use_cache": use_cache, **kwargs},
         )
         embedded = self.run_prelude(x, context)
@@ -346,22 +349,24 @@ class LoopedModel(LoopedPreTrainedModel):
         is one int for all rows, or one per row."""
         context = context.of_first_rows(state.shape[0])
         # rows at loops of their own have no cache, or one that knows these
-        slots_before = loop * context.slots_per_loop if isinstance(loop, int) else 0
+        slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
         first, scale = self._at_first_loop(loop, embedded), self._residual_scale(depth, embedded)
         own = None if self.num_loop_sets is None else select_set(loop, self.num_loop_sets, embedded.device)
+        makes_keys = self._makes_keys(loop, embedded)
         x, time = self.injection(state, embedded), None
         if self.loop_embedding is not None:
             time = self.loop_embedding(loop, depth, x)
             x = x if self.config.loop_embedding == "modulation" else x + time
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, slots_before, queries, time, own)
-        return x if self.change_gate is None else self.change_gate(state, x, first)
+            x = context.run(block, x, scale, slots_before, queries, time, own, makes_keys)
+        x = x if self.change_gate is None else self.change_gate(state, x, first)
+        return x if self.state_alone is None else self.state_alone(x)
 
     @property
     def end_of_loop(self) -> nn.Module:
         """The module that returns H in every loop, for hooks."""
-        return self.core[-1] if self.change_gate is None else self.change_gate
+        return self.state_alone or self.change_gate or self.core[-1]
 
     @property
     def looks_at_first(self) -> bool:
@@ -442,6 +447,14 @@ class LoopedModel(LoopedPreTrainedModel):
         if not self.looks_at_first or all(first) or not any(first):
             return first[0]
         return torch.tensor(first, device=like.device)[:, None, None]
+
+    def _makes_keys(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
+        """Whether loop t computes keys and values: one bool, or one per row, [rows, 1, 1, 1]."""
+        if isinstance(loop, int):
+            return self.config.makes_keys(loop)
+        makes = [self.config.makes_keys(t) for t in loop]
+        same = all(makes) or not any(makes)
+        return makes[0] if same else torch.tensor(makes, device=like.device)[:, None, None, None]
 
     def _positions(self, inputs_embeds, attention_mask, past_key_values):
         """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""

@@ -46,12 +46,15 @@ class RowView:
         self.cache, self.padding, self.length = cache, padding, length
         self.end = max(positions) + length
         cache.reserve(self.end)
-        self.rows, self.loops, self.positions = rows, loops, positions
+        config = cache.model_config
+        self.rows, self.loops, self.positions = rows, list(map(config.stored_loop, loops)), positions
+        # those of a loop that makes keys and values; beside them, some are computed for others in vain
+        self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         self.by_row = device.type == "cpu" and not together and length == 1 and not padding.has_holes
-        self.by_row &= cache.model_config.attention_softcap is None  # `attend` has none
+        self.by_row &= config.attention_softcap is None  # `attend` has none
         self.places, self.spans, self.masks_by_window = {}, {}, {}
 
     @property
@@ -59,19 +62,21 @@ class RowView:
         """What attention layers are to call instead of `update` and a kernel."""
         return self.attend if self.by_row else None
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
-        """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop."""
+    def update(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int, *args, **kwargs):
+        """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop.
+        keys and values: None where no row's loop makes any."""
         buffer = self.cache.buffers[slot]
         if self.position is not None:
             of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
-            of_loop[..., self.position : self.end, :] = torch.stack([keys, values], dim=2)
-            return of_loop[..., : self.end, :].unbind(2)
+            if keys is not None and values is not None and self.writing:
+                of_loop[..., self.position : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
+            return self.cache.as_read(of_loop[..., : self.end, :]).unbind(2)
         self.write(buffer, keys, values)
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
         of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
         copy_all = getattr(torch, "_foreach_copy_", copy_each)
         copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
-        return seen.unbind(2)
+        return self.cache.as_read(seen).unbind(2)
 
     def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """Attention of one query per row, [rows, heads, 1, head_dim], to what each sees, of different lengths.
@@ -80,11 +85,11 @@ class RowView:
         """
         buffer = self.cache.buffers[slot]
         self.write(buffer, keys, values)
-        exact, grouped = is_slow_single_query(queries), queries.shape[1] != keys.shape[1]
+        exact, grouped = is_slow_single_query(queries), queries.shape[1] != buffer.shape[2]
         outputs = []
         for query, span in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), self.seen(slot)):
             view = buffer.as_strided(*span)
-            keys, values = (self.in_fp32(view) if exact else view).unbind(2)
+            keys, values = (self.in_fp32(view) if exact else self.cache.as_read(view)).unbind(2)
             outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
         return torch.cat(outputs).to(queries.dtype)
 
@@ -104,6 +109,8 @@ class RowView:
 
     def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
         """Keys and values of one row, until the next one's take their place."""
+        if self.cache.is_int8:
+            return self.cache.as_read(view, torch.float32)
         length, kind = view.shape[3], (view.shape[1], view.shape[-1])
         room = self.cache.one_row.get(kind)
         if room is None or room.shape[3] < length:
@@ -111,15 +118,19 @@ class RowView:
             room = self.cache.one_row[kind] = view.new_empty(shape, dtype=torch.float32)
         return room[..., :length, :].copy_(view)
 
-    def write(self, buffer: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
-        """The new tokens into their places in a buffer."""
+    def write(self, buffer: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None):
+        """The new tokens into their places in a buffer, of rows whose loop makes keys and values."""
+        if keys is None or values is None or not self.writing:
+            return
         loops_stored = buffer.shape[1]
         if loops_stored not in self.places:  # the same in all layers of a section
             loops = [loop % loops_stored for loop in self.loops]
-            rows, loops, firsts = torch.tensor([self.rows, loops, self.positions], device=buffer.device)[:, :, None]
+            of_rows = torch.tensor([self.rows, loops, self.positions], device=buffer.device)
+            rows, loops, firsts = of_rows[:, self.writing, None]
             self.places[loops_stored] = rows, loops, firsts + torch.arange(self.length, device=buffer.device)
         rows, loops, places = self.places[loops_stored]  # [rows, 1], [rows, 1], [rows, length]
-        buffer[rows, loops, :, :, places] = torch.stack([keys, values], dim=2).permute(0, 3, 1, 2, 4)
+        states = self.cache.as_stored(torch.stack([keys, values], dim=2)).permute(0, 3, 1, 2, 4)
+        buffer[rows, loops, :, :, places] = states if len(states) == len(rows) else states[self.writing]
 
     def seen(self, slot: int) -> list[tuple]:
         """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
@@ -183,7 +194,8 @@ class JointView:
 
     def attend(self, *states_slot_and_scaling) -> torch.Tensor:
         *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
-        parts = zip(self.views, *(state.split(self.sizes) for state in states))
+        none = [None] * len(self.views)
+        parts = zip(self.views, *(none if state is None else state.split(self.sizes) for state in states))
         return torch.cat([view.attend_by_itself(*of_view, slot, scaling) for view, *of_view in parts])
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:

@@ -7,7 +7,13 @@ settings that do not go together, a warm-up longer than the run, an output_dir t
 """
 
 from looped_recipes.common.command_line import print_help, run_command
-from looped_recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
+from looped_recipes.common.flops import (
+    cache_numbers_per_token,
+    effective_parameters,
+    forward_flops_per_token,
+    sizes,
+    training_flops_per_token,
+)
 from looped_recipes.settings.recipe import Recipe, UnknownEpoch, load_recipe
 from looped_recipes.settings.run_checks import check_run
 from looped_recipes.sweep import is_sweep, load_sweep
@@ -27,6 +33,7 @@ def plan(recipe: Recipe) -> dict:
         "loops with gradients": depth if window is None else min(window, depth),
         "training FLOPs per token": per_token,
         "forward FLOPs per token": forward_flops_per_token(config, length, depth),
+        "cache bytes per token, 16 bits": 2 * cache_numbers_per_token(config),
     }
     if n.value_tables:
         without, with_tables = (

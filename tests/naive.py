@@ -101,7 +101,14 @@ def attend(config, query, key, value, window: int | None):
     return torch.stack(outputs, dim=1)
 
 
-def attention(config, weights: dict, name: str, keys_from, queries_from, window: int | None, value_table, theta):
+def has_keys(config, t: int) -> bool:
+    """Whether loop t computes keys and values; other loops read those of the last one that did."""
+    most = config.num_key_value_loops or math.inf
+    return t % config.key_value_interval == 0 and t // config.key_value_interval < most
+
+
+def attention(config, weights, name: str, keys_from, queries_from, window: int | None, value_table, theta, kept: dict):
+    """kept: by layer and head, keys and values to read in place of new ones; new ones are put there."""
     d = config.head_dim
     source = keys_from
     if config.kv_latent_size is not None:
@@ -126,6 +133,7 @@ def attention(config, weights: dict, name: str, keys_from, queries_from, window:
             query, key = rotate(theta, query), rotate(theta, key)
         if config.qk_norm == "free":
             query, key = rms_norm(query, FP32_EPSILON), rms_norm(key, FP32_EPSILON)
+        key, value = kept.setdefault((name, head), (key, value))
         heads.append(attend(config, query, key, value, window))
     return linear(weights, f"{name}.o_proj", torch.cat(heads, dim=-1), bias=config.attention_bias == "qkvo")
 
@@ -139,9 +147,10 @@ def mlp(config, weights: dict, name: str, x):
     return linear(weights, f"{name}.down_proj", config.mlp_activation_scale * inner, config.mlp_bias)
 
 
-def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None, time=None):
+def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, queries_from=None, time=None, kept=None):
     """`layer` counts the unique layers of prelude, core and coda; `queries_from` is normed as `x` is. time: of which
-    the factors on what the branches read and add are made."""
+    the factors on what the branches read and add are made. kept: as in `attention`."""
+    kept = {} if kept is None else kept
     factors = [1.0] * 4
     if time is not None:
         made = linear(weights, f"{name}.modulation.proj", activation("silu", time), bias=True)
@@ -164,7 +173,7 @@ def block(config, weights: dict, name: str, layer: int, x, eps: float, ids, quer
     def attention_branch(x):
         normed = factors[2] * input_norm("input_layernorm", x)
         queries = normed if queries_from is None else factors[2] * input_norm("input_layernorm", queries_from)
-        return attention(config, weights, f"{name}.self_attn", normed, queries, window, value_table, theta)
+        return attention(config, weights, f"{name}.self_attn", normed, queries, window, value_table, theta, kept)
 
     def mlp_branch(x):
         return mlp(config, weights, f"{name}.mlp", factors[3] * input_norm("post_attention_layernorm", x))
@@ -238,8 +247,12 @@ def weights_at(config, weights: dict, t: int) -> dict:
     return merged
 
 
-def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids, depth: int = 1):
-    """H_{t+1} from h_t and e. depth: loops of the run, which only an embedding of the time reads."""
+def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids, depth: int = 1, kept=None):
+    """H_{t+1} from h_t and e. depth: loops of the run, which only an embedding of the time reads. kept: keys and
+    values of earlier loops."""
+    kept = {} if kept is None else kept
+    if has_keys(config, t):
+        kept.clear()
     weights = weights_at(config, weights, t)
     x, restarts = state, config.injection in ("residual_all", "attention_first", "attention_all")
     if config.injection == "add":
@@ -265,7 +278,7 @@ def one_loop(config, weights: dict, state, embedded, t: int, eps: float, ids, de
         if t > 0 and (config.injection == "attention_all" or (config.injection == "attention_first" and layer == 0)):
             queries_from = state
         unique = config.num_prelude_layers + layer
-        x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from, time)
+        x = block(config, weights, f"model.core.{layer}", unique, x, eps, ids, queries_from, time, kept)
     if config.loop_change_gate and t > 0:
         g = weights["model.change_gate.factor"]
         x = (1 - g) * state + g * x
@@ -360,9 +373,9 @@ def forward(config, weights: dict, ids, num_loops: int | None = None, initial_st
         assert config.state_init == "normal"
         state = initial_state
     eps = residual_factor(config, depth if config.residual_depth == "run" else config.num_loops)
-    states = []
+    states, kept = [], {}
     for t in range(depth):
-        states.append(one_loop(config, weights, state, embedded, t, eps, ids, depth))
+        states.append(one_loop(config, weights, state, embedded, t, eps, ids, depth, kept))
         state = between_loops(config, weights, states[-1])
     logits = [logits_of(config, weights, state, k, ids) for k, state in enumerate(states, start=1)]
     return states, logits, None if config.exit_gate == "none" else exit_distribution(config, weights, states)

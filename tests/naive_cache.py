@@ -8,6 +8,7 @@ transformers makes in float32.
 import torch
 from torch.nn import functional as F
 
+from .naive import has_keys
 from .naive_exits import NaiveRule, Readings
 
 
@@ -27,22 +28,31 @@ def rotate(x: torch.Tensor, tables) -> torch.Tensor:  # [length, heads, head_dim
 class NaiveDecoder:
     def __init__(self, model, sharing: str = "none"):
         self.model, self.config, self.sharing = model, model.config, sharing
-        self.tokens = []  # of every past token: {layer name: [its key and value after each of its loops]}
+        self.tokens = []  # of every past token: {layer name: [its key and value at each loop that has some]}
 
     def left_by(self, token: dict, layer: str, loop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What `loop` of a later pass sees of a past token."""
         loops = token[layer]
         if self.sharing == "none":  # its own loop, or the deepest there is
-            return loops[min(loop, len(loops) - 1)]
+            return loops[min(self.last_with_keys(loop), len(loops) - 1)]
         if self.sharing == "last":
             return loops[-1]
         size = int(self.sharing.removeprefix("cyclic-"))
         in_slot = [t for t in range(len(loops)) if t % size == loop % size]
         return loops[in_slot[-1] if in_slot else -1]
 
+    def kept(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A key and a value as the cache keeps them; a token that is decoded reads its own from there, too."""
+        return pair
+
+    def last_with_keys(self, loop: int) -> int:
+        """A place among the loops that have keys and values."""
+        return sum(has_keys(self.config, t) for t in range(loop + 1)) - 1
+
     @torch.no_grad()
     def run(self, ids, num_loops: int) -> torch.Tensor:
         """One pass over `ids` ([length]): logits [length, vocabulary]."""
+        self.is_decoding = False
         embedded = state = self.begin(ids)
         for loop in range(num_loops):
             state = self.one_loop(state, embedded, loop)
@@ -53,6 +63,7 @@ class NaiveDecoder:
     @torch.no_grad()
     def run_until(self, rule: NaiveRule, token: int, num_loops: int) -> tuple[torch.Tensor, int]:
         """A token until it exits: its logits [1, vocabulary] and the loops that it took."""
+        self.is_decoding = True
         embedded = state = self.begin([token])
         readings = Readings([], [], [])
         for loop in range(num_loops):
@@ -114,12 +125,14 @@ class NaiveDecoder:
         if self.config.value_embeddings and str(layer) in self.model.model.value_embeds:
             table = self.model.model.value_embeds[str(layer)](self.ids).view(values.shape)
             values = values + 2 * torch.sigmoid(attention.value_gate(x[:, :32]))[:, :, None] * table
-        for token, key, value in zip(self.fresh, keys, values):
+        for token, key, value in zip(self.fresh, keys, values) if has_keys(self.config, loop) else ():
             token.setdefault(name, []).append((key, value))
-        past = [self.left_by(token, name, loop) for token in self.tokens]
+        past = [self.kept(self.left_by(token, name, loop)) for token in self.tokens]
+        fresh = [token[name][self.last_with_keys(loop)] for token in self.fresh]
+        fresh = [self.kept(pair) for pair in fresh] if self.is_decoding else fresh
         outputs = []
         for i, query in enumerate(queries):  # [heads, head_dim]
-            seen = past + [token[name][loop] for token in self.fresh[: i + 1]]
+            seen = past + fresh[: i + 1]
             if sum(self.config.section_layer_types(), [])[layer] == "sliding_attention":
                 seen = seen[-self.config.sliding_window :]
             group = self.config.num_attention_heads // self.config.num_key_value_heads
@@ -141,10 +154,18 @@ def naive_greedy(model, prompt: list[int], num_loops: int, new_tokens: int, shar
 
 
 def naive_generate(
-    model, rule: NaiveRule, prompt, num_loops: int, new_tokens: int, sharing: str = "none", prompt_loops=None, eos=None
+    model,
+    rule: NaiveRule,
+    prompt,
+    num_loops: int,
+    new_tokens: int,
+    sharing: str = "none",
+    prompt_loops=None,
+    eos=None,
+    decoder_class=NaiveDecoder,
 ) -> tuple[list[int], list[int]]:
     """Greedy with exits: the new tokens, and the loops that each of them took."""
-    decoder, loops, tokens, took = NaiveDecoder(model, sharing), prompt_loops or num_loops, [], []
+    decoder, loops, tokens, took = decoder_class(model, sharing), prompt_loops or num_loops, [], []
     logits = decoder.run(prompt, loops)
     while True:
         tokens.append(int(logits[-1].argmax()))

@@ -66,6 +66,10 @@ def looped_configs(draw, **fixed) -> LoopedConfig:
     choose("loop_embedding", "none", "learned", "sinusoidal", *of_runs)
     choose("num_loop_parameters", None, 1, 2, 4)
 
+    # whose keys and values loops read
+    choose("key_value_interval", 1, 1, 2, 3)
+    choose("num_key_value_loops", None, None, 1, 2)
+
     # readouts and losses
     normed = ("rmsnorm", "layernorm", "final_only", "final_raw", "final_alpha", "taper")
     readout = choose("readout_norm", *normed, "none", "alpha")

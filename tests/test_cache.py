@@ -26,13 +26,16 @@ SYSTEMS = {
         "injection": "add",
     },
     "windows": {"num_prelude_layers": 1, "window_pattern": "SSL", "sliding_window": 4},
+    "first_keys": {"num_key_value_loops": 1, "num_coda_layers": 1, "injection": "add", "num_key_value_heads": 2},
+    "second_keys": {"key_value_interval": 2, "num_key_value_loops": 2, "window_pattern": "SL", "sliding_window": 4},
     "latent_learned": {"kv_latent_size": 6, "position_embedding": "learned", "readout_norm": "final_only"},
     "flt": {"preset": "flt"},
     "huginn": {"preset": "huginn"},
     "parcae": {"preset": "parcae"},
     "ouro": {"preset": "ouro"},
 }
-NAIVE_SYSTEMS = ("plain", "prelude_coda_grouped", "windows")  # those that tests/naive_cache.py can run
+OWN_KEYS = ("plain", "prelude_coda_grouped", "windows")  # loops whose slots a cache may share
+NAIVE_SYSTEMS = (*OWN_KEYS, "first_keys", "second_keys")  # those that tests/naive_cache.py can run
 LENGTH = 12
 
 
@@ -285,7 +288,7 @@ SHARING = ["none", "last", "cyclic-1", "cyclic-2", "cyclic-3", "cyclic-9"]
 
 
 @pytest.mark.parametrize("sharing", SHARING)
-@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.parametrize("system", OWN_KEYS)
 @pytest.mark.parametrize("num_loops", [2, 3, 5], ids=lambda loops: f"{loops}_of_3_loops")
 @pytest.mark.covering
 def test_shared_slots(system, sharing, num_loops):
@@ -304,7 +307,7 @@ def test_shared_slots(system, sharing, num_loops):
 
 
 @pytest.mark.parametrize("sharing", SHARING)
-@pytest.mark.parametrize("system", NAIVE_SYSTEMS)
+@pytest.mark.parametrize("system", OWN_KEYS)
 @pytest.mark.covering
 def test_shared_slots_of_rows_that_change_their_depths(system, sharing):
     model, ids = model_of(system, num_loops=4), random_ids(3, 14)
@@ -334,6 +337,13 @@ def test_shared_slots_of_sliding_layers_keep_a_window(sharing):
         assert layer.keys.shape[-2] == (model.config.sliding_window - 1 if layer.is_sliding else LENGTH)
     with pytest.raises(RuntimeError, match="does not track past states"):  # what is gone is not cropped silently
         cache.crop(-1)
+
+
+@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+def test_no_cache_shares_what_the_model_shares_already(sharing):
+    model = model_of("second_keys")
+    with pytest.raises(ValueError, match=f"cache_sharing='{sharing}' .* key_value_interval=2"):
+        model.generate(random_ids(1, 4), cache_sharing=sharing)
 
 
 @pytest.mark.parametrize("sharing", ["first", "cyclic", "cyclic-0", "cyclic--1", "cyclic-2.5", "last-2", "", 3, None])

@@ -17,6 +17,7 @@ SYSTEMS = {
     "parcae": {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1},
     "huginn": {"preset": "huginn", "num_prelude_layers": 1, "num_coda_layers": 1},
     "ouro": {"preset": "ouro"},
+    "first_keys": {"num_key_value_loops": 1, "injection": "add"},
     "per_loop": {"loop_loss": "per_loop", "norm_penalty": 0.1},
     "gate": {"preset": "ouro", "loop_loss": "gate"},
     "of_loops": {"loop_lora_rank": 2, "loop_norms": True, "loop_embedding": "learned"},
@@ -79,7 +80,7 @@ def test_one_graph_without_breaks(system):
     assert graphs.count == 1
 
 
-@quickly("ouro")
+@quickly("ouro", "first_keys")
 def test_training_in_one_graph(system):
     model, graphs = build(system), Graphs()
     assert not assert_trains_alike(model, torch.compile(model, backend=graphs, fullgraph=True), rtol=1e-4, atol=1e-5)

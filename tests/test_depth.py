@@ -20,6 +20,7 @@ SYSTEMS = {
     "run_depth": {**SECTIONS, "residual_depth": "run", "residual_scaling": "linear"},
     "final_only": {"readout_norm": "final_only", "num_coda_layers": 1, "coda_input": "norm"},
     "gated_change": {"loop_change_gate": True, "injection": "add", "num_coda_layers": 1},
+    "second_keys": {**SECTIONS, "key_value_interval": 2, "num_key_value_heads": 2},
     "flt": {"preset": "flt"},
     "flt_residual": {"preset": "flt_residual"},
     "lt_attention": {"preset": "lt_attention"},
@@ -215,10 +216,10 @@ def truncated_logits(model, weights: dict, ids, num_loops: int, backprop_loops: 
     embedded = naive.norm(config, weights, "model.prelude_norm", x) if config.prelude_norm else x
     state = {"embedding": embedded, "zeros": torch.zeros_like(embedded), "normal": initial_state}[config.state_init]
     scale = naive.residual_factor(config, num_loops if config.residual_depth == "run" else config.num_loops)
-    logits = []
+    logits, kept = [], {}
     for t in range(num_loops):
         with torch.set_grad_enabled(t >= num_loops - backprop_loops):
-            read = naive.one_loop(config, weights, state, embedded, t, scale, ids)
+            read = naive.one_loop(config, weights, state, embedded, t, scale, ids, kept=kept)
             state = naive.between_loops(config, weights, read)
         logits.append(naive.logits_of(config, weights, read, t + 1, ids))
     return logits
@@ -285,6 +286,15 @@ def test_truncation_changes_gradients_and_nothing_else():
     assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-12) == pytest.approx(gradients[2][0], rel=1e-12)
     assert_same(gradients[0][1], gradients[1][1])
     assert (gradients[0][1] - gradients[2][1]).norm() > 1e-3 * gradients[0][1].norm()
+
+
+def test_gradients_that_reach_no_keys_are_refused():
+    model, ids = tiny_model(num_key_value_loops=2), random_ids(2, 4)
+    assert model(ids, labels=ids, num_loops=4, backprop_loops=3).loss.requires_grad
+    with pytest.raises(ValueError, match=r"none of the last 2 loops of 4 .* num_key_value_loops=2"):
+        model(ids, num_loops=[4, 3], backprop_loops=2)
+    with torch.no_grad():
+        model(ids, num_loops=4, backprop_loops=2)
 
 
 def test_backprop_loops_leaves_no_cache_of_rows_that_end_together():

@@ -24,6 +24,7 @@ SYSTEMS = {
     "flt": {"preset": "flt"},
     "parcae": {"preset": "parcae", **SECTIONS},
     "ouro": {"preset": "ouro"},
+    "first_keys": {"num_key_value_loops": 1, "injection": "add"},
 }
 
 
@@ -279,7 +280,7 @@ def test_checkpointing_runs_every_block_call_again():
     assert len(calls) == 3 * (1 + 2 * 4 + 1)
 
 
-@over_systems("plain", "parcae")
+@over_systems("plain", "parcae", "first_keys")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated")
 def test_reentrant_checkpointing_changes_no_gradient(system):
     """It differentiates what comes to a block by position only; value embeddings are learned too."""

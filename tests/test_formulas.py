@@ -77,6 +77,16 @@ AXES = {
         },
         {**WIDE_CORE, "injection": "diagonal", "state_init": "zeros", "kv_latent_size": 10, **NO_CODA},
     ],
+    "key_value_interval": [
+        {"key_value_interval": 2},
+        {"key_value_interval": 2, "injection": "attention_all", "kv_latent_size": 10, "qk_norm": "free"},
+        {"key_value_interval": 2, "value_embeddings": True, "qk_norm": "learned", "num_key_value_heads": 2},
+    ],
+    "num_key_value_loops": [
+        {"num_key_value_loops": 1, "injection": "residual_all", "attention_bias": "qkv", "qk_norm": "all_heads"},
+        {"num_key_value_loops": 2, "window_pattern": "SL", "sliding_window": 3, "value_embeddings": True},
+        {"num_key_value_loops": 1, "loop_lora_rank": 2, "loop_norms": True, "qk_norm": "learned"},
+    ],
     "state_init": [
         {"state_init": "zeros", "injection": "diagonal"},
         {"state_init": "normal", "injection": "diagonal", "prelude_norm": True},

@@ -29,6 +29,7 @@ SYSTEMS = {
     },
     "learned_positions": {"position_embedding": "learned", "readout_norm": "final_only"},
     "run_depth": {"residual_depth": "run", "residual_scaling": "linear"},
+    "second_keys": {"key_value_interval": 2, "num_coda_layers": 1, "num_key_value_heads": 2},
     "flt": {"preset": "flt"},
     "huginn": {"preset": "huginn", **SECTIONS},
     "parcae": {"preset": "parcae", **SECTIONS},
@@ -406,6 +407,7 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
         [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")],
         ("windows", "sdpa"),
         ("like_olmo2", "sdpa"),
+        ("second_keys", "sdpa"),
         ("plain", "eager"),
     ),
 )

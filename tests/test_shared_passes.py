@@ -21,6 +21,8 @@ SYSTEMS = {
     "learned_positions": {"position_embedding": "learned", "injection": "add"},
     "queries_from_state": {"injection": "attention_all", "qk_norm": "free"},
     "parts_of_loops": {"loop_lora_rank": 2, "loop_norms": True, "loop_embedding": "learned", "rope_pattern": "RN"},
+    "second_keys": {"key_value_interval": 2, "num_key_value_heads": 2},
+    "first_keys": {"num_key_value_loops": 1, "num_coda_layers": 1, "injection": "add"},
     "softcap": {"attention_softcap": 5.0},
 }
 WAYS = [

@@ -28,6 +28,8 @@ SYSTEMS = {
     "plain": {},
     "prelude_coda_grouped": {**SECTIONS, "num_key_value_heads": 2, "injection": "add"},
     "windows": {**SECTIONS, "window_pattern": "SSL", "sliding_window": 4},
+    "first_keys": {**SECTIONS, "num_key_value_loops": 1, "injection": "add"},
+    "second_keys": {"key_value_interval": 2, "num_key_value_heads": 2},
     "latent_learned": {"kv_latent_size": 6, "position_embedding": "learned", "readout_norm": "final_only"},
     "flt": {"preset": "flt"},
     "huginn": {"preset": "huginn", **SECTIONS},
@@ -210,7 +212,7 @@ def test_bfloat16_says_what_full_depth_says_but_for_ties(optimist):
 def work_of(model, **arguments):
     """Passes through the core after the prompt: how many, of how many tokens in sum, and those of one token."""
     shapes, prompt_length = [], arguments["inputs"].shape[1]
-    hook = model.model.core[0].register_forward_hook(lambda block, inputs, output: shapes.append(output.shape[:2]))
+    hook = model.model.core[0].register_forward_hook(lambda block, inputs, output: shapes.append(inputs[0].shape[:2]))
     out = model.generate(**arguments, do_sample=False, return_dict_in_generate=True)
     hook.remove()
     decoding = [shape for shape in shapes[arguments.get("num_loops", model.config.num_loops) :]]

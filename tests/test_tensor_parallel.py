@@ -19,6 +19,7 @@ SYSTEMS = {
     "like_olmo2": {**LIKE_OLMO2, "num_key_value_heads": 2},
     "like_gemma3": LIKE_GEMMA3,
     "flt": {"preset": "flt"},
+    "first_keys": {"num_key_value_loops": 1},
     "of_loops": {"loop_norms": True, "qk_norm": "learned", "loop_embedding": "learned"},
     "huginn": {"preset": "huginn", **SECTIONS},
     "ouro": {"preset": "ouro"},

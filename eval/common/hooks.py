@@ -67,8 +67,12 @@ def trace(model, batch: dict, num_loops: int | None = None) -> Trace:
 
     handles = [base.injection.register_forward_pre_hook(enters)]
     handles.append(base.core[0].register_forward_pre_hook(lambda _, a: seen.stages.append([a[0].detach()])))
+
+    def leaves(_, arguments, output):  # keys and values stand beside the stream where loops share them
+        seen.stages[-1].append((output[0] if isinstance(output, tuple) else output).detach())
+
     for block in [*base.core, *([] if base.change_gate is None else [base.change_gate])]:
-        handles.append(block.register_forward_hook(lambda _, a, output: seen.stages[-1].append(output.detach())))
+        handles.append(block.register_forward_hook(leaves))
     if len(base.prelude):
         handles.append(base.prelude[0].register_forward_pre_hook(lambda _, a: seen.embedded.append(a[0].detach())))
     for block in base.prelude:

@@ -12,6 +12,7 @@ Tables of value embeddings are counted in two ways, and which one is meant is al
   paper says 1.3 % and 0.8 %; and their best depths are nearer to those of table 6.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class Sizes:
     value_tables: int  # likewise, of value embeddings
     outer: int  # prelude and its norm: once
     core: int  # core and injection: once per loop; of what loops have of their own, one loop's
+    core_keys: int  # of these, what makes keys and values: once per loop that has its own
     coda: int  # coda and what leads into it: once per readout
     head: int  # norm and unembedding: once per readout
     without_embedding: int  # a tied embedding stays, as the head
@@ -39,6 +41,15 @@ def count_in_a_loop(core) -> int:
     factors of an embedding of the time, once for a sequence."""
     others = sum(p.numel() - p[0].numel() for p in parameters_by_loop(core))
     return count(core) - others - sum(count(block.modulation) for block in core)
+
+
+def count_of_keys(core) -> int:
+    """What one loop that computes keys and values applies to each token for them."""
+    names = ("kv_down_proj", "k_proj", "v_proj", "value_gate")
+    layers = [getattr(block.self_attn, name, None) for block in core for name in names]
+    deltas = [block.self_attn.loop_deltas[name] for block in core if block.self_attn.loop_deltas for name in names[:3]
+              if name in block.self_attn.loop_deltas]  # fmt: skip
+    return sum(map(count, layers)) + sum(p[0].numel() for delta in deltas for p in delta.parameters())
 
 
 KNOWN: dict[str, Sizes] = {}
@@ -67,6 +78,7 @@ def sizes_of_new_model(config) -> Sizes:
         value_tables=count(getattr(trunk, "value_embeds", None)),
         outer=count(trunk.prelude) + count(trunk.prelude_norm),
         core=count_in_a_loop(trunk.core) + count(trunk.injection),
+        core_keys=count_of_keys(trunk.core),
         coda=count(trunk.coda) + count(trunk.coda_proj),
         head=count(trunk.norm) + count(trunk.alpha_readout) + model.lm_head.weight.numel() + count(model.exit_gate),
         without_embedding=total if config.tie_word_embeddings else total - embedding,
@@ -79,6 +91,20 @@ def attention_flops(config, layers: str, length: int) -> int:
     width = config.block_sizes(layers).num_attention_heads * config.head_dim
     keys = (min(length, config.sliding_window) if kind == "sliding_attention" else length for kind in types)
     return sum(4 * width * k for k in keys)
+
+
+def loops_without_keys(config, depth: float) -> float:
+    """Of so many loops, or of a mean number of them, those that read keys and values of others."""
+    most = math.inf if config.num_key_value_loops is None else config.num_key_value_loops
+    return max(0, depth - min(math.ceil(depth / config.key_value_interval), most))
+
+
+def cache_numbers_per_token(config, num_loops: int | None = None) -> int:
+    """Numbers that a cache holds of one token: keys and values of all heads, of every slot."""
+    stored = config.num_stored_loops(config.num_loops if num_loops is None else num_loops)
+    core = config.num_core_layers * stored * config.block_sizes("core").num_key_value_heads
+    outer = (config.num_prelude_layers + config.num_coda_layers) * config.num_key_value_heads
+    return 2 * config.head_dim * (core + outer)
 
 
 def training_flops_per_token(
@@ -99,6 +125,9 @@ def training_flops_per_token(
     heads = {"exit_weighted_logits": 1, "last_third": depth - 2 * depth // 3}.get(config.loop_loss, codas)
     once = 6 * (n.outer + value_tables * n.value_tables) + 3 * attention_flops(config, "prelude", length)
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
+    unmade = loops_without_keys(config, depth)
+    unmade += 2 * (unmade - loops_without_keys(config, depth - with_gradient))
+    loops -= 2 * n.core_keys * unmade
     coda = 6 * n.coda + 3 * attention_flops(config, "coda", length)
     return once + loops + codas * coda + heads * 6 * n.head
 
@@ -109,7 +138,8 @@ def effective_parameters(config, depth: float | None = None, value_tables: bool 
     value_tables: count each of them once, also that of a looped layer.
     """
     n = sizes(config)
-    looped = (config.num_loops if depth is None else depth) * n.core
+    depth = config.num_loops if depth is None else depth
+    looped = depth * n.core - loops_without_keys(config, depth) * n.core_keys
     return n.outer + looped + n.coda + n.head + value_tables * n.value_tables
 
 
@@ -117,4 +147,5 @@ def forward_flops_per_token(config, length: int, depth: float | None = None) -> 
     n = sizes(config)
     depth = config.num_loops if depth is None else depth
     fixed = sum(attention_flops(config, section, length) for section in ("prelude", "coda"))
-    return 2 * (n.outer + n.coda + n.head) + fixed + depth * (2 * n.core + attention_flops(config, "core", length))
+    loops = depth * (2 * n.core + attention_flops(config, "core", length))
+    return 2 * (n.outer + n.coda + n.head) + fixed + loops - 2 * n.core_keys * loops_without_keys(config, depth)

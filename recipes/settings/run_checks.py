@@ -1,5 +1,6 @@
 """What can be known of a run before its data are prepared: `recipes.plan` and a launch refuse the same."""
 
+import math
 import tempfile
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
     if recipe.training.initialize_from is None:  # else the saved model may say otherwise
         check_against_model(recipe, config)
     check_depths(recipe, config)
+    check_keys(recipe, config)
     steps = steps_of(recipe, config)
     if steps is not None:
         check_schedule(recipe.schedule, steps)
@@ -102,6 +104,22 @@ def check_depths(recipe: Recipe, config: LoopedConfig):
         )
     except (ValueError, RuntimeError) as error:
         raise RecipeError(f"section 'depth': {error}") from error
+
+
+def check_keys(recipe: Recipe, config: LoopedConfig):
+    """A loop with gradients makes keys and values at every depth: where it does not, a step would fail midway."""
+    window, mean, depth = recipe.backprop_loops(config), recipe.mean_depth(config), recipe.depth
+    deepest = depth.maximum or math.inf if recipe.depths_vary else mean
+    if window is None or window >= deepest or not config.shares_keys:
+        return
+    most = math.inf if config.num_key_value_loops is None else config.num_key_value_loops
+    last = config.key_value_interval * (most - 1)  # that makes any
+    if window < config.key_value_interval or deepest - window > last:
+        raise RecipeError(
+            f"depth.backprop_loops={depth.backprop_loops} leaves steps in which no loop with gradients computes keys "
+            f"and values (model.key_value_interval={config.key_value_interval}, "
+            f"model.num_key_value_loops={config.num_key_value_loops}): leave out backprop_loops, or share fewer"
+        )
 
 
 def check_output(folder: Path):
