@@ -9,7 +9,7 @@ chart without any says so by `is_empty`.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 
 from looped_recipes.common.axis import Axis, width_of, written
@@ -50,15 +50,17 @@ def wrapped(text: str, width: float, size: float) -> list[str]:
     return lines
 
 
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+
+
 def heading(title: str) -> tuple[list[str], float]:
     """Its lines, and the height where they end."""
     lines = wrapped(title, WIDTH - 8, 13) if title else []
-    return [f'<text class="title" x="4" y="{14 + 16 * i}">{escape(line)}</text>' for i, line in enumerate(lines)], (
-        16.0 * len(lines) + 6
-    )
+    return [text(4, 14 + 16 * i, line, "title") for i, line in enumerate(lines)], 16.0 * len(lines) + 6
 
 
-def whole_svg(parts: list[str], height: float, label: str) -> str:
+def drawing(parts: list[str], height: float, label: str) -> str:
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
         f"{''.join(parts)}</svg>"
@@ -96,13 +98,12 @@ class Chart:
     def shown(self) -> list[Line]:
         kept = []
         for line in self.lines:
-            columns = zip(
-                line.points, line.errors or [None] * len(line.points), line.labels or [""] * len(line.points)
-            )
+            count = len(line.points)
+            columns = zip(line.points, line.errors or [None] * count, line.labels or [""] * count)
             rows = [row for row in columns if self.fits(*row[0])]
             if rows:
                 points, errors, labels = map(list, zip(*rows))
-                kept.append(Line(line.name, points, line.color, line.dashed, line.joined, errors, labels))
+                kept.append(replace(line, points=points, errors=errors, labels=labels))
         return kept
 
     @property
@@ -127,12 +128,12 @@ class Chart:
             if x + 24 + width_of(words) > WIDTH and x > 4:
                 x, top = 4.0, top + 16
             parts.append(f'<g class="{color}"><path class="{kind}" d="M{x:.0f} {top + 8:.0f}h16"/></g>')
-            parts.append(f'<text class="key" x="{x + 20:.0f}" y="{top + 12:.0f}">{escape(words)}</text>')
+            parts.append(text(x + 20, top + 12, words, "key"))
             x += 32 + width_of(words)
         top += 36 if x > 4 else 18  # the name of the upright axis stands above it
-        parts.append(f'<text x="4" y="{top - 7:.0f}">{escape(self.y)}</text>')
+        parts.append(text(4, top - 7, self.y))
         body, height = self.plot(lines, top)
-        return whole_svg(parts + body, height, self.title or f"{self.y} over {self.x}")
+        return drawing(parts + body, height, self.title or f"{self.y} over {self.x}")
 
     def plot(self, lines: list[Line], top: float) -> tuple[list[str], float]:
         bottom = top + PLOT
@@ -141,21 +142,18 @@ class Chart:
         ys = [y for y in (*ys, *self.levels.values()) if y > 0 or not self.log_y]
         up = Axis(ys, bottom, top + 4, self.log_y)
         labels = up.ticks(room=26)
-        left = max(24.0, max((width_of(text) for _, text in labels), default=0) + 10)
+        left = max(24.0, max((width_of(words) for _, words in labels), default=0) + 10)
         xs = [x for line in lines for x, _ in line.points] + list(self.marks.values())
         across = Axis(xs, left, WIDTH - RIGHT, self.log_x, self.whole_x, self.x_ticks)
         parts = []
-        for y, text in labels:
+        for y, words in labels:
             parts.append(f'<path class="grid" d="M{left:.1f} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(f'<text class="end" x="{left - 5:.1f}" y="{y + 4:.1f}">{text}</text>')
-        for x, text in across.ticks():
+            parts.append(text(left - 5, y + 4, words, "end"))
+        for x, words in across.ticks():
             parts.append(f'<path class="grid" d="M{x:.1f} {bottom}v4"/>')
-            at = min(x, WIDTH - width_of(text) / 2)
-            parts.append(f'<text class="middle" x="{at:.1f}" y="{bottom + 16:.0f}">{text}</text>')
+            parts.append(text(min(x, WIDTH - width_of(words) / 2), bottom + 16, words, "middle"))
         parts.append(f'<path class="grid" d="M{left:.1f} {bottom}H{WIDTH - RIGHT}"/>')
-        parts.append(
-            f'<text class="middle" x="{(left + WIDTH) / 2:.0f}" y="{bottom + 32:.0f}">{escape(self.x)}</text>'
-        )
+        parts.append(text((left + WIDTH) / 2, bottom + 32, self.x, "middle"))
         for name, level in self.levels.items():
             parts.append(self.rule(f"M{left:.1f} {up.place(level):.1f}H{WIDTH - RIGHT}", name, level))
         for name, mark in self.marks.items():
@@ -183,13 +181,10 @@ class Chart:
                 parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{3 if len(places) <= 25 else 2}"/>')
         every = max(1, len(places) // 60)
         for (x, y), values, error in list(zip(places, line.points, line.errors))[::every]:
-            said = (
-                f"{line.name + ': ' if line.name else ''}{self.x} {written(values[0])}, {self.y} {written(values[1])}"
-            )
-            said += f" ± {written(error)}" if error else ""
-            parts.append(
-                f'<circle class="halo" cx="{x:.1f}" cy="{y:.1f}" r="8"><title>{escape(said)}</title></circle>'
-            )
+            said = f"{self.x} {written(values[0])}, {self.y} {written(values[1])}"
+            said = f"{line.name + ': ' if line.name else ''}{said}{f' ± {written(error)}' if error else ''}"
+            place = f'cx="{x:.1f}" cy="{y:.1f}"'
+            parts.append(f'<circle class="halo" {place} r="8"><title>{escape(said)}</title></circle>')
         for (x, y), label in zip(places, line.labels):
             parts += placed(label, x, y, taken)
         return [*parts, "</g>"]
@@ -203,8 +198,13 @@ def placed(label: str, x: float, y: float, taken: list) -> list[str]:
         free = all(box[2] < a or c < box[0] or box[3] < b or d < box[1] for a, b, c, d in taken)
         if label and free and left > 40 and box[2] < WIDTH:
             taken.append(box)
-            return [f'<text class="key" x="{left:.1f}" y="{base:.1f}">{escape(label)}</text>']
+            return [text(left, base, label, "key")]
     return []
+
+
+def box(color: str, x: float, y: float, wide: float, high: float, said: str, strength: float = 1.0) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill-opacity="{strength:.2f}"'
+    return f'<g class="{color}"><rect class="bar" {place}><title>{escape(said)}</title></rect></g>'
 
 
 @dataclass
@@ -234,21 +234,18 @@ class Bars:
         axis = Axis(ends, left, WIDTH - 8 - max(width_of(written(v)) for v in values.values()), log, margin=0)
         dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in self.levels.items())
         said = wrapped(f"{self.y}{', logarithmic' if log else ''}{dotted}", WIDTH - 8, 11)
-        parts += [f'<text x="4" y="{top + 12 + 14 * i:.0f}">{escape(line)}</text>' for i, line in enumerate(said)]
+        parts += [text(4, top + 12 + 14 * i, line) for i, line in enumerate(said)]
         top += 8 + 14 * len(said)
         start = left if log else axis.place(0)
         for i, (name, value) in enumerate(values.items()):
             y, end = top + 22 * i, axis.place(value)
-            parts.append(f'<text class="end key" x="{left - 6:.0f}" y="{y + 14:.0f}">{escape(names[name])}</text>')
-            parts.append(
-                f'<g class="{self.colors.get(name, "c0")}"><rect class="bar" x="{min(start, end):.1f}" y="{y + 3:.0f}" '
-                f'width="{max(abs(end - start), 1.5):.1f}" height="15" rx="2"><title>{escape(name)}: '
-                f"{written(value)}</title></rect></g>"
-            )
-            parts.append(f'<text x="{max(start, end) + 5:.0f}" y="{y + 14:.0f}">{written(value)}</text>')
+            parts.append(text(left - 6, y + 14, names[name], "end key"))
+            wide, said = max(abs(end - start), 1.5), f"{name}: {written(value)}"
+            parts.append(box(self.colors.get(name, "c0"), min(start, end), y + 3, wide, 15, said))
+            parts.append(text(max(start, end) + 5, y + 14, written(value)))
         for name, level in self.levels.items():
             parts.append(Chart.rule(f"M{axis.place(level):.1f} {top:.0f}V{top + 22 * len(values):.0f}", name, level))
-        return whole_svg(parts, top + 22 * len(values) + 8, self.title or self.y)
+        return drawing(parts, top + 22 * len(values) + 8, self.title or self.y)
 
 
 @dataclass
@@ -265,27 +262,21 @@ class Matrix:
 
     def svg(self) -> str:
         parts, top = heading(self.title)
-        parts.append(f'<text x="4" y="{top + 12:.0f}">{escape(self.axis)} against {escape(self.axis)}</text>')
+        parts.append(text(4, top + 12, f"{self.axis} against {self.axis}"))
         for i, (color, words) in enumerate((("c0", "below 0"), ("c1", "above 0: alike"))):
-            parts.append(f'<g class="{color}"><rect class="bar" x="{190 + 70 * i}" y="{top + 3:.0f}" width="10" ')
-            parts.append(f'height="10"/></g><text x="{204 + 70 * i}" y="{top + 12:.0f}">{words}</text>')
+            parts += [box(color, 190 + 70 * i, top + 3, 10, 10, words), text(204 + 70 * i, top + 12, words)]
         top, count = top + 22, len(self.values)
         size, left = min(44.0, 290 / count), 40
         for i, row in enumerate(self.values):
             for j, value in enumerate(row):
-                parts.append(
-                    f'<g class="{"c1" if value > 0 else "c0"}"><rect class="bar" x="{left + size * j:.1f}" '
-                    f'y="{top + size * i:.1f}" width="{size:.1f}" height="{size:.1f}" '
-                    f'fill-opacity="{min(abs(value), 1):.2f}"><title>{escape(self.axis)} {i + 1} and {j + 1}: '
-                    f"{written(value, 3)}</title></rect></g>"
-                )
+                said = f"{self.axis} {i + 1} and {j + 1}: {written(value, 3)}"
+                color = "c1" if value > 0 else "c0"
+                parts.append(box(color, left + size * j, top + size * i, size, size, said, min(abs(value), 1)))
         ends = Axis([1, count], size / 2, size * (count - 0.5), whole=True, margin=0) if count > 1 else None
-        for place, text in ends.ticks(room=16) if ends else []:
-            parts.append(f'<text class="end" x="{left - 6}" y="{top + place + 4:.1f}">{text}</text>')
-            parts.append(
-                f'<text class="middle" x="{left + place:.1f}" y="{top + size * count + 14:.1f}">{text}</text>'
-            )
-        return whole_svg(parts, top + size * count + 22, self.title)
+        for place, words in ends.ticks(room=16) if ends else []:
+            parts.append(text(left - 6, top + place + 4, words, "end"))
+            parts.append(text(left + place, top + size * count + 14, words, "middle"))
+        return drawing(parts, top + size * count + 22, self.title)
 
 
 Figure = list  # of Chart, Bars and Matrix: the parts of one picture
