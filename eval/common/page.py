@@ -97,7 +97,8 @@ class Explanation(NamedTuple):
         return [(name, words) for name, words in zip(names, self) if words]
 
     def html(self) -> str:
-        return f"<dl>{''.join(f'<dt>{name}</dt><dd>{escape(words)}</dd>' for name, words in self.rows())}</dl>"
+        parts = [f"<div><dt>{name}</dt><dd>{escape(words)}</dd></div>" for name, words in self.rows()]
+        return f"<dl>{''.join(parts)}</dl>"
 
     def markdown(self) -> str:
         return "\n".join(f"- {name}: {in_markdown(words)}" for name, words in self.rows())
@@ -155,11 +156,12 @@ body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var
        margin: 0 auto; padding: 1.2rem 1rem 4rem; overflow-wrap: anywhere }
 h1 { font-size: 1.35rem } h2 { font-size: 1.2rem; margin: 2.6rem 0 .6rem; padding-top: .8rem;
        border-top: 1px solid var(--line) } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem }
-h1, h2, h3 { line-height: 1.25; font-weight: 650 } p, dl { max-width: 46rem } a { color: var(--accent) }
+h1, h2, h3 { line-height: 1.25; font-weight: 650 } p { max-width: 46rem } a { color: var(--accent) }
 .finding { font-size: 1.1rem; font-weight: 550; line-height: 1.4; margin: .5rem 0 1rem }
 nav ul { list-style: none; padding: 0; margin: 1.2rem 0; columns: 15rem; gap: 1.5rem; font-size: 15px }
 nav li { padding: .2rem 0; break-inside: avoid } .skipped, .missing, small, footer { color: var(--quiet) }
-dl { font-size: 15px; margin: .6rem 0 } dt { font-weight: 600; margin-top: .4rem } dd { margin: 0 }
+dl { font-size: 15px; margin: .8rem 0; display: grid; gap: .6rem 1.8rem;
+       grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)) } dt { font-weight: 600 } dd { margin: 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.4rem 1.8rem;
        margin: 1rem 0; align-items: start } figure { margin: 0; max-width: 30rem }
 .wide { overflow-x: auto; margin: .8rem 0 } table { border-collapse: collapse; font-size: 14px }

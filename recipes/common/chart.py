@@ -231,7 +231,7 @@ class Bars:
         names = {name: name if width_of(name) < 150 else name[:22] + "…" for name in values}
         left = 12 + max(map(width_of, names.values()))
         ends = [*values.values(), *self.levels.values(), *([] if log else [0.0])]
-        axis = Axis(ends, left, WIDTH - 8 - max(width_of(written(v)) for v in values.values()), log, margin=0)
+        axis = Axis(ends, left, WIDTH - 8 - max(width_of(written(v, 3)) for v in values.values()), log, margin=0)
         dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in self.levels.items())
         said = wrapped(f"{self.y}{', logarithmic' if log else ''}{dotted}", WIDTH - 8, 11)
         parts += [text(4, top + 12 + 14 * i, line) for i, line in enumerate(said)]
@@ -240,9 +240,9 @@ class Bars:
         for i, (name, value) in enumerate(values.items()):
             y, end = top + 22 * i, axis.place(value)
             parts.append(text(left - 6, y + 14, names[name], "end key"))
-            wide, said = max(abs(end - start), 1.5), f"{name}: {written(value)}"
+            wide, said = max(abs(end - start), 1.5), f"{name}: {written(value, 6)}"
             parts.append(box(self.colors.get(name, "c0"), min(start, end), y + 3, wide, 15, said))
-            parts.append(text(max(start, end) + 5, y + 14, written(value)))
+            parts.append(text(max(start, end) + 5, y + 14, written(value, 3)))
         for name, level in self.levels.items():
             parts.append(Chart.rule(f"M{axis.place(level):.1f} {top:.0f}V{top + 22 * len(values):.0f}", name, level))
         return drawing(parts, top + 22 * len(values) + 8, self.title or self.y)
