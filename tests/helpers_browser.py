@@ -15,9 +15,9 @@ QUIET = (
 ).split()
 THEMES = {"dark": 0, "light": 1}
 
-# A window is never narrower than 500 pixels, so the page stands in a frame of its width. This looks at the page when it
-# is laid out, and tells the frame's owner, whose attributes then hold the findings. Texts are compared as drawn, contrast is
-# that of WCAG, against the nearest background that is painted.
+# A window is never narrower than 500 pixels, so the page stands in a frame of its width. This looks at the page when
+# it is laid out, and tells the frame's owner, whose attributes then hold the findings. Texts are compared
+# as drawn; contrast is that of WCAG, against the nearest background that is painted.
 PROBE = """
 <script>
 const problems = [], root = document.documentElement, height = root.scrollHeight, width = innerWidth;

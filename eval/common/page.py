@@ -161,7 +161,8 @@ h1, h2, h3 { line-height: 1.25; font-weight: 650 } p { max-width: 46rem } a { co
 nav ul { list-style: none; padding: 0; margin: 1.2rem 0; columns: 15rem; gap: 1.5rem; font-size: 15px }
 nav li { padding: .2rem 0; break-inside: avoid } .skipped, .missing, small, footer { color: var(--quiet) }
 dl { font-size: 15px; margin: .8rem 0; display: grid; gap: .6rem 1.8rem;
-       grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)) } dt { font-weight: 600 } dd { margin: 0 }
+       grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)) }
+dt { font-weight: 600 } dd { margin: 0 }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.4rem 1.8rem;
        margin: 1rem 0; align-items: start } figure { margin: 0; max-width: 30rem }
 .wide { overflow-x: auto; margin: .8rem 0 } table { border-collapse: collapse; font-size: 14px }

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from looped_eval.common.findings import best_depth, loops
 from looped_eval.common.page import Explanation
 from looped_recipes.common.axis import written
 
@@ -21,10 +22,6 @@ def times(value: float) -> str:
     return f"{written(value, 3)} times"
 
 
-def loops(count: int) -> str:
-    return f"{count} loop{'s' * (count != 1)}"
-
-
 def share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
@@ -37,22 +34,13 @@ def below(value: float) -> str:
 # Findings
 
 
-def depth(values: dict[int, float], trained: int | None, unit: str = "cross-entropy", digits: int = 3) -> str:
-    """Which depth is best, and what the trained one and a single loop cost beside it."""
-    best = min(values, key=values.get)
-    words = f"{loops(best)} {'is' if best == 1 else 'are'} best here: {values[best]:.{digits}f} {unit}"
-    others = [trained] if trained in values and trained != best else []
-    others += [1] if 1 in values and best != 1 and trained != 1 else []
-    costs = [
-        f"{loops(k)}{' as trained' if k == trained else ''} cost{'s' * (k == 1)} {values[k] - values[best]:.{digits}f}"
-        for k in others
-    ]
-    return "; ".join([words, *costs]) + ("." if costs or best != trained else ", as trained.")
-
-
 def depth_curve(result: dict) -> str:
     known = {k: ce for k, ce in zip(result["loop"], result["ce"]) if ce is not None}
-    return depth(known, result["trained_loops"]) if known else "The loss is not a number at any depth."
+    return (
+        best_depth(known, result["trained_loops"], "cross-entropy")
+        if known
+        else "The loss is not a number at any depth."
+    )
 
 
 def norm_trajectory(result: dict) -> str:
@@ -71,8 +59,8 @@ def state_dynamics(result: dict) -> str:
     ratio = last / result["change"][0]
     how = "settles" if ratio < 0.1 else "slows down" if ratio < 0.5 else "goes on moving"
     return (
-        f"Over {loops(len(result['loop']))} the state {how}: the last changes it by {share(last / result['state_norm'][-1])} "
-        f"of its norm, {times(ratio)} as far as the first."
+        f"Over {loops(len(result['loop']))} the state {how}: the last moves it {times(ratio)} as far as the first, by "
+        f"{share(last / result['state_norm'][-1])} of its norm."
     )
 
 

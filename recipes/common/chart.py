@@ -186,17 +186,17 @@ class Chart:
             place = f'cx="{x:.1f}" cy="{y:.1f}"'
             parts.append(f'<circle class="halo" {place} r="8"><title>{escape(said)}</title></circle>')
         for (x, y), label in zip(places, line.labels):
-            parts += placed(label, x, y, taken)
+            parts += placed(label, x, y, up.start, taken)
         return [*parts, "</g>"]
 
 
-def placed(label: str, x: float, y: float, taken: list) -> list[str]:
+def placed(label: str, x: float, y: float, bottom: float, taken: list) -> list[str]:
     """A label beside a point, where no other one is."""
     wide = width_of(label)
     for left, base in ((x + 6, y - 5), (x - wide - 6, y - 5), (x + 6, y + 13), (x - wide - 6, y + 13)):
         box = (left, base - 10, left + wide, base + 3)
         free = all(box[2] < a or c < box[0] or box[3] < b or d < box[1] for a, b, c, d in taken)
-        if label and free and left > 40 and box[2] < WIDTH:
+        if label and free and left > 40 and box[2] < WIDTH and box[3] < bottom:
             taken.append(box)
             return [text(left, base, label, "key")]
     return []

@@ -51,6 +51,7 @@ svg.chart { display: block; width: 100%; height: auto }
 .chart .line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round }
 .chart .dashed { stroke-dasharray: 5 4 } .chart .rule { stroke: var(--quiet); stroke-dasharray: 2 3; fill: none }
 .chart .dot, .chart .bar { fill: currentColor } .chart .halo { fill: transparent }
+.ink { color: var(--ink) }
 .chart .halo:hover { fill: currentColor; fill-opacity: .25 }
 """ + "\n".join(f".{kind}{i} {{ color: var(--{kind}{i}) }}" for kind, n in (("c", 8), ("q", STEPS)) for i in range(n))
 
