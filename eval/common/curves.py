@@ -10,6 +10,7 @@ from looped_recipes.common.chart import Chart, Line, named, save_charts
 
 Point = tuple[float, float | None]
 Curves = dict[str, dict[str, dict[int, Point]]]
+UNITS = ("bits per byte", "cross-entropy", "perplexity")
 CHOICES = {  # of the questions of public tasks, so that guessing is right once in so many; nearly all of ARC's have 4
     "arc_challenge": 4,
     "arc_easy": 4,
@@ -64,7 +65,8 @@ def charts(curves: Curves, chance: dict[str, float] | None = None, trained: int 
         level = (chance or {}).get(measure, chance_of(measure))
         levels, marks = {} if level is None else {"chance": level}, {"as trained": trained} if trained else {}
         title = measure.replace("_", " ")
-        y = "perplexity" if "perplexity" in title else "accuracy" if level is not None else title.split(" ", 1)[-1]
+        is_accuracy = level is not None or measure.partition(" ")[2].startswith("acc")
+        y = "accuracy" if is_accuracy else next((unit for unit in UNITS if unit in title), title)
         drawn.append(Chart(title, "loops", y, lines, levels=levels, marks=marks, whole_x=True))
     return drawn
 

@@ -26,6 +26,10 @@ def writable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def in_cell(words: str) -> str:
+    return escape(words).replace(" ± ", "&nbsp;±&nbsp;")
+
+
 @dataclass
 class Table:
     head: list[str]
@@ -33,7 +37,7 @@ class Table:
 
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
+        rows = "".join(f"<tr>{''.join(f'<td>{in_cell(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
     def markdown(self) -> str:
@@ -73,6 +77,19 @@ class Missing(Text):
 
     def markdown(self) -> str:
         return f"{in_markdown(self.words)} `{one_line(self.command).replace('`', ' ')}`"
+
+
+@dataclass
+class Raw:
+    """HTML that a page makes by itself."""
+
+    body: str
+
+    def html(self) -> str:
+        return self.body
+
+    def markdown(self) -> str:
+        return ""
 
 
 class Finding(Text):
@@ -175,13 +192,13 @@ details { margin: .8rem 0 } summary { cursor: pointer; color: var(--quiet); padd
 )
 
 
-def to_html(title: str, sections: list[Section], findings: list[str] = ()) -> str:
-    """findings: the sentences that the whole page comes down to."""
+def to_html(title: str, sections: list[Section], findings: list[str] = (), style: str = "") -> str:
+    """findings: the sentences that the whole page comes down to; style: rules for what is on this page alone."""
     links = "".join(f'<li><a href="#{part.anchor}">{escape(part.title)}</a></li>' for part in sections)
     body = "\n".join(part.html() for part in sections)
     first = "\n".join(Finding(words).html() for words in findings)
     contents = f'<nav aria-label="contents"><ul>{links}</ul></nav>'
-    return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{contents}\n{body}")
+    return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{contents}\n{body}", style)
 
 
 def document(title: str, body: str, style: str = "") -> str:

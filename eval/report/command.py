@@ -130,8 +130,9 @@ def series_of(runs: list[RunFolder], metric: str, dashed: bool = False, suffix: 
     return [Line(run.name + suffix, list(zip(*run.series(metric))), named(i), dashed) for i, run in enumerate(runs)]
 
 
-def of_run(run: RunFolder, runs: list[RunFolder]) -> str:
-    return f"{run.name}: " if len(runs) > 1 else ""
+def said(words: str, run: RunFolder, runs: list[RunFolder]) -> Finding:
+    """A sentence about one of the runs."""
+    return Finding(f"{run.name}: {words}" if len(runs) > 1 else words[0].upper() + words[1:])
 
 
 def training(runs: list[RunFolder]) -> Section:
@@ -144,8 +145,8 @@ def training(runs: list[RunFolder]) -> Section:
     for run in runs:
         known = [loss for loss in run.series("loss")[1] if math.isfinite(loss)]
         if known:
-            words = f"{of_run(run, runs)}the training loss went from {known[0]:.3f} to {known[-1]:.3f} in {run.steps:,} steps."
-            findings.append(Finding(words[0].upper() + words[1:]))
+            words = f"the training loss went from {known[0]:.3f} to {known[-1]:.3f} in {run.steps:,} steps."
+            findings.append(said(words, run, runs))
     return Section("Training", [*findings, Charts(charts)] if findings else [Text("No finite loss was logged.")])
 
 
@@ -168,7 +169,7 @@ def headlines(runs: list[RunFolder]) -> list[str]:
     for run in runs:
         for unit, prefix in UNITS.items():
             if values := last_validation(run, prefix):
-                found.append(of_run(run, runs) + best_depth(values, run.trained_loops, unit))
+                found.append(said(best_depth(values, run.trained_loops, unit), run, runs).words)
                 break
     return found
 
@@ -201,11 +202,11 @@ def depth_table(found: curves.Curves) -> Table:
 
 
 NORMS = Explanation(
-    "The size of the state, ‖h‖/√d, after each loop and while the model trained; the spectral radius is that of the map "
-    "by which an injection takes over the state.",
+    "The size of the state, ‖h‖/√d, after each loop and while the model trained; the spectral radius is that of the "
+    "map by which an injection takes over the state.",
     "One size over loops and over training, and a radius below 1.",
-    "Residual Scaling, theorem 1: it grows with the number of loops N where residuals are not scaled, as √N under 1/√N, "
-    "and not under 1/N. Parcae, figure 3: runs whose radius exceeds 1 diverge.",
+    "Residual Scaling, theorem 1: it grows with the number of loops N where residuals are not scaled, as √N under "
+    "1/√N, and not under 1/N. Parcae, figure 3: runs whose radius exceeds 1 diverge.",
 )
 
 
@@ -219,10 +220,9 @@ def norms(runs: list[RunFolder]) -> Section:
         rows.append([run.name, *(number(run.last(m)) for m in ("residual_norm", "state_change", "spectral_radius"))])
         first, final, count = last[min(last)], last[max(last)], max(last)
         if count > 1 and first > 0:
-            words = (
-                f"at the end of training {count} loops leave the state at {written(final / first, 3)} times the size"
-            )
-            findings.append(f"{of_run(run, runs)}{words} that the first gives it.")
+            ratio = written(final / first, 3)
+            words = f"at the end of training {count} loops leave the state at {ratio} times the size of the first."
+            findings.append(said(words, run, runs))
     if not rows:
         return Section(
             "Norms of the state", [missing("None was logged.", f"{pretrain(runs[0])} logging.monitor_every=50")]
@@ -236,8 +236,7 @@ def norms(runs: list[RunFolder]) -> Section:
     head = ["run", "norm after the last loop", "change in the last loop", "spectral radius"]
     kept = [i for i in range(len(head)) if any(row[i] != "–" for row in rows)]
     table = Table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
-    sentences = [Finding(words[0].upper() + words[1:] if len(runs) == 1 else words) for words in findings]
-    return Section("Norms of the state", [*sentences, Charts(charts), table, NORMS])
+    return Section("Norms of the state", [*findings, Charts(charts), table, NORMS])
 
 
 def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = False) -> Section | None:
@@ -275,7 +274,7 @@ def gradient_blocks(run: RunFolder, layer: int | None) -> list[str]:
     if layer is not None and not 1 <= layer <= count:
         raise RunError(f"--layer {layer}: {run.name} has layers 1 to {count} in its metrics")
     at = count // 2 if layer is None else layer - 1
-    return ["lm_head", "core.0.mlp", f"core.{at}.mlp", f"core.{at}.self_attn"]
+    return list(dict.fromkeys(["lm_head", "core.0.mlp", f"core.{at}.mlp", f"core.{at}.self_attn"]))
 
 
 def clip_shares(run: RunFolder, steps: list[int]) -> list[float]:
@@ -357,9 +356,8 @@ def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
         ]
         above = sum(value - 2 * (error or 0) > level for (value, error), level in known)
         if known:
-            which = "one accuracy is" if len(known) == 1 else f"{above} of {len(known)} accuracies are"
-            which = f"its {which}" if len(known) > 1 else f"its {which}{'' if above else ' not'}"
-            sentences.append(f"{run}: {which} above chance at its best depth.")
+            which = f"{above} of {len(known)} accuracies {'is' if above == 1 else 'are'}"
+            sentences.append(f"{run}: {which} above chance at the best depth.")
     return sentences
 
 

@@ -38,6 +38,7 @@ class Line:
     color: str = "c0"
     dashed: bool = False
     joined: bool = True
+    dots: bool = True
     errors: list[float | None] | None = None
     labels: list[str] | None = None  # beside the points, as far as there is room
 
@@ -112,7 +113,8 @@ class Chart:
 
     def keys(self, lines: list[Line]) -> list[tuple[str, str, str]]:
         """(class, colour, words) of every line that has to be told apart, and of what is dotted."""
-        of_lines = [(f"line{' dashed' * line.dashed}", line.color, line.name) for line in lines if line.name]
+        kinds = ["dot" if not line.joined else "line dashed" if line.dashed else "line" for line in lines]
+        of_lines = [(kind, line.color, line.name) for kind, line in zip(kinds, lines) if line.name]
         rows = of_lines if len(lines) > 1 or self.levels or self.marks else []
         if len(rows) > 8 and all(color[0] == "q" for _, color, _ in rows):  # an order: a few of it tell the rest
             rows = [rows[i * (len(rows) - 1) // 4] for i in range(5)]
@@ -127,7 +129,10 @@ class Chart:
             words = words if width_of(words) < WIDTH - 40 else words[: int((WIDTH - 40) / 7)] + "…"
             if x + 24 + width_of(words) > WIDTH and x > 4:
                 x, top = 4.0, top + 16
-            parts.append(f'<g class="{color}"><path class="{kind}" d="M{x:.0f} {top + 8:.0f}h16"/></g>')
+            sign = f'<path class="{kind}" d="M{x:.0f} {top + 8:.0f}h16"/>'
+            if kind == "dot":
+                sign = f'<circle class="dot" cx="{x + 10:.0f}" cy="{top + 8:.0f}" r="3"/>'
+            parts.append(f'<g class="{color}">{sign}</g>')
             parts.append(text(x + 20, top + 12, words, "key"))
             x += 32 + width_of(words)
         top += 36 if x > 4 else 18  # the name of the upright axis stands above it
@@ -177,7 +182,7 @@ class Chart:
             if error:
                 ends = [up.place(max(value + sign * error, 10**up.low if up.log else -math.inf)) for sign in (-1, 1)]
                 parts.append(f'<path class="line" d="M{x:.1f} {ends[0]:.1f}V{ends[1]:.1f}"/>')
-            if len(places) <= 40 or not line.joined:
+            if line.dots and len(places) <= 40 or not line.joined:
                 parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{3 if len(places) <= 25 else 2}"/>')
         every = max(1, len(places) // 60)
         for (x, y), values, error in list(zip(places, line.points, line.errors))[::every]:
@@ -230,7 +235,7 @@ class Bars:
         log = self.log and min(values.values()) > 0
         names = {name: name if width_of(name) < 150 else name[:22] + "…" for name in values}
         left = 12 + max(map(width_of, names.values()))
-        ends = [*values.values(), *self.levels.values(), *([] if log else [0.0])]
+        ends = [*values.values(), *self.levels.values(), min(values.values()) / 3 if log else 0.0]
         axis = Axis(ends, left, WIDTH - 8 - max(width_of(written(v, 3)) for v in values.values()), log, margin=0)
         dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in self.levels.items())
         said = wrapped(f"{self.y}{', logarithmic' if log else ''}{dotted}", WIDTH - 8, 11)
