@@ -12,6 +12,7 @@ import torch
 from scipy import optimize
 
 from looped_eval.laws import analyses, fitting
+from looped_eval.laws import charts as law_charts
 from looped_eval.laws import command as laws
 from looped_eval.laws.fitting import FitError, fit, huber, minimize
 from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED

@@ -38,7 +38,8 @@ class Table:
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
         rows = "".join(f"<tr>{''.join(f'<td>{in_cell(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
-        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        head = f"<thead><tr>{head}</tr></thead>" if any(self.head) else ""
+        return f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>'
 
     def markdown(self) -> str:
         lines = [self.head, ["---"] * len(self.head), *self.rows]

@@ -26,8 +26,8 @@ EXPLANATIONS = {
     "test_time": Explanation(
         "Four forms of a curve over test depth, fitted to all depths, and to the trained range alone.",
         "The exponential has the least misfit, also beyond the trained depth: loss saturates.",
-        "Parcae, table 12, mean Huber loss in units of its own: exponential 2.52 and 1.88, shifted power 5.42 and 5.26, "
-        "power 11.11 and 10.77, without floor 112.89 and 104.95, at 140M and 370M.",
+        "Parcae, table 12, mean Huber loss in units of its own: exponential 2.52 and 1.88, shifted power "
+        "5.42 and 5.26, power 11.11 and 10.77, without floor 112.89 and 104.95, at 140M and 370M.",
     ),
     "unified": Explanation(
         "The law of training, and above it a decay over test depth whose speed depends on the trained depth μ.",
