@@ -9,7 +9,7 @@ import pytest
 from looped_eval.common.curves import chance_of
 from looped_eval.common.findings import best_depth
 from looped_recipes.common.axis import Axis, width_of, written
-from looped_recipes.common.chart import MANY, Bars, Chart, Line, Matrix, ordered, save_charts, thinned
+from looped_recipes.common.chart import MANY, Bars, Chart, Line, Matrix, on_one_scale, ordered, save_charts, thinned
 from looped_recipes.common.chart_style import GROUND, NAMED, RAMP, STEPS, between
 
 
@@ -110,6 +110,19 @@ def test_colours_are_seen_and_those_of_loops_are_in_order(theme):
     assert against == sorted(against) and against[0] > 2.9
     assert all(contrast(color) > 4 for color in NAMED[theme])
     assert [ordered(i, 4) for i in range(4)] == ["q0", "q4", "q7", "q11"] and ordered(0, 1) == "q0"
+
+
+def test_charts_of_one_quantity_have_one_scale():
+    low, high = on_one_scale([Chart("", "x", "y", [Line("", [(0, a), (1, b)])]) for a, b in ((1, 2), (5, 9))])
+
+    def heights(chart):
+        return [float(dot.get("cy")) for dot in parsed(chart).iter("circle") if dot.get("class") == "dot"]
+
+    per_unit = [(a - b) / n for (a, b), n in ((heights(low), 1), (heights(high), 4))]
+    assert per_unit[0] == pytest.approx(per_unit[1], rel=0.02)
+    few, many = on_one_scale([Bars("", "", {"a": 1.0}), Bars("", "", {"a": 4.0})])
+    widths = [float(next(parsed(bars).iter("rect")).get("width")) for bars in (few, many)]
+    assert widths[1] == pytest.approx(4 * widths[0], rel=0.02)
 
 
 def test_a_picture_of_its_own_holds_all_that_is_not_empty(tmp_path):

@@ -102,7 +102,7 @@ def test_a_page_is_legible(tmp_path, kind):
 @pytest.mark.parametrize(
     "body, problem",
     [
-        ('<div style="width: 600px">x</div>', "the page is 600 wide"),
+        ('<div style="width: 600px">x</div>', "the page is 608 wide"),
         ('<p style="color: #aaa; background: #fff">faint</p>', "contrast of"),
         ('<svg viewBox="0 0 300 90"><text x="9" y="30">one</text><text x="12" y="32">two</text></svg>', "overlap"),
         ('<svg viewBox="0 0 300 90"><text x="280" y="30">a long word</text></svg>', "is cut off"),

@@ -2,7 +2,7 @@
 
 import re
 
-from looped_recipes.common.chart import Bars, Chart, Line, Matrix, named, ordered
+from looped_recipes.common.chart import Bars, Chart, Line, Matrix, named, on_one_scale, ordered
 
 
 def over_loops(title: str, y: str, curves: dict[str, list], loops, trained: int | None = None, **options) -> Chart:
@@ -50,19 +50,21 @@ def growth(curves: list, slope: dict, loops: list, title: str, y: str) -> Chart:
 
 
 def residual_norm(result: dict) -> list:
-    return [
+    charts = [
         growth(curves["R"], curves["slope"], result["loops"], f"{RULE_NAMES[rule]}, {ARRANGED[arrangement]}", "‖h‖/√d")
         for arrangement in ("looped", "unshared")
         for rule, curves in result.get(arrangement, {}).items()
     ]
+    return on_one_scale(charts)
 
 
 def update_size(result: dict) -> list:
     y = "RMS change of the state by a step"
-    return [
+    charts = [
         growth(curves["update"], curves["slope"], result["loops"], RULE_NAMES[rule], y)
         for rule, curves in result["looped"].items()
     ]
+    return on_one_scale(charts)
 
 
 def cosine_of(result: dict, name: str) -> list:
@@ -94,6 +96,7 @@ def premises(result: dict) -> list:
             "1: all loops add the same",
             {layer_name(name): b[key] for name, b in result["branches"].items()},
             levels={"orthogonal": result["loops_orthogonal"]},
+            ends=(1.0,),
         )
         for words, key in overlaps.items()
     ]
@@ -159,9 +162,16 @@ def lr_transfer(result: dict) -> list:
             known = [(loss, rate) for rate, loss in points if loss is not None]
             best += [(rate, loss) for loss, rate in [min(known)]] if known else []
         title = f"{RULE_NAMES[panel['rule']]}, {panel['layers']} layer{'s' * (panel['layers'] != 1)}"
-        lines.append(Line("best rate tried", best, "c7", joined=False, labels=["best"] * len(best)))
+        lines.append(
+            Line(
+                "best rate tried",
+                best,
+                "c7",
+                joined=False,
+            )
+        )
         charts.append(Chart(title, "learning rate", "held-out loss", lines, log_x=True, x_ticks=result["rates"]))
-    return charts
+    return on_one_scale(charts)
 
 
 # One model over its loops
@@ -296,13 +306,15 @@ KINDS = {"white_space": "white space", "special": "special tokens"}
 
 
 def token_norms(result: dict) -> list:
-    groups = {"all tokens": result} | {KINDS.get(n, n): found for n, found in result.get("classes", {}).items()}
+    groups = {"all tokens": result}
+    groups |= {KINDS.get(name, name): n for name, n in result.get("classes", {}).items() if n["tokens"] > 1}
     names = {"median": "median", "mean": "mean", "p99": "99th percentile", "max": "largest"}
     log = spread([group[key] for group in groups.values() for key in names])
-    return [
+    charts = [
         Bars(f"Norms of {group}", "‖H‖ of a token", {words: found[key] for key, words in names.items()}, log=log)
         for group, found in groups.items()
     ]
+    return on_one_scale(charts)
 
 
 def future_signal(result: dict) -> list:

@@ -48,7 +48,7 @@ def measured(part: str, result: dict) -> list:
         charts += figures.training(result.get("training", {}))
     blocks = [Finding(said(reading, result)), Charts(charts), reading.explanation]
     table = numbers({key: value for key, value in result.items() if key != "training"})
-    return blocks + ([Folded("numbers", table)] if table.rows else [])
+    return blocks + ([Folded("Numbers", table)] if table.rows else [])
 
 
 def sections(results: dict[str, dict], left_out: dict[str, str] | None = None) -> list[Section]:

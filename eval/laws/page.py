@@ -113,4 +113,4 @@ def sections(law: str, result: dict, charts: list) -> list[Section]:
     ]
     found = Section(TITLES[law], [Charts(charts), EXPLANATIONS[law], *coefficients(result)])
     omitted = [Section("What was left out", left_out)] if left_out else []
-    return [found, *omitted, Section("How it was fitted", [Folded("numbers", Table(["", ""], numbers))])]
+    return [found, *omitted, Section("How it was fitted", [Folded("Numbers", Table(["", ""], numbers))])]

@@ -36,7 +36,7 @@ from looped_eval.diagnose.figures import layer_name
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
 from looped_recipes.common.axis import written
-from looped_recipes.common.chart import Chart, Line, named
+from looped_recipes.common.chart import Chart, Line, named, on_one_scale
 from looped_recipes.common.command_line import Parser
 from looped_recipes.common.files import write_whole
 
@@ -256,9 +256,9 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
             if clipped:
                 norms = [norm * share for norm, share in zip(norms, clip_shares(run, steps))]
             drawn.setdefault(block, []).append(Line(run.name, list(zip(steps, norms)), named(i)))
-    charts += [
-        Chart(f"Gradient of {layer_name(block)}", "step", "norm", lines, log_y=True) for block, lines in drawn.items()
-    ]
+    charts += on_one_scale(
+        [Chart(f"Gradient of {layer_name(b)}", "step", "norm", lines, log_y=True) for b, lines in drawn.items()]
+    )
     when = "after" if clipped else "before"
     if all(chart.is_empty for chart in charts):
         return None
@@ -432,7 +432,7 @@ def left_behind(path: Path) -> list:
             head = [key for key in value[0] if not isinstance(value[0][key], (dict, list))]
             blocks.append(Table(head, [[number(row.get(key)) for key in head] for row in value]))
     single = [[key, number(value)] for key, value in single_numbers(result).items()]
-    return blocks + ([Folded("numbers", Table(["", "value"], single))] if single else [])
+    return blocks + ([Folded("Numbers", Table(["", "value"], single))] if single else [])
 
 
 def recipes(runs: list[RunFolder]) -> Section:

@@ -91,6 +91,7 @@ class Chart:
     marks: dict[str, float] = field(default_factory=dict)  # dotted, upright: the trained depth
     x_ticks: list[float] | None = None
     whole_x: bool = False
+    ends: tuple[float, ...] = ()  # values that the upright axis reaches to, whatever is drawn
 
     def fits(self, x, y) -> bool:
         numbers = x is not None and y is not None and math.isfinite(x) and math.isfinite(y)
@@ -144,7 +145,7 @@ class Chart:
         bottom = top + PLOT
         ys = [y for line in lines for _, y in line.points]
         ys += [y + sign * e for line in lines for (_, y), e in zip(line.points, line.errors) if e for sign in (-1, 1)]
-        ys = [y for y in (*ys, *self.levels.values()) if y > 0 or not self.log_y]
+        ys = [y for y in (*ys, *self.levels.values(), *self.ends) if y > 0 or not self.log_y]
         up = Axis(ys, bottom, top + 4, self.log_y)
         labels = up.ticks(room=26)
         left = max(24.0, max((width_of(words) for _, words in labels), default=0) + 10)
@@ -222,6 +223,7 @@ class Bars:
     colors: dict[str, str] = field(default_factory=dict)
     levels: dict[str, float] = field(default_factory=dict)
     log: bool = False  # where values are of different sizes
+    ends: tuple[float, ...] = ()
 
     def shown(self) -> dict[str, float]:
         return {name: v for name, v in self.values.items() if v is not None and math.isfinite(v)}
@@ -235,7 +237,8 @@ class Bars:
         log = self.log and min(values.values()) > 0
         names = {name: name if width_of(name) < 150 else name[:22] + "…" for name in values}
         left = 12 + max(map(width_of, names.values()))
-        ends = [*values.values(), *self.levels.values(), min(values.values()) / 3 if log else 0.0]
+        ends = [*values.values(), *self.levels.values(), *self.ends]
+        ends.append(min(ends) / 3 if log else 0.0)
         axis = Axis(ends, left, WIDTH - 8 - max(width_of(written(v, 3)) for v in values.values()), log, margin=0)
         dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in self.levels.items())
         said = wrapped(f"{self.y}{', logarithmic' if log else ''}{dotted}", WIDTH - 8, 11)
@@ -284,10 +287,18 @@ class Matrix:
         return drawing(parts, top + size * count + 22, self.title)
 
 
-Figure = list  # of Chart, Bars and Matrix: the parts of one picture
+def on_one_scale(charts: list) -> list:
+    """Charts or bars of the same quantity, so that they can be compared at sight."""
+    values = []
+    for chart in charts:
+        shown = chart.shown()
+        values += shown.values() if isinstance(shown, dict) else [y for line in shown for _, y in line.points]
+    for chart in charts:
+        chart.ends = (min(values), max(values)) if values else ()
+    return charts
 
 
-def save_charts(charts: Figure, path):
+def save_charts(charts: list, path):
     """Those that hold something, one below the other, as one SVG file."""
     shown = [chart.svg() for chart in charts if not chart.is_empty]
     parts, top = [], 8.0
