@@ -209,6 +209,11 @@ def test_norms_over_training(tmp_path):
     blocks = ["head", "layer 1, mlp", "layer 2, mlp", "layer 2, attention"]
     states = ["State after the first loop", "State after the last loop"]
     assert page_of(run).charts[-6:] == states + [f"Gradient of {block}" for block in blocks]
+    shallow = make_run(tmp_path / "shallow", loops=2)
+    record = {"step": 0, "loss": 1.0} | {f"state_norm/loop_{k}": 5.0 * k for k in (1, 2)}
+    (shallow / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    html = report.make_report([run, shallow]).read_text()
+    assert "<title>run: step 3, ‖h‖ 24</title>" in html and "<title>shallow: step 0, ‖h‖ 10</title>" in html
     folder = RunFolder(run, "run")
     assert report.gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
     assert report.gradient_blocks(folder, 3)[2:] == ["core.2.mlp", "core.2.self_attn"]

@@ -155,16 +155,14 @@ class Folded:
 class Section:
     title: str
     blocks: list = field(default_factory=list)
-    is_left_out: bool = False
 
     @property
     def anchor(self) -> str:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
     def html(self) -> str:
-        skipped = ' class="skipped"' if self.is_left_out else ""
         blocks = "\n".join(block.html() for block in self.blocks)
-        return f'<h2 id="{self.anchor}"{skipped}>{escape(self.title)}</h2>\n{blocks}'
+        return f'<h2 id="{self.anchor}">{escape(self.title)}</h2>\n{blocks}'
 
 
 STYLE = (
@@ -177,10 +175,11 @@ h1 { font-size: 1.35rem } h2 { font-size: 1.2rem; margin: 2.6rem 0 .6rem; paddin
 h1, h2, h3 { line-height: 1.25; font-weight: 650 } p { max-width: 46rem } a { color: var(--accent) }
 .finding { font-size: 1.1rem; font-weight: 550; line-height: 1.4; margin: .5rem 0 1rem }
 nav ul { list-style: none; padding: 0; margin: 1.2rem 0; columns: 15rem; gap: 1.5rem; font-size: 15px }
-nav li { padding: .2rem 0; break-inside: avoid } .skipped, .missing, small, footer { color: var(--quiet) }
+nav li { padding: .2rem 0; break-inside: avoid } .missing, small, footer { color: var(--quiet) }
 dl { font-size: 15px; margin: .8rem 0; display: grid; gap: .6rem 1.8rem;
        grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)) }
 dt { font-weight: 600 } dd { margin: 0 }
+svg.chart { display: block; width: 100%; height: auto }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.4rem 1.8rem;
        margin: 1rem 0; align-items: start } figure { margin: 0; max-width: 30rem }
 .wide { overflow-x: auto; margin: .8rem 0 } table { border-collapse: collapse; font-size: 14px }

@@ -244,11 +244,15 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
 
     layer: counted from 1; None is the middle one. clipped: what clipping left of the gradients.
     """
-    charts = []
-    depth = max((k for run in runs for k in run.last_by_number("state_norm/loop_")), default=1)
-    for k, which in {1: "first", depth: "last"}.items():
-        lines = series_of(runs, f"state_norm/loop_{k}")
-        charts.append(Chart(f"State after the {which} loop", "step", "‖h‖", lines, log_y=True))
+    last = []
+    for i, run in enumerate(runs):
+        depth = max(run.last_by_number("state_norm/loop_"), default=1)
+        last.append(Line(run.name, list(zip(*run.series(f"state_norm/loop_{depth}"))), named(i)))
+    first = series_of(runs, "state_norm/loop_1")
+    charts = [
+        Chart("State after the first loop", "step", "‖h‖", first, log_y=True),
+        Chart("State after the last loop", "step", "‖h‖", last, log_y=True),
+    ]
     drawn: dict[str, list[Line]] = {}
     for i, run in enumerate(runs):
         for block in gradient_blocks(run, layer):

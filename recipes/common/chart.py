@@ -117,8 +117,10 @@ class Chart:
         kinds = ["dot" if not line.joined else "line dashed" if line.dashed else "line" for line in lines]
         of_lines = [(kind, line.color, line.name) for kind, line in zip(kinds, lines) if line.name]
         rows = of_lines if len(lines) > 1 or self.levels or self.marks else []
-        if len(rows) > 8 and all(color[0] == "q" for _, color, _ in rows):  # an order: a few of it tell the rest
-            rows = [rows[i * (len(rows) - 1) // 4] for i in range(5)]
+        in_order = [row for row in rows if row[1][0] == "q"]
+        if len(in_order) > 8:  # a few of an order tell the rest
+            few = [in_order[i * (len(in_order) - 1) // 4] for i in range(5)]
+            rows = few + [row for row in rows if row not in in_order]
         dotted = [f"{name} ({written(at)})" for name, at in (*self.levels.items(), *self.marks.items())]
         return rows + [("rule", "", words) for words in dotted]
 
@@ -200,10 +202,10 @@ def placed(label: str, x: float, y: float, bottom: float, taken: list) -> list[s
     """A label beside a point, where no other one is."""
     wide = width_of(label)
     for left, base in ((x + 6, y - 5), (x - wide - 6, y - 5), (x + 6, y + 13), (x - wide - 6, y + 13)):
-        box = (left, base - 10, left + wide, base + 3)
-        free = all(box[2] < a or c < box[0] or box[3] < b or d < box[1] for a, b, c, d in taken)
-        if label and free and left > 40 and box[2] < WIDTH and box[3] < bottom:
-            taken.append(box)
+        right, top, low = left + wide, base - 10, base + 3
+        free = all(right < a or c < left or low < b or d < top for a, b, c, d in taken)
+        if label and free and left > 40 and right < WIDTH and low < bottom:
+            taken.append((left, top, right, low))
             return [text(left, base, label, "key")]
     return []
 
@@ -306,9 +308,8 @@ def save_charts(charts: list, path):
         height = float(svg.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
         parts.append(svg.replace("<svg ", f'<svg x="8" y="{top:.0f}" width="{WIDTH}" height="{height:.0f}" ', 1))
         top += height + 12
-    style = STYLE.replace("svg.chart { display: block; width: 100%; height: auto }", "")
-    write_whole(
-        path,
+    picture = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 16} {top:.0f}" width="{2 * WIDTH}">'
-        f'<style>{style}</style><rect width="100%" height="100%" style="fill: var(--paper)"/>{"".join(parts)}</svg>\n',
+        f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill: var(--paper)"/>{"".join(parts)}</svg>\n'
     )
+    write_whole(path, picture.encode(errors="replace"))  # names of files may hold bytes that are no text

@@ -1,8 +1,9 @@
 """The colours of all pages and charts, by day and in the dark, and how a chart is drawn with them.
 
-A page puts STYLE in front of its own rules and writes with the variables: --paper (behind the text), --panel (behind
-a box), --ink, --quiet (less important text), --line (rules and grids), --accent (links), --c0 to --c7 (names without
-an order) and --q0 to --q11 (what has an order, such as loops: from few to many). The dark follows the reader's system.
+A page puts STYLE in front of its own rules, gives `svg.chart` a width, and writes with the variables: --paper (behind
+the text), --panel (behind a box), --ink, --quiet (less important text), --line (rules and grids), --accent (links), --c0
+to --c7 (names without an order) and --q0 to --q11 (what has an order, such as loops: from few to many). The dark
+follows the reader's system.
 """
 
 NAMED = {
@@ -43,7 +44,6 @@ COLORS = f"""
 """
 
 CHART = """
-svg.chart { display: block; width: 100%; height: auto }
 .chart text { font: 11px system-ui, sans-serif; fill: var(--quiet) }
 .chart .title { font-size: 13px; font-weight: 600; fill: var(--ink) } .chart .key { fill: var(--ink) }
 .chart .end { text-anchor: end } .chart .middle { text-anchor: middle }
