@@ -1,8 +1,8 @@
 """The colours of all pages and charts, by day and in the dark, and how a chart is drawn with them.
 
 A page puts STYLE in front of its own rules, gives `svg.chart` a width, and writes with the variables: --paper (behind
-the text), --panel (behind a box), --ink, --quiet (less important text), --line (rules and grids), --accent (links), --c0
-to --c7 (names without an order) and --q0 to --q11 (what has an order, such as loops: from few to many). The dark
+the text), --panel (behind a box), --ink, --quiet (less important text), --line (rules and grids), --accent (links),
+--c0 to --c7 (names without an order) and --q0 to --q11 (what has an order, such as loops: from few to many). The dark
 follows the reader's system.
 """
 
