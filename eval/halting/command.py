@@ -23,12 +23,9 @@ import torch
 
 from looped_eval.common.held_out import held_out_rows
 from looped_eval.common.model_folder import open_config, open_tokenizer, training_run
-from looped_eval.common.page import to_html
 from looped_eval.common.timing import least_seconds
-from looped_recipes.common.chart import save_charts
 from looped_recipes.common.checksums import renew_checksum
 from looped_recipes.common.command_line import Parser
-from looped_recipes.common.files import write_whole
 from looped_recipes.common.flops import attention_flops, sizes
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
@@ -38,7 +35,7 @@ from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
-from .page import charts, finding, sections
+from .page import write_page
 
 
 BEST = "the cheapest"
@@ -300,9 +297,7 @@ def run(args) -> Path:
         "result": {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)},
     }
     write_json(output / "halting.json", content, args.command, digits=6)
-    save_charts(charts(content["result"]), output / "halting.svg")
-    page = to_html(f"Early exit of {name}", sections(content), [finding(content["result"])])
-    write_whole(output / "halting.html", page)
+    write_page(name, content, output)
     print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
     if args.write is not None:
         print(write_threshold(model, folder, args.write, tokens, args))

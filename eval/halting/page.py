@@ -1,10 +1,12 @@
 """What halting found, as sections of a page and as a chart."""
 
 import math
+from pathlib import Path
 
-from looped_eval.common.page import Charts, Explanation, Section, Table, Text
+from looped_eval.common.page import Charts, Explanation, Section, Table, Text, to_html
 from looped_recipes.common.axis import written
-from looped_recipes.common.chart import Chart, Line, named
+from looped_recipes.common.chart import Chart, Line, named, save_charts
+from looped_recipes.common.files import write_whole
 
 
 EXPLANATION = Explanation(
@@ -113,3 +115,10 @@ def sections(content: dict) -> list[Section]:
     where = f"{content['sequences']} sequences of {content['length']} tokens in each slice, {content['text']}."
     notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in content.get("notes", [])]
     return [*parts, Section("How it was measured", [Text(where), *notes])]
+
+
+def write_page(name: str, content: dict, folder: Path):
+    """halting.html and, of its charts alone, halting.svg."""
+    save_charts(charts(content["result"]), folder / "halting.svg")
+    page = to_html(f"Early exit of {name}", sections(content), [finding(content["result"])])
+    write_whole(folder / "halting.html", page)

@@ -21,18 +21,14 @@ to --output. A fit that did not converge, or that the runs do not determine, say
 import argparse
 from pathlib import Path
 
-from looped_eval.common.page import to_html
-from looped_recipes.common.chart import save_charts
 from looped_recipes.common.command_line import Parser
-from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 
-from . import page
 from .analyses import conditioning, isoflop, parametric, test_time, unified
-from .charts import charts_of
 from .fitting import Fit, FitError
 from .forms import CONDITIONING
 from .frontier import is_fixed_depth
+from .page import write_page
 from .run_table import Table, collect, read_table, write_table
 
 
@@ -168,11 +164,7 @@ def main(arguments: list[str]) -> int:
         write_json(output / f"{name}.json", result, args.command)
         show(result)
         if result.get("converged", True):
-            charts = charts_of(args.law, result, part, fitted)
-            save_charts(charts, output / f"{name}.svg")
-            sections = page.sections(args.law, result, charts)
-            found = [page.finding(args.law, result)]
-            write_whole(output / f"{name}.html", to_html(f"Scaling laws: {name.replace('_', ' ')}", sections, found))
+            write_page(args.law, result, part, fitted, output / name)
         else:
             failed = True
         print(f"written: {output / name}.json")

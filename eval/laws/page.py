@@ -1,7 +1,15 @@
 """What a fit found, as a page: a sentence, charts, coefficients beside those of the paper."""
 
-from looped_eval.common.page import Charts, Explanation, Folded, Section, Table, Text, single_numbers
+from pathlib import Path
+
+from looped_eval.common.page import Charts, Explanation, Folded, Section, Table, Text, single_numbers, to_html
 from looped_recipes.common.axis import written
+from looped_recipes.common.chart import save_charts
+from looped_recipes.common.files import write_whole
+
+from .charts import charts_of
+from .fitting import Fit
+from .run_table import Table as RunTable
 
 
 TITLES = {
@@ -114,3 +122,11 @@ def sections(law: str, result: dict, charts: list) -> list[Section]:
     found = Section(TITLES[law], [Charts(charts), EXPLANATIONS[law], *coefficients(result)])
     omitted = [Section("What was left out", left_out)] if left_out else []
     return [found, *omitted, Section("How it was fitted", [Folded("Numbers", Table(["", ""], numbers))])]
+
+
+def write_page(law: str, result: dict, table: RunTable, fitted: Fit | None, path: Path):
+    """The path with .html and, of its charts alone, .svg."""
+    charts = charts_of(law, result, table, fitted)
+    save_charts(charts, f"{path}.svg")
+    title = f"Scaling laws: {path.name.replace('_', ' ')}"
+    write_whole(f"{path}.html", to_html(title, sections(law, result, charts), [finding(law, result)]))
