@@ -1,0 +1,8 @@
+from looped_recipes.demo.options import parse
+
+
+if __name__ == "__main__":
+    options = parse()  # before the libraries, which take seconds to import
+    from looped_recipes.demo.command import run
+
+    run(options)

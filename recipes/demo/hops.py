@@ -1,0 +1,123 @@
+"""The task of the demo: after how many loops is a question answered that takes so many steps?
+
+Pairs say which symbol follows which, and a question asks for the one so many hops away. A hop needs the one before it.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from looped_eval.tasks.generators import documents, p_hop_question
+from looped_recipes.common.files import write_whole
+from looped_recipes.demo.training import train
+from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
+
+
+RECIPE = Path(__file__).with_name("hops.yaml")
+HOPS = [1, 2, 3, 4]
+QUESTIONS = 252  # of each number of hops
+CERTAINTY = 0.9  # of the most probable answer, at which a question stops looping
+
+
+def train_models(output: Path, settings: list[str], num_documents: int) -> tuple[Path, Path, dict]:
+    """The looped model, and the control: the same model with one loop, trained on the same questions."""
+    text = output / "questions.jsonl"
+    if not text.exists():
+        write_whole(text, "".join(json.dumps({"text": each}) + "\n" for each in documents("p_hop", num_documents)))
+    data = [f"data.source={text}", f"data.cache_dir={output / 'shards'}"]
+    looped = train(RECIPE, [*data, f"training.output_dir={output}", *settings])
+    own = [f"training.output_dir={output / 'one_loop'}", "model.num_loops=1", "evaluation.loops=[1]"]
+    control = train(RECIPE, [*data, *settings, *own])
+    facts = {
+        "parameters": looped.parameters,
+        "loops": looped.loops,
+        "steps": looped.steps,
+        "training_flops": looped.flops,
+        "control_flops": control.flops,
+    }
+    return looped.final, control.final, facts
+
+
+class Answerer:
+    def __init__(self, folder: Path):
+        self.model, self.tokenizer = (
+            AutoModelForCausalLM.from_pretrained(folder),
+            AutoTokenizer.from_pretrained(folder),
+        )
+        self.depth = self.model.config.num_loops
+        self.rule = exit_rule(self.model.config, "max_prob", CERTAINTY)
+
+    @torch.no_grad()
+    def logits(self, questions: list[str]) -> list[torch.Tensor]:
+        """Of what follows equally long questions, after every loop of one pass: [questions, vocabulary] each."""
+        inputs = self.tokenizer([f"{question} " for question in questions], return_tensors="pt")
+        outputs = self.model(**inputs, output_loop_logits=True, use_cache=False)
+        return [logits[:, -1] for logits in outputs.loop_logits]
+
+    def exits(self, logits: list[torch.Tensor]) -> torch.Tensor:
+        """After how many loops each question stops: at the first that is certain, or at the last."""
+        certain = [self.rule.exits(CRITERIA[self.rule.name].score(Reading(logits=at), {})[0]) for at in logits[:-1]]
+        running = ~torch.stack(certain).cummax(0).values if certain else torch.zeros(0, len(logits[0]))
+        return 1 + running.sum(0)
+
+    def words(self, ids: torch.Tensor) -> list[str]:
+        return [self.tokenizer.decode(i).strip() for i in ids.tolist()]
+
+    def accuracy_and_exits(self, hops: int, count: int) -> dict:
+        asked = [p_hop_question(number, hops) for number in range(count)]
+        right = [question["choices"][question["answer"]] for question in asked]
+        logits = self.logits([question["text"] for question in asked])
+        correct = torch.tensor([[a == b for a, b in zip(self.words(at.argmax(-1)), right)] for at in logits]).double()
+        loops = self.exits(logits)
+        return {
+            "accuracy": {loop: value for loop, value in enumerate(correct.mean(1).tolist(), start=1)},
+            "exit_loops": loops.double().mean().item(),
+            "exit_accuracy": correct[loops - 1, torch.arange(count)].mean().item(),
+        }
+
+    def after_each_loop(self, question: str) -> dict:
+        """What it would answer, how sure it is of that, and where it stops."""
+        logits = self.logits([question])
+        best = [at.softmax(-1)[0].max(-1) for at in logits]
+        return {
+            "question": question,
+            "answers": [[self.words(b.indices[None])[0], b.values.item()] for b in best],
+            "exit": int(self.exits(logits)[0]),
+        }
+
+
+def unseen_question(hops: int, number: int = QUESTIONS) -> tuple[str, str]:
+    """A question and its answer, of the split that is never trained on."""
+    question = p_hop_question(number, hops)
+    return question["text"], question["choices"][question["answer"]]
+
+
+def measure(looped: Path, control: Path, count: int = QUESTIONS) -> dict:
+    model, single = Answerer(looped), Answerer(control)
+    found = {hops: model.accuracy_and_exits(hops, count) for hops in HOPS}
+    question, answer = unseen_question(HOPS[-1])
+    return {
+        "questions": count,
+        "certainty": CERTAINTY,
+        **{name: {hops: found[hops][name] for hops in HOPS} for name in ("accuracy", "exit_loops", "exit_accuracy")},
+        "control": {hops: single.accuracy_and_exits(hops, count)["accuracy"][1] for hops in HOPS},
+        "example": {"right": answer, **model.after_each_loop(question)},
+    }
+
+
+def ask(folder: Path, question: str):
+    """Print what the model says of a question, or of one of each number of hops."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"there is no trained model in {folder}: run `looped demo` first, or name its --output")
+    model = Answerer(folder)
+    asked = [(question, None)] if question else [unseen_question(hops) for hops in HOPS]
+    for text, right in asked:
+        print(f"\n{text} ?" + ("" if right is None else f"   (right: {right})"))
+        said = model.after_each_loop(text)
+        for loop, (answer, sure) in enumerate(said["answers"], start=1):
+            stops = (
+                f"   stops here, at least {CERTAINTY:.0%} sure" if loop == said["exit"] and sure >= CERTAINTY else ""
+            )
+            print(f"  after {loop} loop{'s' * (loop > 1)}: {answer}  {sure:4.0%}{stops}")
