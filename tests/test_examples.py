@@ -35,7 +35,9 @@ def test_notebook(path):
     for number, cell in enumerate(code):
         compile(cell, f"{path.name}, code cell {number}", "exec")
     assert text[0].startswith("# ")
-    assert not [each for each in code + text if any(place in each for place in ("/home/", "/tmp/", "/work/", "/Users/"))]
+    assert not [
+        each for each in code + text if any(place in each for place in ("/home/", "/tmp/", "/work/", "/Users/"))
+    ]
 
 
 @pytest.mark.slow

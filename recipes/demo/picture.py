@@ -4,7 +4,7 @@ from html import escape
 
 
 WIDTH, HEIGHT = 360, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 74, 52, 50
+LEFT, RIGHT, TOP, BOTTOM = 58, 78, 52, 50
 LIGHT = ["#93a4b2", "#6f8fb0", "#3f78b8", "#0b57c2"]  # of the series, from easy to hard
 DARK = ["#64727e", "#6d8cae", "#6ba3e0", "#8ec2ff"]
 
@@ -19,11 +19,13 @@ def series(colours: list[str]) -> str:
 STYLE = f"""
 .chart {{ font: 14px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1d2329 }}
 .chart .title {{ font-weight: 600; font-size: 15px }} .chart .soft {{ fill: #5a636c }}
-.chart .grid {{ stroke: #d9dee2 }} .chart .line {{ fill: none; stroke-width: 2.5 }}
+.chart .grid {{ stroke: #d9dee2 }} .chart .name {{ paint-order: stroke; stroke: #fff; stroke-width: 5 }}
+.chart .line {{ fill: none; stroke-width: 2.5 }}
 .chart .other {{ stroke: #c2410c; stroke-dasharray: 5 4 }} .chart .other-text {{ fill: #b03a09 }}
 {series(LIGHT)}
 @media (prefers-color-scheme: dark) {{
 .chart {{ fill: #e8ebee }} .chart .soft {{ fill: #a3adb6 }} .chart .grid {{ stroke: #3a424a }}
+.chart .name {{ stroke: #14181c }}
 .chart .other {{ stroke: #ff9d66 }} .chart .other-text {{ fill: #ff9d66 }}
 {series(DARK)}
 }}
@@ -100,8 +102,8 @@ def accuracy_chart(found: dict) -> Chart:
     chart.grid({0: "0 %", 0.5: "50 %", 1: "100 %"})
     for number, values in enumerate(accuracy.values(), start=1):
         chart.line(values, number)
+    chart.level(found["control"][hardest], ["one-loop", "model,", f"{hardest} hops"])
     label_lines(chart, {hops: values[loops[0]] for hops, values in accuracy.items()})
-    chart.level(found["control"][hardest], ["one-loop", f"model, {hardest}"])
     return chart
 
 
@@ -115,7 +117,7 @@ def label_lines(chart: Chart, starts: dict[str, float]):
             places.append(([hops], chart.y(value)))
     for hops, y in places:
         word = "hop" if hops == ["1"] else "hops"
-        chart.text(LEFT + 2, min(y + 22, HEIGHT - BOTTOM - 4), f"{', '.join(hops)} {word}", "soft")
+        chart.text(LEFT + 2, min(y + 22, HEIGHT - BOTTOM - 4), f"{', '.join(hops)} {word}", "soft name")
 
 
 def exits_chart(found: dict) -> Chart:
