@@ -101,6 +101,13 @@ def test_asking_a_model_that_is_not_there(tmp_path, monkeypatch):
         command.run(options.parse(["--output", str(tmp_path), "--ask"]))
 
 
+def test_a_mistake_in_the_settings_is_told_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(hops, "train_models", lambda *arguments: pytest.fail("training began"))
+    with pytest.raises(ValueError, match="in training: .stepz."):
+        command.run_demo(tmp_path / "run", ["training.stepz=3"])
+    assert not (tmp_path / "run").exists()
+
+
 def test_exits_are_at_the_first_certain_loop():
     answerer = hops.Answerer.__new__(hops.Answerer)
     answerer.rule = hops.exit_rule(tiny_config(), "max_prob", 0.9)

@@ -3,6 +3,9 @@ from looped_recipes.demo.options import parse
 
 if __name__ == "__main__":
     options = parse()  # before the libraries, which take seconds to import
-    from looped_recipes.demo.command import run
+    try:
+        from looped_recipes.demo.command import run
 
-    run(options)
+        run(options)
+    except KeyboardInterrupt:  # during the imports
+        raise SystemExit("interrupted") from None

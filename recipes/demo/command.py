@@ -1,6 +1,7 @@
 """The parts of the demo, one after the other."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import datasets
@@ -52,21 +53,22 @@ def show_text(found: dict):
 
 def run_demo(
     output: Path,
-    settings: list[str] = (),
-    hops_settings: list[str] = (),
+    settings: Sequence[str] = (),
+    hops_settings: Sequence[str] = (),
     num_documents: int = NUM_DOCUMENTS,
 ) -> dict:
     """Train, measure, and draw; what is measured, as it stands in demo.json."""
+    text.recipe_of(output, settings)  # a mistake in the settings is told before anything is trained
     choose_precision()
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     heading(f"1 of 3: questions that take several steps, as {hops.unseen_question(hops.HOPS[-1])[0]!r}")
     print("First a looped model, then a control with one loop, on the same questions.")
-    looped, control, facts = hops.train_models(output / "hops", list(hops_settings), num_documents)
+    looped, control, facts = hops.train_models(output / "hops", hops_settings, num_documents)
     found = {"hops": as_json({**facts, **hops.measure(looped, control)})}
     show_hops(found["hops"])
     heading("2 of 3: text")
-    trained = text.train_model(output, list(settings))
+    trained = text.train_model(output, settings)
     found["text"] = as_json(text.measure(trained))
     show_text(found["text"])
     heading("3 of 3: what was seen")

@@ -4,6 +4,7 @@ Pairs say which symbol follows which, and a question asks for the one so many ho
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from looped_eval.tasks.generators import documents, p_hop_question
 from looped_recipes.common.files import write_whole
 from looped_recipes.demo.training import train
+from looped_recipes.settings.recipe import load_recipe
 from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
 
 
@@ -21,15 +23,16 @@ QUESTIONS = 252  # of each number of hops
 CERTAINTY = 0.9  # of the most probable answer, at which a question stops looping
 
 
-def train_models(output: Path, settings: list[str], num_documents: int) -> tuple[Path, Path, dict]:
+def train_models(output: Path, settings: Sequence[str], num_documents: int) -> tuple[Path, Path, dict]:
     """The looped model, and the control: the same model with one loop, trained on the same questions."""
-    text = output / "questions.jsonl"
-    if not text.exists():
-        write_whole(text, "".join(json.dumps({"text": each}) + "\n" for each in documents("p_hop", num_documents)))
-    data = [f"data.source={text}", f"data.cache_dir={output / 'shards'}"]
-    looped = train(RECIPE, [*data, f"training.output_dir={output}", *settings])
-    own = [f"training.output_dir={output / 'one_loop'}", "model.num_loops=1", "evaluation.loops=[1]"]
-    control = train(RECIPE, [*data, *settings, *own])
+    questions = output / "questions.jsonl"
+    if not questions.exists():
+        lines = [json.dumps({"text": text}) + "\n" for text in documents("p_hop", num_documents)]
+        write_whole(questions, "".join(lines))
+    shared = [f"data.source={questions}", f"data.cache_dir={output / 'shards'}", *settings]
+    looped = train(load_recipe(RECIPE, [*shared, f"training.output_dir={output}"]))
+    one_loop = ["model.num_loops=1", "evaluation.loops=[1]", f"training.output_dir={output / 'one_loop'}"]
+    control = train(load_recipe(RECIPE, [*shared, *one_loop]))
     facts = {
         "parameters": looped.parameters,
         "loops": looped.loops,
@@ -42,11 +45,8 @@ def train_models(output: Path, settings: list[str], num_documents: int) -> tuple
 
 class Answerer:
     def __init__(self, folder: Path):
-        self.model, self.tokenizer = (
-            AutoModelForCausalLM.from_pretrained(folder),
-            AutoTokenizer.from_pretrained(folder),
-        )
-        self.depth = self.model.config.num_loops
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.rule = exit_rule(self.model.config, "max_prob", CERTAINTY)
 
     @torch.no_grad()

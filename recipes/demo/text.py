@@ -1,5 +1,6 @@
 """The text model of the demo: loss at every depth, and what it writes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -7,14 +8,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.demo.training import Trained, train
+from looped_recipes.settings.recipe import Recipe, load_recipe
 
 
 RECIPE = Path(__file__).with_name("text.yaml")
 PROMPT = 'def read(self, size=-1):\n    """'
 
 
-def train_model(output: Path, settings: list[str]) -> Trained:
-    return train(RECIPE, [f"training.output_dir={output}", *settings])
+def recipe_of(output: Path, settings: Sequence[str]) -> Recipe:
+    return load_recipe(RECIPE, [*settings, f"training.output_dir={output}"])
+
+
+def train_model(output: Path, settings: Sequence[str]) -> Trained:
+    return train(recipe_of(output, settings))
 
 
 def by_depth(metrics: Path, measure: str) -> dict[int, float]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from looped_recipes.engine.training import Pretraining
-from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.settings.recipe import Recipe
 
 
 class Trained(NamedTuple):
@@ -26,9 +26,9 @@ def choose_precision():
         os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
 
 
-def train(recipe: Path, settings: list[str]) -> Trained:
-    run = Pretraining(load_recipe(recipe, settings))
+def train(recipe: Recipe) -> Trained:
+    run = Pretraining(recipe)
     loops, parameters = run.config.num_loops, run.bare.num_parameters()
     print(f"{parameters:,} parameters, {loops} loop{'s' * (loops > 1)}, {run.total_steps} steps")
-    tokens = run.total_steps * run.recipe.training.rows_per_step * run.recipe.data.sequence_length
+    tokens = run.total_steps * recipe.training.rows_per_step * recipe.data.sequence_length
     return Trained(run.train(), run.metrics.path, parameters, loops, run.total_steps, run.flops_per_token * tokens)
