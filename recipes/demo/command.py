@@ -17,7 +17,7 @@ from looped_recipes.demo.training import choose_precision
 from looped_recipes.engine.training import Divergence
 
 
-NUM_DOCUMENTS = 50_000
+NUM_DOCUMENTS = 80_000
 
 
 def heading(words: str):
