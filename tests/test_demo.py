@@ -114,6 +114,7 @@ def test_exits_are_at_the_first_certain_loop():
     sure, unsure = torch.tensor([9.0, 0, 0]), torch.tensor([1.0, 0, 0])
     logits = [torch.stack(rows) for rows in ((sure, unsure, unsure), (unsure, sure, unsure), (sure, sure, unsure))]
     assert answerer.exits(logits).tolist() == [1, 2, 3]
+    assert answerer.exits(logits[:1]).tolist() == [1, 1, 1]
 
 
 @pytest.mark.skipif(not (ROOT / "results/demo.json").exists(), reason="not measured")

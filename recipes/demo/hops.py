@@ -73,9 +73,11 @@ class Answerer:
 
     def exits(self, logits: list[torch.Tensor]) -> torch.Tensor:
         """After how many loops each question stops: at the first that is certain, or at the last."""
-        certain = [self.rule.exits(CRITERIA[self.rule.name].score(Reading(logits=at), {})[0]) for at in logits[:-1]]
-        running = ~torch.stack(certain).cummax(0).values if certain else torch.zeros(0, len(logits[0]))
-        return 1 + running.sum(0)
+        loops = torch.full((len(logits[0]),), len(logits))
+        for loop in range(len(logits) - 1, 0, -1):
+            score, _ = CRITERIA[self.rule.name].score(Reading(logits=logits[loop - 1]), {})
+            loops[self.rule.exits(score)] = loop
+        return loops
 
     def words(self, ids: torch.Tensor) -> list[str]:
         return [self.tokenizer.decode(i).strip() for i in ids.tolist()]
@@ -132,7 +134,5 @@ def ask(folder: Path, question: str):
         print(f"\n{text} ?" + ("" if right is None else f"   (right: {right})"))
         said = model.after_each_loop(text)
         for loop, (answer, sure) in enumerate(said["answers"], start=1):
-            stops = (
-                f"   stops here, at least {CERTAINTY:.0%} sure" if loop == said["exit"] and sure >= CERTAINTY else ""
-            )
+            stops = f"   stops here, at least {CERTAINTY:.0%} sure" * (loop == said["exit"] and sure >= CERTAINTY)
             print(f"  after {loop} loop{'s' * (loop > 1)}: {answer}  {sure:4.0%}{stops}")
