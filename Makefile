@@ -1,8 +1,9 @@
-# make demo      train a small looped model on text that is already here, measure it at every depth, sample from it
+# make demo      see what loops are for, in about five minutes: a task, a text model, and a page of both
 # make test      ruff check, the types, and the tests, without the slow ones
 # make test-all  every test, with fresh random examples
 # make test-floor  the tests, without the slow ones, at the oldest versions that pyproject.toml declares
 # make test-serving  vLLM's engine against generate, in an environment of its own
+# make docs      the documentation, in an environment of its own, into site/
 # make lint      ruff check, the types, and the formatting
 # make clean     remove the environment and what tools leave behind (trained models under runs/ stay)
 #
@@ -13,6 +14,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 FLOOR := .venv-floor
+DOCS := .venv-docs
 SERVING := .venv-serving
 TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized trl
 INSTALLED := $(VENV)/.installed
@@ -20,7 +22,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # one thread each: the models of the tests are small, and processes that share cores spin in each other's way
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-floor test-serving check lint clean
+.PHONY: demo test test-all test-floor test-serving docs check lint clean
 
 # passive: threads that wait let go of their core, which others may want
 demo: $(INSTALLED)
@@ -55,6 +57,14 @@ $(SERVING)/.installed: pyproject.toml Makefile
 	$(SERVING)/bin/python -m pip install --no-deps -e .
 	touch $@
 
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -r docs/requirements.txt
+	touch $@
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
@@ -70,5 +80,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(SERVING) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) $(SERVING) $(DOCS) site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

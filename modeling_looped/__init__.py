@@ -13,7 +13,7 @@ from .samplers import SAMPLERS, balanced_ranks, curriculum, depths_of_step, gene
 from .shared_passes import SharedPasses
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 transformers.AutoConfig.register("looped", LoopedConfig, exist_ok=True)
 for auto_name, model_class in AUTO_CLASSES.items():

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import tempfile
-from pathlib import Path
 
 
 # before transformers is imported; a folder of its own for each process, so that parallel workers do not collide
@@ -40,17 +39,6 @@ def machine_is_not_described():
 def one_seeded_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def unrendered(monkeypatch):
-    """Figures are made and drawn on, but only the first bytes of a picture are saved."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, file, **__: save_no_picture(file))
-
-
-def save_no_picture(file):
-    write = file.write if hasattr(file, "write") else Path(file).write_bytes
-    write(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.fixture(scope="session")

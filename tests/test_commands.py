@@ -40,9 +40,10 @@ def test_every_command_is_listed_and_there(capsys, monkeypatch):
     for name, (module, about) in console.COMMANDS.items():
         assert importlib.util.find_spec(module) is not None
         assert re.search(rf"^  {name} +{re.escape(about)}$", shown, re.M)
-    entries = {path for path in ROOT.glob("recipes/*.py")} | {path.parent for path in ROOT.glob("eval/*/__main__.py")}
-    entries |= {path for path in ROOT.glob("eval/*.py")}
-    modules = {f"looped_{path.parent.name}.{path.stem}" for path in entries if path.name != "__init__.py"}
+    folders = [ROOT / "recipes", ROOT / "eval"]
+    entries = {path for folder in folders for path in folder.glob("*.py") if path.name != "__init__.py"}
+    entries |= {path.parent for folder in folders for path in folder.glob("*/__main__.py")}
+    modules = {f"looped_{path.parent.name}.{path.stem}" for path in entries}
     assert modules == {module for module, _ in console.COMMANDS.values()}
 
 

@@ -1,22 +1,137 @@
-"""The demo at a size that takes seconds: the same code, fewer steps on less text."""
+"""The demo: what it says follows from its numbers; and the whole of it at a size that takes a minute."""
 
 import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from copy import deepcopy
+from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from looped_recipes import demo
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.demo import __main__ as main_file
+from looped_recipes.demo import command, hops, options
+from looped_recipes.demo.page import finding, page, text_finding
+from looped_recipes.demo.picture import picture
+from looped_recipes.demo.text import by_depth
+from tests.helpers import tiny_config
+
+
+ROOT = Path(__file__).parent.parent
+FOUND = {
+    "command": "looped demo",
+    "commit": "abc",
+    "hardware": "a CPU",
+    "hops": {
+        "parameters": 1000,
+        "loops": 3,
+        "steps": 10,
+        "training_flops": 1e9,
+        "control_flops": 3e8,
+        "questions": 20,
+        "certainty": 0.9,
+        "accuracy": {"1": {"1": 1.0, "2": 1.0, "3": 1.0}, "4": {"1": 0.25, "2": 0.996, "3": 1.0}},
+        "control": {"1": 1.0, "4": 0.4},
+        "exit_loops": {"1": 1.04, "4": 2.31},
+        "exit_accuracy": {"1": 1.0, "4": 0.95},
+        "example": {
+            "question": "ab ba ; a1",
+            "right": "b",
+            "answers": [["a", 0.5], ["b", 0.97], ["b", 1.0]],
+            "exit": 2,
+        },
+    },
+    "text": {
+        "parameters": 2000,
+        "loops": 2,
+        "steps": 5,
+        "bits_per_byte": {"1": 2.5, "2": 2.25, "3": 2.3},
+        "samples": {"1": "def <f>", "2": "def g"},
+    },
+}
+
+
+def test_the_finding_is_that_of_the_numbers():
+    said = finding(FOUND["hops"])
+    assert "questions of 4 hops" in said and "25 % after 1 loop, 99.6 % after 2 loops and 100 % after 3 loops" in said
+    assert "one loop, trained on the same questions, answers 40 %" in said
+    assert "1.0 for 1 hop and 2.3 for 4 hops" in said and "95 % of those of 4 hops are right" in said
+    changed = deepcopy(FOUND["hops"])
+    changed["accuracy"]["4"]["1"], changed["control"]["4"] = 0.5, 0.75
+    assert "50 % after 1 loop" in finding(changed) and "answers 75 %" in finding(changed)
+    assert "2.500 bits per byte after the first loop and 2.250 after the last" in text_finding(FOUND["text"])
+    assert "the least is 2.250, after 2 loops" in text_finding(FOUND["text"])
+
+
+def test_the_page_opens_with_the_picture_and_needs_nothing_else():
+    shown = page(FOUND)
+    assert shown.index("<h1>") < shown.index("of the questions of 4 hops".capitalize()) < shown.index("<svg")
+    assert shown.index("<svg") < shown.index("<h2>") and shown.count("<svg") == 3
+    assert "prefers-color-scheme: dark" in shown and "&lt;f&gt;" in shown
+    assert not re.search(r"<script|<link|src=|href=|@import", shown)
+
+
+def test_points_lie_where_their_values_are():
+    root = ElementTree.fromstring(picture(FOUND["hops"]))
+    space = "{http://www.w3.org/2000/svg}"
+    lines = [each.get("points").split() for each in root.iter(f"{space}polyline")]
+    heights = [[float(point.split(",")[1]) for point in line] for line in lines]
+    assert len(set(heights[0])) == 1  # 1 hop: always right
+    low, high = heights[1][0], heights[1][2]
+    zero = high + (low - high) / 0.75  # 0.25 and 1.0 span three quarters of the scale
+    bars = [(float(bar.get("y")), float(bar.get("height"))) for bar in root.iter(f"{space}rect")]
+    assert [y + height for y, height in bars] == pytest.approx([zero, zero], abs=0.2)
+    assert [height / (zero - high) * 3 for _, height in bars] == pytest.approx([1.04, 2.31], abs=0.01)
+
+
+def test_help_comes_without_the_libraries(capsys, monkeypatch):
+    source = Path(options.__file__).read_text() + Path(main_file.__file__).read_text().partition("parse()")[0]
+    assert not re.search(r"torch|transformers|command import", source)
+    with pytest.raises(SystemExit) as stop:
+        options.parse(["--help"])
+    assert stop.value.code == 0 and "--ask" in capsys.readouterr().out
+
+
+def test_asking_a_model_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["looped demo"])
+    with pytest.raises(SystemExit, match="no trained model in .*run `looped demo` first"):
+        command.run(options.parse(["--output", str(tmp_path), "--ask"]))
+
+
+def test_a_mistake_in_the_settings_is_told_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(hops, "train_models", lambda *arguments: pytest.fail("training began"))
+    with pytest.raises(ValueError, match="in training: .stepz."):
+        command.run_demo(tmp_path / "run", ["training.stepz=3"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_exits_are_at_the_first_certain_loop():
+    answerer = hops.Answerer.__new__(hops.Answerer)
+    answerer.rule = hops.exit_rule(tiny_config(), "max_prob", 0.9)
+    sure, unsure = torch.tensor([9.0, 0, 0]), torch.tensor([1.0, 0, 0])
+    logits = [torch.stack(rows) for rows in ((sure, unsure, unsure), (unsure, sure, unsure), (sure, sure, unsure))]
+    assert answerer.exits(logits).tolist() == [1, 2, 3]
+    assert answerer.exits(logits[:1]).tolist() == [1, 1, 1]
+
+
+@pytest.mark.skipif(not (ROOT / "results/demo.json").exists(), reason="not measured")
+def test_the_picture_of_the_readme_is_that_of_the_measured_numbers():
+    found = json.loads((ROOT / "results/demo.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs/demo.svg").read_text(encoding="utf-8") == picture(found["hops"])
 
 
 @pytest.mark.slow
-def test_demo_learns_at_every_depth_and_leaves_a_model(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "choose_precision", lambda: None)
+def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "choose_precision", lambda: None)
     text = [f"def add_{i}(a, b):\n    return a + b + {i}\n" * 8 for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in text))
     output = tmp_path / "run"
-    final = demo.main(
-        [
+    found = command.run_demo(
+        output,
+        settings=[
             f"data.source={tmp_path / 'text.jsonl'}",
             f"data.cache_dir={tmp_path / 'shards'}",
             "data.tokenizer_vocab_size=300",
@@ -27,18 +142,23 @@ def test_demo_learns_at_every_depth_and_leaves_a_model(tmp_path, capsys, monkeyp
             "training.steps=30",
             "evaluation.every=3",
             "evaluation.rows=8",
-            f"training.output_dir={output}",
-        ]
+        ],
+        hops_settings=["training.steps=3", "training.rows_per_step=8", "training.micro_batch_size=8"],
+        num_documents=300,
     )
+    final = output / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
-    assert len(tokenizer) <= model.config.vocab_size and model.config.num_loops == 4
+    loops = model.config.num_loops
+    assert len(tokenizer) <= model.config.vocab_size and found["text"]["loops"] == loops
     validations = [record for record in read_metrics(output / "metrics.jsonl") if "validation/loss" in record]
-    after = demo.by_depth(output / "metrics.jsonl", "bits_per_byte")
-    assert list(after) == [1, 2, 3, 4, 5, 6, 7, 8]
-    for depth in (1, 2, 3, 4):
+    after = by_depth(output / "metrics.jsonl", "bits_per_byte")
+    for depth in range(1, loops + 1):
         assert after[depth] < 0.7 * validations[0][f"validation/bits_per_byte_at_{depth}"]
-    assert (output / "depth.png").stat().st_size > 1000
-    assert (output / "report.html").read_text(encoding="utf-8").count("data:image/png") >= 3
-    printed = capsys.readouterr().out
-    for words in ("written with 1 loop:", "written with 4 loops:", "(deeper than trained)", "report.html"):
-        assert words in printed
+    assert found["text"]["bits_per_byte"] == {
+        str(depth): pytest.approx(bits, rel=1e-5) for depth, bits in after.items()
+    }
+    assert found["hops"]["control_flops"] < 0.5 * found["hops"]["training_flops"]
+    assert (output / "demo.html").read_text(encoding="utf-8") == page(json.loads((output / "demo.json").read_text()))
+    capsys.readouterr()
+    hops.ask(output / "hops/final", "")
+    assert capsys.readouterr().out.count("after 1 loop:") == len(hops.HOPS)

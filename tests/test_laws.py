@@ -6,13 +6,14 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scipy import optimize
 
 from looped_eval.laws import analyses, fitting
+from looped_eval.laws import charts as law_charts
 from looped_eval.laws import command as laws
-from looped_eval.laws import plots as law_plots
 from looped_eval.laws.fitting import FitError, fit, huber, minimize
 from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
 from looped_eval.laws.run_table import Table, collect, read_table, write_table
@@ -212,22 +213,14 @@ def test_the_measured_frontier_and_what_looping_gains():
         best = min((row for row in alone if abs(row["flops"] / flops - 1) < 0.02), key=lambda row: row["loss"])
         assert (point["run"], point["mean_depth"], point["loss"]) == (best["run"], best["mean_depth"], best["loss"])
         assert point.get("gain") == (None if fixed is None else pytest.approx(fixed - best["loss"]))
-    axes = drawn(law_plots.draw_isoflop, 4, result, table(rows), None)
-    best, fixed = axes[3].lines
-    assert list(best.get_ydata()) == [point["loss"] for point in result["frontier"]]
-    assert list(fixed.get_ydata()) == [4.2, 4.1] and fixed.get_xdata()[1] == pytest.approx(6.4e16, rel=0.01)
-    stars = [line for line in axes[0].lines if line.get_marker() == "*"]
-    assert [star.get_xdata()[0] for star in stars] == [best["mean_depth"] for best in result["optima"]]
-    assert len(axes[0].collections) == 3  # scattered points of each budget
-
-
-def drawn(draw, panels: int, *arguments):
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, panels)
-    draw(axes, *arguments)
-    pyplot.close(figure)
-    return axes
+    parabolas, *_, gain = law_charts.isoflop(result, table(rows), None)
+    best, fixed, _ = gain.lines
+    assert [loss for _, loss in best.points] == [point["loss"] for point in result["frontier"]]
+    assert [loss for _, loss in fixed.points] == [4.2, 4.1]
+    assert fixed.points[1][0] == pytest.approx(6.4e16, rel=0.01)
+    *budgets_drawn, optima = [line for line in parabolas.lines if line.name]
+    assert [depth for depth, _ in optima.points] == [best["mean_depth"] for best in result["optima"]]
+    assert len(budgets_drawn) == 3 and not any(line.joined for line in budgets_drawn)  # points of each budget
 
 
 @pytest.mark.slow
@@ -254,15 +247,19 @@ def test_the_frontier_takes_the_least_flops_for_each_loss():
     depths = [point["mean_depth"] for point in result["frontier"]]
     edges = [point["mean_depth"] for point in result["frontier"] if point["at_edge"]]
     assert depths == sorted(depths) and all(depth in (2, pytest.approx(12)) for depth in edges)
-    axes = drawn(law_plots.draw_parametric, 2, result, table(rows), fitted)
-    (line,) = axes[0].lines
-    assert list(line.get_xdata()) == [point["mean_depth"] for point in inside]
-    assert list(line.get_ydata()) == [point["tokens"] for point in inside]
+    chart, _ = law_charts.parametric(result, table(rows), fitted)
+    assert chart.lines[-1].points == [(point["mean_depth"], point["tokens"]) for point in inside]
+    for line in chart.lines:
+        if line.name.startswith("loss "):  # along each line the law gives the loss that it is called by
+            depth, tokens = zip(*line.points)
+            n = outer + np.array(depth) * core
+            losses = E + X * n**-x + Y * np.array(tokens) ** -y
+            assert losses == pytest.approx(float(line.name.removeprefix("loss ")), abs=5e-3)
     both = table(rows + training_rows((SMALL[0], MEDIUM[1], SMALL[2])))  # one law, two sizes
     several, fitted = analyses.parametric(both, restarts=20)
     assert "frontier" not in several and "differ in size: fit each size apart" in several["no_frontier"]
-    axes = drawn(law_plots.draw_parametric, 2, several, both, fitted)
-    assert not axes[0].lines and axes[0].get_xlabel() == "effective parameters"
+    chart, _ = law_charts.parametric(several, both, fitted)
+    assert chart.lines[-1].name == "runs" and chart.x == "effective parameters"
 
 
 # What the paper's numbers say of its counting
@@ -553,7 +550,7 @@ def test_a_fit_without_a_minimum_gives_no_number(monkeypatch, tmp_path, capsys):
             number()
     write_table(training_rows(SMALL), tmp_path / "runs.csv")
     assert laws.main(["parametric", str(tmp_path / "runs.csv"), "--output", str(tmp_path)]) == 1
-    assert "no minimum was reached" in capsys.readouterr().out and not (tmp_path / "parametric.png").exists()
+    assert "no minimum was reached" in capsys.readouterr().out and not (tmp_path / "parametric.svg").exists()
 
 
 @pytest.mark.slow
@@ -622,7 +619,7 @@ def test_tables_that_can_not_be_read(tmp_path):
 
 
 def written(folder, name):
-    assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert (folder / f"{name}.svg").read_text().startswith("<svg") and (folder / f"{name}.html").is_file()
     return json.loads((folder / f"{name}.json").read_text())
 
 

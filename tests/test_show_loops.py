@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from looped_eval.show_loops import command as show_loops
-from looped_eval.show_loops.page import SCALE, Piece, Shown, Token, color, ink, page, visible
+from looped_eval.show_loops.page import SCALE, Piece, Shown, Token, color, finding, ink, page, visible
 from tests.helpers import tiny_model, tiny_tokenizer
 
 
@@ -28,7 +28,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
-        assert tag not in ("script", "link", "img", "iframe") and not {"src", "href"} & set(attributes)
+        assert tag not in ("script", "link", "img", "iframe") and "src" not in attributes
+        assert attributes.get("href", "#").startswith("#")
         assert not any(name.startswith("on") for name in attributes)
         if tag not in VOID:
             self.open.append((tag, attributes.get("class")))
@@ -96,7 +97,16 @@ def test_the_curve_is_solid_as_far_as_the_token_ran():
     read = Page(page(a_shown("a", loops=3)))
     assert read.points == [("ahead", 2), ("run", 3)]  # the exit is on both
     assert "1 loop of 1" in page(a_shown("a", loops=1, num_loops=1)).replace("</span>", " ")
-    Page(page(a_shown()))  # nothing was written
+    assert "No token was written." in page(a_shown())
+    Page(page(a_shown()))
+
+
+def test_the_first_sentence_says_how_long_tokens_took():
+    shown = a_shown("a", "b", "c", loops=2)
+    assert finding(shown) == "Every token took 2 loops of 4."
+    other = a_shown("d", loops=4).pieces
+    mixed = shown._replace(pieces=shown.pieces + other)
+    assert finding(mixed) == "A token took 2.50 of 4 loops in the mean; 3 of 4 took 2 loops."
 
 
 def test_colours_run_over_the_scale_and_stay_readable():

@@ -74,7 +74,8 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
     ],
 )
 def test_arrows_run_one_way(package, others):
-    inside = [module for module in FILES if f"{module}.".startswith(f"{package}.") and module != "looped_recipes.demo"]
+    above = "looped_recipes.demo"  # trains and evaluates
+    inside = [each for each in FILES if f"{each}.".startswith(f"{package}.") and not each.startswith(above)]
     wrong = [(a, b) for a in inside for b in IMPORTS[a] if any(f"{b}.".startswith(f"{other}.") for other in others)]
     assert inside and wrong == []
 

@@ -204,4 +204,4 @@ def main(arguments: list[str] | None = None):
     write_whole(args.output / "budget.md", shown + "\n")
     record = {"models": models, "values": found, "curves": curves, "precision": precision, "sizes": sizes}
     write_json(args.output / "budget.json", record, args.command)
-    draw(curves, args.output / "budget.png")
+    draw(curves, args.output / "budget.svg")

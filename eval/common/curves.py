@@ -1,15 +1,28 @@
-"""Measures over depth, as a table and a picture.
+"""Measures over depth, as a table and as charts.
 
 curves[measure][series][depth] = (value, what it may be off by, or None)
 """
 
 from pathlib import Path
 
-from looped_recipes.common.canvas import as_label, canvas
+from looped_recipes.common.chart import Chart, Line, named, save_charts
 
 
 Point = tuple[float, float | None]
 Curves = dict[str, dict[str, dict[int, Point]]]
+UNITS = ("bits per byte", "cross-entropy", "perplexity")
+CHOICES = {  # of the questions of public tasks, so that guessing is right once in so many; nearly all of ARC's have 4
+    "arc_challenge": 4,
+    "arc_easy": 4,
+    "boolq": 2,
+    "commonsense_qa": 5,
+    "copa": 2,
+    "hellaswag": 4,
+    "openbookqa": 4,
+    "piqa": 2,
+    "sciq": 4,
+    "winogrande": 2,
+}
 
 
 def table(curves: Curves) -> str:
@@ -29,16 +42,34 @@ def cell(value: float, deviation: float | None) -> str:
     return f"{value:.4f}" if deviation is None else f"{value:.4f} ± {deviation:.4f}"
 
 
-def draw(curves: Curves, path: Path):
-    with canvas(path, len(curves), columns=3, size=(4, 3), dpi=150) as axes:
-        for axis, (measure, of_series) in zip(axes, curves.items()):
-            for series, points in of_series.items():
-                depths = sorted(points)
-                values = [points[depth][0] for depth in depths]
-                deviations = [points[depth][1] or 0 for depth in depths]
-                axis.errorbar(depths, values, deviations, marker="o", markersize=3, capsize=2, label=as_label(series))
-            axis.set(
-                title=measure, xlabel="loops", xticks=sorted({d for points in of_series.values() for d in points})
-            )
-            if len(of_series) > 1:
-                axis.legend(fontsize="small")
+def chance_of(measure: str, configs: dict | None = None) -> float | None:
+    """What guessing scores, where the measure is an accuracy; configs: of lm-eval's results, {task: settings}."""
+    task, _, metric = measure.partition(" ")
+    if not metric.startswith("acc"):
+        return None
+    known = (((configs or {}).get(task) or {}).get("metadata") or {}).get("chance")
+    if known is not None:
+        return known or None
+    return 1 / CHOICES[task] if task in CHOICES else None
+
+
+def charts(curves: Curves, chance: dict[str, float] | None = None, trained: int | None = None) -> list[Chart]:
+    """chance: what guessing scores in a measure."""
+    drawn = []
+    for measure, of_series in curves.items():
+        lines = []
+        for i, (series, points) in enumerate(of_series.items()):
+            depths = sorted(points)
+            values, errors = [(depth, points[depth][0]) for depth in depths], [points[depth][1] for depth in depths]
+            lines.append(Line(series, values, named(i), errors=errors))
+        level = (chance or {}).get(measure, chance_of(measure))
+        levels, marks = {} if level is None else {"chance": level}, {"as trained": trained} if trained else {}
+        title = measure.replace("_", " ")
+        is_accuracy = level is not None or measure.partition(" ")[2].startswith("acc")
+        y = "accuracy" if is_accuracy else next((unit for unit in UNITS if unit in title), title)
+        drawn.append(Chart(title, "loops", y, lines, levels=levels, marks=marks, whole_x=True))
+    return drawn
+
+
+def draw(curves: Curves, path: Path, chance: dict[str, float] | None = None):
+    save_charts(charts(curves, chance), path)

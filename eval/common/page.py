@@ -1,13 +1,15 @@
-"""Sections of text, tables and pictures, as one self-contained HTML page or as Markdown."""
+"""Sections of findings, charts, tables and text, as one HTML page of its own or as Markdown.
 
-import base64
-import io
+A page says what was found first: `to_html(title, sections, findings)`. `document(title, body, style)` is for a page
+that is made of other things, and gives it the same colours and letters; its own rules come after them.
+"""
+
 import re
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
+from typing import NamedTuple
 
-from looped_recipes.common.canvas import canvas
+from looped_recipes.common.chart_style import STYLE as COLORS_AND_CHARTS
 
 
 def one_line(words: str) -> str:
@@ -24,6 +26,10 @@ def writable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def in_cell(words: str) -> str:
+    return escape(words).replace(" ± ", "&nbsp;±&nbsp;")
+
+
 @dataclass
 class Table:
     head: list[str]
@@ -31,8 +37,9 @@ class Table:
 
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
-        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        rows = "".join(f"<tr>{''.join(f'<td>{in_cell(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
+        head = f"<thead><tr>{head}</tr></thead>" if any(self.head) else ""
+        return f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>'
 
     def markdown(self) -> str:
         lines = [self.head, ["---"] * len(self.head), *self.rows]
@@ -74,12 +81,56 @@ class Missing(Text):
 
 
 @dataclass
-class Image:
-    png: bytes
-    alt: str
+class Raw:
+    """HTML that a page makes by itself."""
+
+    body: str
 
     def html(self) -> str:
-        return f'<img alt="{escape(self.alt)}" src="data:image/png;base64,{base64.b64encode(self.png).decode()}">'
+        return self.body
+
+    def markdown(self) -> str:
+        return ""
+
+
+class Finding(Text):
+    """A sentence that says what was measured here."""
+
+    def html(self) -> str:
+        return f'<p class="finding">{escape(self.words)}</p>'
+
+    def markdown(self) -> str:
+        return f"**{in_markdown(self.words)}**"
+
+
+class Explanation(NamedTuple):
+    """How a measure is read, beside what it showed here."""
+
+    what: str
+    healthy: str = ""
+    paper: str = ""
+
+    def rows(self) -> list[tuple[str, str]]:
+        names = ("What it is", "What is healthy", "In the paper")
+        return [(name, words) for name, words in zip(names, self) if words]
+
+    def html(self) -> str:
+        parts = [f"<div><dt>{name}</dt><dd>{escape(words)}</dd></div>" for name, words in self.rows()]
+        return f"<dl>{''.join(parts)}</dl>"
+
+    def markdown(self) -> str:
+        return "\n".join(f"- {name}: {in_markdown(words)}" for name, words in self.rows())
+
+
+@dataclass
+class Charts:
+    """Side by side as far as there is room; those that hold nothing are left out."""
+
+    charts: list
+
+    def html(self) -> str:
+        shown = [chart.svg() for chart in self.charts if not chart.is_empty]
+        return f'<div class="charts">{"".join(f"<figure>{svg}</figure>" for svg in shown)}</div>' if shown else ""
 
     def markdown(self) -> str:
         return ""  # a model card is text
@@ -104,63 +155,62 @@ class Folded:
 class Section:
     title: str
     blocks: list = field(default_factory=list)
-    is_left_out: bool = False
 
     @property
     def anchor(self) -> str:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
     def html(self) -> str:
-        skipped = ' class="skipped"' if self.is_left_out else ""
         blocks = "\n".join(block.html() for block in self.blocks)
-        return f'<h2 id="{self.anchor}"{skipped}>{escape(self.title)}</h2>\n{blocks}'
+        return f'<h2 id="{self.anchor}">{escape(self.title)}</h2>\n{blocks}'
 
 
-@contextmanager
-def picture(blocks: list, alt: str, panels: int = 1):
-    """Axes to draw on; what is drawn is added to the blocks, unless nothing is."""
-    buffer, has_data = io.BytesIO(), False
-    with canvas(buffer, panels, size=(4.8, 3.4), dpi=110) as axes:
-        yield axes
-        for axis in axes:
-            if not axis.has_data():
-                axis.remove()
-                continue
-            has_data = True
-            if len(axis.get_legend_handles_labels()[1]) > 1:
-                axis.legend(fontsize=8)
-    if has_data:
-        blocks.append(Image(buffer.getvalue(), alt))
-
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
-       padding: 0 1rem }
-h1, h2 { line-height: 1.2; font-weight: 600 } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; font-size: 14px } .wide { overflow-x: auto }
-th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid #eee }
-td { font-variant-numeric: tabular-nums }
-img { max-width: 100%; height: auto } pre { overflow-x: auto; background: #f6f6f6; padding: .8rem; font-size: 13px }
-.missing, .skipped { color: #666 } code { background: #f6f6f6; padding: 0 .2rem }
+STYLE = (
+    COLORS_AND_CHARTS
+    + """
+body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 72rem;
+       margin: 0 auto; padding: 1.2rem 1rem 4rem; overflow-wrap: anywhere }
+h1 { font-size: 1.35rem } h2 { font-size: 1.2rem; margin: 2.6rem 0 .6rem; padding-top: .8rem;
+       border-top: 1px solid var(--line) } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem }
+h1, h2, h3 { line-height: 1.25; font-weight: 650 } p { max-width: 46rem } a { color: var(--accent) }
+.finding { font-size: 1.1rem; font-weight: 550; line-height: 1.4; margin: .5rem 0 1rem }
+nav ul { list-style: none; padding: 0; margin: 1.2rem 0; columns: 15rem; gap: 1.5rem; font-size: 15px }
+nav li { padding: .2rem 0; break-inside: avoid } .missing, small, footer { color: var(--quiet) }
+dl { font-size: 15px; margin: .8rem 0; display: grid; gap: .6rem 1.8rem;
+       grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)) }
+dt { font-weight: 600 } dd { margin: 0 }
+svg.chart { display: block; width: 100%; height: auto }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.4rem 1.8rem;
+       margin: 1rem 0; align-items: start } figure { margin: 0; max-width: 30rem }
+.wide { overflow-x: auto; margin: .8rem 0 } table { border-collapse: collapse; font-size: 14px }
+th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line);
+       overflow-wrap: normal } td { font-variant-numeric: tabular-nums; max-width: 28rem }
+pre { overflow-x: auto; background: var(--panel); padding: .8rem; font-size: 13px; border-radius: 6px }
+code { background: var(--panel); padding: .1rem .25rem; border-radius: 4px; font-size: .9em }
+details { margin: .8rem 0 } summary { cursor: pointer; color: var(--quiet); padding: .2rem 0 }
 """
+)
 
 
-def to_html(title: str, sections: list[Section]) -> str:
-    links = " · ".join(f'<a href="#{part.anchor}">{escape(part.title)}</a>' for part in sections)
+def to_html(title: str, sections: list[Section], findings: list[str] = (), style: str = "") -> str:
+    """findings: the sentences that the whole page comes down to; style: rules for what is on this page alone."""
+    links = "".join(f'<li><a href="#{part.anchor}">{escape(part.title)}</a></li>' for part in sections)
     body = "\n".join(part.html() for part in sections)
-    return document(title, STYLE, f"<h1>{escape(title)}</h1>\n<nav>{links}</nav>\n{body}")
+    first = "\n".join(Finding(words).html() for words in findings)
+    contents = f'<nav aria-label="contents"><ul>{links}</ul></nav>'
+    return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{contents}\n{body}", style)
 
 
-def document(title: str, style: str, body: str) -> str:
+def document(title: str, body: str, style: str = "") -> str:
     return writable(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head>\n<body>{body}</body></html>\n"
     )
 
 
-def to_markdown(title: str, sections: list[Section]) -> str:
-    parts = [f"## {in_markdown(title)}"]
+def to_markdown(title: str, sections: list[Section], findings: list[str] = ()) -> str:
+    parts = [f"## {in_markdown(title)}", *(Finding(words).markdown() for words in findings)]
     for section in sections:
         blocks = [words for block in section.blocks if (words := block.markdown())]
         parts += [f"### {in_markdown(section.title)}", *blocks] if blocks else []

@@ -7,8 +7,8 @@
 
 MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
 which is then initialised at random. The theorems have models of their own. A trained model reads what its run held
-out, or --text. Each measure writes a JSON and a PNG; `all` runs every measure of a model with little training and
-writes a page, index.html, that holds its figures; what this model does not have is left out, with the reason. They go
+out, or --text. Each measure writes a JSON and an SVG; `all` runs every measure of a model with little training and
+writes a page, index.html, that holds its charts; what this model does not have is left out, with the reason. They go
 to diagnose/ of the training run, where eval.report finds them, or, without one, to runs/diagnose/<model>. `python -m
 eval.diagnose MEASURE --help` lists the options of one.
 
@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from looped_eval.common.model_folder import training_run
-from looped_eval.common.page import Folded, Image, Section, Table, Text, single_numbers, to_html
+from looped_eval.common.page import Section, to_html
+from looped_recipes.common.chart import save_charts
 from looped_recipes.common.command_line import Depths, Parser
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
-from . import dynamics, figures, growth, premises, readout_probes, theorems, transfer
+from . import dynamics, growth, page, premises, readout_probes, theorems, transfer
 from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
 
 
@@ -41,7 +42,6 @@ RENAMED = {"--loops": "--num-loops"}
 
 class Measure(NamedTuple):
     function: Callable
-    draw: Callable
     quick: dict = {}  # options in `all`
     monitored: str | None = None  # its name in a run's metrics.jsonl
 
@@ -64,30 +64,29 @@ class Measure(NamedTuple):
 
 LITTLE = {"loops": [1, 2, 4, 8], "seeds": 1, "steps": 3, "num_tokens": 64}
 MEASURES = {
-    "residual_norm": Measure(growth.residual_norm, figures.draw_residual_norm, LITTLE),
-    "loop_cosine": Measure(growth.loop_cosine, figures.draw_loop_cosine, {"copies": 8, "steps": 3, "num_tokens": 64}),
-    "update_size": Measure(growth.update_size, figures.draw_update_size, LITTLE),
-    "premises": Measure(premises.premises, figures.draw_premises),
-    "theorem_1": Measure(theorems.theorem_1, figures.draw_theorem_1),
-    "theorem_2": Measure(theorems.theorem_2, figures.draw_theorem_2),
-    "theorem_3": Measure(theorems.theorem_3, figures.draw_theorem_3),
-    "norm_trajectory": Measure(dynamics.norm_trajectory, figures.draw_norm_trajectory, monitored="residual_norm/"),
+    "residual_norm": Measure(growth.residual_norm, LITTLE),
+    "loop_cosine": Measure(growth.loop_cosine, {"copies": 8, "steps": 3, "num_tokens": 64}),
+    "update_size": Measure(growth.update_size, LITTLE),
+    "premises": Measure(premises.premises),
+    "theorem_1": Measure(theorems.theorem_1),
+    "theorem_2": Measure(theorems.theorem_2),
+    "theorem_3": Measure(theorems.theorem_3),
+    "norm_trajectory": Measure(dynamics.norm_trajectory, monitored="residual_norm/"),
     "lr_transfer": Measure(
         transfer.lr_transfer,
-        figures.draw_lr_transfer,
         {"loops": [1, 4], "rates": [2.5e-4, 1e-3, 4e-3], "steps": 10, "rows_per_step": 2},
     ),
-    "radial_gradient": Measure(readout_probes.radial_gradient, figures.draw_radial_gradient),
-    "scale_sweep": Measure(readout_probes.scale_sweep, figures.draw_scale_sweep),
-    "radial_clamp": Measure(readout_probes.radial_clamp, figures.draw_radial_clamp),
-    "update_decomposition": Measure(readout_probes.update_decomposition, figures.draw_update_decomposition),
-    "token_norms": Measure(readout_probes.token_norms, figures.draw_token_norms),
-    "future_signal": Measure(readout_probes.future_signal, figures.draw_future_signal),
-    "exit_weighted": Measure(readout_probes.exit_weighted, figures.draw_exit_weighted),
-    "depth_curve": Measure(dynamics.depth_curve, figures.draw_depth_curve),
-    "spectral": Measure(dynamics.spectral, figures.draw_spectral, monitored="spectral_radius"),
-    "state_dynamics": Measure(dynamics.state_dynamics, figures.draw_state_dynamics, monitored="state_change"),
-    "gradient_norms": Measure(dynamics.gradient_norms, figures.draw_gradient_norms, monitored="gradient_norm/"),
+    "radial_gradient": Measure(readout_probes.radial_gradient),
+    "scale_sweep": Measure(readout_probes.scale_sweep),
+    "radial_clamp": Measure(readout_probes.radial_clamp),
+    "update_decomposition": Measure(readout_probes.update_decomposition),
+    "token_norms": Measure(readout_probes.token_norms),
+    "future_signal": Measure(readout_probes.future_signal),
+    "exit_weighted": Measure(readout_probes.exit_weighted),
+    "depth_curve": Measure(dynamics.depth_curve),
+    "spectral": Measure(dynamics.spectral, monitored="spectral_radius"),
+    "state_dynamics": Measure(dynamics.state_dynamics, monitored="state_change"),
+    "gradient_norms": Measure(dynamics.gradient_norms, monitored="gradient_norm/"),
 }
 
 
@@ -105,9 +104,9 @@ def training_series(records: list[dict], prefix: str) -> dict[str, dict]:
 
 def run_measure(
     name: str, of: ModelAndText | None, folder: Path, beside: dict[str, dict], command: str | None = None, **options
-) -> tuple[dict, list[Path]]:
-    """Measure, write, draw; returns the result and its figures."""
-    measure, image = MEASURES[name], folder / f"{name}.png"
+) -> tuple[dict, Path]:
+    """Measure, write, draw; returns the result and its picture."""
+    measure, picture = MEASURES[name], folder / f"{name}.svg"
     result = finite(measure(of, **options))
     used = {**measure.defaults(), **options}
     series = training_series(of.records, measure.monitored) if measure.monitored else {}
@@ -119,43 +118,26 @@ def run_measure(
         "options": used,
     }
     write_json(folder / f"{name}.json", {**asked, "result": result}, command, digits=6)
-    measure.draw(result, image, **({"beside": beside} if beside else {}))
-    images = [image]
-    if series:
-        images.append(folder / f"{name}_training.png")
-        figures.draw_training(series, images[-1])
-    return result, images
+    save_charts(page.charts_of(name, result, beside), picture)
+    return result, picture
 
 
 def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> Path:
-    sections = []
+    results, left_out = {}, {}
     for name, measure in MEASURES.items():
         if not measure.reads_a_model:
             continue
         try:
-            result, images = run_measure(name, of, folder, {}, command, **measure.quick)
-            sections.append(section(name, measure.about, result, images))
+            results[name], _ = run_measure(name, of, folder, {}, command, **measure.quick)
             print(f"{name}: {folder / (name + '.json')}")
         except ValueError as reason:
-            sections.append(Section(name, [Text(f"left out: {reason}")], is_left_out=True))
+            left_out[name] = str(reason)
             print(f"{name}: left out, {reason}")
-    where = Section("what was measured", [numbers({**of.where, **provenance(command)})])
+    where = Section("How it was measured", [page.numbers({**of.where, **provenance(command)})])
     path = folder / "index.html"
-    write_whole(path, to_html("What this looped model does", [where, *sections]))
+    title = "A fresh model, before any training" if of.is_fresh else "What this looped model does"
+    write_whole(path, to_html(title, [*page.sections(results, left_out), where], page.headlines(results)))
     return path
-
-
-def section(name: str, about: str, result: dict, images: list[Path]) -> Section:
-    pictures = [Image(path.read_bytes(), name) for path in images]
-    return Section(name, [Text(about), *pictures, Folded("numbers", numbers(result))])
-
-
-def numbers(result: dict) -> Table:
-    rows = [
-        [name, f"{value:.4g}" if isinstance(value, float) else str(value)]
-        for name, value in single_numbers(result).items()
-    ]
-    return Table(["", ""], rows)
 
 
 def add_options(parser: argparse.ArgumentParser, measure: Measure):
@@ -212,7 +194,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.set_defaults(model=[])
         command.add_argument(
             "--output",
-            help="folder for JSON and PNG; default: diagnose/ of the training run, or runs/diagnose/<model>",
+            help="folder for JSON and SVG; default: diagnose/ of the training run, or runs/diagnose/<model>",
         )
         if measure is not None:
             add_options(command, measure)
@@ -252,8 +234,8 @@ def main(arguments: list[str]):
 
 def measure_and_say(args: argparse.Namespace, of: ModelAndText | None, folder: Path, beside: dict[str, dict]):
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
-    result, images = run_measure(args.measure, of, folder, beside, args.command, **options)
+    result, picture = run_measure(args.measure, of, folder, beside, args.command, **options)
     if of is not None:
         print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
-    print(*[folder / f"{args.measure}.json", *images], sep="\n")
+    print(folder / f"{args.measure}.json", picture, sep="\n")

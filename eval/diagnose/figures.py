@@ -1,296 +1,373 @@
-"""One figure for every measure: `draw_<measure>(result, path)` writes a PNG of what the measure returned."""
+"""The charts of every measure: `CHARTS[measure](result)` draws what the measure returned."""
 
-from looped_recipes.common.canvas import canvas
+import re
 
-
-def colour(i: int, count: int):
-    from matplotlib import colormaps
-
-    return colormaps["viridis"](i / max(1, count - 1))
+from looped_recipes.common.chart import Bars, Chart, Line, Matrix, named, on_one_scale, ordered
 
 
-def legend(axis):
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=7)
+def over_loops(title: str, y: str, curves: dict[str, list], loops, trained: int | None = None, **options) -> Chart:
+    """A chart of one or more quantities, a value for every loop."""
+    lines = [Line(name, list(zip(loops, values)), named(i)) for i, (name, values) in enumerate(curves.items())]
+    marks = {"as trained": trained} if trained else {}
+    return Chart(title, "loops", y, lines, marks=marks, whole_x=True, **options)
 
 
-def log_if_positive(axis, *series):
+def spread(*series) -> bool:
+    """Whether values of these series are best seen as orders of magnitude."""
     values = [value for one in series for value in one if value is not None]
-    if values and min(values) > 0:
-        axis.set_yscale("log")
+    return bool(values) and min(values) > 0 and max(values) > 20 * min(values)
 
 
-def at_least_a_decade(axis):
-    low, high = axis.get_ylim()
-    if high < 10 * low:
-        middle = (low * high) ** 0.5
-        axis.set_ylim(middle / 10**0.5, middle * 10**0.5)
+def powers(title: str, x: str, y: str, at: list, curves: list[tuple[str, list, str]], theory: list[Line]) -> Chart:
+    return Chart(
+        title,
+        x,
+        y,
+        [Line(name, list(zip(at, values)), color) for name, values, color in curves] + theory,
+        log_x=True,
+        log_y=True,
+        x_ticks=list(at),
+    )
 
 
-def draw_growth(panels: list[tuple[str, dict, dict]], loops, label: str, path):
-    """Curves over N, one per step, beside the theory's slope through the first point."""
-    with canvas(path, len(panels)) as axes:
-        for axis, (title, curves, slope) in zip(axes, panels):
-            for step, curve in enumerate(curves):
-                axis.plot(loops, curve, marker=".", color=colour(step, len(curves)))
-            if slope["theory"] is not None:
-                line = [curves[0][0] * (n / loops[0]) ** slope["theory"] for n in loops]
-                axis.plot(loops, line, "--", color="gray", label=f"theory: slope {slope['theory']:g}")
-            fitted = slope["first_step"]["slope"]
-            measured = "no fit" if fitted is None else f"slope {fitted:.2f}"
-            axis.set(xscale="log", yscale="log", xlabel="N", ylabel=label, title=f"{title}: {measured}")
-            at_least_a_decade(axis)
-            legend(axis)
+# Growth over N
 
 
-def draw_residual_norm(result: dict, path):
-    panels = [
-        (f"{arrangement}, {rule}", curves["R"], curves["slope"])
+ARRANGED = {"looped": "shared layers", "unshared": "layers of their own", "model": "the model as it is"}
+RULE_NAMES = {"none": "no scaling", "sqrt": "1/√N", "linear": "1/N", "factored": "1/(N√L)"}
+
+
+def growth(curves: list, slope: dict, loops: list, title: str, y: str) -> Chart:
+    """A line for every step, and the theory's slope through the first value."""
+    steps = [(f"step {i}", curve, ordered(i, len(curves))) for i, curve in enumerate(curves)]
+    theory = slope["theory"]
+    lines = []
+    if theory is not None and curves[0][0] is not None:
+        line = [(n, curves[0][0] * (n / loops[0]) ** theory) for n in loops]
+        lines = [Line(f"theory: N^{theory:g}", line, "c7", dashed=True)]
+    fitted = slope["first_step"]["slope"]
+    return powers(f"{title}{'' if fitted is None else f': N^{fitted:.2f}'}", "loops N", y, loops, steps, lines)
+
+
+def residual_norm(result: dict) -> list:
+    charts = [
+        growth(curves["R"], curves["slope"], result["loops"], f"{RULE_NAMES[rule]}, {ARRANGED[arrangement]}", "‖h‖/√d")
         for arrangement in ("looped", "unshared")
         for rule, curves in result.get(arrangement, {}).items()
     ]
-    draw_growth(panels, result["loops"], "R", path)
+    return on_one_scale(charts)
 
 
-def draw_update_size(result: dict, path):
-    panels = [(rule, curves["update"], curves["slope"]) for rule, curves in result["looped"].items()]
-    draw_growth(panels, result["loops"], "RMS change of h_N", path)
+def update_size(result: dict) -> list:
+    y = "RMS change of the state by a step"
+    charts = [
+        growth(curves["update"], curves["slope"], result["loops"], RULE_NAMES[rule], y)
+        for rule, curves in result["looped"].items()
+    ]
+    return on_one_scale(charts)
 
 
-def draw_loop_cosine(result: dict, path):
-    names = [name for name in ("model", "looped", "unshared") if name in result]
-    with canvas(path, len(names)) as axes:
-        for axis, name in zip(axes, names):
-            edges = (0.5, len(result[name]["cosine"]) + 0.5)
-            image = axis.imshow(result[name]["cosine"], vmin=-1, vmax=1, cmap="RdBu_r", extent=(*edges, *edges[::-1]))
-            axis.set(title=name, xlabel="loop", ylabel="loop")
-        axes[-1].figure.colorbar(image, ax=list(axes), label="cosine of increments")
+def cosine_of(result: dict, name: str) -> list:
+    return (
+        [Matrix(f"Cosine of increments, {ARRANGED[name]}", "loop", result[name]["cosine"])] if name in result else []
+    )
 
 
-def draw_premises(result: dict, path):
-    names = list(result["branches"])
-    with canvas(path, 2) as (left, right):
-        for key in ("activation_overlap", "residual_overlap"):
-            left.plot(range(len(names)), [result["branches"][name][key] for name in names], marker=".", label=key)
-        left.axhline(result["loops_orthogonal"], linestyle=":", color="gray", label="orthogonal loops")
-        left.set(xlabel="branch", ylabel="overlap of loops", ylim=(0, 1.05))
-        for key in ("gain", "spectral_norm", "Y_squared"):
-            right.plot(range(len(names)), [result["branches"][name][key] for name in names], marker=".", label=key)
-        right.set(xlabel="branch")
-        legend(left)
-        legend(right)
+def loop_cosine(result: dict) -> list:
+    return cosine_of(result, "model")
 
 
-def draw_exponents(axis, x, curves: dict[str, tuple[list, float | None]], label: str, xlabel: str):
-    """Curves over N or L in logarithms, each with the theory's exponent from its last point back."""
-    for i, (name, (values, theory)) in enumerate(curves.items()):
-        axis.plot(x, values, marker=".", color=colour(i, len(curves)), label=name)
-        if theory is not None:
-            line = [values[-1] * (at / x[-1]) ** theory for at in x]
-            axis.plot(x, line, "--", color=colour(i, len(curves)), alpha=0.5)
-    axis.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=label)
-    at_least_a_decade(axis)
-    legend(axis)
+def loop_cosine_fresh(result: dict) -> list:
+    return cosine_of(result, "looped") + cosine_of(result, "unshared")
 
 
-def draw_theorem_1(result: dict, path):
-    with canvas(path, len(result["arrangements"])) as axes:
-        for axis, (name, of_alphas) in zip(axes, result["arrangements"].items()):
-            curves = {
-                alpha: (found["sum_squared"], found["slope_of_sum_squared"]["theory"])
-                for alpha, found in of_alphas.items()
-            }
-            draw_exponents(axis, result["loops"], curves, "||sum r||^2 / d", "N")
-            axis.set_title(name)
+def layer_name(name: str) -> str:
+    """Of a block, a stage or a branch: in words, layers counted from 1."""
+    words = re.sub(r"core[_.](\d+)", lambda match: f"layer {int(match[1]) + 1}", name.removeprefix("model."))
+    words = re.sub(r"prelude[_.](\d+)", lambda match: f"prelude layer {int(match[1]) + 1}", words)
+    return words.replace("lm_head", "head").replace("self_attn", "attention").replace(".", ", ")
 
 
-def draw_theorem_2(result: dict, path):
-    with canvas(path) as (axis,):
-        curves = {alpha: (found["change"], found["slope"]["theory"]) for alpha, found in result["alphas"].items()}
-        draw_exponents(axis, result["loops"], curves, "rms change of h_N", "N")
+def premises(result: dict) -> list:
+    overlaps = {"what goes in": "activation_overlap", "what comes out": "residual_overlap"}
+    charts = [
+        Bars(
+            f"Overlap of loops: {words}",
+            "1: all loops add the same",
+            {layer_name(name): b[key] for name, b in result["branches"].items()},
+            levels={"orthogonal": result["loops_orthogonal"]},
+            ends=(1.0,),
+        )
+        for words, key in overlaps.items()
+    ]
+    gains = {layer_name(name): b["gain"] for name, b in result["branches"].items()}
+    return [*charts, Bars("Gain of the branches", "‖WU‖ / ‖U‖", gains)]
 
 
-def draw_theorem_3(result: dict, path):
+# The theorems' own models
+
+
+def exponents(title: str, x: str, y: str, at: list, curves: dict[str, tuple[list, float | None]]) -> Chart:
+    """Lines with the theory's exponent from the last value back."""
+    colors = [ordered(i, len(curves)) for i in range(len(curves))]
+    lines = [(name, values, color) for (name, (values, _)), color in zip(curves.items(), colors)]
+    theory = [
+        Line("", [(n, values[-1] * (n / at[-1]) ** power) for n in at], color, dashed=True)
+        for (values, power), color in zip(curves.values(), colors)
+        if power is not None and values[-1] is not None
+    ]
+    return powers(title, x, y, at, lines, theory)
+
+
+def theorem_1(result: dict) -> list:
+    return [
+        exponents(
+            f"Sum of residuals, {'one matrix' if name == 'shared' else 'a matrix for each loop'}; dashed: theory",
+            "loops N",
+            "‖Σr‖²/d",
+            result["loops"],
+            {a: (found["sum_squared"], found["slope_of_sum_squared"]["theory"]) for a, found in of_alphas.items()},
+        )
+        for name, of_alphas in result["arrangements"].items()
+    ]
+
+
+def theorem_2(result: dict) -> list:
+    curves = {alpha: (found["change"], found["slope"]["theory"]) for alpha, found in result["alphas"].items()}
+    return [exponents("What one update changes; dashed: theory", "loops N", "RMS", result["loops"], curves)]
+
+
+def theorem_3(result: dict) -> list:
     total = {(cell["layers"], cell["loops"]): cell["total_squared"] for cell in result["cells"]}
     layers, loops = result["layers"], result["loops"]
-    with canvas(path, 2) as (left, right):
-        over_loops = {f"L = {at}": ([total[at, n] for n in loops], 2.0) for at in layers}
-        over_layers = {f"N = {n}": ([total[at, n] for at in layers], 1.0) for n in loops}
-        draw_exponents(left, loops, over_loops, "||sum G||^2 / d", "N")
-        draw_exponents(right, layers, over_layers, "||sum G||^2 / d", "L")
+    title = "Sum of all branches; dashed: theory"
+    over_n = {f"L = {at}": ([total[at, n] for n in loops], 2.0) for at in layers}
+    over_l = {f"N = {n}": ([total[at, n] for at in layers], 1.0) for n in loops}
+    return [
+        exponents(title, "loops N", "‖ΣG‖²/d", loops, over_n),
+        exponents(title, "layers L", "‖ΣG‖²/d", layers, over_l),
+    ]
 
 
-def draw_norm_trajectory(result: dict, path):
-    with canvas(path) as (axis,):
-        axis.plot(result["loop"], result["norm"], marker=".")
-        axis.axvline(result["trained_loops"], linestyle=":", color="gray")
-        axis.set(xlabel="loop", ylabel="||h||")
+# Learning rates
 
 
-def draw_lr_transfer(result: dict, path):
-    with canvas(path, len(result["panels"])) as axes:
-        for axis, panel in zip(axes, result["panels"]):
-            for i, (n, curve) in enumerate(panel["curves"].items()):
-                colours = colour(i, len(panel["curves"]))
-                points = [(rate, loss) for rate, loss in zip(result["rates"], curve["loss"]) if loss is not None]
-                if points:
-                    axis.plot(*zip(*points), marker=".", color=colours, label=f"N = {n}")
-                    best = min(points, key=lambda p: p[1])
-                    axis.plot(*best, marker="*", markersize=12, color=colours)
-                    if curve["optimum"].get("interval"):
-                        axis.plot(curve["optimum"]["interval"], [best[1]] * 2, color=colours, alpha=0.4, linewidth=4)
-            title = f"{panel['rule']}, {panel['layers']} layers"
-            axis.set(xscale="log", xlabel="learning rate", ylabel="held-out loss", title=title)
-            legend(axis)
+def lr_transfer(result: dict) -> list:
+    charts = []
+    for panel in result["panels"]:
+        lines, best = [], []
+        for i, (n, curve) in enumerate(panel["curves"].items()):
+            points = list(zip(result["rates"], curve["loss"]))
+            lines.append(Line(f"N = {n}", points, ordered(i, len(panel["curves"]))))
+            known = [(loss, rate) for rate, loss in points if loss is not None]
+            best += [(rate, loss) for loss, rate in [min(known)]] if known else []
+        title = f"{RULE_NAMES[panel['rule']]}, {panel['layers']} layer{'s' * (panel['layers'] != 1)}"
+        lines.append(
+            Line(
+                "best rate tried",
+                best,
+                "c7",
+                joined=False,
+            )
+        )
+        charts.append(Chart(title, "learning rate", "held-out loss", lines, log_x=True, x_ticks=result["rates"]))
+    return on_one_scale(charts)
 
 
-def draw_radial_gradient(result: dict, path):
-    with canvas(path, 3) as (left, middle, right):
-        left.plot(result["loop"], result["r"], marker="o")
-        left.set(xlabel="loop", ylabel="radial fraction r", yscale="log")
-        middle.plot(result["loop"], result["g"], marker="o")
-        middle.set(xlabel="loop", ylabel="dL / dlog ||H||")
-        right.plot(result["loop"], result["entropy"], marker="o", label="entropy")
-        right.plot(result["loop"], result["margin"], marker="o", label="logit margin")
-        right.set(xlabel="loop")
-        legend(right)
+# One model over its loops
 
 
-def draw_scale_sweep(result: dict, path):
-    with canvas(path) as (axis,):
-        axis.plot(result["alpha"], result["ce"], marker="o")
-        axis.set(xscale="log", xlabel="alpha", ylabel="cross-entropy of alpha H_K")
-        axis.set_ylim(top=max(result["ce"]) + 0.1, bottom=min(result["ce"]) - 0.1)
+def norm_trajectory(result: dict) -> list:
+    norms = result["norm"]
+    chart = over_loops("Norm of the state", "‖h‖", {"": norms}, result["loop"], result["trained_loops"])
+    chart.log_y = spread(norms[1:])
+    return [chart]
 
 
-def draw_radial_clamp(result: dict, path):
-    names = ["unclamped", "freeze", "remove_radial"]
-    with canvas(path, 2) as (left, right):
-        left.bar(names, [result[name]["ce"] for name in names])
-        left.set(ylabel="cross-entropy")
-        right.bar(names, [result[name]["norm_ratio"] for name in names])
-        right.set(ylabel="norm ratio")
+def depth_curve(result: dict, beside: dict[str, dict] | None = None) -> list:
+    """Loss and norms over depth; and, beside other models, each one's exit gap against its norm."""
+    loops, trained = result["loop"], result["trained_loops"]
+    before, after = result["norm_before"], result["norm_after"]
+    norms = {"after a loop": before} | ({} if before[:-1] == after else {"as the next loop gets it": after})
+    charts = [
+        over_loops("Loss at every depth", "cross-entropy", {"": result["ce"]}, loops, trained),
+        over_loops("Norm of the state", "‖h‖", norms, loops, trained, log_y=spread(before, after)),
+    ]
+    if beside:
+        models = {"this model": result, **beside}
+        dots = [
+            Line(name, [(one["exit_gap"], one["final_norm"])], named(i), joined=False)
+            for i, (name, one) in enumerate(models.items())
+        ]
+        charts.append(
+            Chart(
+                "Cost of exiting at once, and scale", "loss of 1 loop minus loss as trained", "‖h‖", dots, log_y=True
+            )
+        )
+    return charts
 
 
-def draw_update_decomposition(result: dict, path):
-    loops = result["loop"]
-    with canvas(path, 3) as (left, middle, right):
-        left.plot(loops, result["scale"], label="s")
-        left.plot([k + 1 for k in loops], result["predicted_next_scale"], ":", label="s + a_rad of the loop before")
-        left.set(xlabel="loop", ylabel="scale")
-        middle.plot(loops, result["a_rad"], label="a_rad")
-        middle.plot(loops, result["b"], label="|b|")
-        middle.set(xlabel="loop", ylabel="update")
-        right.plot(loops, result["b_perp"], label="|b_perp|")
-        right.plot(loops, result["turn_times_scale"], ":", label="|u' - u| s")
-        right.set(xlabel="loop", ylabel="turn")
-        for axis in (left, middle, right):
-            legend(axis)
-
-
-def draw_token_norms(result: dict, path):
-    names = ["median", "mean", "p99", "max"]
-    groups = {"all": result, **result.get("classes", {})}
-    with canvas(path) as (axis,):
-        for i, (group, found) in enumerate(groups.items()):
-            places = [place + i / (len(groups) + 1) for place in range(len(names))]
-            axis.bar(places, [found[name] for name in names], 1 / (len(groups) + 1), label=group.replace("_", " "))
-        axis.set(ylabel="||H_K|| of a token", xticks=range(len(names)), xticklabels=names)
-        legend(axis)
-
-
-def draw_future_signal(result: dict, path):
-    """Against t, a curve for each loop k."""
-    with canvas(path, 2) as (left, right):
-        for i, (k, sizes, constants) in enumerate(zip(result["loop"], result["size"], result["constant"])):
-            shade = colour(i, len(result["loop"]))
-            left.plot(range(len(sizes)), sizes, marker="o", color=shade, label=f"k = {k}")
-            right.plot(range(1, len(constants) + 1), constants, marker="o", color=shade)
-        left.set(xlabel="t", ylabel="|dL_(k+t) / dlog s_k|")
-        log_if_positive(left, *result["size"])
-        right.set(xlabel="t", ylabel="the same times s_k / t")
-        legend(left)
-
-
-def draw_exit_weighted(result: dict, path):
-    with canvas(path, 2) as (left, right):
-        losses = {"of mixed logits": "ce", "mixed": "expected_ce", "last loop": "last_ce"}
-        left.bar(list(losses), [result[name] for name in losses.values()])
-        left.set(ylabel="cross-entropy")
-        right.bar(result["loop"], result["exit"])
-        right.set(xlabel="loop", ylabel="exit probability")
-
-
-def draw_depth_curve(result: dict, path, beside: dict[str, dict] | None = None):
-    """Loss and norms over depth; and every model's exit gap against its norm (readout, figure 1)."""
-    with canvas(path, 3) as (left, middle, right):
-        left.plot(result["loop"], result["ce"], marker=".")
-        left.axvline(result["trained_loops"], linestyle=":", color="gray")
-        left.set(xlabel="loops K", ylabel="cross-entropy")
-        middle.plot(result["loop"], result["norm_before"], marker=".", label="before the norm between loops")
-        middle.plot(result["loop"][:-1], result["norm_after"], marker=".", label="after")
-        middle.set(xlabel="loop", ylabel="||h||")
-        log_if_positive(middle, result["norm_before"], result["norm_after"])
-        legend(middle)
-        draw_quadrant(right, {"this model": result, **(beside or {})})
-
-
-def draw_quadrant(axis, results: dict[str, dict]):
-    for name, result in results.items():
-        axis.plot(result["exit_gap"], result["final_norm"], "o", label=name)
-    gaps = [result["exit_gap"] for result in results.values()]
-    axis.set_xscale("symlog", linthresh=0.1)
-    axis.set(yscale="log", xlabel="CE(1) - CE(N)", ylabel="||H_N||", xlim=(min(0, *gaps) - 0.01, max(0, *gaps) + 0.01))
-    at_least_a_decade(axis)
-    axis.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1))
-
-
-def draw_spectral(result: dict, path):
+def spectral(result: dict) -> list:
     bars = {"radius of A": result["A"]["spectral_radius"], "norm of A": result["A"]["spectral_norm"]}
     bars["norm of B"] = result["B"]["spectral_norm"]
     if "C" in result:
-        bars |= {"norm of C": result["C"]["spectral_norm"], "expansion of C": result["C"]["expansion"]}
-    with canvas(path, 2) as (left, right):
-        left.bar(list(bars), list(bars.values()))
-        left.axhline(1, linestyle=":", color="gray")
-        left.tick_params(axis="x", rotation=30)
-        points = [(i, value) for i, value in enumerate(result["A"]["expansion"]) if value is not None]
-        if points:
-            right.plot(*zip(*points), marker="o")
-        right.set(xlabel="loop", ylabel="||A h|| / ||h||")
+        bars |= {"norm of C": result["C"]["spectral_norm"], "expansion by C": result["C"]["expansion"]}
+    loops = range(len(result["A"]["expansion"]))
+    expansion = {"": result["A"]["expansion"]}
+    return [
+        Bars(
+            "The linear maps of a loop", "A meets the state, B the input, C the coda", bars, levels={"stable below": 1}
+        ),
+        over_loops("What A does to the states that occur", "‖Ah‖ / ‖h‖", expansion, loops),
+    ]
 
 
-def draw_state_dynamics(result: dict, path):
-    with canvas(path, 3) as (left, middle, right):
-        left.plot(result["loop"], result["state_norm"], label="||h_T||")
-        left.plot(result["loop"], result["change"], label="||h_T - h_(T-1)||")
-        left.set(xlabel="T")
-        log_if_positive(left, result["state_norm"], result["change"])
-        for t, norms in enumerate(result["stage_norms"]):
-            middle.plot(result["stages"], norms, color=colour(t, len(result["stage_norms"])))
-        middle.set(ylabel="norm by stage, dark: first loop")
-        right.plot(list(result["prelude"]), list(result["prelude"].values()), marker="o")
-        right.set(ylabel="norm in the prelude")
-        for axis in (middle, right):
-            axis.tick_params(axis="x", rotation=30)
-        legend(left)
+STAGES = {
+    "start": "start of the loop",
+    "injected": "after the injection",
+    "gated": "after the gate",
+    "input": "input of the loops",
+}
 
 
-def draw_gradient_norms(result: dict, path):
-    with canvas(path) as (axis,):
-        for name, block in result["blocks"].items():
-            steadiness = "" if block["oscillation"] is None else f" ({block['oscillation']:.2f})"
-            axis.plot(result["step"], block["norm"], label=name + steadiness)
-        log_if_positive(axis, *(block["norm"] for block in result["blocks"].values()))
-        axis.set(xlabel="step", ylabel="gradient norm (oscillation)")
-        legend(axis)
+def stage_name(stage: str) -> str:
+    return STAGES.get(stage, layer_name(stage))
 
 
-def draw_training(series: dict[str, dict], path):
+def state_dynamics(result: dict) -> list:
+    loops, norms = result["loop"], result["stage_norms"]
+    curves = {"norm of the state": result["state_norm"], "its change in a loop": result["change"]}
+    stages = [
+        Line(stage_name(stage), [(t, norms[t - 1][i]) for t in loops], ordered(i, len(result["stages"])))
+        for i, stage in enumerate(result["stages"])
+    ]
+    prelude = {stage_name(name): value for name, value in result["prelude"].items()}
+    return [
+        over_loops("The state and its change", "norm", curves, loops, log_y=spread(*curves.values())),
+        Chart("Norms inside the loops", "loops", "norm", stages, log_y=spread(*norms), whole_x=True),
+    ] + ([Bars("Norms before the first loop", "norm", prelude)] if len(prelude) > 1 else [])
+
+
+def gradient_norms(result: dict) -> list:
+    lines = [
+        Line(layer_name(name), list(zip(result["step"], block["norm"])), named(i))
+        for i, (name, block) in enumerate(result["blocks"].items())
+    ]
+    log = spread(*(block["norm"] for block in result["blocks"].values()))
+    return [Chart("Gradients of blocks", "step", "gradient norm", lines, log_y=log, whole_x=True)]
+
+
+# Readouts
+
+
+def radial_gradient(result: dict) -> list:
+    loops, words = result["loop"], {"": result["margin"]}
+    return [
+        over_loops("How much of the gradient is along the state", "fraction r", {"": result["r"]}, loops, log_y=True),
+        over_loops("What scale does to the loss", "dL / dlog‖H‖", {"": result["g"]}, loops),
+        over_loops("How sure the readout is", "top logit minus second", words, loops),
+    ]
+
+
+def scale_sweep(result: dict) -> list:
+    line = Line("", list(zip(result["alpha"], result["ce"])))
+    return [Chart("Loss of a rescaled state", "scale α", "cross-entropy", [line], True, marks={"as it is": 1.0})]
+
+
+CLAMPS = {"unclamped": "as it is", "freeze": "scale held", "remove_radial": "radial part left out"}
+
+
+def radial_clamp(result: dict) -> list:
+    held = {name: words for name, words in CLAMPS.items() if name != "unclamped"}
+    return [
+        Bars(
+            "Cost of clamping", "change of cross-entropy", {words: result[n]["delta_ce"] for n, words in held.items()}
+        ),
+        Bars(
+            "Norm under the clamp", "‖H‖, as it is: 1", {words: result[n]["norm_ratio"] for n, words in held.items()}
+        ),
+    ]
+
+
+def update_decomposition(result: dict) -> list:
+    loops = result["loop"]
+    scale = Line("measured", list(zip(loops, result["scale"])))
+    lemma = [(k + 1, value) for k, value in zip(loops, result["predicted_next_scale"])]
+    turns = {"across the state": result["b_perp"], "turn times scale (lemma 2)": result["turn_times_scale"]}
+    updates = {"along the state": result["a_rad"], "whole update": result["b"]}
+    return [
+        Chart("Scale", "loops", "RMS", [scale, Line("lemma 2", lemma, "c1", dashed=True)], whole_x=True),
+        over_loops("Updates", "RMS", updates, loops),
+        over_loops("Turning", "RMS", turns, loops),
+    ]
+
+
+KINDS = {"white_space": "white space", "special": "special tokens"}
+
+
+def token_norms(result: dict) -> list:
+    groups = {"all tokens": result}
+    groups |= {KINDS.get(name, name): n for name, n in result.get("classes", {}).items() if n["tokens"] > 1}
+    names = {"median": "median", "mean": "mean", "p99": "99th percentile", "max": "largest"}
+    log = spread([group[key] for group in groups.values() for key in names])
+    charts = [
+        Bars(f"Norms of {group}", "‖H‖ of a token", {words: found[key] for key, words in names.items()}, log=log)
+        for group, found in groups.items()
+    ]
+    return on_one_scale(charts)
+
+
+def future_signal(result: dict) -> list:
+    """A line for each loop k, over how many loops later a loss is."""
+    count = len(result["loop"])
+    sizes = [
+        Line(f"loop {k}", list(enumerate(values)), ordered(i, count))
+        for i, (k, values) in enumerate(zip(result["loop"], result["size"]))
+    ]
+    constants = [
+        Line(f"loop {k}", list(enumerate(values, start=1)), ordered(i, count))
+        for i, (k, values) in enumerate(zip(result["loop"], result["constant"]))
+    ]
+    x = "loops later"
+    return [
+        Chart("What losses see of a loop's scale", x, "size", sizes, log_y=spread(*result["size"]), whole_x=True),
+        Chart("The constant of the bound", x, "size · scale / loops later", constants, whole_x=True),
+    ]
+
+
+def exit_weighted(result: dict) -> list:
+    losses = {"of mixed logits": "ce", "mean over exits": "expected_ce", "last loop alone": "last_ce"}
+    return [
+        Bars("Loss", "cross-entropy", {words: result[key] for words, key in losses.items()}),
+        Bars("Where tokens exit", "share", {f"loop {k}": p for k, p in zip(result["loop"], result["exit"])}),
+    ]
+
+
+def training(series: dict[str, dict]) -> list:
     """What a run's metrics.jsonl says of the same quantity over its steps."""
-    with canvas(path) as (axis,):
-        for name, points in series.items():
-            axis.plot(points["step"], points["value"], label=name)
-        log_if_positive(axis, *(points["value"] for points in series.values()))
-        axis.set(xlabel="step")
-        legend(axis)
+    lines = []
+    for i, (name, points) in enumerate(series.items()):
+        words = layer_name(name).replace("/", ", ").replace("_", " ")
+        color = ordered(i, len(series)) if "/loop_" in name else named(i)
+        lines.append(Line(words, list(zip(points["step"], points["value"])), color))
+    y = lines[0].name.split(",")[0] if lines else ""
+    log = spread(*(points["value"] for points in series.values()))
+    return [Chart("While the model trained", "step", y, lines, log_y=log)]
+
+
+CHARTS = {
+    chart.__name__: chart
+    for chart in (
+        residual_norm,
+        loop_cosine,
+        loop_cosine_fresh,
+        update_size,
+        premises,
+        theorem_1,
+        theorem_2,
+        theorem_3,
+        norm_trajectory,
+    )
+    + (lr_transfer, radial_gradient, scale_sweep, radial_clamp, update_decomposition, token_norms, future_signal)
+    + (exit_weighted, depth_curve, spectral, state_dynamics, gradient_norms)
+}

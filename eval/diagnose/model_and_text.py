@@ -33,6 +33,7 @@ class ModelAndText:
     where: dict  # what the model and the tokens are
     records: list[dict]  # of the metrics.jsonl of a training run
     tokenizer: str | Path | None = None
+    is_fresh: bool = False  # not trained
 
     @property
     def config(self) -> LoopedConfig:
@@ -92,7 +93,7 @@ def open_model_and_text(
         batch["initial_state"] = model.sample_initial_state(*ids.shape, torch.Generator().manual_seed(state_seed))
     where = {"model": made, "text": read, "rows": rows, "length": length, "state_seed": state_seed, "dtype": dtype}
     records = [] if run is None else read_metrics(run / "metrics.jsonl")
-    return ModelAndText(model, batch, where, records, tokenizer)
+    return ModelAndText(model, batch, where, records, tokenizer, is_fresh=folder is None)
 
 
 def config_fields(target: str) -> dict:

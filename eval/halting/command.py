@@ -9,7 +9,8 @@ perplexity is at most 1 + budget times that of full depth; on another slice, wit
     tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
                 in the model's generation_config.json, which generate then follows
 
-Prints perplexity, loops and speed-up, and writes halting.json and halting.png (perplexity over tokens/s).
+Prints perplexity, loops and speed-up, and writes halting.json, a page of it, halting.html, and halting.svg
+(perplexity over tokens/s).
 """
 
 import argparse
@@ -34,7 +35,7 @@ from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
-from .plots import draw
+from .page import write_page
 
 
 BEST = "the cheapest"
@@ -62,7 +63,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
     parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
-    parser.add_argument("--output", help="folder for halting.json and halting.png; default: runs/halting/<model>")
+    parser.add_argument("--output", help="folder for halting.json, .html and .svg; default: runs/halting/<model>")
     return parser.parse_args(arguments)
 
 
@@ -296,8 +297,8 @@ def run(args) -> Path:
         "result": {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)},
     }
     write_json(output / "halting.json", content, args.command, digits=6)
-    draw(fixed, halting, args.budget[0], output / "halting.png")
-    print("", output / "halting.json", output / "halting.png", sep="\n")
+    write_page(name, content, output)
+    print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
     if args.write is not None:
         print(write_threshold(model, folder, args.write, tokens, args))
     return output

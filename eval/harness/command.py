@@ -4,7 +4,7 @@
 
 lm-eval's own spellings are taken too (--output_path, num_loops among the --model_args). Tasks are lm-eval's and those
 of eval/tasks. With --output, the results of each depth are what lm-eval would have written for it, in loops_1,
-loops_2, ...; beside them depth.md and depth.png. --use_cache keeps the answers of all depths in one file.
+loops_2, ...; beside them depth.md and depth.svg. --use_cache keeps the answers of all depths in one file.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
-from looped_eval.common.curves import Curves, draw, table
+from looped_eval.common.curves import Curves, chance_of, draw, table
 from looped_recipes.common.command_line import check_device
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import provenance
@@ -114,6 +114,12 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
     return curves
 
 
+def chances(curves: Curves, results: dict[int, dict]) -> dict[str, float]:
+    """{measure: what guessing scores}, as far as it is known."""
+    configs = next(iter(results.values())).get("configs")
+    return {measure: level for measure in curves if (level := chance_of(measure, configs)) is not None}
+
+
 def main(arguments: list[str]):
     setup_logging()
     sys.argv[1:] = as_lm_eval_spells(arguments)  # lm-eval reads it again
@@ -143,4 +149,4 @@ def main(arguments: list[str]):
     print(table(curves))
     if config.output_path:
         write_whole(Path(config.output_path) / "depth.md", table(curves))
-        draw(curves, Path(config.output_path) / "depth.png")
+        draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))

@@ -13,9 +13,9 @@ Columns of the table: see eval/laws/run_table.py. N counts the tables of value e
 --effective-parameters or --flops names another column; the result says which it was. Runs of mean depth 1 are the
 baseline of figure 6, and no law is fitted to them.
 
-The laws are those of Parcae (section 5, appendices K and L). Each writes LAW.json and LAW.png to --output. A fit that
-did not converge, or that the runs do not determine, says so and gives no number. Intervals are 95 % of --bootstrap
-refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
+The laws are those of Parcae (section 5, appendices K and L). Each writes LAW.json, LAW.svg and a page, LAW.html,
+to --output. A fit that did not converge, or that the runs do not determine, says so and gives no number. Intervals are
+95 % of --bootstrap refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from .analyses import conditioning, isoflop, parametric, test_time, unified
 from .fitting import Fit, FitError
 from .forms import CONDITIONING
 from .frontier import is_fixed_depth
-from .plots import draw
+from .page import write_page
 from .run_table import Table, collect, read_table, write_table
 
 
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("law", choices=laws, metavar="LAW", help=" | ".join(laws))
     parser.add_argument("inputs", nargs="+", metavar="RUNS", help="a table of runs; run folders for collect")
     parser.add_argument(
-        "--output", default=None, help="folder of LAW.json and LAW.png (runs/laws); collect: the table"
+        "--output", default=None, help="folder of LAW.json, .svg and .html (runs/laws); collect: the table"
     )
     parser.add_argument("--held-out", metavar="RUNS", help="a table of runs to predict")
     parser.add_argument("--by", metavar="COLUMN", help="fit the runs of each value of a column apart, e.g. parameters")
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
         write_json(output / f"{name}.json", result, args.command)
         show(result)
         if result.get("converged", True):
-            draw(args.law, result, part, fitted, output / f"{name}.png")
+            write_page(args.law, result, part, fitted, output / name)
         else:
             failed = True
         print(f"written: {output / name}.json")

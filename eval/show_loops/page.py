@@ -3,11 +3,11 @@
 from html import escape
 from typing import NamedTuple
 
-from looped_eval.common.page import document
+from looped_eval.common.page import Explanation, Raw, Section, Table, to_html
 
 
-# from few loops to many, ever darker, so that it also reads in grey
-SCALE = [(0xEA, 0xF6, 0xF2), (0xC3, 0xE5, 0xD3), (0xF3, 0xC8, 0x6B), (0xF4, 0x95, 0x55), (0xC8, 0x3E, 0x5C)]
+# from few loops to many, ever darker, so that it also reads in grey; the same behind light and dark pages
+SCALE = [(0xFF, 0xF1, 0xCC), (0xFB, 0xD0, 0x7F), (0xF0, 0xA0, 0x4B), (0xC2, 0x41, 0x4F), (0x6B, 0x22, 0x6E)]
 
 
 class Token(NamedTuple):
@@ -142,45 +142,49 @@ def legend(shown: Shown) -> str:
 
 
 STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1d2329; background: #f4f5f6; margin: 0; padding: 2.5rem 1rem }
-main { max-width: 58rem; margin: auto; background: #fff; border-radius: 14px; padding: 2rem 2.4rem;
-       box-shadow: 0 1px 3px #0002, 0 12px 32px #0000000f }
-header { display: flex; flex-wrap: wrap; gap: 1rem 3rem; align-items: flex-end; justify-content: space-between;
-         border-bottom: 1px solid #e6e8ea; padding-bottom: 1.2rem }
-h1 { font-size: 1.05rem; font-weight: 600; margin: 0 0 .3rem } h1 + p { margin: 0 } header small { color: #68717a }
-.mean { font-size: 2.6rem; font-weight: 700; letter-spacing: -.02em; line-height: 1.1 }
-.mean small { font-size: 1rem; font-weight: 400; letter-spacing: 0 }
-.bars { display: flex; gap: 6px; align-items: flex-end } .bar { text-align: center; min-width: 34px; font-size: 12px }
-.bar div { border-radius: 4px 4px 0 0 } .bar span { color: #68717a } .bar b { display: block }
+.bars { display: flex; flex-wrap: wrap; gap: 6px; align-items: flex-end; margin: 1rem 0 } .bar { text-align: center;
+        min-width: 34px; font-size: 13px } .bar div { border-radius: 4px 4px 0 0 } .bar b { display: block }
 .text { font: 15px/1.95 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
-        overflow-wrap: anywhere; margin: 1.6rem 0 }
-.prompt { color: #68717a } .t { outline: 0; cursor: default }
-.t > span:first-child { border-radius: 4px; padding: 2px 0 }
-.t:hover > span:first-child, .t:focus > span:first-child { box-shadow: 0 0 0 2px #1d2329 } .t i { opacity: .45 }
-.card { display: none; position: fixed; right: 1.2rem; bottom: 1.2rem; z-index: 1; width: 240px; background: #fff;
-        border-radius: 12px; padding: .9rem 1.1rem; box-shadow: 0 2px 6px #0002, 0 16px 40px #0003;
+        overflow-wrap: anywhere; margin: 1rem 0; max-width: 58rem }
+.prompt, .bar span { color: var(--quiet) } .t { outline: 0; cursor: default }
+.t > span:first-child { border-radius: 4px; padding: 2px 0 } .t i { opacity: .6 }
+.t:hover > span:first-child, .t:focus > span:first-child { box-shadow: 0 0 0 2px var(--ink) }
+.card { display: none; position: fixed; right: 1.2rem; bottom: 1.2rem; z-index: 1; width: 240px; color: var(--ink);
+        background: var(--panel); border: 1px solid var(--line); border-radius: 12px; padding: .9rem 1.1rem;
         font: 14px/1.4 system-ui, sans-serif; white-space: normal; text-align: center }
 .t:hover .card, .t:focus:not(:hover) .card { display: block } .card > * { display: block }
 .t:hover .card { z-index: 2 } .piece { font: 600 17px ui-monospace, Menlo, monospace; overflow-wrap: anywhere }
-small { color: #68717a } footer { color: #68717a; font-size: 13px; border-top: 1px solid #e6e8ea; padding-top: 1rem }
-svg { margin: .3rem 0 } svg text { font: 11px system-ui, sans-serif; fill: #68717a; text-anchor: middle }
-polyline { fill: none; stroke: #c83e5c; stroke-width: 2 } .ahead { stroke: #b9c0c6; stroke-dasharray: 3 3 }
-circle.run, circle.exit { fill: #c83e5c } circle.ahead { fill: #b9c0c6 } .axis { stroke: #d5d9dc }
-.limit { stroke: #1d2329; stroke-dasharray: 2 3 }
+.card svg { margin: .3rem 0 } .card text { font: 11px system-ui, sans-serif; fill: var(--quiet); text-anchor: middle }
+.card polyline { fill: none; stroke: var(--c5); stroke-width: 2 } .card .run, .card .exit { fill: var(--c5) }
+.card polyline { fill: none } .card polyline.ahead { stroke: var(--quiet); stroke-dasharray: 3 3 }
+.card circle.ahead { fill: var(--quiet) } .axis { stroke: var(--line) } .limit { stroke: var(--ink) }
+.limit { stroke-dasharray: 2 3 }
 """
+EXPLANATION = Explanation(
+    "A token's colour says after how many loops it was written; the darker, the more. Under the pointer, or the "
+    "finger: its logit margin over loops, from one pass over the whole text at full depth; dashed beyond its exit.",
+    "Easy tokens, such as the rest of a word, take few loops, and hard ones more. Where all take the same, the "
+    "criterion or its threshold tells nothing apart.",
+)
+
+
+def finding(shown: Shown) -> str:
+    counts, total = shown.counts(), len(shown.tokens)
+    usual = max(counts, key=counts.get)
+    if not total:
+        return "No token was written."
+    if counts[usual] == total:
+        return f"Every token took {plural(usual, 'loop')} of {shown.num_loops}."
+    words = f"A token took {shown.mean_loops:.2f} of {shown.num_loops} loops in the mean"
+    return f"{words}; {counts[usual]} of {total} took {plural(usual, 'loop')}."
 
 
 def page(shown: Shown) -> str:
-    facts = " · ".join(f"{escape(name)} {escape(value)}" for name, value in shown.facts.items())
-    body = (
-        "<main><header>\n"
-        f'<div><h1>Loops of every token</h1><p class="mean">{shown.mean_loops:.2f} '
-        f"<small>of {shown.num_loops} loops, {plural(len(shown.tokens), 'token')}</small></p>"
-        f"<small>{escape(shown.rule)}</small></div>\n"
-        f'<div><div class="bars">{legend(shown)}</div><small>tokens by their loops</small></div></header>\n'
-        f'<div class="text"><span class="prompt">{escape(visible(shown.prompt))}</span>{spans(shown)}</div>\n'
-        "<footer>Colour: the loops that a token took. Under the pointer: its logit margin over loops, from one pass "
-        f"over the whole text at full depth; dashed beyond its exit.<br>{facts}</footer>\n"
-        "</main>"
-    )
-    return document("Loops of every token", STYLE, body)
+    facts = [[name, value] for name, value in {"rule": shown.rule, **shown.facts}.items()]
+    text = f'<span class="prompt">{escape(visible(shown.prompt))}</span>{spans(shown)}'
+    sections = [
+        Section("The text", [Raw(f'<div class="text">{text}</div>'), EXPLANATION]),
+        Section("Tokens by their loops", [Raw(f'<div class="bars">{legend(shown)}</div>')]),
+        Section("How it was written", [Table(["", ""], facts)]),
+    ]
+    return to_html("Loops of every token", sections, [finding(shown)], STYLE)

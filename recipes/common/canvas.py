@@ -3,12 +3,6 @@
 from contextlib import contextmanager
 
 
-def as_label(name: str) -> str:
-    """A name for a legend, in which matplotlib sees neither formulas nor, at a leading underscore, nothing to show."""
-    escaped = name.replace("$", r"\$")
-    return f" {escaped}" if escaped.startswith("_") else escaped
-
-
 @contextmanager
 def canvas(
     file, count: int = 1, columns: int = 4, size: tuple[float, float] = (3.6, 2.9), dpi: int = 100, share=False

@@ -1,0 +1,73 @@
+"""What the measures found, as sections of a page: those of the model itself, then those of fresh models."""
+
+from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, single_numbers
+from looped_recipes.common.axis import written
+
+from . import figures
+from .readings import READINGS, Reading
+
+
+HEADLINES = ("depth_curve", "norm_trajectory", "radial_gradient")
+PARTS = {"loop_cosine": ("loop_cosine", "loop_cosine_fresh")}  # of the model, and of fresh ones
+
+
+def parts(name: str, result: dict) -> list[str]:
+    """The readings that a measure's result gives."""
+    return [part for part in PARTS.get(name, (name,)) if part != "loop_cosine_fresh" or "looped" in result]
+
+
+def said(reading: Reading, result: dict) -> str:
+    try:
+        return reading.finding(result)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # None stands where a number was not finite
+        return "Some of what was measured is not a finite number."
+
+
+def charts_of(name: str, result: dict, beside: dict[str, dict] | None = None) -> list:
+    """Everything that is drawn of a result."""
+    drawn = [chart for part in parts(name, result) for chart in figures.CHARTS[part](result)]
+    if beside:
+        drawn = figures.depth_curve(result, beside)
+    return drawn + figures.training(result.get("training", {}))
+
+
+def numbers(result: dict) -> Table:
+    rows = [
+        [name.replace("_", " ").replace(".", ", "), written(value) if isinstance(value, float) else str(value)]
+        for name, value in single_numbers(result).items()
+        if value is not None
+    ]
+    return Table(["", ""], rows)
+
+
+def measured(part: str, result: dict) -> list:
+    """The blocks of one reading, its finding first."""
+    reading = READINGS[part]
+    charts = figures.CHARTS[part](result)
+    if not reading.fresh:
+        charts += figures.training(result.get("training", {}))
+    blocks = [Finding(said(reading, result)), Charts(charts), reading.explanation]
+    table = numbers({key: value for key, value in result.items() if key != "training"})
+    return blocks + ([Folded("Numbers", table)] if table.rows else [])
+
+
+def sections(results: dict[str, dict], left_out: dict[str, str] | None = None) -> list[Section]:
+    """results: {measure: result}; left_out: {measure: why}."""
+    found = [(part, result) for name, result in results.items() for part in parts(name, result)]
+    found.sort(key=lambda each: list(READINGS).index(each[0]))
+    own = [Section(READINGS[part].title, measured(part, r)) for part, r in found if not READINGS[part].fresh]
+    fresh = []
+    for part, result in found:
+        if READINGS[part].fresh:
+            fresh += [Heading(READINGS[part].title), *measured(part, result)]
+    if fresh:
+        words = "These measures make models anew, with random weights, and say nothing of what a model has learned."
+        own.append(Section("Fresh models of this config", [Text(words), *fresh]))
+    if left_out:
+        lines = [Text(f"{READINGS[name].title}: {why}.") for name, why in left_out.items()]
+        own.append(Section("What does not apply", lines))
+    return own
+
+
+def headlines(results: dict[str, dict]) -> list[str]:
+    return [said(READINGS[name], results[name]) for name in HEADLINES if name in results]

@@ -1,0 +1,124 @@
+"""What halting found, as sections of a page and as a chart."""
+
+import math
+from pathlib import Path
+
+from looped_eval.common.page import Charts, Explanation, Section, Table, Text, to_html
+from looped_recipes.common.axis import written
+from looped_recipes.common.chart import Chart, Line, named, save_charts
+from looped_recipes.common.files import write_whole
+
+
+EXPLANATION = Explanation(
+    "On one slice of text each criterion gets the threshold with the fewest loops within the budget of perplexity; "
+    "what it then costs and saves is measured on another slice.",
+    "Exits beat every fixed depth: fewer loops at the same perplexity. Where one loop alone stays within the budget, "
+    "a high speed-up means that the model makes no use of its loops.",
+    "Readout Blind Spot, table 13, sequences, budget 1 %: 3.39 to 3.77 times as fast in 1.00 loops of 4 with normed "
+    "readouts, which make no use of depth; 1.29 to 2.09 times in 1.76 to 2.60 loops with the scale held.",
+)
+COLUMNS = {
+    "loops": "loops",
+    "criterion": "criterion",
+    "budget": "budget",
+    "threshold": "threshold",
+    "mean_loops": "mean loops",
+    "perplexity": "perplexity",
+    "ratio": "against full depth",
+    "speedup": "speed-up",
+    "predicted_speedup": "speed-up by FLOPs",
+    "measured_speedup": "speed-up measured",
+    "tokens_per_second": "tokens/s",
+}
+
+
+def in_words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def cell(key: str, value) -> str:
+    if isinstance(value, str):
+        return in_words(value)
+    if value is None or not math.isfinite(value):
+        return "never"
+    if key == "budget":
+        return percent(value)
+    return f"{value:,.0f}" if key == "tokens_per_second" else f"{value:.4f}" if key == "ratio" else written(value)
+
+
+def table(rows: list[dict]) -> Table:
+    keys = [key for key in COLUMNS if key in rows[0]]
+    return Table([COLUMNS[key] for key in keys], [[cell(key, row.get(key)) for key in keys] for row in rows])
+
+
+def finding(result: dict) -> str:
+    """The fastest way to halt sequences within the first budget, beside the shallowest fixed depth within it."""
+    fixed, budget = result["fixed"], result["halting"][0]["budget"]
+    full = fixed[-1]["loops"]
+    best = max((row for row in result["halting"] if row["budget"] == budget), key=lambda row: row["measured_speedup"])
+    name, speed = in_words(best["criterion"]), best["measured_speedup"]
+    if speed <= 1:
+        return (
+            f"No criterion pays within {percent(budget)} of perplexity: {name}, the fastest, scores text "
+            f"{speed:.2f} times as fast as {full} loops."
+        )
+    cost = best["ratio"] - 1
+    words = (
+        f"Exits by {name} score text {speed:.2f} times as fast as {full} loops, in {best['mean_loops']:.2f} loops and "
+        f"for {percent(abs(cost))} {'more' if cost >= 0 else 'less'} perplexity"
+    )
+    words += f", beyond the {percent(budget)} that were calibrated for" if cost > budget else ""
+    shallow = next(row for row in fixed if row["ratio"] <= 1 + budget)
+    if shallow["loops"] == full:
+        return f"{words}. No fixed depth below {full} stays within {percent(budget)}."
+    count = f"{shallow['loops']} loop{'s' * (shallow['loops'] != 1)}"
+    return f"{words}. {count} for all text: {shallow['speedup']:.2f} times as fast, within {percent(budget)}."
+
+
+def charts(result: dict) -> list[Chart]:
+    """Fixed depths as one line, each criterion as another through its budgets; right and low is good."""
+    fixed, budget = result["fixed"], result["halting"][0]["budget"]
+
+    def points(rows: list[dict]) -> list[tuple[float, float]]:
+        return [(row["tokens_per_second"], row["perplexity"]) for row in rows]
+
+    depths = [f"{row['loops']} loop{'s' * (row['loops'] != 1)}" for row in fixed]
+    lines = [Line("fixed depth", points(fixed), "ink", labels=depths)]
+    for i, name in enumerate(dict.fromkeys(row["criterion"] for row in result["halting"])):
+        rows = [row for row in result["halting"] if row["criterion"] == name]
+        lines.append(Line(in_words(name), points(sorted(rows, key=lambda row: row["tokens_per_second"])), named(i)))
+    values = [row["perplexity"] for row in fixed]
+    limit = {f"{percent(budget)} worse": (1 + budget) * values[-1]}
+    title, log = "Sequences: right and low is good", max(values) > 5 * min(values)
+    pareto = Chart(title, "tokens/s of scoring", "perplexity", lines, log_y=log, levels=limit)
+    loops = [(row["mean_loops"], row["ratio"]) for row in result["tokens"]]
+    words = [in_words(row["criterion"]) for row in result["tokens"]]
+    tokens = [
+        Line(name, [point], named(i), joined=False, labels=[name]) for i, (name, point) in enumerate(zip(words, loops))
+    ]
+    return [pareto, Chart("Tokens: left and low is good", "mean loops", "perplexity, full depth: 1", tokens)]
+
+
+def sections(content: dict) -> list[Section]:
+    """content: of halting.json."""
+    result = content["result"]
+    parts = [
+        Section("Exits and fixed depths", [Charts(charts(result)), EXPLANATION]),
+        Section("Fixed depth", [table(result["fixed"])]),
+        Section("Sequences that leave their batch", [table(result["halting"])]),
+        Section("Tokens that exit by themselves", [table(result["tokens"])]),
+    ]
+    where = f"{content['sequences']} sequences of {content['length']} tokens in each slice, {content['text']}."
+    notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in content.get("notes", [])]
+    return [*parts, Section("How it was measured", [Text(where), *notes])]
+
+
+def write_page(name: str, content: dict, folder: Path):
+    """halting.html and, of its charts alone, halting.svg."""
+    save_charts(charts(content["result"]), folder / "halting.svg")
+    page = to_html(f"Early exit of {name}", sections(content), [finding(content["result"])])
+    write_whole(folder / "halting.html", page)

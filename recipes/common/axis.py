@@ -1,0 +1,89 @@
+"""The scale of one axis of a chart, and ticks whose labels have room."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def written(value: float, digits: int = 4) -> str:
+    """A number as people write it: 1,500, 2.02, 0.0031, 3.1×10⁻⁷."""
+    if value == 0 or not math.isfinite(value):
+        return {True: "0"}.get(value == 0, "not a number" if math.isnan(value) else "infinite")
+    size = math.floor(math.log10(abs(value)) + 1e-9)
+    if not -4 <= size < 6:
+        head = f"{value / 10**size:.{max(0, min(digits, 3) - 1)}f}".rstrip("0").rstrip(".")
+        power = f"10{str(size).translate(SUPERSCRIPTS)}"
+        return power if head == "1" else f"−{power}" if head == "-1" else f"{head}×{power}".replace("-", "−")
+    text = f"{value:,.{max(0, digits - 1 - size)}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
+
+
+def width_of(text: str, size: float = 11) -> float:
+    """About how wide a text is; rather too wide."""
+    return sum(0.35 if letter in " .,:;|il'()" else 0.95 if letter in "mwMW@—" else 0.62 for letter in text) * size
+
+
+@dataclass
+class Axis:
+    """Values between `low` and `high` as places between `start` and `end`."""
+
+    values: Iterable[float]
+    start: float
+    end: float
+    log: bool = False
+    whole: bool = False  # only whole numbers are ticks
+    at: list[float] | None = None  # the ticks, as far as they have room
+    margin: float = 0.04
+    low: float = field(init=False)
+    high: float = field(init=False)
+
+    def __post_init__(self):
+        scaled = [self.scaled(value) for value in self.values]
+        low, high = min(scaled), max(scaled)
+        least = 0.6 if self.log else 1.0 if self.whole else abs(high) * 0.02 or 1.0  # no noise blown up to a trend
+        if high - low < least:
+            middle = (low + high) / 2
+            low, high = middle - least / 2, middle + least / 2
+        around = self.margin * (high - low)
+        touches_zero = not self.log and not self.whole and 0 <= min(scaled) <= 0.02 * high
+        self.low, self.high = (0.0 if touches_zero else low - around), high + around
+
+    def scaled(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+    def place(self, value: float) -> float:
+        return self.start + (self.scaled(value) - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def candidates(self) -> list[list[float]]:
+        """Sets of ticks, from many to few."""
+        if self.at is not None:
+            ticks = sorted(set(self.at))
+            return [ticks[::every] for every in range(1, len(ticks) + 1)]
+        if self.log:
+            first, last = math.floor(self.low), math.ceil(self.high)
+            decades = range(first, last + 1)
+            sets = [[m * 10.0**d for d in decades for m in steps] for steps in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,))]
+            return sets + [[10.0**d for d in decades[::every]] for every in range(2, len(decades) + 1)]
+        size = 10 ** math.floor(math.log10(self.high - self.low))
+        steps = [s * size for s in (0.05, 0.1, 0.2, 0.5, 1, 2, 5)]
+        steps = [step for step in steps if not self.whole or step >= 1 and step % 1 == 0] or [1.0]
+        return [
+            [n * step for n in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+            for step in steps
+        ]
+
+    def ticks(self, label=written, room: float | None = None, most: int = 7) -> list[tuple[float, str]]:
+        """(place, label): the largest set without an overlap. room: of every label; by default as wide as it is."""
+        for ticks in self.candidates():
+            inside = [tick for tick in ticks if self.low - 1e-9 <= self.scaled(tick) <= self.high + 1e-9]
+            places = [(self.place(tick), label(tick)) for tick in inside]
+            rooms = [room or width_of(text) + 8 for _, text in places]
+            apart = all(
+                abs(b[0] - a[0]) >= (ra + rb) / 2 for a, b, ra, rb in zip(places, places[1:], rooms, rooms[1:])
+            )
+            if places and apart and len(places) <= most:
+                return places
+        return [(self.place(value), label(value)) for value in self.at or [] if value == min(self.at)]

@@ -1,0 +1,315 @@
+"""Charts as SVG: lines over numbers, bars of names, a matrix. Every value is shown under the pointer.
+
+    chart = Chart("2 loops are best", "loops", "bits per byte", [Line("held out", [(1, 2.05), (2, 2.02)])])
+    chart.svg()                              # inside a page that has chart_style.STYLE
+    save_charts([chart], "depth.svg")        # a picture of its own
+
+A chart is 360 units wide and as wide as its place: legible at 340 pixels. What has no finite value is left out, and a
+chart without any says so by `is_empty`.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from html import escape
+
+from looped_recipes.common.axis import Axis, width_of, written
+from looped_recipes.common.chart_style import STEPS, STYLE
+from looped_recipes.common.files import write_whole
+
+
+WIDTH, LEFT, RIGHT, PLOT = 360, 46, 12, 170
+MANY = 300  # points of a line; more are not seen
+
+
+def ordered(i: int, count: int) -> str:
+    """The colour of the i-th of `count` things with an order, such as loops."""
+    return f"q{round(i * (STEPS - 1) / max(1, count - 1))}"
+
+
+def named(i: int) -> str:
+    """The colour of the i-th of things without an order, such as runs."""
+    return f"c{i % 8}"
+
+
+@dataclass
+class Line:
+    name: str
+    points: list[tuple[float, float]]
+    color: str = "c0"
+    dashed: bool = False
+    joined: bool = True
+    dots: bool = True
+    errors: list[float | None] | None = None
+    labels: list[str] | None = None  # beside the points, as far as there is room
+
+
+def wrapped(text: str, width: float, size: float) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        lines[-1:] = [longer] if not lines[-1] or width_of(longer, size) <= width else [lines[-1], word]
+    return lines
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(words)}</text>'
+
+
+def heading(title: str) -> tuple[list[str], float]:
+    """Its lines, and the height where they end."""
+    lines = wrapped(title, WIDTH - 8, 13) if title else []
+    return [text(4, 14 + 16 * i, line, "title") for i, line in enumerate(lines)], 16.0 * len(lines) + 6
+
+
+def drawing(parts: list[str], height: float, label: str) -> str:
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The least and the largest of every stretch of a long line."""
+    if len(points) <= MANY:
+        return points
+    size, kept = 2 * len(points) // MANY + 1, []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        kept += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+    return sorted({points[0], *kept, points[-1]})
+
+
+@dataclass
+class Chart:
+    title: str
+    x: str
+    y: str
+    lines: list[Line]
+    log_x: bool = False
+    log_y: bool = False
+    levels: dict[str, float] = field(default_factory=dict)  # dotted, across: chance, a limit
+    marks: dict[str, float] = field(default_factory=dict)  # dotted, upright: the trained depth
+    x_ticks: list[float] | None = None
+    whole_x: bool = False
+    ends: tuple[float, ...] = ()  # values that the upright axis reaches to, whatever is drawn
+
+    def fits(self, x, y) -> bool:
+        numbers = x is not None and y is not None and math.isfinite(x) and math.isfinite(y)
+        return numbers and (x > 0 or not self.log_x) and (y > 0 or not self.log_y)
+
+    def shown(self) -> list[Line]:
+        kept = []
+        for line in self.lines:
+            count = len(line.points)
+            columns = zip(line.points, line.errors or [None] * count, line.labels or [""] * count)
+            rows = [row for row in columns if self.fits(*row[0])]
+            if rows:
+                points, errors, labels = map(list, zip(*rows))
+                kept.append(replace(line, points=points, errors=errors, labels=labels))
+        return kept
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.shown()
+
+    def keys(self, lines: list[Line]) -> list[tuple[str, str, str]]:
+        """(class, colour, words) of every line that has to be told apart, and of what is dotted."""
+        kinds = ["dot" if not line.joined else "line dashed" if line.dashed else "line" for line in lines]
+        of_lines = [(kind, line.color, line.name) for kind, line in zip(kinds, lines) if line.name]
+        rows = of_lines if len(lines) > 1 or self.levels or self.marks else []
+        in_order = [row for row in rows if row[1][0] == "q"]
+        if len(in_order) > 8:  # a few of an order tell the rest
+            few = [in_order[i * (len(in_order) - 1) // 4] for i in range(5)]
+            rows = few + [row for row in rows if row not in in_order]
+        dotted = [f"{name} ({written(at)})" for name, at in (*self.levels.items(), *self.marks.items())]
+        return rows + [("rule", "", words) for words in dotted]
+
+    def svg(self) -> str:
+        lines = self.shown()
+        parts, top = heading(self.title)
+        x = 4.0
+        for kind, color, words in self.keys(lines):
+            words = words if width_of(words) < WIDTH - 40 else words[: int((WIDTH - 40) / 7)] + "…"
+            if x + 24 + width_of(words) > WIDTH and x > 4:
+                x, top = 4.0, top + 16
+            sign = f'<path class="{kind}" d="M{x:.0f} {top + 8:.0f}h16"/>'
+            if kind == "dot":
+                sign = f'<circle class="dot" cx="{x + 10:.0f}" cy="{top + 8:.0f}" r="3"/>'
+            parts.append(f'<g class="{color}">{sign}</g>')
+            parts.append(text(x + 20, top + 12, words, "key"))
+            x += 32 + width_of(words)
+        top += 36 if x > 4 else 18  # the name of the upright axis stands above it
+        parts.append(text(4, top - 7, self.y))
+        body, height = self.plot(lines, top)
+        return drawing(parts + body, height, self.title or f"{self.y} over {self.x}")
+
+    def plot(self, lines: list[Line], top: float) -> tuple[list[str], float]:
+        bottom = top + PLOT
+        ys = [y for line in lines for _, y in line.points]
+        ys += [y + sign * e for line in lines for (_, y), e in zip(line.points, line.errors) if e for sign in (-1, 1)]
+        ys = [y for y in (*ys, *self.levels.values(), *self.ends) if y > 0 or not self.log_y]
+        up = Axis(ys, bottom, top + 4, self.log_y)
+        labels = up.ticks(room=26)
+        left = max(24.0, max((width_of(words) for _, words in labels), default=0) + 10)
+        xs = [x for line in lines for x, _ in line.points] + list(self.marks.values())
+        across = Axis(xs, left, WIDTH - RIGHT, self.log_x, self.whole_x, self.x_ticks)
+        parts = []
+        for y, words in labels:
+            parts.append(f'<path class="grid" d="M{left:.1f} {y:.1f}H{WIDTH - RIGHT}"/>')
+            parts.append(text(left - 5, y + 4, words, "end"))
+        for x, words in across.ticks():
+            parts.append(f'<path class="grid" d="M{x:.1f} {bottom}v4"/>')
+            parts.append(text(min(x, WIDTH - width_of(words) / 2), bottom + 16, words, "middle"))
+        parts.append(f'<path class="grid" d="M{left:.1f} {bottom}H{WIDTH - RIGHT}"/>')
+        parts.append(text((left + WIDTH) / 2, bottom + 32, self.x, "middle"))
+        for name, level in self.levels.items():
+            parts.append(self.rule(f"M{left:.1f} {up.place(level):.1f}H{WIDTH - RIGHT}", name, level))
+        for name, mark in self.marks.items():
+            parts.append(self.rule(f"M{across.place(mark):.1f} {top}V{bottom}", name, mark))
+        taken = []
+        for line in lines:
+            parts += self.drawn(line, across, up, taken)
+        return parts, bottom + 40
+
+    @staticmethod
+    def rule(path: str, name: str, value: float) -> str:
+        return f'<path class="rule" d="{path}"><title>{escape(name)}: {written(value)}</title></path>'
+
+    def drawn(self, line: Line, across: Axis, up: Axis, taken: list) -> list[str]:
+        places = [(across.place(x), up.place(y)) for x, y in line.points]
+        parts = [f'<g class="{line.color}">']
+        if line.joined and len(places) > 1:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in thinned(places))
+            parts.append(f'<polyline class="line{" dashed" * line.dashed}" points="{path}"/>')
+        for (x, y), (_, value), error in zip(places, line.points, line.errors):
+            if error:
+                ends = [up.place(max(value + sign * error, 10**up.low if up.log else -math.inf)) for sign in (-1, 1)]
+                parts.append(f'<path class="line" d="M{x:.1f} {ends[0]:.1f}V{ends[1]:.1f}"/>')
+            if line.dots and len(places) <= 40 or not line.joined:
+                parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{3 if len(places) <= 25 else 2}"/>')
+        every = max(1, len(places) // 60)
+        for (x, y), values, error in list(zip(places, line.points, line.errors))[::every]:
+            said = f"{self.x} {written(values[0])}, {self.y} {written(values[1])}"
+            said = f"{line.name + ': ' if line.name else ''}{said}{f' ± {written(error)}' if error else ''}"
+            place = f'cx="{x:.1f}" cy="{y:.1f}"'
+            parts.append(f'<circle class="halo" {place} r="8"><title>{escape(said)}</title></circle>')
+        for (x, y), label in zip(places, line.labels):
+            parts += placed(label, x, y, up.start, taken)
+        return [*parts, "</g>"]
+
+
+def placed(label: str, x: float, y: float, bottom: float, taken: list) -> list[str]:
+    """A label beside a point, where no other one is."""
+    wide = width_of(label)
+    for left, base in ((x + 6, y - 5), (x - wide - 6, y - 5), (x + 6, y + 13), (x - wide - 6, y + 13)):
+        right, top, low = left + wide, base - 10, base + 3
+        free = all(right < a or c < left or low < b or d < top for a, b, c, d in taken)
+        if label and free and left > 40 and right < WIDTH and low < bottom:
+            taken.append((left, top, right, low))
+            return [text(left, base, label, "key")]
+    return []
+
+
+def box(color: str, x: float, y: float, wide: float, high: float, said: str, strength: float = 1.0) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}" fill-opacity="{strength:.2f}"'
+    return f'<g class="{color}"><rect class="bar" {place}><title>{escape(said)}</title></rect></g>'
+
+
+@dataclass
+class Bars:
+    """A bar for every name, with its value; lying, so that names have room."""
+
+    title: str
+    y: str
+    values: dict[str, float]
+    colors: dict[str, str] = field(default_factory=dict)
+    levels: dict[str, float] = field(default_factory=dict)
+    log: bool = False  # where values are of different sizes
+    ends: tuple[float, ...] = ()
+
+    def shown(self) -> dict[str, float]:
+        return {name: v for name, v in self.values.items() if v is not None and math.isfinite(v)}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.shown()
+
+    def svg(self) -> str:
+        values, (parts, top) = self.shown(), heading(self.title)
+        log = self.log and min(values.values()) > 0
+        names = {name: name if width_of(name) < 150 else name[:22] + "…" for name in values}
+        left = 12 + max(map(width_of, names.values()))
+        ends = [*values.values(), *self.levels.values(), *self.ends]
+        ends.append(min(ends) / 3 if log else 0.0)
+        axis = Axis(ends, left, WIDTH - 8 - max(width_of(written(v, 3)) for v in values.values()), log, margin=0)
+        dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in self.levels.items())
+        said = wrapped(f"{self.y}{', logarithmic' if log else ''}{dotted}", WIDTH - 8, 11)
+        parts += [text(4, top + 12 + 14 * i, line) for i, line in enumerate(said)]
+        top += 8 + 14 * len(said)
+        start = left if log else axis.place(0)
+        for i, (name, value) in enumerate(values.items()):
+            y, end = top + 22 * i, axis.place(value)
+            parts.append(text(left - 6, y + 14, names[name], "end key"))
+            wide, said = max(abs(end - start), 1.5), f"{name}: {written(value, 6)}"
+            parts.append(box(self.colors.get(name, "c0"), min(start, end), y + 3, wide, 15, said))
+            parts.append(text(max(start, end) + 5, y + 14, written(value, 3)))
+        for name, level in self.levels.items():
+            parts.append(Chart.rule(f"M{axis.place(level):.1f} {top:.0f}V{top + 22 * len(values):.0f}", name, level))
+        return drawing(parts, top + 22 * len(values) + 8, self.title or self.y)
+
+
+@dataclass
+class Matrix:
+    """Values from -1 to 1 of every pair: the stronger the colour, the further from 0."""
+
+    title: str
+    axis: str  # what rows and columns count, from 1
+    values: list[list[float]]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.values
+
+    def svg(self) -> str:
+        parts, top = heading(self.title)
+        parts.append(text(4, top + 12, f"{self.axis} against {self.axis}"))
+        for i, (color, words) in enumerate((("c0", "below 0"), ("c1", "above 0: alike"))):
+            parts += [box(color, 190 + 70 * i, top + 3, 10, 10, words), text(204 + 70 * i, top + 12, words)]
+        top, count = top + 22, len(self.values)
+        size, left = min(44.0, 290 / count), 40
+        for i, row in enumerate(self.values):
+            for j, value in enumerate(row):
+                said = f"{self.axis} {i + 1} and {j + 1}: {written(value, 3)}"
+                color = "c1" if value > 0 else "c0"
+                parts.append(box(color, left + size * j, top + size * i, size, size, said, min(abs(value), 1)))
+        ends = Axis([1, count], size / 2, size * (count - 0.5), whole=True, margin=0) if count > 1 else None
+        for place, words in ends.ticks(room=16) if ends else []:
+            parts.append(text(left - 6, top + place + 4, words, "end"))
+            parts.append(text(left + place, top + size * count + 14, words, "middle"))
+        return drawing(parts, top + size * count + 22, self.title)
+
+
+def on_one_scale(charts: list) -> list:
+    """Charts or bars of the same quantity, so that they can be compared at sight."""
+    values = []
+    for chart in charts:
+        shown = chart.shown()
+        values += shown.values() if isinstance(shown, dict) else [y for line in shown for _, y in line.points]
+    for chart in charts:
+        chart.ends = (min(values), max(values)) if values else ()
+    return charts
+
+
+def save_charts(charts: list, path):
+    """Those that hold something, one below the other, as one SVG file."""
+    shown = [chart.svg() for chart in charts if not chart.is_empty]
+    parts, top = [], 8.0
+    for svg in shown:
+        height = float(svg.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
+        parts.append(svg.replace("<svg ", f'<svg x="8" y="{top:.0f}" width="{WIDTH}" height="{height:.0f}" ', 1))
+        top += height + 12
+    picture = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 16} {top:.0f}" width="{2 * WIDTH}">'
+        f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill: var(--paper)"/>{"".join(parts)}</svg>\n'
+    )
+    write_whole(path, picture.encode(errors="replace"))  # names of files may hold bytes that are no text

@@ -1,0 +1,11 @@
+from looped_recipes.demo.options import parse
+
+
+if __name__ == "__main__":
+    options = parse()  # before the libraries, which take seconds to import
+    try:
+        from looped_recipes.demo.command import run
+
+        run(options)
+    except KeyboardInterrupt:  # during the imports
+        raise SystemExit("interrupted") from None

@@ -1,0 +1,138 @@
+"""The task of the demo: after how many loops is a question answered that takes so many steps?
+
+Pairs say which symbol follows which, and a question asks for the one so many hops away. A hop needs the one before it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from looped_eval.tasks.generators import documents, p_hop_question
+from looped_recipes.common.files import write_whole
+from looped_recipes.demo.training import train
+from looped_recipes.settings.recipe import load_recipe
+from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
+
+
+RECIPE = Path(__file__).with_name("hops.yaml")
+HOPS = [1, 2, 3, 4]
+QUESTIONS = 252  # of each number of hops
+CERTAINTY = 0.9  # of the most probable answer, at which a question stops looping
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Every pair, question and symbol is one token; what separates them is none."""
+    words = sorted({word for text in texts for word in text.split()})
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<bos>", "<eos>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    bos = ("<bos>", vocabulary["<bos>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+    special = {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def train_models(output: Path, settings: Sequence[str], num_documents: int) -> tuple[Path, Path, dict]:
+    """The looped model, and the control: the same model with one loop, trained on the same questions."""
+    questions, tokenizer = output / "questions.jsonl", output / "tokenizer"
+    if not (questions.exists() and tokenizer.exists()):
+        texts = list(documents("p_hop", num_documents))
+        make_tokenizer(texts).save_pretrained(tokenizer)
+        write_whole(questions, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = {"source": questions, "tokenizer": tokenizer, "cache_dir": output / "shards"}
+    shared = [*(f"data.{key}={value}" for key, value in data.items()), *settings]
+    looped = train(load_recipe(RECIPE, [*shared, f"training.output_dir={output}"]))
+    one_loop = ["model.num_loops=1", "evaluation.loops=[1]", f"training.output_dir={output / 'one_loop'}"]
+    control = train(load_recipe(RECIPE, [*shared, *one_loop]))
+    facts = {
+        "parameters": looped.parameters,
+        "loops": looped.loops,
+        "steps": looped.steps,
+        "training_flops": looped.flops,
+        "control_flops": control.flops,
+    }
+    return looped.final, control.final, facts
+
+
+class Answerer:
+    def __init__(self, folder: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.rule = exit_rule(self.model.config, "max_prob", CERTAINTY)
+
+    @torch.no_grad()
+    def logits(self, questions: list[str]) -> list[torch.Tensor]:
+        """Of what follows equally long questions, after every loop of one pass: [questions, vocabulary] each."""
+        inputs = self.tokenizer(questions, return_tensors="pt")
+        outputs = self.model(**inputs, output_loop_logits=True, use_cache=False)
+        return [logits[:, -1] for logits in outputs.loop_logits]
+
+    def exits(self, logits: list[torch.Tensor]) -> torch.Tensor:
+        """After how many loops each question stops: at the first that is certain, or at the last."""
+        loops = torch.full((len(logits[0]),), len(logits))
+        for loop in range(len(logits) - 1, 0, -1):
+            score, _ = CRITERIA[self.rule.name].score(Reading(logits=logits[loop - 1]), {})
+            loops[self.rule.exits(score)] = loop
+        return loops
+
+    def words(self, ids: torch.Tensor) -> list[str]:
+        return [self.tokenizer.decode(i).strip() for i in ids.tolist()]
+
+    def accuracy_and_exits(self, hops: int, count: int) -> dict:
+        asked = [p_hop_question(number, hops) for number in range(count)]
+        right = [question["choices"][question["answer"]] for question in asked]
+        logits = self.logits([question["text"] for question in asked])
+        correct = torch.tensor([[a == b for a, b in zip(self.words(at.argmax(-1)), right)] for at in logits]).double()
+        loops = self.exits(logits)
+        return {
+            "accuracy": {loop: value for loop, value in enumerate(correct.mean(1).tolist(), start=1)},
+            "exit_loops": loops.double().mean().item(),
+            "exit_accuracy": correct[loops - 1, torch.arange(count)].mean().item(),
+        }
+
+    def after_each_loop(self, question: str) -> dict:
+        """What it would answer, how sure it is of that, and where it stops."""
+        logits = self.logits([question])
+        best = [at.softmax(-1)[0].max(-1) for at in logits]
+        return {
+            "question": question,
+            "answers": [[self.words(b.indices[None])[0], b.values.item()] for b in best],
+            "exit": int(self.exits(logits)[0]),
+        }
+
+
+def unseen_question(hops: int, number: int = QUESTIONS) -> tuple[str, str]:
+    """A question and its answer, of the split that is never trained on."""
+    question = p_hop_question(number, hops)
+    return question["text"], question["choices"][question["answer"]]
+
+
+def measure(looped: Path, control: Path, count: int = QUESTIONS) -> dict:
+    model, single = Answerer(looped), Answerer(control)
+    found = {hops: model.accuracy_and_exits(hops, count) for hops in HOPS}
+    question, answer = unseen_question(HOPS[-1])
+    return {
+        "questions": count,
+        "certainty": CERTAINTY,
+        **{name: {hops: found[hops][name] for hops in HOPS} for name in ("accuracy", "exit_loops", "exit_accuracy")},
+        "control": {hops: single.accuracy_and_exits(hops, count)["accuracy"][1] for hops in HOPS},
+        "example": {"right": answer, **model.after_each_loop(question)},
+    }
+
+
+def ask(folder: Path, question: str):
+    """Print what the model says of a question, or of one of each number of hops."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"there is no trained model in {folder}: run `looped demo` first, or name its --output")
+    model = Answerer(folder)
+    asked = [(question, None)] if question else [unseen_question(hops) for hops in HOPS]
+    for text, right in asked:
+        print(f"\n{text} ?" + ("" if right is None else f"   (right: {right})"))
+        said = model.after_each_loop(text)
+        for loop, (answer, sure) in enumerate(said["answers"], start=1):
+            stops = f"   stops here, at least {CERTAINTY:.0%} sure" * (loop == said["exit"] and sure >= CERTAINTY)
+            print(f"  after {loop} loop{'s' * (loop > 1)}: {answer}  {sure:4.0%}{stops}")

@@ -1,0 +1,52 @@
+"""The text model of the demo: loss at every depth, and what it writes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.demo.training import Trained, train
+from looped_recipes.settings.recipe import Recipe, load_recipe
+
+
+RECIPE = Path(__file__).with_name("text.yaml")
+PROMPT = 'def read(self, size=-1):\n    """'
+
+
+def recipe_of(output: Path, settings: Sequence[str]) -> Recipe:
+    return load_recipe(RECIPE, [*settings, f"training.output_dir={output}"])
+
+
+def train_model(output: Path, settings: Sequence[str]) -> Trained:
+    return train(recipe_of(output, settings))
+
+
+def by_depth(metrics: Path, measure: str) -> dict[int, float]:
+    """The last validation of a run: {depth: value}."""
+    last = [record for record in read_metrics(metrics) if "validation/loss" in record][-1]
+    prefix = f"validation/{measure}_at_"
+    return {int(key.removeprefix(prefix)): value for key, value in last.items() if key.startswith(prefix)}
+
+
+def samples(folder: Path, depths: list[int]) -> dict[int, str]:
+    """The same prompt and seed at several depths."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt, written = tokenizer(PROMPT, return_tensors="pt"), {}
+    for num_loops in depths:
+        torch.manual_seed(0)
+        options = {"max_new_tokens": 64, "do_sample": True, "temperature": 0.7, "top_k": 50}
+        ids = model.generate(**prompt, num_loops=num_loops, **options)
+        written[num_loops] = tokenizer.decode(ids[0], skip_special_tokens=True)
+    return written
+
+
+def measure(trained: Trained) -> dict:
+    return {
+        "parameters": trained.parameters,
+        "loops": trained.loops,
+        "steps": trained.steps,
+        "bits_per_byte": by_depth(trained.metrics, "bits_per_byte"),
+        "samples": samples(trained.final, sorted({1, trained.loops})),
+    }

@@ -1,0 +1,132 @@
+"""The sentences that pages begin with say what the numbers say."""
+
+import pytest
+
+from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose import page
+from looped_eval.diagnose.figures import CHARTS, layer_name
+from looped_eval.diagnose.readings import READINGS
+from looped_eval.halting import page as halting_page
+from looped_eval.laws import page as laws_page
+from looped_recipes.common.chart import Chart
+
+
+def test_every_measure_is_explained_and_drawn():
+    parts = {part for name in diagnose.MEASURES for part in page.parts(name, {"looped": {}})}
+    assert parts == set(READINGS) == set(CHARTS)
+    assert all(reading.explanation.what and reading.explanation.healthy for reading in READINGS.values())
+    makes_models = {"residual_norm", "update_size", "lr_transfer", "loop_cosine_fresh"}
+    assert {name for name, reading in READINGS.items() if reading.fresh} - makes_models == {
+        "theorem_1",
+        "theorem_2",
+        "theorem_3",
+    }
+
+
+@pytest.mark.parametrize(
+    "name, result, words",
+    [
+        ("spectral", {"A": {"spectral_radius": 0.8}}, "radius 0.8, below 1: it forgets"),
+        ("spectral", {"A": {"spectral_radius": 1.0}}, "radius 1, 1: it keeps"),
+        ("spectral", {"A": {"spectral_radius": 1.2}}, "radius 1.2, above 1: it amplifies"),
+        ("norm_trajectory", {"norm": [1, 2, 6], "growth": 3.0}, "grows: after 2 loops it is 3 times that after"),
+        ("norm_trajectory", {"norm": [1, 2, 2.1], "growth": 1.05}, "stays: after 2 loops"),
+        ("norm_trajectory", {"norm": [1, 2], "growth": None}, "is not finite"),
+        (
+            "scale_sweep",
+            {"alpha": [0.1, 1, 10], "ce_range": 1e-6},
+            "does not matter to the readout: between α = 0.1 and",
+        ),
+        ("scale_sweep", {"alpha": [0.1, 1, 10], "ce_range": 2.0}, "matters to the readout"),
+        ("radial_gradient", {"final_r": 5e-9}, "does not see the state's scale: 5×10⁻⁹"),
+        ("radial_gradient", {"final_r": 0.05}, "sees the state's scale: 0.05"),
+        (
+            "radial_clamp",
+            {"freeze": {"delta_ce": 0.0055, "norm_ratio": 0.53}},
+            "costs 0.0055 in cross-entropy, at 0.53",
+        ),
+        ("radial_clamp", {"freeze": {"delta_ce": -0.01, "norm_ratio": 0.5}}, "gains 0.0100"),
+        ("token_norms", {"median": 8, "mean": 42, "max": 390}, "a few tokens carry it"),
+        (
+            "state_dynamics",
+            {"loop": [1, 2], "change": [1.0, 0.05], "state_norm": [1, 1]},
+            "settles: the last moves it 0.05",
+        ),
+        ("loop_cosine", {"model": {"off_diagonal": {"mean": 0.77}}}, "push the same way: the mean cosine"),
+        (
+            "exit_weighted",
+            {"loop": [1, 2], "exit": [0.5, 0.5], "num_loops": 2, "ce": 1, "last_ce": 2},
+            "after 1.50 of 2",
+        ),
+        (
+            "update_decomposition",
+            {"table": {"a_rad": 0.27, "b": 0.28}},
+            "grows by 0.27 in each loop, of updates of size",
+        ),
+        ("update_decomposition", {"table": {"a_rad": 0.27, "b": 0.28}}, "96 % of them is along the state"),
+        ("depth_curve", {"loop": [1, 2], "ce": [2.0, None], "trained_loops": 2}, "1 loop is best here: 2.000"),
+        ("premises", {"increment_overlap": None, "loops_orthogonal": 0.5}, "not a finite number"),
+    ],
+)
+def test_measures_in_words(name, result, words):
+    assert words in page.said(READINGS[name], result)
+
+
+def test_layers_are_counted_from_one_as_people_do():
+    assert layer_name("model.core.0.self_attn") == "layer 1, attention"
+    assert layer_name("core_1.mlp") == "layer 2, mlp" and layer_name("lm_head") == "head"
+
+
+def halted(fixed: list[tuple], rows: list[tuple]) -> dict:
+    """Perplexity against full depth and speed-up, of fixed depths and of criteria in so many loops."""
+    depths = [
+        {"loops": k, "ratio": ratio, "speedup": speed, "perplexity": 10 * ratio, "tokens_per_second": 100 * speed}
+        for k, (ratio, speed) in enumerate(fixed, start=1)
+    ]
+    found = [
+        {"criterion": name, "budget": 0.01, "ratio": ratio, "measured_speedup": speed, "mean_loops": loops}
+        | {"perplexity": 10 * ratio, "tokens_per_second": 100 * speed}
+        for name, ratio, speed, loops in rows
+    ]
+    return {"fixed": depths, "halting": found, "tokens": found}
+
+
+def test_halting_in_words():
+    depths = [(1.2, 3.0), (1.05, 1.6), (1.0, 1.0)]
+    pays = halting_page.finding(halted(depths, [("kl", 1.004, 1.4, 1.8), ("logit_margin", 1.008, 1.5, 1.7)]))
+    assert pays == (
+        "Exits by logit margin score text 1.50 times as fast as 3 loops, in 1.70 loops and for 0.8 % more perplexity. "
+        "No fixed depth below 3 stays within 1 %."
+    )
+    flat = halting_page.finding(halted([(1.001, 3.0), (1.0, 1.0)], [("kl", 1.03, 2.0, 1.0)]))
+    assert "for 3 % more perplexity, beyond the 1 % that were calibrated for." in flat
+    assert flat.endswith("1 loop for all text: 3.00 times as fast, within 1 %.")
+    slow = halting_page.finding(halted(depths, [("kl", 1.0, 0.7, 2.9)]))
+    assert slow == (
+        "No criterion pays within 1 % of perplexity: kl, the fastest, scores text 0.70 times as fast as 3 loops."
+    )
+
+
+def test_halting_is_drawn_with_its_limit():
+    pareto, tokens = halting_page.charts(halted([(1.2, 3.0), (1.0, 1.0)], [("kl", 1.004, 1.4, 1.8)]))
+    assert pareto.levels == {"1 % worse": pytest.approx(10.1)} and pareto.lines[0].points == [(300, 12), (100, 10)]
+    assert isinstance(tokens, Chart) and tokens.lines[0].points == [(1.8, 1.004)]
+
+
+def test_laws_in_words():
+    laws = {"mean_depth": {"exponent": 0.4, "interval": [0.35, 0.45]}, "tokens": {"exponent": 0.78}}
+    assert laws_page.finding("isoflop", {"power_laws": laws}) == (
+        "The best mean depth grows as FLOPs^0.40 (0.35 to 0.45), the best tokens as FLOPs^0.78."
+    )
+    fit = {"rows": 36, "coefficients": {"E": 2.662}, "held_out": {"mean_percent": 0.5}}
+    assert laws_page.finding("parametric", fit).endswith(
+        "a floor of 2.662, and predicts held-out ones within 0.50 % in the mean."
+    )
+    forms = {n: {"formula": n, "in_range": {"huber": h}} for n, h in (("a", 3e-7), ("b", 1e-7), ("c", 9e-7))}
+    assert (
+        laws_page.finding("test_time", {"forms": forms})
+        == "b fits best on all depths: the next form misses by 3 times as much."
+    )
+    assert laws_page.finding("test_time", {"forms": {}}) == "No form fits all curves."
+    best = {"best": "one", "forms": {"one": {"formula": "f", "huber": 0.001}}}
+    assert laws_page.finding("conditioning", best) == "f fits best, with a total Huber loss of 0.001."
