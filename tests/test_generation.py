@@ -407,7 +407,6 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
         [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")],
         ("windows", "sdpa"),
         ("like_olmo2", "sdpa"),
-        ("second_keys", "sdpa"),
         ("plain", "eager"),
     ),
 )

@@ -18,6 +18,8 @@ from looped_recipes.settings.sections import SECTIONS
 from looped_recipes.sweep import is_sweep, optima
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
+SMALL = ("cache", "claims", "demo", "smoke", "speculation", "tasks", "tiny")  # folders of recipes without a paper's length
+
 
 FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "accelerate")
 SINGLE = [path for path in FILES if not is_sweep(path)]
@@ -34,7 +36,7 @@ def test_recipe_is_built_and_planned(path):
     costs = plan(recipe)
     assert costs["parameters"] > 0
     assert costs["training FLOPs per token"] > costs["forward FLOPs per token"] > 0
-    if recipe.training.epochs is None and path.parent.name not in ("cache", "demo", "smoke", "claims", "tasks", "tiny"):
+    if recipe.training.epochs is None and path.parent.name not in SMALL:
         assert costs["tokens"] >= 1e8
 
 

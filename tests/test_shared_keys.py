@@ -110,4 +110,6 @@ def test_recipes_whose_keys_would_get_no_gradient(settings, is_refused):
 def test_the_table_of_presets(capsys):
     memory.main(["ouro", "parcae"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "| `ouro` | 4 | 768 KiB | 384 KiB | 192 KiB | 396 KiB |"  # 2 x 24 layers x 4 loops x 2,048 numbers
+    assert (
+        lines[2] == "| `ouro` | 4 | 768 KiB | 384 KiB | 192 KiB | 396 KiB |"
+    )  # 2 x 24 layers x 4 loops x 2,048 numbers

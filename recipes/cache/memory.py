@@ -18,7 +18,11 @@ def row_of(preset: str) -> dict[str, str]:
     kib = {name: 2 * cache_numbers_per_token(config) / 1024 for name, config in configs.items()}
     config = configs["all loops"]
     kib["all loops, int8"] = kib["all loops"] / 2 * (1 + SIZE_BYTES / config.head_dim)
-    return {"preset": f"`{preset}`", "loops": str(config.num_loops), **{name: f"{x:,.4g} KiB" for name, x in kib.items()}}
+    return {
+        "preset": f"`{preset}`",
+        "loops": str(config.num_loops),
+        **{name: f"{x:,.4g} KiB" for name, x in kib.items()},
+    }
 
 
 def main(arguments: list[str]):
