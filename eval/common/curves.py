@@ -28,13 +28,13 @@ CHOICES = {  # of the questions of public tasks, so that guessing is right once 
 def table(curves: Curves) -> str:
     """Markdown: a row for each measure and series, a column for each depth."""
     depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})
-    named = len({series for of_series in curves.values() for series in of_series}) > 1
-    lines = [["measure"] + ["model"] * named + [f"{depth} loop{'s' * (depth > 1)}" for depth in depths]]
-    lines.append(["---"] * (1 + named) + ["---:"] * len(depths))
+    several = len({series for of_series in curves.values() for series in of_series}) > 1
+    lines = [["measure"] + ["model"] * several + [f"{depth} loop{'s' * (depth > 1)}" for depth in depths]]
+    lines.append(["---"] * (1 + several) + ["---:"] * len(depths))
     for measure, of_series in curves.items():
         for series, points in of_series.items():
             cells = [cell(*points[depth]) if depth in points else "" for depth in depths]
-            lines.append([measure] + [series] * named + cells)
+            lines.append([measure] + [series] * several + cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
