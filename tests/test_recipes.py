@@ -18,7 +18,8 @@ from looped_recipes.settings.sections import SECTIONS
 from looped_recipes.sweep import is_sweep, optima
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
-SMALL = ("cache", "claims", "demo", "smoke", "speculation", "tasks", "tiny")  # folders of recipes without a paper's length
+
+SMALL = ("cache", "claims", "demo", "smoke", "speculation", "tasks", "tiny")  # not of published length
 
 
 FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "accelerate")
