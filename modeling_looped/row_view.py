@@ -37,20 +37,19 @@ class Padding:
 
 
 class RowView:
-    """A pass over `rows` of a cache, each at its own loop and position.
+    """A pass over a token of each of `rows` of a cache, at its own loop and position. A row may bring several tokens.
 
-    loops: one number per row, counted from 0. positions: of the first token of the pass, `length` tokens each.
+    loops: one number per token, counted from 0.
     """
 
-    def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, positions: list, length: int):
-        self.cache, self.padding, self.length = cache, padding, length
-        self.end = max(positions) + length
+    def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, positions: list):
+        self.cache, self.padding, self.end = cache, padding, max(positions) + 1
         cache.reserve(self.end)
         self.rows, self.loops, self.positions = rows, loops, positions
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
-        together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
+        together = rows == list(range(num_rows)) and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
-        self.by_row = device.type == "cpu" and not together and length == 1 and not padding.has_holes
+        self.by_row = device.type == "cpu" and not together and not padding.has_holes
         self.by_row &= cache.model_config.attention_softcap is None  # `attend` has none
         self.places, self.spans, self.masks_by_window = {}, {}, {}
 
@@ -116,10 +115,9 @@ class RowView:
         loops_stored = buffer.shape[1]
         if loops_stored not in self.places:  # the same in all layers of a section
             loops = [loop % loops_stored for loop in self.loops]
-            rows, loops, firsts = torch.tensor([self.rows, loops, self.positions], device=buffer.device)[:, :, None]
-            self.places[loops_stored] = rows, loops, firsts + torch.arange(self.length, device=buffer.device)
-        rows, loops, places = self.places[loops_stored]  # [rows, 1], [rows, 1], [rows, length]
-        buffer[rows, loops, :, :, places] = torch.stack([keys, values], dim=2).permute(0, 3, 1, 2, 4)
+            self.places[loops_stored] = torch.tensor([self.rows, loops, self.positions], device=buffer.device).unbind()
+        rows, loops, places = self.places[loops_stored]
+        buffer[rows, loops, :, :, places] = torch.cat([keys, values], dim=2)
 
     def seen(self, slot: int) -> list[tuple]:
         """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
@@ -138,7 +136,7 @@ class RowView:
         return self.spans[kind]
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
-        """What each token may see, [rows, 1, length, tokens so far], per kind of attention.
+        """What each token may see, [rows, 1, 1, tokens so far], per kind of attention.
 
         as_bias: for eager attention, which adds its mask to the scores.
         """
@@ -156,12 +154,12 @@ class RowView:
         return masks
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        sees_all = self.position is not None and self.length == 1 and (window is None or self.end <= window)
+        sees_all = self.position is not None and (window is None or self.end <= window)
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
         rows, positions = torch.tensor([self.rows, self.positions], device=device).unbind(0)
-        places = (positions[:, None] + torch.arange(self.length, device=device))[:, :, None]  # [rows, length, 1]
+        places = positions[:, None, None]
         seen = torch.arange(self.end, device=device)
         mask = seen <= places
         if window is not None:

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from modeling_looped import LoopedCache
-from modeling_looped.speculation import PROBE_EVERY, Speculator
+from modeling_looped.proposals import Plan, Planner
+from modeling_looped.speculation import PROBE_EVERY, Pipeline
 
 from .helpers import LIKE_GEMMA2, LIKE_OLMO2, quick_and_slow, random_ids, tiny_model
 from .strategies import examples, looped_configs, random_model
@@ -69,23 +70,28 @@ def left_padded(batch_size: int, length: int) -> dict:
 
 
 @pytest.fixture
-def rounds(monkeypatch):
-    """The rows and drafts of every round."""
-    seen = []
-    choose = Speculator.draft_length
+def passes(monkeypatch):
+    """The plan of every pass, and the tokens in flight of each row."""
+    seen, tick = [], Pipeline.tick
 
-    def draft_length(self, rows):
-        seen.append((len(rows), choose(self, rows)))
-        return seen[-1][1]
+    def watched(self):
+        plan = self.planner.plan
+        tick(self)
+        seen.append((plan, [len(tokens) for tokens in self.of_row]))
 
-    monkeypatch.setattr(Speculator, "draft_length", draft_length)
+    monkeypatch.setattr(Pipeline, "tick", watched)
     return seen
+
+
+def all_that_is_allowed(planner: Planner, rows: int) -> Plan:
+    """Two proposals, and as many tokens in flight as there may be, however few of them are right."""
+    first = planner.num_loops // 2 if planner.first is None else planner.first
+    return Plan(first, first + 1 if first + 1 < planner.num_loops else None, planner.most_ahead)
 
 
 @pytest.fixture
 def optimist(monkeypatch):
-    """Drafts as many tokens as there is room for, however few of them are accepted."""
-    monkeypatch.setattr(Speculator, "draft_length", Speculator.room)
+    monkeypatch.setattr(Planner, "choose", all_that_is_allowed)
 
 
 # Greedy: the tokens of full depth
@@ -144,7 +150,7 @@ def test_greedy_over_random_configs(config, data):
     drafting = {"draft_loops": data.draw(st.integers(1, num_loops - 1)), "draft_tokens": data.draw(st.integers(1, 6))}
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans(), label="optimist"):
-            patch.setattr(Speculator, "draft_length", Speculator.room)
+            patch.setattr(Planner, "choose", all_that_is_allowed)
         found = greedy(model, ids, **arguments, **drafting)
     assert torch.equal(found, greedy(model, ids, **arguments))
 
