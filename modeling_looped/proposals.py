@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 SURE = 3.0  # logits between the two best tokens, from which on nothing is proposed a second time
 FEWEST_RECORDS = 8
-MOST_RECORDS = 48
-DECAY = 0.9  # of the mean seconds of passes of one size, per pass
+MOST_RECORDS = 32
+GROWTH = 1.02  # of the least seconds of passes of one size, per pass: they take longer as the text grows
 
 
 class Plan(NamedTuple):
@@ -31,28 +31,28 @@ class Reading(NamedTuple):
 
 
 class PassSeconds:
-    """Seconds of a pass as a line over its tokens, through the means of each number of tokens."""
+    """Seconds of a pass as a line over its tokens, through the least of each number of tokens, which what else the
+    machine does disturbs least."""
 
     def __init__(self):
-        self.means: dict[int, float] = {}
+        self.least: dict[int, float] = {}
         self.counts: dict[int, int] = {}
 
     def add(self, tokens: int, seconds: float):
-        mean = self.means.get(tokens, seconds)
-        self.means[tokens] = DECAY * mean + (1 - DECAY) * seconds
+        self.least[tokens] = min(self.least.get(tokens, seconds) * GROWTH, seconds)
         self.counts[tokens] = min(self.counts.get(tokens, 0) + 1, MOST_RECORDS)
 
     def line(self) -> tuple[float, float]:
         """a, b >= 0. Before passes of two sizes were seen, as if all took the same time."""
-        if not self.means:
+        if not self.least:
             return 1.0, 0.0
         weight = sum(self.counts.values())
         x = sum(count * tokens for tokens, count in self.counts.items()) / weight
-        y = sum(count * self.means[tokens] for tokens, count in self.counts.items()) / weight
+        y = sum(count * self.least[tokens] for tokens, count in self.counts.items()) / weight
         spread = sum(count * (tokens - x) ** 2 for tokens, count in self.counts.items())
         if spread == 0:
             return y, 0.0
-        slope = sum(count * (tokens - x) * self.means[tokens] for tokens, count in self.counts.items()) / spread
+        slope = sum(count * (tokens - x) * self.least[tokens] for tokens, count in self.counts.items()) / spread
         slope = min(max(slope, 0.0), y / x)
         return y - slope * x, slope
 
@@ -75,9 +75,16 @@ class Planner:
             self.plan = self.choose(rows)
 
     def choose(self, rows: int) -> Plan | None:
-        plans = [None, *self.plans()]
-        times = [self.plain_time(rows), *(self.time(plan, rows) for plan in plans[1:])]
-        return plans[times.index(min(times))]
+        line, best = self.seconds.line(), None
+        least = self.plain_time(line, rows)
+        for first in range(1, self.num_loops) if self.first is None else [self.first]:
+            for second in [None, *range(first + 1, self.num_loops)]:
+                probabilities = self.probabilities(first, second)
+                for ahead in range(1, min(self.most_ahead, (self.num_loops - 1) // first) + 1):
+                    plan = Plan(first, second, ahead)
+                    if (time := self.time(plan, probabilities, line, rows)) < least:
+                        least, best = time, plan
+        return best
 
     def reason(self, rows: int) -> str:
         """Why there is no plan."""
@@ -88,18 +95,11 @@ class Planner:
             f"depth; with {rows} rows a pass takes {1e3 * per_pass:.2f} ms and {1e3 * per_token:.3f} ms more per token"
         )
 
-    def plans(self):
-        for first in range(1, self.num_loops) if self.first is None else [self.first]:
-            most = min(self.most_ahead, (self.num_loops - 1) // first)
-            for second in [None, *range(first + 1, self.num_loops)]:
-                for ahead in range(1, most + 1):
-                    yield Plan(first, second, ahead)
-
-    def plain_time(self, rows: int) -> float:
-        per_pass, per_token = self.seconds.line()
+    def plain_time(self, line: tuple[float, float], rows: int) -> float:
+        per_pass, per_token = line
         return per_pass * self.num_loops + per_token * rows * (self.num_loops + self.readout_cost)
 
-    def time(self, plan: Plan, rows: int) -> float:
+    def time(self, plan: Plan, probabilities: tuple[float, ...], line: tuple[float, float], rows: int) -> float:
         """Seconds until each row has one more token.
 
         The next token starts for good after `first` loops, after `second`, or after all, with the probabilities p. So
@@ -107,7 +107,8 @@ class Planner:
         num_loops / (ahead + 1). What was started in vain has run some loops until then.
         """
         first, second, ahead = plan
-        right_first, right_second, rereads = self.probabilities(first, second)
+        right_first, right_second, rereads = probabilities
+        per_pass, per_token = line
         wrong = 1 - right_first - right_second
         passes = right_first * max(first, self.num_loops / (ahead + 1)) + wrong * self.num_loops
         loops = self.num_loops + wrong * self.loops_in_vain(self.num_loops, plan)
@@ -115,7 +116,6 @@ class Planner:
             passes += right_second * second
             loops += right_second * self.loops_in_vain(second, plan)
         readouts = 1 + (1 + rereads) * loops / self.num_loops
-        per_pass, per_token = self.seconds.line()
         return per_pass * passes + per_token * rows * (loops + self.readout_cost * readouts)
 
     def probabilities(self, first: int, second: int | None) -> tuple[float, float, float]:
@@ -133,4 +133,5 @@ class Planner:
 
     def loops_in_vain(self, loops: int, plan: Plan) -> int:
         """That tokens behind another one have run when it has run `loops`."""
-        return sum(max(loops - behind * plan.first, 0) for behind in range(1, plan.ahead + 1))
+        tokens = min(plan.ahead, (loops - 1) // plan.first)
+        return tokens * loops - plan.first * tokens * (tokens + 1) // 2

@@ -18,6 +18,14 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
         target.copy_(source)
 
 
+def attend_to_all(queries, keys, values, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """Attention of single queries."""
+    if is_slow_single_query(queries):
+        return attend_single_query(queries, keys, values, mask, scaling)
+    grouped = queries.shape[1] != keys.shape[1]
+    return scaled_dot_product_attention(queries, keys, values, mask, scale=scaling, enable_gqa=grouped)
+
+
 class Padding:
     """Which places of the prompts hold no token. mask: [rows, prompt length], False there; None without padding."""
 
@@ -51,12 +59,16 @@ class RowView:
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         self.by_row = device.type == "cpu" and not together and not padding.has_holes
         self.by_row &= cache.model_config.attention_softcap is None  # `attend` has none
-        self.places, self.spans, self.masks_by_window = {}, {}, {}
+        self.in_grid = len(set(rows)) < len(rows) and len(set(zip(rows, loops))) == len(rows)
+        self.in_grid &= 4 * len(rows) >= num_rows * cache.num_stored_loops
+        self.places, self.spans, self.masks_by_window, self.cells = {}, {}, {}, None
 
     @property
     def row_attention(self) -> Callable | None:
         """What attention layers are to call instead of `update` and a kernel."""
-        return self.attend if self.by_row else None
+        if not self.by_row:
+            return None
+        return self.attend_in_grid if self.in_grid else self.attend
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop."""
@@ -87,6 +99,25 @@ class RowView:
             outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
         return torch.cat(outputs).to(queries.dtype)
 
+    def attend_in_grid(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+        """The same where rows bring several tokens, at loops of their own: all loops of all rows in one call, those
+        without a token too, so that keys and values are read where they lie."""
+        buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
+        num_rows, num_loops = buffer.shape[:2]
+        if self.cells is None:  # the same in all layers of the core
+            cells = [row * num_loops + loop for row, loop in zip(self.rows, self.loops)]
+            self.cells = torch.tensor([cells, self.positions]).unbind()
+        cells, places = self.cells
+        if window not in self.masks_by_window:
+            ends = places.new_full((num_rows * num_loops,), self.end - 1).index_copy_(0, cells, places)
+            rows = torch.arange(num_rows).repeat_interleave(num_loops)
+            self.masks_by_window[window] = self.mask_at(rows, ends, window)
+        buffer = buffer.flatten(0, 1)  # [cells, heads, 2, capacity, head_dim]
+        buffer[cells, :, :, places] = torch.cat([keys, values], dim=2)
+        grid = queries.new_zeros(len(buffer), *queries.shape[1:]).index_copy_(0, cells, queries)
+        keys, values = buffer[..., : self.end, :].unbind(2)
+        return attend_to_all(grid, keys, values, self.masks_by_window[window], scaling).index_select(0, cells)
+
     def attend_by_itself(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """The same for any rows that bring one token each."""
         if self.by_row:
@@ -95,11 +126,7 @@ class RowView:
         window = self.cache.windows[slot]
         if window not in self.masks_by_window:
             self.masks_by_window[window] = self.mask(window)
-        mask = self.masks_by_window[window]
-        if is_slow_single_query(queries):
-            return attend_single_query(queries, keys, values, mask, scaling)
-        grouped = queries.shape[1] != keys.shape[1]
-        return scaled_dot_product_attention(queries, keys, values, mask, scale=scaling, enable_gqa=grouped)
+        return attend_to_all(queries, keys, values, self.masks_by_window[window], scaling)
 
     def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
         """Keys and values of one row, until the next one's take their place."""
@@ -158,9 +185,11 @@ class RowView:
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
-        rows, positions = torch.tensor([self.rows, self.positions], device=device).unbind(0)
-        places = positions[:, None, None]
-        seen = torch.arange(self.end, device=device)
+        return self.mask_at(*torch.tensor([self.rows, self.positions], device=device).unbind(0), window)
+
+    def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
+        """The same of any rows and places, [n] each."""
+        places, seen = places[:, None, None], torch.arange(self.end, device=places.device)
         mask = seen <= places
         if window is not None:
             mask &= seen > places - window

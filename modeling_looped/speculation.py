@@ -19,13 +19,12 @@ import torch
 from transformers.utils import logging
 
 from .engine import RowEngine, Tokens, enter, read_logits, run_loop
-from .proposals import SURE, Planner, Reading
+from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
 
 
 logger = logging.get_logger(__name__)
 
 PROBE_EVERY = 16  # tokens, of which one is read out after every loop, to measure what it would propose there
-FIRST_PROBES = 8  # of a call: the first tokens
 
 
 def speculate(engine: RowEngine):
@@ -116,7 +115,7 @@ class Pipeline:
             else:
                 place, id = before.place + 1, before.proposal
             self.entered += 1
-            is_probe = self.entered <= FIRST_PROBES or self.entered % PROBE_EVERY == 0
+            is_probe = len(self.planner.records) < FEWEST_RECORDS or self.entered % PROBE_EVERY == 0
             new.append(InFlight(row, place, id, is_probe))
             self.of_row[row].append(new[-1])
         if not new:
@@ -132,9 +131,11 @@ class Pipeline:
         self.flight, self.held = self.flight + new, held
 
     def tokens(self, members: list[int]) -> Tokens:
+        """In the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
-            held = {name: tensor[members] for name, tensor in held.items() if name != "state"}
+            index = torch.tensor(members, device=held["ids"].device)
+            held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
         rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
         return Tokens(self.engine, rows, places, held["ids"], held["embedded"], held.get("rotary"))
 
