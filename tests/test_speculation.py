@@ -305,17 +305,17 @@ class Switch(Collector):
 
 def test_falls_back_where_drafts_are_wrong_and_says_so(passes, monkeypatch):
     """Later loops contradict the first; from the 100th token on they agree with it."""
-    monkeypatch.setattr(PassSeconds, "line", lambda self: (1.0, 0.3))
+    monkeypatch.setattr(PassSeconds, "line", lambda self: (1.0, 0.6))
     said = []
     monkeypatch.setattr(speculation.logger, "warning", said.append)
     model = model_of("prelude_coda_grouped", injection="none", max_position_embeddings=512)
     switch, ids = Switch(model, at=100), random_ids(1, 6)
-    out = greedy(model, ids, draft_loops=1, max_new_tokens=420, streamer=switch, return_dict_in_generate=True)
+    out = greedy(model, ids, draft_loops=1, max_new_tokens=480, streamer=switch, return_dict_in_generate=True)
     plans = [plan for plan, _ in passes]
     given_up = plans.index(None)
     assert given_up < 4 * (FEWEST_RECORDS + 2)
     assert set(plans[given_up : 4 * 100]) == {None}
-    assert None not in plans[-50:]  # drafts again
+    assert None not in plans[-40:]  # drafts again
     assert {len(flight) for plan, flight in passes[given_up + 8 : 4 * 100] if plan is None} == {1}
     assert len(said) == 1 and "draft_loops=1 does not pay here" in said[0]
     assert out.stopped_drafting
