@@ -118,12 +118,11 @@ class DepthOptions:
 
     def check_draft(self, model_config, has_depths: bool):
         draft_loops, depth = self.draft_loops, self.deepest(model_config)
-        if draft_loops != "auto":
-            check_count("draft_loops", draft_loops)
+        least = 1 if draft_loops == "auto" else check_count("draft_loops", draft_loops)
         if self.draft_tokens is not None:
             check_count("draft_tokens", self.draft_tokens)
         refuse_if(
-            depth <= (1 if draft_loops == "auto" else draft_loops),
+            least >= depth,
             f"draft_loops={draft_loops} must be below num_loops={depth}, or a draft costs a full run: lower it, or "
             "pass draft_loops=None",
         )

@@ -58,7 +58,7 @@ class LoopedGenerationMixin(Generative):
 
         All are also fields of `generation_config`; None in a call undoes a saved one, and num_loops in a call undoes
         saved exits, unless the call names a field of them too. With return_dict_in_generate the
-        output has `token_loops` (see `LoopedGenerateOutput`); a streamer with a method `put_loops` receives them before
+        output has `token_loops`, see `LoopedGenerateOutput`; a streamer with a method `put_loops` receives them before
         each `put` (but not by assisted decoding).
         """
         names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]

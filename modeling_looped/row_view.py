@@ -61,7 +61,10 @@ class RowView:
         self.by_row &= cache.model_config.attention_softcap is None  # `attend` has none
         self.in_grid = len(set(rows)) < len(rows) and len(set(zip(rows, loops))) == len(rows)
         self.in_grid &= 4 * len(rows) >= num_rows * cache.num_stored_loops
-        self.places, self.spans, self.masks_by_window, self.cells = {}, {}, {}, None
+        self.places, self.spans, self.masks_by_window = {}, {}, {}
+        self.cells: tuple[torch.Tensor, ...] | None = (
+            None  # where tokens are in the grid of rows and loops, and places
+        )
 
     @property
     def row_attention(self) -> Callable | None:
@@ -185,7 +188,8 @@ class RowView:
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
-        return self.mask_at(*torch.tensor([self.rows, self.positions], device=device).unbind(0), window)
+        rows, places = torch.tensor([self.rows, self.positions], device=device).unbind(0)
+        return self.mask_at(rows, places, window)
 
     def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
         """The same of any rows and places, [n] each."""
