@@ -87,6 +87,16 @@ def run_loop(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torc
     return parts[0].engine.trunk.core_pass(state, embedded, one_or_each(loops), depths, context)
 
 
+def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.Tensor:
+    """From h_0 to H of the last loop, of rows in step."""
+    trunk, context = tokens.engine.trunk, pass_context([tokens], [0] * len(tokens.rows))
+    for loop in range(num_loops):
+        context.past_key_values.go_to_loop(loop)
+        state = state if loop == 0 else trunk.to_next_loop(state)
+        state = trunk.core_pass(state, tokens.embedded, loop, num_loops, context)
+    return state
+
+
 def read_logits(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
     model = parts[0].engine.model

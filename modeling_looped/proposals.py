@@ -69,8 +69,7 @@ class Planner:
         self.records: deque[list[Reading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
         self.plan: Plan | None = Plan(first or max(1, num_loops // 4), None, most_ahead)
 
-    def add_record(self, readings: list[Reading], rows: int):
-        self.records.append(readings)
+    def choose_plan(self, rows: int):
         if len(self.records) >= FEWEST_RECORDS:
             self.plan = self.choose(rows)
 

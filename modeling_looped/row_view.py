@@ -59,12 +59,20 @@ class RowView:
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         self.by_row = device.type == "cpu" and not together and not padding.has_holes
         self.by_row &= cache.model_config.attention_softcap is None  # `attend` has none
-        self.in_grid = len(set(rows)) < len(rows) and len(set(zip(rows, loops))) == len(rows)
-        self.in_grid &= 4 * len(rows) >= num_rows * cache.num_stored_loops
+        in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
+        self.one_loop = loops[0] if in_step else None
+        is_filled = len(set(rows)) < len(rows) and 4 * len(rows) >= num_rows * cache.num_stored_loops
+        self.in_grid = in_step or (is_filled and len(set(zip(rows, loops))) == len(rows))
         self.places, self.spans, self.masks_by_window = {}, {}, {}
         self.cells: tuple[torch.Tensor, ...] | None = (
             None  # where tokens are in the grid of rows and loops, and places
         )
+
+    def go_to_loop(self, loop: int):
+        """Of tokens that all are at one."""
+        self.loops = [loop] * len(self.rows)
+        self.one_loop = None if self.one_loop is None else loop
+        self.places, self.spans = {}, {}
 
     @property
     def row_attention(self) -> Callable | None:
@@ -103,12 +111,14 @@ class RowView:
         return torch.cat(outputs).to(queries.dtype)
 
     def attend_in_grid(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-        """The same where rows bring several tokens, at loops of their own: all loops of all rows in one call, those
-        without a token too, so that keys and values are read where they lie."""
+        """The same where all rows are at one loop, or rows bring several tokens, at loops of their own: all loops of
+        all rows in one call, those without a token too, so that keys and values are read where they lie."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
+        if self.one_loop is not None:
+            buffer = buffer[:, self.one_loop % buffer.shape[1]].unsqueeze(1)
         num_rows, num_loops = buffer.shape[:2]
         if self.cells is None:  # the same in all layers of the core
-            cells = [row * num_loops + loop for row, loop in zip(self.rows, self.loops)]
+            cells = [row * num_loops + loop % num_loops for row, loop in zip(self.rows, self.loops)]
             self.cells = torch.tensor([cells, self.positions]).unbind()
         cells, places = self.cells
         if window not in self.masks_by_window:

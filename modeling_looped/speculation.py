@@ -18,13 +18,13 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
-from .engine import RowEngine, Tokens, enter, read_logits, run_loop
+from .engine import RowEngine, Tokens, enter, read_logits, run_all_loops, run_loop
 from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
 
 
 logger = logging.get_logger(__name__)
 
-PROBE_EVERY = 16  # tokens, of which one is read out after every loop, to measure what it would propose there
+PROBE_EVERY = 16  # entries into the pipeline: the tokens of every n-th are read out after every loop, to measure
 
 
 def speculate(engine: RowEngine):
@@ -80,33 +80,39 @@ class Pipeline:
         self.end = self.first_place + engine.config.max_length - 1
         if config.position_embedding == "learned":
             self.end = min(self.end, config.max_position_embeddings)
-        self.entered = self.row_passes = self.verified = self.compared = self.accepted = 0
+        self.entries = self.row_passes = self.verified = self.compared = self.accepted = 0
         self.stopped_drafting = False
 
     def tick(self):
         """One loop of every token in flight; what is verified is emitted, what is proposed starts with the next."""
         start = perf_counter()
         self.enter_tokens()
-        self.row_passes += sum(map(bool, self.of_row))
         everything = list(range(len(self.flight)))
-        state = run_loop([self.tokens(everything)], [token.loops for token in self.flight], self.held["state"])
+        tokens, passes = self.tokens(everything), 1
+        if self.planner.plan is None and all(token.loops == 0 and not token.is_probe for token in self.flight):
+            passes = self.num_loops
+            state = run_all_loops(tokens, self.held["state"], passes)
+        else:
+            state = run_loop([tokens], [token.loops for token in self.flight], self.held["state"])
+        self.row_passes += passes * sum(map(bool, self.of_row))
         for token in self.flight:
-            token.loops += 1
+            token.loops += passes
         if reads := sorted(filter(self.is_read, everything), key=lambda i: self.flight[i].row):
             logits = read_logits([self.tokens(reads)], [self.flight[i].loops for i in reads], state[reads])[:, -1]
             self.verify(reads, logits)
             self.propose(reads, logits)
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
-        self.planner.seconds.add(work, perf_counter() - start)
+        self.planner.seconds.add(work, (perf_counter() - start) / passes)
         self.held["state"] = self.trunk.to_next_loop(state)
         self.keep([i for i in everything if not self.flight[i].is_dropped])
 
     # Tokens that come and go
 
     def enter_tokens(self):
-        """Of each row its last token, or the one that was proposed last."""
+        """Of each row its last token, or the one that was proposed last. Without a plan rows are in step."""
         new, plan = [], self.planner.plan
-        for row in self.selector.running():
+        is_probe = len(self.planner.records) < FEWEST_RECORDS or (self.entries + 1) % PROBE_EVERY == 0
+        for row in self.selector.running() if plan is not None or not self.flight else ():
             before = self.of_row[row][-1] if self.of_row[row] else None
             if before is None:
                 place, id = self.selector.lengths[row] - 1 + self.first_place, self.selector.last[row]
@@ -114,12 +120,11 @@ class Pipeline:
                 continue
             else:
                 place, id = before.place + 1, before.proposal
-            self.entered += 1
-            is_probe = len(self.planner.records) < FEWEST_RECORDS or self.entered % PROBE_EVERY == 0
             new.append(InFlight(row, place, id, is_probe))
             self.of_row[row].append(new[-1])
         if not new:
             return
+        self.entries += 1
         ids = torch.tensor([[token.id] for token in new], device=self.selector.ids.device)
         tokens = Tokens(self.engine, [token.row for token in new], [token.place for token in new], ids)
         embedded = enter([tokens])
@@ -184,6 +189,7 @@ class Pipeline:
         rows, loops = [token.row for token in tokens], [self.num_loops] * len(tokens)
         self.engine.cache.leave_in_deeper_loops(rows, loops, [token.place for token in tokens])
         self.selector.emit(rows, logits[members], loops, self.noise_of(tokens))
+        probed = any(token.is_probe for token in tokens)
         for token in tokens:
             token.is_dropped = True
             self.noises.pop((token.row, token.place), None)
@@ -194,6 +200,8 @@ class Pipeline:
                 del self.of_row[token.row][0]
             else:
                 self.drop(token.row, 0)
+        if probed:
+            self.choose_plan()
 
     def count(self, token: InFlight, said: int):
         self.verified += 1
@@ -201,16 +209,16 @@ class Pipeline:
             self.compared += 1
             self.accepted += token.proposal == said
         if token.is_probe:
-            self.learn([Reading(id == said, is_sure) for id, is_sure in token.readings])
+            self.planner.records.append([Reading(id == said, is_sure) for id, is_sure in token.readings])
 
-    def learn(self, readings: list[Reading]):
-        before, running = self.planner.plan, len(self.selector.running())
-        self.planner.add_record(readings, max(running, 1))
+    def choose_plan(self):
+        before, rows = self.planner.plan, len(self.selector.running())
+        self.planner.choose_plan(max(rows, 1))
         if self.planner.plan is None and before is not None and not self.stopped_drafting:
             self.stopped_drafting = True
             logger.warning(
                 f"draft_loops={self.engine.options.draft_loops!r} does not pay here, so tokens come one by one: "
-                f"{self.planner.reason(running)}"
+                f"{self.planner.reason(rows)}"
             )
 
     def propose(self, reads: list[int], logits: torch.Tensor):
