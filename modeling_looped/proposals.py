@@ -11,7 +11,7 @@ from typing import NamedTuple
 SURE = 3.0  # logits between the two best tokens, from which on nothing is proposed a second time
 FEWEST_RECORDS = 8
 MOST_RECORDS = 32
-GROWTH = 1.02  # of the least seconds of passes of one size, per pass: they take longer as the text grows
+GROWTH = 1.002  # of the least seconds of passes of one size, per pass: they take longer as the text grows
 
 
 class Plan(NamedTuple):

@@ -314,9 +314,9 @@ def test_falls_back_where_drafts_are_wrong_and_says_so(passes, monkeypatch):
     plans = [plan for plan, _ in passes]
     given_up = plans.index(None)
     assert given_up < 4 * (FEWEST_RECORDS + 2)
-    assert set(plans[given_up : 4 * 100]) == {None}
+    assert set(plans[given_up : given_up + 80]) == {None}
     assert None not in plans[-40:]  # drafts again
-    assert {len(flight) for plan, flight in passes[given_up + 8 : 4 * 100] if plan is None} == {1}
+    assert max(count for _, [count] in passes[given_up + 8 : given_up + 80]) <= 1
     assert len(said) == 1 and "draft_loops=1 does not pay here" in said[0]
     assert out.stopped_drafting
 
