@@ -4,6 +4,7 @@ Measured are how often what a token says after k loops is what it says at full d
 every loop), and how long a pass over n tokens takes, as a line a + b n.
 """
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -43,17 +44,22 @@ class PassSeconds:
         self.counts[tokens] = min(self.counts.get(tokens, 0) + 1, MOST_RECORDS)
 
     def line(self) -> tuple[float, float]:
-        """a, b >= 0. Before passes of two sizes were seen, as if all took the same time."""
-        if not self.least:
+        """a, b >= 0, by least squares. Before passes of two sizes were seen twice, as if all took the same time."""
+        least, points = math.inf, []
+        for tokens in sorted(self.least, reverse=True):
+            if self.counts[tokens] > 1:
+                least = min(least, self.least[tokens])  # one of fewer tokens takes no longer
+                points.append((tokens, least, self.counts[tokens]))
+        if not points:
             return 1.0, 0.0
-        weight = sum(self.counts.values())
-        x = sum(count * tokens for tokens, count in self.counts.items()) / weight
-        y = sum(count * self.least[tokens] for tokens, count in self.counts.items()) / weight
-        spread = sum(count * (tokens - x) ** 2 for tokens, count in self.counts.items())
+        weight = sum(count for _, _, count in points)
+        x = sum(count * tokens for tokens, _, count in points) / weight
+        y = sum(count * seconds for _, seconds, count in points) / weight
+        spread = sum(count * (tokens - x) ** 2 for tokens, _, count in points)
         if spread == 0:
             return y, 0.0
-        slope = sum(count * (tokens - x) * self.least[tokens] for tokens, count in self.counts.items()) / spread
-        slope = min(max(slope, 0.0), y / x)
+        slope = sum(count * (tokens - x) * seconds for tokens, seconds, count in points) / spread
+        slope = min(slope, y / x)
         return y - slope * x, slope
 
 
