@@ -189,13 +189,13 @@ class LoopedCache(DynamicCache):
             if type(held) is PreallocatedLayer and held.is_initialized:  # they go on in the dtype of the model
                 held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
 
-    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int], length: int = 1):
-        """`length` tokens of each row, at and after its position, leave their last keys and values in slots that they
-        did not use. loops: how many they ran."""
+    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
+        """A token of each row, at its position, leaves its last keys and values in slots that it did not use. loops:
+        how many it ran."""
         for row, ran, position in zip(rows, map(self.model_config.num_stored_loops, loops), positions):
             for buffer in self.buffers[self.model_config.core_slot(0) :] if ran < self.num_stored_loops else ():
-                tokens = buffer[row, :, :, :, position : position + length]  # [loops, heads, 2, length, head_dim]
-                tokens[ran:] = tokens[ran - 1]
+                token = buffer[row, :, :, :, position]  # [loops, heads, 2, head_dim]
+                token[ran:] = token[ran - 1]
 
 
 class CacheView:

@@ -30,8 +30,8 @@ class DepthOptions:
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops
     warm_start: bool = False  # the next token's loops start from the last token's state
     state_seed: int | None = None  # draws h_0 of every position; without it that is zeros
-    draft_loops: int | None = None
-    draft_tokens: int = 4
+    draft_loops: int | str | None = None  # or "auto": what pays best, measured on the way
+    draft_tokens: int | None = None  # the most that are in flight; as many as pay
 
     @classmethod
     def merged(cls, saved, config, arguments: dict) -> tuple["DepthOptions", dict]:
@@ -126,10 +126,12 @@ class DepthOptions:
         )
 
     def check_draft(self, model_config, has_depths: bool):
-        draft_loops, depth = check_count("draft_loops", self.draft_loops), self.deepest(model_config)
-        check_count("draft_tokens", self.draft_tokens)
+        draft_loops, depth = self.draft_loops, self.deepest(model_config)
+        least = 1 if draft_loops == "auto" else check_count("draft_loops", draft_loops)
+        if self.draft_tokens is not None:
+            check_count("draft_tokens", self.draft_tokens)
         refuse_if(
-            draft_loops >= depth,
+            least >= depth,
             f"draft_loops={draft_loops} must be below num_loops={depth}, or a draft costs a full run: lower it, or "
             "pass draft_loops=None",
         )

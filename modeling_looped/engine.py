@@ -52,14 +52,6 @@ class Tokens:
     rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, length, 2 kinds, 1, head_dim]
 
 
-def joined(parts: list[Tokens]) -> Tokens:
-    """Tokens that follow each other, of the same rows."""
-    ids, embedded = (torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("ids", "embedded"))
-    rotary = [part.rotary for part in parts if part.rotary is not None]  # of all or of none
-    first = parts[0]
-    return Tokens(first.engine, first.rows, first.places, ids, embedded, torch.cat(rotary, dim=1) if rotary else None)
-
-
 # Passes over the tokens of several engines of one model, in one batch: rows of all, in order
 
 
@@ -95,6 +87,16 @@ def run_loop(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torc
     return parts[0].engine.trunk.core_pass(state, embedded, one_or_each(loops), depths, context)
 
 
+def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.Tensor:
+    """From h_0 to H of the last loop, of rows in step."""
+    trunk, context = tokens.engine.trunk, pass_context([tokens], [0] * len(tokens.rows))
+    for loop in range(num_loops):
+        context.past_key_values.go_to_loop(loop)
+        state = state if loop == 0 else trunk.to_next_loop(state)
+        state = trunk.core_pass(state, tokens.embedded, loop, num_loops, context)
+    return state
+
+
 def read_logits(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
     model = parts[0].engine.model
@@ -106,7 +108,7 @@ def pass_context(parts: list[Tokens], loops: list[int]) -> PassContext:
     trunk, views, start = parts[0].engine.trunk, [], 0
     for part in parts:
         cache, padding, end = part.engine.cache, part.engine.padding, start + len(part.rows)
-        views.append(RowView(cache, padding, part.rows, loops[start:end], part.places, part.ids.shape[1]))
+        views.append(RowView(cache, padding, part.rows, loops[start:end], part.places))
         start = end
     view = views[0] if len(views) == 1 else JointView(views)
     eager = trunk.config._attn_implementation == "eager"
@@ -183,12 +185,6 @@ class RowEngine:
         """Of the last token of each row."""
         before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
         return [self.selector.lengths[row] - 1 + before for row in rows]
-
-    def enter(self, rows: list[int], ids: torch.Tensor, places: list[int]) -> Tokens:
-        """New tokens, one of each row, through embedding and prelude."""
-        tokens = Tokens(self, rows, places, ids)
-        tokens.embedded = enter([tokens])
-        return tokens
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""

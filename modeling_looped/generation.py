@@ -52,14 +52,15 @@ class LoopedGenerationMixin(Generative):
         state_seed: draws h_0 of every position where `state_init` is "normal" (Huginn's release draws one unseeded);
             without it h_0 is zeros.
         warm_start: the next token's loops start from the last token's state.
-        draft_loops, draft_tokens: self-speculation: how many loops a draft runs, and how many tokens are drafted.
+        draft_loops, draft_tokens: self-speculation: after how many loops a token proposes the next one ("auto": what
+            pays best, measured on the way), and how many tokens may run ahead of full depth.
         cache_sharing: "none", "last" or "cyclic-S".
         cache_dtype: "int8" keeps keys and values of past tokens in 8 bits, for greedy decoding and sampling.
 
         All are also fields of `generation_config`; None in a call undoes a saved one, and num_loops in a call undoes
         saved exits, unless the call names a field of them too. With return_dict_in_generate the
-        output has `token_loops`; a streamer with a method `put_loops` receives them before each `put` (but not by
-        assisted decoding).
+        output has `token_loops`, see `LoopedGenerateOutput`; a streamer with a method `put_loops` receives them before
+        each `put` (but not by assisted decoding).
         """
         names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
         check_prompt(kwargs[names[0]] if names else args[0] if args else None)

@@ -67,10 +67,14 @@ class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
     token_loops: loops that each new token took, [batch, new tokens]; 0 after the end of a row.
     acceptance_rate: of the drafts that were compared with full depth, the part that it agreed with; what was drafted
         after a wrong one is not compared.
+    passes_per_token: of the core, of each row, with drafts: num_loops without them, fewer where they are right.
+    stopped_drafting: whether drafts, which did not pay, were left out for a part of the tokens or all.
     """
 
     token_loops: torch.Tensor | None = None
     acceptance_rate: float | None = None
+    passes_per_token: float | None = None
+    stopped_drafting: bool | None = None
 
 
 @dataclass

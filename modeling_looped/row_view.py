@@ -18,6 +18,14 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
         target.copy_(source)
 
 
+def attend_to_all(queries, keys, values, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:
+    """Attention of single queries."""
+    if is_slow_single_query(queries):
+        return attend_single_query(queries, keys, values, mask, scaling)
+    grouped = queries.shape[1] != keys.shape[1]
+    return scaled_dot_product_attention(queries, keys, values, mask, scale=scaling, enable_gqa=grouped)
+
+
 class Padding:
     """Which places of the prompts hold no token. mask: [rows, prompt length], False there; None without padding."""
 
@@ -37,30 +45,45 @@ class Padding:
 
 
 class RowView:
-    """A pass over `rows` of a cache, each at its own loop and position.
+    """A pass over a token of each of `rows` of a cache, at its own loop and position. A row may bring several tokens.
 
-    loops: one number per row, counted from 0. positions: of the first token of the pass, `length` tokens each.
+    loops: one number per token, counted from 0.
     """
 
-    def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, positions: list, length: int):
-        self.cache, self.padding, self.length = cache, padding, length
-        self.end = max(positions) + length
+    def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, positions: list):
+        self.cache, self.padding, self.end = cache, padding, max(positions) + 1
         cache.reserve(self.end)
         config = cache.model_config
         self.rows, self.loops, self.positions = rows, list(map(config.stored_loop, loops)), positions
         # those of a loop that makes keys and values; beside them, some are computed for others in vain
         self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
-        together = len(rows) == num_rows and len(set(loops)) == len(set(positions)) == 1
+        together = rows == list(range(num_rows)) and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
-        self.by_row = device.type == "cpu" and not together and length == 1 and not padding.has_holes
+        self.by_row = device.type == "cpu" and not together and not padding.has_holes
         self.by_row &= config.attention_softcap is None  # `attend` has none
+        in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
+        self.one_loop = self.loops[0] if in_step else None
+        is_filled = len(set(rows)) < len(rows) and 4 * len(rows) >= num_rows * cache.num_stored_loops
+        self.in_grid = in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
         self.places, self.spans, self.masks_by_window = {}, {}, {}
+        # where tokens are in the grid of rows and loops, and places
+        self.cells: tuple[torch.Tensor, ...] | None = None
+
+    def go_to_loop(self, loop: int):
+        """Of tokens that all are at one."""
+        config = self.cache.model_config
+        self.loops = [config.stored_loop(loop)] * len(self.rows)
+        self.writing = list(range(len(self.rows))) if config.makes_keys(loop) else []
+        self.one_loop = None if self.one_loop is None else self.loops[0]
+        self.places, self.spans = {}, {}
 
     @property
     def row_attention(self) -> Callable | None:
         """What attention layers are to call instead of `update` and a kernel."""
-        return self.attend if self.by_row else None
+        if not self.by_row:
+            return None
+        return self.attend_in_grid if self.in_grid else self.attend
 
     def update(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int, *args, **kwargs):
         """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop.
@@ -93,6 +116,28 @@ class RowView:
             outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
         return torch.cat(outputs).to(queries.dtype)
 
+    def attend_in_grid(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+        """The same where all rows are at one loop, or rows bring several tokens, at loops of their own: all loops of
+        all rows in one call, those without a token too, so that keys and values are read where they lie."""
+        buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
+        if self.one_loop is not None:
+            buffer = buffer[:, self.one_loop % buffer.shape[1]].unsqueeze(1)
+        num_rows, num_loops = buffer.shape[:2]
+        if self.cells is None:  # the same in all layers of the core
+            cells = [row * num_loops + loop % num_loops for row, loop in zip(self.rows, self.loops)]
+            self.cells = torch.tensor([cells, self.positions]).unbind()
+        cells, places = self.cells
+        if window not in self.masks_by_window:
+            ends = places.new_full((num_rows * num_loops,), self.end - 1).index_copy_(0, cells, places)
+            rows = torch.arange(num_rows).repeat_interleave(num_loops)
+            self.masks_by_window[window] = self.mask_at(rows, ends, window)
+        buffer = buffer.flatten(0, 1)  # [cells, heads, 2, capacity, head_dim]
+        if keys is not None and self.writing:
+            buffer[cells[self.writing], :, :, places[self.writing]] = self.stored(keys, values)
+        grid = queries.new_zeros(len(buffer), *queries.shape[1:]).index_copy_(0, cells, queries)
+        keys, values = self.cache.as_read(buffer[..., : self.end, :]).unbind(2)
+        return attend_to_all(grid, keys, values, self.masks_by_window[window], scaling).index_select(0, cells)
+
     def attend_by_itself(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """The same for any rows that bring one token each."""
         if self.by_row:
@@ -101,11 +146,7 @@ class RowView:
         window = self.cache.windows[slot]
         if window not in self.masks_by_window:
             self.masks_by_window[window] = self.mask(window)
-        mask = self.masks_by_window[window]
-        if is_slow_single_query(queries):
-            return attend_single_query(queries, keys, values, mask, scaling)
-        grouped = queries.shape[1] != keys.shape[1]
-        return scaled_dot_product_attention(queries, keys, values, mask, scale=scaling, enable_gqa=grouped)
+        return attend_to_all(queries, keys, values, self.masks_by_window[window], scaling)
 
     def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
         """Keys and values of one row, until the next one's take their place."""
@@ -125,12 +166,15 @@ class RowView:
         loops_stored = buffer.shape[1]
         if loops_stored not in self.places:  # the same in all layers of a section
             loops = [loop % loops_stored for loop in self.loops]
-            of_rows = torch.tensor([self.rows, loops, self.positions], device=buffer.device)
-            rows, loops, firsts = of_rows[:, self.writing, None]
-            self.places[loops_stored] = rows, loops, firsts + torch.arange(self.length, device=buffer.device)
-        rows, loops, places = self.places[loops_stored]  # [rows, 1], [rows, 1], [rows, length]
-        states = self.cache.as_stored(torch.stack([keys, values], dim=2)).permute(0, 3, 1, 2, 4)
-        buffer[rows, loops, :, :, places] = states if len(states) == len(rows) else states[self.writing]
+            places = torch.tensor([self.rows, loops, self.positions], device=buffer.device)
+            self.places[loops_stored] = places[:, self.writing].unbind()
+        rows, loops, places = self.places[loops_stored]
+        buffer[rows, loops, :, :, places] = self.stored(keys, values)
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """What the buffers hold of the tokens that make keys and values, [tokens, heads, 2, head_dim]."""
+        states = self.cache.as_stored(torch.cat([keys, values], dim=2))
+        return states if len(states) == len(self.writing) else states[self.writing]
 
     def seen(self, slot: int) -> list[tuple]:
         """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
@@ -149,7 +193,7 @@ class RowView:
         return self.spans[kind]
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
-        """What each token may see, [rows, 1, length, tokens so far], per kind of attention.
+        """What each token may see, [rows, 1, 1, tokens so far], per kind of attention.
 
         as_bias: for eager attention, which adds its mask to the scores.
         """
@@ -167,13 +211,16 @@ class RowView:
         return masks
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        sees_all = self.position is not None and self.length == 1 and (window is None or self.end <= window)
+        sees_all = self.position is not None and (window is None or self.end <= window)
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
-        rows, positions = torch.tensor([self.rows, self.positions], device=device).unbind(0)
-        places = (positions[:, None] + torch.arange(self.length, device=device))[:, :, None]  # [rows, length, 1]
-        seen = torch.arange(self.end, device=device)
+        rows, places = torch.tensor([self.rows, self.positions], device=device).unbind(0)
+        return self.mask_at(rows, places, window)
+
+    def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
+        """The same of any rows and places, [n] each."""
+        places, seen = places[:, None, None], torch.arange(self.end, device=places.device)
         mask = seen <= places
         if window is not None:
             mask &= seen > places - window

@@ -1,29 +1,42 @@
-"""Lossless self-speculation: draft a few tokens with few loops, verify them together at full depth.
+"""Lossless self-speculation in a pipeline: several tokens of a row are in flight, each at a loop of its own.
 
-The verification continues where the drafts stopped: their states after `draft_loops` loops, and the keys and values
-that they left in the cache, are those of the full run, so no loop of any token is run twice. What is emitted is
-chosen from the full-depth logits and nothing else, by the same code as in plain decoding; a draft only decides how
-many tokens one verification yields. With sampling, draft and verification race against the same noise, which leaves
-the distribution of every token that of plain sampling.
+After a few loops a token is read out, and proposes the next one, which starts with the next pass while the first
+runs on: one pass of the core runs all tokens in flight of all rows. Every loop has keys and values of its own, which
+earlier tokens have left before a later one gets there; so a token computes what it would by itself. What is emitted is
+chosen from its logits at full depth and nothing else, by the same code as in plain decoding. Where they contradict the
+proposal, the tokens after it are dropped, and the row goes on from the right one. A token whose first proposal was
+unsure proposes again at a deeper loop; if it changes its mind, the row starts anew from there already.
+
+With sampling, proposals and full depth race against the same noise, one for each position, which leaves the
+distribution of every token that of plain sampling. At which loops tokens propose, and whether that pays at all:
+`proposals.py`.
 """
 
+from dataclasses import dataclass, field
+from time import perf_counter
+
 import torch
+from transformers.utils import logging
 
-from .engine import RowEngine, Tokens, joined, read_logits, run_loop
+from .engine import RowEngine, Tokens, enter, read_logits, run_all_loops, run_loop
+from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
 
 
-ACCEPTANCE_DECAY = 0.9  # of the running acceptance rate, per drafted token
-PROBE_EVERY = 16  # rounds without drafts, until acceptance is measured again
+logger = logging.get_logger(__name__)
+
+PROBE_EVERY = 16  # entries into the pipeline: the tokens of every n-th are read out after every loop, to measure
 
 
 def speculate(engine: RowEngine):
     """`_sample` of transformers, speculating."""
-    decoder = Speculator(engine)
-    while decoder.selector.running():
-        decoder.round()
-    result = decoder.engine.output()
+    pipeline = Pipeline(engine)
+    while pipeline.selector.running():
+        pipeline.tick()
+    result = engine.output()
     if not torch.is_tensor(result):
-        result.acceptance_rate = decoder.accepted / decoder.drafted if decoder.drafted else None
+        result.acceptance_rate = pipeline.accepted / pipeline.compared if pipeline.compared else None
+        result.passes_per_token = pipeline.row_passes / pipeline.verified if pipeline.verified else None
+        result.stopped_drafting = pipeline.stopped_drafting
     return result
 
 
@@ -36,100 +49,194 @@ def readout_cost(config) -> float:
     return config.vocab_size * config.hidden_size / loop
 
 
-class Speculator:
+@dataclass(eq=False)
+class InFlight:
+    """A token of a row on its way through the loops."""
+
+    row: int
+    place: int  # in the cache
+    id: int
+    is_probe: bool  # read out after every loop
+    loops: int = 0  # that it has run
+    proposal: int | None = None  # the token after it
+    is_sure: bool = False
+    readings: list[tuple[int, bool]] = field(default_factory=list)  # of a probe: what it said, whether it was sure
+    is_dropped: bool = False
+
+
+class Pipeline:
     def __init__(self, engine: RowEngine):
-        self.engine, self.selector, self.config = engine, engine.selector, engine.config
-        self.num_loops, self.draft_loops = engine.limits[0], engine.options.draft_loops
-        self.drafted = self.accepted = self.idle_rounds = 0
-        self.acceptance = 1.0  # running estimate
-        self.readout_cost = readout_cost(engine.model.config)
+        self.engine, self.selector, self.trunk = engine, engine.selector, engine.trunk
+        self.num_loops, options, config = engine.limits[0], engine.options, engine.model.config
+        most_ahead = options.draft_tokens or self.num_loops - 1
+        first = None if options.draft_loops == "auto" else options.draft_loops
+        self.planner = Planner(self.num_loops, first, most_ahead, readout_cost(config))
+        self.flight: list[InFlight] = []
+        self.held: dict[str, torch.Tensor] = {}  # of the tokens in flight: state, ids, embedded, rotary
+        self.of_row: list[list[InFlight]] = [[] for _ in range(engine.num_rows)]  # oldest first
+        self.noises: dict[tuple[int, int], torch.Tensor] = {}  # by row and length of the sequence before
+        self.first_place = engine.prompt_length - self.selector.prompt_length  # in the cache, of the sequences
+        # of tokens whose successor is needed, and has a position
+        self.end = self.first_place + engine.config.max_length - 1
+        if config.position_embedding == "learned":
+            self.end = min(self.end, config.max_position_embeddings)
+        self.entries = self.row_passes = self.verified = self.compared = self.accepted = 0
+        self.stopped_drafting = False
 
-    def room(self, rows: list[int]) -> int:
-        """The most that may be drafted: within every row's length, and within the positions that the model knows."""
-        longest, model_config = max(self.selector.lengths[row] for row in rows), self.engine.model.config
-        room = min(self.engine.options.draft_tokens, self.config.max_length - longest - 1)
-        if model_config.position_embedding == "learned":
-            room = min(room, model_config.max_position_embeddings - longest)
-        return max(room, 0)
+    def tick(self):
+        """One loop of every token in flight; what is verified is emitted, what is proposed starts with the next."""
+        start = perf_counter()
+        self.enter_tokens()
+        everything = list(range(len(self.flight)))
+        tokens, passes = self.tokens(everything), 1
+        if self.planner.plan is None and all(token.loops == 0 and not token.is_probe for token in self.flight):
+            passes = self.num_loops
+            state = run_all_loops(tokens, self.held["state"], passes)
+        else:
+            state = run_loop([tokens], [token.loops for token in self.flight], self.held["state"])
+        self.row_passes += passes * sum(map(bool, self.of_row))
+        for token in self.flight:
+            token.loops += passes
+        if reads := sorted(filter(self.is_read, everything), key=lambda i: self.flight[i].row):
+            logits = read_logits([self.tokens(reads)], [self.flight[i].loops for i in reads], state[reads])[:, -1]
+            self.verify(reads, logits)
+            self.propose(reads, logits)
+        work = len(everything) + round(len(reads) * self.planner.readout_cost)
+        self.planner.seconds.add(work, (perf_counter() - start) / passes)
+        self.held["state"] = self.trunk.to_next_loop(state)
+        self.keep([i for i in everything if not self.flight[i].is_dropped])
 
-    def draft_length(self, rows: list[int]) -> int:
-        """The number of drafts that yields most tokens per weight read: 0 where acceptance is too low to pay."""
-        room = self.room(rows)
-        if not room:
-            return 0
+    # Tokens that come and go
 
-        def tokens_per_loop(drafts: int) -> float:
-            tokens = sum(self.acceptance**i for i in range(drafts + 1))
-            drafting = (drafts + 1) * self.draft_loops + drafts * self.readout_cost
-            return tokens / (drafting + self.num_loops - self.draft_loops + self.readout_cost)
+    def enter_tokens(self):
+        """Of each row its last token, or the one that was proposed last. Without a plan rows are in step."""
+        new, plan = [], self.planner.plan
+        is_probe = len(self.planner.records) < FEWEST_RECORDS or (self.entries + 1) % PROBE_EVERY == 0
+        for row in self.selector.running() if plan is not None or not self.flight else ():
+            before = self.of_row[row][-1] if self.of_row[row] else None
+            if before is None:
+                place, id = self.selector.lengths[row] - 1 + self.first_place, self.selector.last[row]
+            elif before.proposal is None or plan is None or len(self.of_row[row]) > plan.ahead:
+                continue
+            else:
+                place, id = before.place + 1, before.proposal
+            new.append(InFlight(row, place, id, is_probe))
+            self.of_row[row].append(new[-1])
+        if not new:
+            return
+        self.entries += 1
+        ids = torch.tensor([[token.id] for token in new], device=self.selector.ids.device)
+        tokens = Tokens(self.engine, [token.row for token in new], [token.place for token in new], ids)
+        embedded = enter([tokens])
+        held = {"state": self.trunk.initial_state(embedded, None), "ids": ids, "embedded": embedded}
+        if tokens.rotary is not None:
+            held["rotary"] = tokens.rotary
+        if self.flight:
+            held = {name: torch.cat([self.held[name], tensor]) for name, tensor in held.items()}
+        self.flight, self.held = self.flight + new, held
 
-        best = max(range(room + 1), key=tokens_per_loop)
-        self.idle_rounds = 0 if best else self.idle_rounds + 1
-        if self.idle_rounds >= PROBE_EVERY:
-            self.idle_rounds = 0
-            return 1
-        return best
+    def tokens(self, members: list[int]) -> Tokens:
+        """In the order of `members`."""
+        held = self.held
+        if members != list(range(len(self.flight))):
+            index = torch.tensor(members, device=held["ids"].device)
+            held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
+        rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
+        return Tokens(self.engine, rows, places, held["ids"], held["embedded"], held.get("rotary"))
 
-    def round(self):
-        """Draft, verify, emit: at least one token for every running row."""
-        rows = self.selector.running()
-        drafts, places = self.draft_length(rows), self.engine.last_places(rows)
-        noises = [self.noise(rows) for _ in range(drafts + 1)] if self.config.do_sample else [None] * (drafts + 1)
-        parts, states = [], []  # the last token and the drafts after it
-        for ahead in range(drafts + 1):
-            ids, here = self.selector.last_tokens(rows, ahead), [place + ahead for place in places]
-            tokens = self.engine.enter(rows, ids, here)
-            state = self.engine.trunk.initial_state(tokens.embedded, None)
-            if drafts:
-                state = self.run_loops(tokens, state, 0, self.draft_loops)
-                if ahead < drafts:
-                    logits = read_logits([tokens], [self.draft_loops] * len(rows), state)
-                    self.selector.propose(rows, logits[:, -1], ahead, noises[ahead])
-                state = self.engine.trunk.to_next_loop(state)
-            parts.append(tokens)
-            states.append(state)
-        guesses = {
-            row: self.selector.ids[row, self.selector.lengths[row] : self.selector.lengths[row] + drafts].tolist()
-            for row in rows
-        }
-        tokens, loops = joined(parts), [self.num_loops] * len(rows)
-        first = self.draft_loops if drafts else 0
-        state = self.run_loops(tokens, torch.cat(states, dim=1), first, self.num_loops)
-        logits = read_logits([tokens], loops, state)
-        self.engine.cache.leave_in_deeper_loops(rows, loops, places, drafts + 1)
-        self.emit(rows, logits, guesses, noises)
+    def keep(self, members: list[int]):
+        if len(members) < len(self.flight):
+            self.flight = [self.flight[i] for i in members]
+            index = torch.tensor(members, dtype=torch.long, device=self.held["state"].device)
+            self.held = {name: tensor[index] for name, tensor in self.held.items()}
 
-    def noise(self, rows: list[int]) -> torch.Tensor:
-        shape = (len(rows), self.engine.model.config.vocab_size)
-        return torch.empty(shape, device=self.selector.ids.device).exponential_()
+    def drop(self, row: int, first: int):
+        """Tokens of a row, from the first of these on."""
+        for token in self.of_row[row][first:]:
+            token.is_dropped = True
+        del self.of_row[row][first:]
 
-    def run_loops(self, tokens: Tokens, state: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        """H after `end` loops, from what loop `first` starts from."""
-        for loop in range(first, end):
-            state = state if loop == first else self.engine.trunk.to_next_loop(state)
-            state = run_loop([tokens], [loop] * len(tokens.rows), state)
-        return state
+    # Readouts
 
-    def emit(self, rows: list[int], logits: torch.Tensor, guesses: dict[int, list[int]], noises: list):
-        """Tokens as plain decoding would choose them, for as long as the drafts guess them right.
+    def is_read(self, i: int) -> bool:
+        token = self.flight[i]
+        return token.loops == self.num_loops or token.is_probe or self.may_propose(token)
 
-        logits: at full depth, of the last token and its drafts, [rows, drafts + 1, vocabulary].
-        """
-        going, drafts = rows, logits.shape[1] - 1
-        for i in range(drafts + 1):
-            members = [rows.index(row) for row in going]
-            noise = None if noises[i] is None else noises[i][members]
-            self.selector.emit(going, logits[members, i], [self.num_loops] * len(going), noise)
-            if i == drafts:
-                return
-            right = [row for row in going if guesses[row][i] == self.selector.last[row]]
-            for row in going:
-                self.count(row in right)
-            going = [row for row in right if self.selector.unfinished[row]]
-            if not going:
-                return
+    def may_propose(self, token: InFlight) -> bool:
+        plan = self.planner.plan
+        if plan is None or token.place + 1 >= self.end:
+            return False
+        if token.proposal is None:
+            return token.loops >= plan.first
+        return token.loops == plan.second and not token.is_sure
 
-    def count(self, accepted: bool):
-        self.drafted += 1
-        self.accepted += accepted
-        self.acceptance = ACCEPTANCE_DECAY * self.acceptance + (1 - ACCEPTANCE_DECAY) * accepted
+    def noise_of(self, tokens: list[InFlight]) -> torch.Tensor | None:
+        """For what follows these tokens, [tokens, vocabulary]: the same whenever it is asked for."""
+        if not self.selector.config.do_sample:
+            return None
+        keys = [(token.row, token.place) for token in tokens]
+        new = [key for key in keys if key not in self.noises]
+        shape = (len(new), self.engine.model.config.vocab_size)
+        self.noises.update(zip(new, torch.empty(shape, device=self.selector.ids.device).exponential_()))
+        return torch.stack([self.noises[key] for key in keys])
+
+    def verify(self, reads: list[int], logits: torch.Tensor):
+        """Emit what full depth says after the tokens that have got there."""
+        members = [member for member, i in enumerate(reads) if self.flight[i].loops == self.num_loops]
+        if not members:
+            return
+        tokens = [self.flight[reads[member]] for member in members]
+        rows, loops = [token.row for token in tokens], [self.num_loops] * len(tokens)
+        self.engine.cache.leave_in_deeper_loops(rows, loops, [token.place for token in tokens])
+        self.selector.emit(rows, logits[members], loops, self.noise_of(tokens))
+        probed = any(token.is_probe for token in tokens)
+        for token in tokens:
+            token.is_dropped = True
+            self.noises.pop((token.row, token.place), None)
+            said = self.selector.last[token.row]
+            self.count(token, said)
+            goes_on = token.proposal == said and self.selector.unfinished[token.row]
+            if goes_on:
+                del self.of_row[token.row][0]
+            else:
+                self.drop(token.row, 0)
+        if probed:
+            self.choose_plan()
+
+    def count(self, token: InFlight, said: int):
+        self.verified += 1
+        if token.proposal is not None:
+            self.compared += 1
+            self.accepted += token.proposal == said
+        if token.is_probe:
+            self.planner.records.append([Reading(id == said, is_sure) for id, is_sure in token.readings])
+
+    def choose_plan(self):
+        before, rows = self.planner.plan, len(self.selector.running())
+        self.planner.choose_plan(max(rows, 1))
+        if self.planner.plan is None and before is not None and not self.stopped_drafting:
+            self.stopped_drafting = True
+            logger.warning(
+                f"draft_loops={self.engine.options.draft_loops!r} does not pay here, so tokens come one by one: "
+                f"{self.planner.reason(rows)}"
+            )
+
+    def propose(self, reads: list[int], logits: torch.Tensor):
+        """What tokens on their way say, of those that may propose it: the next of the row."""
+        members = [member for member, i in enumerate(reads) if not self.flight[i].is_dropped]
+        if not members:
+            return
+        tokens = [self.flight[reads[member]] for member in members]
+        lengths = [token.place + 1 - self.first_place for token in tokens]
+        said, lead = self.selector.guess(
+            [token.row for token in tokens], lengths, logits[members], self.noise_of(tokens)
+        )
+        for token, id, is_sure, length in zip(tokens, said.tolist(), (lead >= SURE).tolist(), lengths):
+            if token.is_probe:
+                token.readings.append((id, is_sure))
+            if token.is_dropped or not self.may_propose(token):
+                continue
+            if id != token.proposal:
+                self.drop(token.row, self.of_row[token.row].index(token) + 1)
+                self.selector.write_guess(token.row, length, id)
+            token.proposal, token.is_sure = id, is_sure

@@ -46,6 +46,14 @@ def cannot_stop(criterion, length: int) -> bool:
     return length < criterion.max_length and (known is None or length <= known)
 
 
+def by_number(numbers: list[int]):
+    """Of each number, where it stands."""
+    groups: dict[int, list[int]] = {}
+    for i, number in enumerate(numbers):
+        groups.setdefault(number, []).append(i)
+    return groups.items()
+
+
 class TokenSelector:
     """The sequences so far, and how they grow."""
 
@@ -74,11 +82,9 @@ class TokenSelector:
     def running(self) -> list[int]:
         return [row for row, runs in enumerate(self.unfinished) if runs and row not in self.waiting]
 
-    def last_tokens(self, rows: list[int], ahead: int = 0) -> torch.Tensor:
-        """[rows, 1]; or the guesses `ahead` tokens after them."""
-        if not ahead:
-            return torch.tensor([[self.last[row]] for row in rows], device=self.ids.device)
-        return self.ids[rows, [self.lengths[row] - 1 + ahead for row in rows]][:, None]
+    def last_tokens(self, rows: list[int]) -> torch.Tensor:
+        """[rows, 1]"""
+        return torch.tensor([[self.last[row]] for row in rows], device=self.ids.device)
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
         """The next token of `rows`, from logits [rows, vocabulary]; those that have got theirs.
@@ -122,20 +128,28 @@ class TokenSelector:
             all_scores[members], all_tokens[members] = scores, tokens
         return all_scores, all_tokens
 
-    def propose(self, rows: list[int], logits: torch.Tensor, ahead: int, noise: torch.Tensor | None):
-        """Write the guess of each of `rows` for the token `ahead` places after its next one; nothing is emitted."""
-        logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
-        for length, members in self.by_length(rows):
-            group, length = [rows[i] for i in members], length + ahead
-            self.make_room(length + 1)
-            scores = self.process(group, length, logits[members])
-            self.ids[self.index(group), length] = self.choose(scores, None if noise is None else noise[members])
+    def guess(self, rows: list[int], lengths: list[int], logits: torch.Tensor, noise: torch.Tensor | None):
+        """What would be chosen after so many tokens of each row, some of which are guesses; and its lead over the
+        second best, in logits. Nothing is emitted. noise: see `choose`."""
+        scores = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
+        if self.processors:
+            for length, members in by_number(lengths):
+                scores[members] = self.process([rows[i] for i in members], length, scores[members])
+        if noise is not None:
+            scores = scores.log_softmax(-1) - noise.log()
+        best = scores.topk(2)
+        return best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
+
+    def write_guess(self, row: int, place: int, token: int):
+        """For processors that are asked for the tokens after it."""
+        self.make_room(place + 1)
+        self.ids[row, place] = token
 
     def process(self, rows: list[int], length: int, logits: torch.Tensor) -> torch.Tensor:
         """Scores of `rows`, all of this length. A processor that keeps a number for each row is shown them all."""
         if not self.processors:
             return logits
-        if len(rows) == self.num_rows or not self.knows_rows:
+        if not self.knows_rows or rows == list(range(self.num_rows)):
             return self.processors(self.ids[self.index(rows), :length], logits)
         whole = logits.new_zeros(self.num_rows, logits.shape[-1])
         whole[rows] = logits
@@ -143,14 +157,11 @@ class TokenSelector:
 
     def by_length(self, rows: list[int]):
         """Members of `rows` whose sequences are equally long, which can be shown to processors as one batch."""
-        groups: dict[int, list[int]] = {}
-        for i, row in enumerate(rows):
-            groups.setdefault(self.lengths[row], []).append(i)
-        return groups.items()
+        return by_number([self.lengths[row] for row in rows])
 
     def index(self, rows: list[int]) -> slice | torch.Tensor:
         """Made once: a list would be converted by every tensor that it indexes."""
-        return slice(None) if len(rows) == self.num_rows else torch.tensor(rows, device=self.ids.device)
+        return slice(None) if rows == list(range(self.num_rows)) else torch.tensor(rows, device=self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """noise: exponential, [rows, vocabulary]. The largest p / noise is a sample of p; with the same noise,

@@ -15,8 +15,9 @@ from transformers import (
     StaticCache,
 )
 
-from modeling_looped import LoopedCache
-from modeling_looped.speculation import PROBE_EVERY, Speculator
+from modeling_looped import LoopedCache, speculation
+from modeling_looped.proposals import FEWEST_RECORDS, MOST_RECORDS, SURE, PassSeconds, Plan, Planner, Reading
+from modeling_looped.speculation import Pipeline
 
 from .helpers import LIKE_GEMMA2, LIKE_OLMO2, quick_and_slow, random_ids, tiny_model
 from .strategies import examples, looped_configs, random_model
@@ -71,35 +72,40 @@ def left_padded(batch_size: int, length: int) -> dict:
 
 
 @pytest.fixture
-def rounds(monkeypatch):
-    """The rows and drafts of every round."""
-    seen = []
-    choose = Speculator.draft_length
+def passes(monkeypatch):
+    """The plan of every pass, and the tokens in flight of each row."""
+    seen, tick = [], Pipeline.tick
 
-    def draft_length(self, rows):
-        seen.append((len(rows), choose(self, rows)))
-        return seen[-1][1]
+    def watched(self):
+        plan = self.planner.plan
+        tick(self)
+        seen.append((plan, [len(tokens) for tokens in self.of_row]))
 
-    monkeypatch.setattr(Speculator, "draft_length", draft_length)
+    monkeypatch.setattr(Pipeline, "tick", watched)
     return seen
+
+
+def all_that_is_allowed(planner: Planner, rows: int) -> Plan:
+    """Two proposals, and as many tokens in flight as there may be, however few of them are right."""
+    first = planner.num_loops // 2 if planner.first is None else planner.first
+    return Plan(first, first + 1 if first + 1 < planner.num_loops else None, planner.most_ahead)
 
 
 @pytest.fixture
 def optimist(monkeypatch):
-    """Drafts as many tokens as there is room for, however few of them are accepted."""
-    monkeypatch.setattr(Speculator, "draft_length", Speculator.room)
+    monkeypatch.setattr(Planner, "choose", all_that_is_allowed)
 
 
 # Greedy: the tokens of full depth
 
 
 @over_systems
-@pytest.mark.parametrize("draft_loops", [1, 2, 3])
+@pytest.mark.parametrize("draft_loops", [1, 2, 3, "auto"])
 @pytest.mark.covering
 def test_greedy_tokens_are_those_of_full_depth(system, draft_loops, optimist):
     model, prompts = model_of(system), left_padded(3, 7)
     full = model.generate(**prompts, max_new_tokens=NEW, do_sample=False)
-    for draft_tokens in (1, 2, 6):
+    for draft_tokens in (1, 2, None):
         arguments = {"draft_loops": draft_loops, "draft_tokens": draft_tokens}
         assert torch.equal(model.generate(**prompts, max_new_tokens=NEW, do_sample=False, **arguments), full)
 
@@ -143,10 +149,11 @@ def test_greedy_over_random_configs(config, data):
         "pad_token_id": 0,
     }
     ids = random_ids(batch_size, length, config.vocab_size) * mask
-    drafting = {"draft_loops": data.draw(st.integers(1, num_loops - 1)), "draft_tokens": data.draw(st.integers(1, 6))}
+    draft_loops = data.draw(st.sampled_from(["auto", *range(1, num_loops)]))
+    drafting = {"draft_loops": draft_loops, "draft_tokens": data.draw(st.sampled_from([None, *range(1, 7)]))}
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans(), label="optimist"):
-            patch.setattr(Speculator, "draft_length", Speculator.room)
+            patch.setattr(Planner, "choose", all_that_is_allowed)
         found = greedy(model, ids, **arguments, **drafting)
     assert torch.equal(found, greedy(model, ids, **arguments))
 
@@ -210,67 +217,72 @@ def test_bfloat16_says_what_full_depth_says_but_for_ties(optimist):
 
 
 def work_of(model, **arguments):
-    """Passes through the core after the prompt: how many, of how many tokens in sum, and those of one token."""
-    shapes, prompt_length = [], arguments["inputs"].shape[1]
+    """Passes through the core after the prompt, and the tokens that they ran in sum."""
+    shapes = []
     hook = model.model.core[0].register_forward_hook(lambda block, inputs, output: shapes.append(inputs[0].shape[:2]))
     out = model.generate(**arguments, do_sample=False, return_dict_in_generate=True)
     hook.remove()
-    decoding = [shape for shape in shapes[arguments.get("num_loops", model.config.num_loops) :]]
-    assert shapes[0][1] == prompt_length
+    assert shapes[0][1] == arguments["inputs"].shape[1]
+    decoding = shapes[model.config.num_loops :]
     return out, len(decoding), sum(rows * length for rows, length in decoding)
 
 
-@over_systems
-@pytest.mark.parametrize("draft_loops", [1, 3])
-@pytest.mark.covering
-def test_drafts_are_continued_and_not_run_again(system, draft_loops, rounds):
-    """Every token of a round, said or drafted, takes exactly num_loops token-loops, whatever draft_loops is."""
-    model, prompts = model_of(system), left_padded(2, 6)
-    _, passes, token_loops = work_of(model, **prompts, max_new_tokens=NEW, draft_loops=draft_loops)
-    drafted = [drafts for _, drafts in rounds]
-    assert token_loops == sum(rows * (drafts + 1) * 4 for rows, drafts in rounds)
-    assert passes == sum((drafts + 1) * draft_loops + 4 - draft_loops for drafts in drafted if drafts) + 4 * sum(
-        drafts == 0 for drafts in drafted
-    )
-    assert any(drafted)
-
-
-@pytest.mark.parametrize("draft_tokens", [1, 3, 6])
-def test_right_drafts_save_passes(draft_tokens, monkeypatch, optimist):
-    """A token of a row costs the loops that plain decoding needs, and the weights are read less often."""
-    model, ids = idle_model(), random_ids(2, 6)
-    new_tokens = 1 + 2 * (draft_tokens + 1)  # the prompt says one, two full rounds the others
-    arguments = {"inputs": ids, "max_new_tokens": new_tokens, "draft_loops": 1, "draft_tokens": draft_tokens}
+@pytest.mark.parametrize("draft_tokens", [1, 2, None])
+@pytest.mark.parametrize("draft_loops", [1, 2])
+def test_right_drafts_save_passes(draft_tokens, draft_loops, optimist):
+    """Tokens run as many loops as in plain decoding, but the next one starts before the last one is done."""
+    model, ids, new_tokens = idle_model(), random_ids(2, 6), 10
+    arguments = {"inputs": ids, "max_new_tokens": new_tokens, "draft_loops": draft_loops, "draft_tokens": draft_tokens}
     out, passes, token_loops = work_of(model, **arguments)
     assert out.acceptance_rate == 1.0
-    assert token_loops == 2 * 4 * (new_tokens - 1)  # what plain decoding costs
-    assert passes == 2 * (draft_tokens + 1 + 3)
-    assert passes < 4 * (new_tokens - 1)
     assert torch.equal(out.sequences, greedy(model, ids, max_new_tokens=new_tokens))
+    assert token_loops == 2 * 4 * (new_tokens - 1)  # the prompt says the first token
+    starts = [0]
+    for i in range(1, new_tokens - 1):
+        done = 0 if draft_tokens is None or i <= draft_tokens else starts[i - draft_tokens - 1] + 4
+        starts.append(max(starts[-1] + draft_loops, done))
+    assert passes == starts[-1] + 4
+    assert out.passes_per_token == passes / (new_tokens - 1) < 4
 
 
-@pytest.mark.parametrize("system", ["plain", "parcae", "ouro"])
-@pytest.mark.parametrize("draft_loops", [1, 3])
+@torch.no_grad()
+def by_hand(model, sequence, start: int, plan: Plan):
+    """Of one row: the passes until its last token has run, drafts that were compared, and those that were right."""
+    passes, compared, right = 0, 0, 0
+    for place in range(start, sequence.shape[1] - 1):  # of tokens whose successor is drafted, but for the last one
+        cache, last = model(sequence[:, : place - 1]).past_key_values, sequence[:, place - 1 : place]
+        said = {}
+        for loops in plan[:2]:
+            past = copy.deepcopy(cache)
+            said[loops] = model(last, past_key_values=past, num_loops=loops).logits[0, -1].topk(2)
+        true, first = int(sequence[0, place]), said[plan.first]
+        is_sure = (first.values[0] - first.values[1]) >= SURE
+        draft, again = int(first.indices[0]), int(said[plan.second].indices[0])
+        final = draft if is_sure else again
+        compared, right = compared + 1, right + (final == true)
+        passes += 4 if final != true else plan.first if draft == final else plan.second
+    return passes + 4, compared, right
+
+
+@pytest.mark.parametrize("system", ["plain", "gated_change", "ouro", "flt"])
+@pytest.mark.parametrize("plan", [Plan(1, 2, 3), Plan(1, 3, 3), Plan(2, 3, 3)], ids=str)
 @pytest.mark.covering
-def test_acceptance_rate(system, draft_loops, optimist):
-    """Drafts compared with full depth: of each round those up to the first wrong one, here counted by hand."""
-    model, ids, draft_tokens = model_of(system, num_loops=4), random_ids(1, 6), 3
-    out = greedy(
-        model, ids, draft_loops=draft_loops, draft_tokens=draft_tokens, return_dict_in_generate=True, max_new_tokens=24
-    )
-    sequence, compared, right = out.sequences, 0, 0
-    place, end = 7, sequence.shape[1]  # of the next token
-    while place < end:
-        cache = model(sequence[:, : place - 1]).past_key_values
-        guesses, last = [], sequence[:, place - 1 : place]
-        for _ in range(min(draft_tokens, end - place - 1)):
-            last = model(last, past_key_values=cache, num_loops=draft_loops).logits[:, -1:].argmax(-1)
-            guesses.append(int(last))
-        agrees = [guess == int(sequence[0, place + i]) for i, guess in enumerate(guesses)]
-        good = agrees.index(False) if False in agrees else len(agrees)
-        compared, right = compared + min(good + 1, len(agrees)), right + good
-        place += good + 1
-    assert compared and out.acceptance_rate == right / compared
+def test_passes_and_acceptance_are_those_counted_by_hand(system, plan, monkeypatch):
+    """The next token starts after the first draft if it is right, after the second if that one is, or after all."""
+    monkeypatch.setattr(Planner, "choose", lambda planner, rows: plan)
+    model, ids = model_of(system), random_ids(1, 6)
+    model.lm_head.weight.data.mul_(8)  # some drafts are sure, and some are not
+    chosen = Planner.__init__
+
+    def starts_with(self, *arguments):
+        chosen(self, *arguments)
+        self.plan = plan
+
+    monkeypatch.setattr(Planner, "__init__", starts_with)
+    out, passes, _ = work_of(model, inputs=ids, max_new_tokens=24, draft_loops=plan.first)
+    expected, compared, right = by_hand(model, out.sequences, 7, plan)
+    assert passes == expected
+    assert out.acceptance_rate == right / compared
 
 
 def test_no_acceptance_rate_without_drafts():
@@ -293,19 +305,79 @@ class Switch(Collector):
                 block.mlp.down_proj.weight.data.zero_()
 
 
-def test_falls_back_where_drafts_are_wrong_and_probes_again(rounds):
+def test_falls_back_where_drafts_are_wrong_and_says_so(passes, monkeypatch):
     """Later loops contradict the first; from the 100th token on they agree with it."""
+    monkeypatch.setattr(PassSeconds, "line", lambda self: (1.0, 0.6))
+    said = []
+    monkeypatch.setattr(speculation.logger, "warning", said.append)
     model = model_of("prelude_coda_grouped", injection="none", max_position_embeddings=512)
-    switch = Switch(model, at=100)
-    greedy(model, random_ids(1, 6), draft_loops=1, max_new_tokens=300, streamer=switch)
-    drafts = [drafted for _, drafted in rounds]
-    assert drafts[0] > 1
-    given_up = drafts.index(0)
-    assert given_up < 30
-    probes = [i for i in range(given_up, 80) if drafts[i]]
-    assert probes and {drafts[i] for i in probes} == {1}
-    assert {b - a for a, b in zip(probes, probes[1:])} == {PROBE_EVERY}
-    assert drafts[-10] > 1 and 0 not in drafts[-12:-2]  # drafts again
+    switch, ids = Switch(model, at=100), random_ids(1, 6)
+    out = greedy(model, ids, draft_loops=1, max_new_tokens=480, streamer=switch, return_dict_in_generate=True)
+    plans = [plan for plan, _ in passes]
+    given_up = plans.index(None)
+    assert given_up < 4 * (FEWEST_RECORDS + 2)
+    assert set(plans[given_up : given_up + 80]) == {None}
+    assert None not in plans[-40:]  # drafts again
+    assert max(count for _, [count] in passes[given_up + 8 : given_up + 80]) <= 1
+    assert len(said) == 1 and "draft_loops=1 does not pay here" in said[0]
+    assert out.stopped_drafting
+
+
+class Coin:
+    """Readings of a token, drawn: right with a probability that grows with the loop."""
+
+    def __init__(self, num_loops: int):
+        self.generator, self.num_loops = torch.Generator().manual_seed(0), num_loops
+
+    def readings(self) -> list[Reading]:
+        right = torch.rand(2, self.num_loops - 1, generator=self.generator)
+        chances = torch.linspace(0.5, 0.9, self.num_loops - 1)
+        return [Reading(bool(a), bool(b)) for a, b in zip(right[0] < chances, right[1] < 0.4)]
+
+
+@pytest.mark.parametrize("first,second", [(1, None), (2, 4), (3, 5)])
+def test_the_closed_form_is_what_a_pipeline_would_take(first, second):
+    """Passes and loops per token, in the mean of measured readings: counted along a row that draws from them."""
+    num_loops, coin = 7, Coin(7)
+    planner = Planner(num_loops, None, num_loops - 1, readout_cost=0.0)
+    readings = [coin.readings() for _ in range(MOST_RECORDS)]
+    for each in readings:
+        planner.records.append(each)
+    plan = Plan(first, second, num_loops - 1)
+    passes = loops = 0
+    for each in readings:
+        early, late = each[first - 1], None if second is None else each[second - 1]
+        changes = late is not None and not early.is_sure and late.is_right != early.is_right
+        is_right = late.is_right if late is not None and not early.is_sure else early.is_right
+        starts = num_loops if not is_right else second if changes else first
+        passes, loops = passes + starts, loops + num_loops
+        followers = range(first, starts, first)  # began before the right one, in vain
+        loops += sum(starts - began for began in followers)
+    chances = planner.probabilities(first, second)
+    assert planner.time(plan, chances, (1.0, 0.0), rows=3) == pytest.approx(passes / len(readings))
+    assert planner.time(plan, chances, (0.0, 1.0), rows=3) == pytest.approx(3 * loops / len(readings))
+
+
+def test_the_plan_is_the_best_of_all():
+    """What is right after two loops is drafted there; nothing is where passes cost nothing but tokens."""
+    planner = Planner(8, None, 7, readout_cost=0.2)
+    for _ in range(MOST_RECORDS):
+        planner.records.append([Reading(loop >= 2, loop >= 2) for loop in range(1, 8)])
+    planner.seconds.line = lambda: (1.0, 0.01)
+    assert planner.choose(rows=1)[:2] == (2, None)
+    for _ in range(MOST_RECORDS):
+        planner.records.append([Reading(False, False)] * 7)
+    planner.seconds.line = lambda: (0.0, 1.0)
+    assert planner.choose(rows=1) is None
+
+
+def test_seconds_of_passes_are_a_line_over_their_tokens():
+    seconds = PassSeconds()
+    assert seconds.line() == (1.0, 0.0)
+    for tokens in (1, 1, 4, 9, 4, 12):
+        seconds.add(tokens, 0.5 + 0.25 * tokens)
+        seconds.add(tokens, 7.0)  # the machine had something else to do
+    assert seconds.line() == pytest.approx((0.5, 0.25), rel=0.05)
 
 
 # Sampling
@@ -380,14 +452,13 @@ def test_the_distribution_test_can_fail(monkeypatch, optimist):
     shallow, full = (exact_joint(model, ids, lambda logits: logits, num_loops=loops) for loops in (1, 3))
     counts = counts_of(model, ids, 6000, draft_loops=1, top_k=0)
     assert chi_square(counts, shallow) > 20
-    fresh = Speculator.noise
 
-    def same_noise(self, rows):
+    def same_noise(self, tokens):
         if not hasattr(self, "kept"):
-            self.kept = fresh(self, rows)
-        return self.kept[: len(rows)]
+            self.kept = torch.empty(self.engine.num_rows, model.config.vocab_size).exponential_()
+        return self.kept[[token.row for token in tokens]]
 
-    monkeypatch.setattr(Speculator, "noise", same_noise)
+    monkeypatch.setattr(Pipeline, "noise_of", same_noise)
     assert chi_square(counts_of(model, ids, 6000, draft_loops=1, top_k=0), full) > 20
 
 
@@ -446,19 +517,20 @@ def test_penalties_of_left_padded_rows_that_run_apart(optimist):
     assert torch.equal(model.generate(**arguments, draft_loops=2), model.generate(**arguments))
 
 
-def test_fields_of_the_generation_config(tmp_path, rounds):
+def test_fields_of_the_generation_config(tmp_path, passes):
     model, ids = model_of("prelude_coda_grouped"), random_ids(1, 6)
     fields = {"draft_loops": 2, "draft_tokens": 3, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     full = greedy(model, ids)
     assert torch.equal(model.generate(ids, generation_config=GenerationConfig(**fields)), full)
-    assert rounds
-    rounds.clear()
+    assert passes
+    passes.clear()
     model.generation_config.draft_loops, model.generation_config.draft_tokens = 2, 3
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
     assert (loaded.generation_config.draft_loops, loaded.generation_config.draft_tokens) == (2, 3)
     assert torch.equal(greedy(loaded, ids, pad_token_id=0), full)
-    assert rounds and max(drafts for _, drafts in rounds) == 3
+    assert passes and max(plan.ahead for plan, _ in passes if plan is not None) == 3
+    assert max(count for _, counts in passes for count in counts) <= 4
 
 
 # What is refused

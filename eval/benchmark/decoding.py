@@ -19,6 +19,7 @@ from looped_eval.halting.measured_run import measure
 from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped import LoopedCache, LoopedForCausalLM, continuous
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from modeling_looped.proposals import PassSeconds
 
 from .models import build, looped_config, tokens
 
@@ -182,36 +183,67 @@ def trained_model(args):
 
 
 def speculation(args) -> dict:
-    """Self-speculation against full depth on a trained model, greedy: the same tokens, sooner."""
+    """Self-speculation against full depth on a trained model, greedy: the same tokens, sooner. Per number of rows."""
     model, tokenizer = trained_model(args)
-    prompt = tokenizer(args.text, return_tensors="pt").to(args.device)
+    model.generation_config.eos_token_id = None  # all rows take the same number of tokens
+    ids = tokens_of_file(tokenizer, args, max(args.batch_sizes), args.prompt).to(args.device)
+    return {f"rows_{rows}": measure_drafts(model, ids[:rows], args) for rows in args.batch_sizes}
 
-    def generate(**how):
-        return model.generate(
-            **prompt,
-            max_new_tokens=args.new_tokens,
-            min_new_tokens=args.new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            **how,
-        )
 
-    drafts = {
-        f"draft_loops_{loops}": {"draft_loops": loops, "draft_tokens": args.draft_tokens}
-        for loops in range(1, model.config.num_loops)
-    }
-    calls = {"plain": generate, **{name: lambda how=how: generate(**how) for name, how in drafts.items()}}
-    seconds, results = least_seconds(calls, args.repeats)
+def measure_drafts(model, ids: torch.Tensor, args) -> dict:
+    """A draft_loops at a time, and the milliseconds of a pass by the tokens in it."""
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    settings |= {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+    drafts = {f"draft_loops_{loops}": loops if loops == "auto" else int(loops) for loops in args.draft_loops}
+
+    def drafting(loops):
+        return lambda: model.generate(ids, draft_loops=loops, draft_tokens=args.draft_tokens, **settings)
+
+    calls = {"plain": lambda: model.generate(ids, **settings), **{name: drafting(k) for name, k in drafts.items()}}
+    with watched_passes() as passes:
+        seconds, results = least_seconds(calls, args.repeats)
     plain = results["plain"].sequences
-    return {
+    report = {
         name: {
             "speedup": seconds["plain"] / seconds[name],
             "acceptance_rate": results[name].acceptance_rate,
+            "passes_per_token": results[name].passes_per_token,
+            "stopped_drafting": results[name].stopped_drafting,
             "same_tokens": torch.equal(results[name].sequences, plain),
-            "different_tokens": len(set(plain[0].tolist())),
         }
         for name in drafts
     }
+    report["different_tokens"] = len(set(plain[:, ids.shape[1] :].flatten().tolist()))
+    report["plain_milliseconds_per_loop"] = 1e3 * seconds["plain"] / args.new_tokens / model.config.num_loops
+    report["milliseconds_of_a_pass"] = {tokens: 1e3 * least for tokens, least in sorted(passes.items())}
+    return report
+
+
+@contextmanager
+def watched_passes():
+    """Least seconds of a pass of the pipeline, readouts and all, by its number of tokens."""
+    least, add = {}, PassSeconds.add
+
+    def watched(self, tokens: int, seconds: float):
+        least[tokens] = min(least.get(tokens, seconds), seconds)
+        add(self, tokens, seconds)
+
+    PassSeconds.add = watched
+    try:
+        yield least
+    finally:
+        PassSeconds.add = add
+
+
+def tokens_of_file(tokenizer, args, rows: int, length: int) -> torch.Tensor:
+    """[rows, length], from the start of --text-file."""
+    ids = tokenizer(Path(args.text_file).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    if len(ids) < rows * length:
+        raise SystemExit(
+            f"--text-file {args.text_file} has {len(ids)} tokens, but {rows} rows of {length} need {rows * length}: "
+            "take a longer text, or fewer or shorter rows"
+        )
+    return ids[: rows * length].view(rows, length)
 
 
 @torch.no_grad()
@@ -221,14 +253,7 @@ def sharing(args) -> dict:
     The first half of the text is a prompt, fed in one pass; the loss is that of the second half.
     """
     model, tokenizer = trained_model(args)
-    ids = tokenizer(Path(args.text_file).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
-    length = args.length + 1
-    if len(ids) < args.batch_size * length:
-        raise SystemExit(
-            f"--text-file {args.text_file} has {len(ids)} tokens, but --batch {args.batch_size} rows of --length "
-            f"{args.length} need {args.batch_size * length}: take a longer text, or fewer or shorter rows"
-        )
-    ids = ids[: args.batch_size * length].view(args.batch_size, length).to(args.device)
+    ids = tokens_of_file(tokenizer, args, args.batch_size, args.length + 1).to(args.device)
     report, half = {}, args.length // 2
     for policy in ("none", "last", *(f"cyclic-{loops}" for loops in range(1, model.config.num_loops))):
         cache = LoopedCache(model.config, policy)
