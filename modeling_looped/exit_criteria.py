@@ -103,6 +103,7 @@ class Criterion(NamedTuple):
     default: float | None = None
     compares: bool = False  # with the reading before
     every_loop: bool = False  # reads every loop, also those at which nothing may exit
+    remembers: tuple[str, ...] = ()  # of the last reading
 
     def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
         """Score of the state H after a loop. model: the causal LM. logits: of that state, asked for if needed."""
@@ -117,11 +118,17 @@ CRITERIA = {
     "logit_margin": Criterion(logit_margin, "logits", exits_above=True),
     "max_prob": Criterion(max_prob, "logits", exits_above=True),
     "entropy": Criterion(entropy, "logits", exits_above=False),
-    "entropy_diff": Criterion(entropy_diff, "logits", exits_above=False, default=1e-3, compares=True),
-    "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, compares=True),
-    "latent_diff": Criterion(latent_diff, "state", exits_above=False, default=0.03, compares=True),
-    "argmax_stability": Criterion(argmax_stability, "logits", exits_above=True, default=5, compares=True),
-    "gate": Criterion(gate, "gate", exits_above=True, default=1.0, every_loop=True),
+    "entropy_diff": Criterion(
+        entropy_diff, "logits", exits_above=False, default=1e-3, compares=True, remembers=("entropy",)
+    ),
+    "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, compares=True, remembers=("log_p",)),
+    "latent_diff": Criterion(
+        latent_diff, "state", exits_above=False, default=0.03, compares=True, remembers=("last_state",)
+    ),
+    "argmax_stability": Criterion(
+        argmax_stability, "logits", exits_above=True, default=5, compares=True, remembers=("best", "count")
+    ),
+    "gate": Criterion(gate, "gate", exits_above=True, default=1.0, every_loop=True, remembers=("stay",)),
 }
 
 
