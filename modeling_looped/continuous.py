@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .engine import RowEngine, Tokens, enter, of_all, read_logits, run_loop
-from .exit_criteria import INITIAL, ExitRule
+from .exit_criteria import ABSENT, INITIAL, ExitRule
 
 
 OF_TOKENS = ("ids", "embedded", "rotary")
@@ -229,7 +229,7 @@ def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor)
     return True
 
 
-def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=None):
+def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=ABSENT):
     """Members of `places`, read under one rule, that exit. state: H of all places; logits: of the members."""
     criterion, rows = rule.criterion, in_table([places[i] for i in members])
     remembered, model = table.take(rows, criterion.remembers), places[0].decoder.engine.model
