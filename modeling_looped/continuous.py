@@ -192,18 +192,19 @@ def tokens_at(table: RowTable, places: list[Place]) -> list[Tokens]:
 
 def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor) -> bool:
     """Check the rows that are due, and emit the tokens of those that exit; whether there are any. state: H."""
-    exits: list[int] = []  # members of places
-    due: dict[ExitRule, list[int]] = {}
+    exits: set[int] = set()  # members of places
+    due: dict[ExitRule, list[int]] = {}  # also those that end anyway: all rows need no choosing
     for i, (decoder, row) in enumerate(places):
         decoder.loops[row] += 1
         if decoder.loops[row] >= decoder.engine.limits[row]:
-            exits.append(i)
-        elif decoder.rule is not None and decoder.rule.reads_at(decoder.loops[row]):
+            exits.add(i)
+        if decoder.rule is not None and decoder.rule.reads_at(decoder.loops[row]):
             due.setdefault(decoder.rule, []).append(i)
 
+    due = {rule: members for rule, members in due.items() if not exits.issuperset(members)}
     by_logits = {rule: due.pop(rule) for rule in list(due) if rule.criterion.needs == "logits"}
     for rule, members in due.items():
-        exits += stopping(table, rule, places, members, state)
+        exits.update(stopping(table, rule, places, members, state))
     reading = sorted({*exits, *chain(*by_logits.values())})
     if not reading:
         return False
@@ -214,12 +215,12 @@ def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor)
         return some([reading.index(i) for i in members], logits)
 
     for rule, members in by_logits.items():
-        exits += stopping(table, rule, places, members, state, of(members))
+        exits.update(stopping(table, rule, places, members, state, of(members)))
     if not exits:
         return False
-    exits = sorted(exits)
-    emitting = by_decoder([places[i] for i in exits])
-    for (decoder, rows), of_rows in zip(emitting.items(), of(exits).split([len(rows) for rows in emitting.values()])):
+    emitting = by_decoder([places[i] for i in sorted(exits)])
+    parts = of(sorted(exits)).split([len(rows) for rows in emitting.values()])
+    for (decoder, rows), of_rows in zip(emitting.items(), parts):
         try:
             decoder.emit(rows, of_rows)
         except BaseException as error:  # the others go on

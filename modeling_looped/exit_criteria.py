@@ -22,6 +22,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
+from torch.linalg import vector_norm
 
 from .depth import check_count
 from .losses import at_least_fp32
@@ -81,7 +82,8 @@ def kl(reading: Reading, memory: Memory) -> Score:
 
 def latent_diff(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.state)
-    return (now - remembered(memory, "last_state")).norm(dim=-1) / now.norm(dim=-1), {"last_state": now}
+    change = vector_norm(now - remembered(memory, "last_state"), dim=-1)
+    return change / vector_norm(now, dim=-1), {"last_state": now}
 
 
 def argmax_stability(reading: Reading, memory: Memory) -> Score:
