@@ -6,8 +6,8 @@
 
 It is made of the parts of `transformers serve`, an OpenAI-compatible server, and needs `pip install -e '.[serve]'`. A
 request takes the fields of depth that generate takes beside its own. The answer has `token_loops`, the loops of each
-of its tokens; a stream has them in its last chunk. Requests share every pass of the model; those for which there is no
-room wait.
+of its tokens, and `saved_percent`, by how much these are fewer than all; a stream has both in its last chunk.
+Requests share every pass of the model; those for which there is no room wait. A `seed` is that of its request alone.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -30,6 +31,7 @@ if not is_serve_available():
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -39,17 +41,35 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_recipes.common.command_line import Parser, run_command
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.checks import check_length
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.shared_passes import SharedPasses
+
+from .request_checks import check_body, check_conversation
 
 
 MOST_THREADS = 64  # requests that are prepared at a time; others wait before
 REQUEST_ID = "x-request-id"
+BYTES_PER_TOKEN = 32  # of a request's body: more are refused before they are read
+LEAST_BYTES = 2**16
 
-# of the request that is answered in this context: its fields of depth, and the loops that its tokens have taken
-_fields: ContextVar[dict[str, Any]] = ContextVar("fields")
-_loops: ContextVar[list[int]] = ContextVar("loops")
+
+@dataclass
+class Asked:
+    """The request that is answered in this context."""
+
+    fields: dict[str, Any]  # of depth
+    seed: int | None
+    has_length: bool  # says how many tokens it wants
+    is_checked: bool = False  # what fails now is no fault of the request
+    full_depth: int = 0
+    loops: list[int] = field(default_factory=list)  # that its tokens have taken
+
+    def told(self) -> dict:
+        saved = 1 - sum(self.loops) / (self.full_depth * len(self.loops)) if self.loops else 0
+        return {"token_loops": self.loops, "saved_percent": round(100 * saved, 1)}
+
+
+_asked: ContextVar[Asked] = ContextVar("asked")
 
 
 class Cancelled(Exception):
@@ -74,7 +94,7 @@ class ModelOfRequest:
     """The model, whose `generate` shares its passes with other requests and runs as deep as this one asks."""
 
     def __init__(self, passes: SharedPasses):
-        self.passes, self.fields, self.loops = passes, _fields.get(), _loops.get()
+        self.passes, self.asked = passes, _asked.get()
         self.until_cancelled = UntilCancelled()
 
     def __getattr__(self, name):
@@ -82,17 +102,17 @@ class ModelOfRequest:
 
     def generate(self, streamer=None, **kwargs):
         if streamer is not None:  # before the end of the stream is announced
-            streamer.put_loops = lambda loops: self.loops.extend(loops.tolist())
+            streamer.put_loops = lambda loops: self.asked.loops.extend(loops.tolist())
         elif kwargs["generation_config"].num_beams in (None, 1):  # beams take no streamer
             streamer = self.until_cancelled
-        settings = {**kwargs, **self.fields, "return_dict_in_generate": True}
+        settings = {**kwargs, **self.asked.fields, "return_dict_in_generate": True}
         try:
             result = self.passes.generate(streamer=streamer, **settings)
         except (ValueError, TypeError, RuntimeError) as error:
             if streamer is None or streamer is self.until_cancelled:
                 raise
             raise RuntimeError(json.dumps(str(error))[1:-1]) from error  # streams put it between quotes
-        self.loops[:] = result.token_loops[0].tolist()
+        self.asked.loops[:] = result.token_loops[0].tolist()
         return result.sequences
 
 
@@ -119,19 +139,33 @@ class SharedGenerateManager(GenerateManager):
 
     def check(self, inputs, gen_config):
         """Before anything is computed or streamed."""
+        asked, model = _asked.get(), self.passes.model
         rows, length = inputs["input_ids"].shape
         try:
             if length == 0:
                 raise ValueError("the prompt is empty: write at least one token")
-            prepared, _ = self.passes.model._prepare_generation_config(gen_config, **_fields.get())
-            depth = prepared.depth_options.deepest(self.passes.model.config)
-            if depth > self.max_loops:
-                raise ValueError(f"num_loops={depth} is more than the {self.max_loops} that this server runs")
-            length += gen_config.max_new_tokens or 0
-            check_length(self.passes.model.config, length - 1)  # the last token is not read again
-            self.passes.check_size(rows, rows * length)
+            room = model.config.max_position_embeddings + 1 - length  # the last token is not read again
+            if not asked.has_length:
+                gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens, room))
+            prepared, _ = model._prepare_generation_config(gen_config, **asked.fields)
+            options = prepared.depth_options
+            asked.full_depth = options.deepest(model.config)
+            if asked.full_depth > self.max_loops:
+                raise ValueError(
+                    f"num_loops={asked.full_depth} is more than the {self.max_loops} that this server runs"
+                )
+            if asked.seed is not None and prepared.do_sample and not options.shares_passes:
+                raise ValueError(f"seed={asked.seed} goes with plain sampling and exits that stop: leave it out")
+            new_tokens = gen_config.max_new_tokens or 0
+            if new_tokens > room:
+                raise ValueError(
+                    f"a prompt of {length} tokens and max_tokens={new_tokens} are more than the "
+                    f"max_position_embeddings={model.config.max_position_embeddings} of this model: shorten one"
+                )
+            self.passes.check_size(rows, rows * (length + new_tokens))
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
+        asked.is_checked = True
 
     def submit(self, fn, *args, **kwargs) -> Future:
         return self.pool.submit(fn, *args, **kwargs)
@@ -141,7 +175,7 @@ class SharedGenerateManager(GenerateManager):
 
 
 def bad_request(error: Exception) -> HTTPException:
-    return HTTPException(status_code=422, detail=str(error))
+    return HTTPException(status_code=400, detail=str(error))
 
 
 class OneModel(ModelManager):
@@ -167,56 +201,78 @@ class SharedState(GenerationState):
         return self.manager
 
 
+SAY_LENGTH = ("max_tokens", "max_completion_tokens", "generation_config")
+
+
 class TakesDepth:
     """Mixed into a handler of transformers: fields of depth in the request, and loops in the answer."""
 
     async def handle_request(self, body: dict, request_id: str):
-        _fields.set({name: body.pop(name) for name in DEPTH_FIELDS if name in body})
-        _loops.set([])
-        return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
+        fields = {name: body.pop(name) for name in DEPTH_FIELDS if name in body}
+        has_length = any(body.get(name) is not None for name in SAY_LENGTH)
+        asked = Asked(fields, body.pop("seed", None), has_length)
+        _asked.set(asked)
+        try:
+            check_body({**body, "seed": asked.seed})
+            return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
+        except HTTPException:
+            raise
+        except Exception as error:
+            if asked.is_checked:
+                raise
+            raise bad_request(error) from error  # of what prepares it, as templates
 
     def _build_generation_config(self, body: dict, *args, **kwargs):
-        try:
-            config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
-            if body.get("temperature") is not None:  # without sampling it would change nothing
-                config.do_sample = float(body["temperature"]) != 0
-            return config
-        except (ValueError, TypeError) as error:
-            raise bad_request(error) from error
+        config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
+        if body.get("temperature") is not None:  # without sampling it would change nothing
+            config.do_sample = float(body["temperature"]) != 0
+        config._seed = _asked.get().seed
+        return config
 
     async def _non_streaming(self, *args, **kwargs):
         response = await super()._non_streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
-        return JSONResponse({**json.loads(response.body), "token_loops": _loops.get()})
+        return JSONResponse({**json.loads(response.body), **_asked.get().told()})
 
     def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
         line = super()._build_chunk_sse(*args, finish_reason=finish_reason, **kwargs)  # pyrefly: ignore
         if finish_reason is None:
             return line
         chunk = json.loads(line.removeprefix("data: "))
-        return f"data: {json.dumps({**chunk, 'token_loops': _loops.get()})}\n\n"
+        return f"data: {json.dumps({**chunk, **_asked.get().told()})}\n\n"
 
 
 class Chat(TakesDepth, ChatCompletionHandler):
     async def handle_request(self, body: dict, request_id: str):
         if not self.model_manager.tokenizer.chat_template:
             raise bad_request(ValueError("this model's tokenizer has no chat template: use /v1/completions"))
-        if not is_conversation(turns := body.get("messages")):
-            reason = "one turn or more, each with a role and a content that is text or a list of parts"
-            raise bad_request(ValueError(f"messages={turns!r} is no conversation: pass {reason}"))
+        try:
+            check_conversation(body.get("messages"))
+        except ValueError as error:
+            raise bad_request(error) from error
         return await super().handle_request(body, request_id)
-
-
-def is_conversation(turns: Any) -> bool:
-    return (
-        isinstance(turns, list)
-        and bool(turns)
-        and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
-        and all(isinstance(turn.get("content"), (str, list, type(None))) for turn in turns)
-    )
 
 
 class Completions(TakesDepth, CompletionHandler):
     pass
+
+
+def told(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
+    """An error in the form of OpenAI."""
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
+
+
+class LimitedSize:
+    """Refuses a body that is too large before it is read and cut into tokens, for which other requests would wait."""
+
+    def __init__(self, app, most_bytes: int):
+        self.app, self.most_bytes = app, most_bytes
+
+    async def __call__(self, scope, receive, send):
+        length = dict(scope.get("headers", ())).get(b"content-length", b"").decode()
+        if scope.get("method") == "POST" and (not length.isdecimal() or int(length) > self.most_bytes):
+            reason = f"a request of {length or 'unknown'} bytes: this server takes up to {self.most_bytes}"
+            return await told(413, reason)(scope, receive, send)
+        return await self.app(scope, receive, send)
 
 
 async def hangs_up(request: Request):
@@ -241,14 +297,24 @@ async def answer(handler, request: Request, body: dict):
 def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None = None) -> FastAPI:
     """max_loops: the deepest that a request may ask for; by default 4 times the model's own depth."""
     app, started = FastAPI(title=name), int(time.time())
-    manager = SharedGenerateManager(passes, max_loops or 4 * model.config.num_loops)
+    app.add_middleware(
+        LimitedSize, most_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * model.config.max_position_embeddings)
+    )
+    manager = SharedGenerateManager(passes, 4 * model.config.num_loops if max_loops is None else max_loops)
     one, state = OneModel(name, model, tokenizer), SharedState(manager)
     chat, completions = Chat(one, state), Completions(one, state)
 
     @app.exception_handler(HTTPException)
     async def as_clients_read_it(_: Request, error: HTTPException):
-        told = {"message": error.detail, "type": "invalid_request_error", "code": error.status_code}
-        return JSONResponse({"error": told}, status_code=error.status_code)
+        return told(400 if error.status_code == 422 else error.status_code, error.detail)
+
+    @app.exception_handler(RequestValidationError)
+    async def not_json(_: Request, error: RequestValidationError):
+        return told(400, "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception):
+        return told(500, f"{type(error).__name__}: {error}", "server_error")
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: dict):
@@ -283,13 +349,21 @@ def parse(arguments: list[str] | None):
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-rows", type=int, default=8, help="sequences that are decoded at a time")
-    parser.add_argument("--max-tokens", type=int, help="tokens, prompts and to come, that they may have together")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="tokens, prompts and to come, that they may have together; "
+        "default: as many as the model has positions, for each of them",
+    )
     parser.add_argument("--num-loops", type=int, help="depth where a request asks for none; default: the model's")
     parser.add_argument("--max-loops", type=int, help="the deepest that a request may ask for; default: 4 times that")
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
+    for name in ("max_rows", "max_tokens", "num_loops", "max_loops"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not 0 <= args.port < 2**16:  # higher ones would be taken for others
         parser.error(f"--port {args.port} is no port: choose one below {2**16}")
     return args
@@ -301,7 +375,8 @@ def main(arguments: list[str] | None = None):
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
     depth = {} if args.num_loops is None else {"num_loops": args.num_loops}
     model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, **depth).to(args.device).eval()
-    with SharedPasses(model, args.max_rows, args.max_tokens) as passes:
+    max_tokens = args.max_tokens or args.max_rows * model.config.max_position_embeddings
+    with SharedPasses(model, args.max_rows, max_tokens) as passes:
         app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)
         uvicorn.run(app, host=args.host, port=args.port)
 

@@ -2,69 +2,96 @@
 
 At each tick the core runs once for all rows, of one batch or of several. A row whose token exits emits it and begins
 its next token at the next tick, while others still loop. So no row waits for the one that loops longest, and the
-weights, whose reading is what decoding costs, are read once a tick for all.
+weights, whose reading is what decoding costs, are read once a tick for all. What rows hold and remember lies in one
+table: a batch is its rows, and many requests are theirs, one after the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
-from .engine import RowEngine, Tokens, enter, joined_rows, read_logits, run_loop
-from .exit_criteria import INITIAL
+from .engine import RowEngine, Tokens, enter, of_all, read_logits, run_loop
+from .exit_criteria import ABSENT, INITIAL, ExitRule
+
+
+OF_TOKENS = ("ids", "embedded", "rotary")
 
 
 def decode_continuously(engine: RowEngine):
     """`_sample` of transformers, in continuous depth."""
-    decoder = ContinuousDecoder(engine)
+    table = RowTable()
+    decoder = ContinuousDecoder(engine, table)
     while not decoder.is_done:
-        tick([decoder])
+        tick(table, [decoder])
     return decoder.output()
 
 
-class RowTensors(dict):
-    """Named tensors of all rows of a batch, [rows, ...] each, of which some rows are read and written at a time.
+class RowTable(dict):
+    """Tensors of all rows, [rows, ...] each, by name: what the tokens of rows are, and what criteria remember of them.
 
-    initial: by name, what rows hold that were not written yet, if not 0.
+    Nothing is written in place: a copy of the dict is a state to go back to.
     """
 
-    def __init__(self, num_rows: int, initial: dict[str, float] | None = None):
-        super().__init__()
-        self.num_rows, self.initial = num_rows, initial or {}
+    num_rows = 0
 
-    def take(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        if len(rows) == self.num_rows or not self:
-            return dict(self)
-        index = torch.tensor(rows, device=next(iter(self.values())).device)
-        return {name: tensor[index] for name, tensor in self.items()}
+    def add(self, count: int) -> int:
+        """Rows at the end; the number of the first."""
+        self.num_rows += count
+        for name, tensor in self.items():
+            self[name] = torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), INITIAL.get(name, 0))])
+        return self.num_rows - count
+
+    def remove(self, first: int, count: int):
+        self.num_rows -= count
+        for name, tensor in self.items():
+            self[name] = torch.cat([tensor[:first], tensor[first + count :]])
+
+    def take(self, rows: list[int], names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: some(rows, self[name]) for name in names if name in self}
 
     def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
         for name, values in tensors.items():
             if values is None:
                 continue
             if len(rows) < self.num_rows:
-                index = torch.tensor(rows, device=values.device)
                 if name not in self:
-                    self[name] = values.new_full((self.num_rows, *values.shape[1:]), self.initial.get(name, 0))
-                values = self[name].index_copy(0, index, values)  # not in place, so that two may be one tensor
+                    self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
+                values = self[name].index_copy(0, torch.tensor(rows, device=values.device), values)
             self[name] = values
 
-    def clear_rows(self, rows: list[int]):
-        for name, tensor in self.items():
-            self[name] = tensor.index_fill(0, torch.tensor(rows, device=tensor.device), self.initial[name])
+    def forget(self, rows: list[int]):
+        """What criteria remember of them."""
+        for name in self.keys() & INITIAL.keys():
+            self[name] = self[name].index_fill(0, torch.tensor(rows, device=self[name].device), INITIAL[name])
+
+    def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
+        """To what it held, but for some rows."""
+        kept = self.take(but_for, self) if but_for else {}
+        self.clear()
+        self.update(before)
+        self.put(but_for, kept)
+
+
+def some(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
+    """These, in ascending order, of all rows of a tensor."""
+    return tensor if len(rows) == len(tensor) else tensor[torch.tensor(rows, device=tensor.device)]
 
 
 class ContinuousDecoder:
     """The rows of one batch. What it asks of the model, `tick` asks for several together."""
 
-    def __init__(self, engine: RowEngine):
+    def __init__(self, engine: RowEngine, table: RowTable):
         self.engine, self.selector, self.rule = engine, engine.selector, engine.rule
         self.loops = [0] * engine.num_rows  # that the token of each row has run
-        self.held = RowTensors(engine.num_rows)  # of that token: state, ids, embedded, rotary
-        self.memory = RowTensors(engine.num_rows, INITIAL)  # of the criterion
         self.starting = self.selector.running()  # rows whose next token begins with the next tick
         self.error: BaseException | None = None  # of a streamer, a processor or a criterion: of this batch alone
-        if engine.warm_state is not None:
-            self.held["state"] = engine.warm_state
+        self.first_row = table.add(engine.num_rows)  # in the table
+        table.put(self.rows_in_table(), {"state": engine.warm_state})
+
+    def rows_in_table(self) -> list[int]:
+        return list(range(self.first_row, self.first_row + self.engine.num_rows))
 
     @property
     def is_done(self) -> bool:
@@ -76,130 +103,138 @@ class ContinuousDecoder:
         return self.engine.output()
 
     def progress(self) -> tuple:
-        """What a tick changes until it emits tokens."""
-        return self.emitted(), list(self.loops), self.starting, dict(self.held), dict(self.memory)
+        """What a tick changes until it emits tokens, beside the table."""
+        return self.emitted(), list(self.loops), self.starting
 
     def emitted(self) -> tuple:
         return list(self.selector.lengths), list(self.selector.waiting)
 
-    def go_back(self, progress: tuple):
-        """To where a tick began that failed before it emitted tokens of these rows."""
-        emitted, loops, starting, *tensors = progress
+    def go_back(self, progress: tuple) -> bool:
+        """To where a tick began that failed; False if tokens of these rows were emitted before."""
+        emitted, loops, starting = progress
         if emitted != self.emitted():
-            return
+            return False
         self.loops, self.starting = loops, starting
-        for mine, before in zip((self.held, self.memory), tensors):
-            mine.clear()
-            mine.update(before)
+        return True
 
     def new_tokens(self) -> Tokens:
         for row in self.starting:
             self.loops[row] = 0
-        places = self.engine.last_places(self.starting)
-        return Tokens(self.engine, self.starting, places, self.selector.last_tokens(self.starting))
+        rows, self.starting = self.starting, []
+        return Tokens(self.engine, rows, self.engine.last_places(rows), self.selector.last_tokens(rows))
 
-    def begin(self, tokens: Tokens):
-        rows, self.starting = tokens.rows, []
-        self.held.put(rows, {"ids": tokens.ids, "embedded": tokens.embedded, "rotary": tokens.rotary})
-        if self.engine.warm_state is None:
-            self.held.put(rows, {"state": self.engine.trunk.initial_state(tokens.embedded, None)})
-        self.memory.clear_rows(rows)
+    def emit(self, rows: list[int], logits: torch.Tensor):
+        """The next tokens of `rows`, which exit; those that have got theirs begin the next."""
+        loops = [self.loops[row] for row in rows]
+        self.engine.cache.leave_in_deeper_loops(rows, loops, self.engine.last_places(rows))
+        emitted = self.selector.emit(rows, logits, loops)
+        self.starting = [row for row in emitted if self.selector.unfinished[row]]
 
-    def tokens(self, rows: list[int]) -> Tokens:
-        held = self.held.take(rows)
-        places = self.engine.last_places(rows)
-        return Tokens(self.engine, rows, places, held["ids"], held["embedded"], held.get("rotary"))
 
-    def rows_to_read_out(self, rows: list[int], state: torch.Tensor) -> list[int]:
-        """Rows whose logits are needed after this loop: of those that exit, and of those that may. state: H."""
-        for row in rows:
-            self.loops[row] += 1
-        self.ends = [row for row in rows if self.loops[row] >= self.engine.limits[row]]
-        reads = [] if self.rule is None else [row for row in rows if row not in self.ends]
-        self.due = [row for row in reads if self.rule is not None and self.rule.reads_at(self.loops[row])]
-        if self.reads_logits:
-            return [row for row in rows if row in self.ends or row in self.due]
-        stops = self.stopping(rows, state, [], None)
-        return [row for row in rows if row in self.ends or row in stops]
+class Place(NamedTuple):
+    """Whose row of a pass it is."""
+
+    decoder: ContinuousDecoder
+    row: int
 
     @property
-    def reads_logits(self) -> bool:
-        return self.rule is not None and self.rule.criterion.needs == "logits"
-
-    def stopping(self, rows: list[int], state: torch.Tensor, read_out: list[int], logits) -> list[int]:
-        """Rows that are due and exit, by what their criterion reads."""
-        if not self.due or self.rule is None:
-            return []
-        score, memory = self.rule.criterion.after_loop(
-            self.engine.model,
-            of_rows(self.due, rows, state)[:, 0],
-            lambda: of_rows(self.due, read_out, logits),
-            self.memory.take(self.due),
-        )
-        self.memory.put(self.due, memory)
-        passed = zip(self.due, self.rule.exits(score).tolist())
-        return [row for row, passes in passed if passes and self.rule.checks_at(self.loops[row])]
-
-    def emit(self, rows: list[int], state: torch.Tensor, read_out: list[int], logits: torch.Tensor | None) -> bool:
-        """The tokens of rows that exit, if any; rows that have got theirs begin the next. logits: of `read_out`."""
-        exits = read_out
-        if self.reads_logits:
-            stops = self.stopping(rows, state, read_out, logits)
-            exits = [row for row in rows if row in self.ends or row in stops]
-        if not exits or logits is None:
-            return False
-        loops = [self.loops[row] for row in exits]
-        self.engine.cache.leave_in_deeper_loops(exits, loops, self.engine.last_places(exits))
-        emitted = self.selector.emit(exits, of_rows(exits, read_out, logits), loops)
-        self.starting = [row for row in emitted if self.selector.unfinished[row]]
-        return True
+    def loops(self) -> int:
+        return self.decoder.loops[self.row]
 
 
-def tick(decoders: list[ContinuousDecoder]):
+def in_table(places: list[Place]) -> list[int]:
+    return [place.decoder.first_row + place.row for place in places]
+
+
+def by_decoder(places: list[Place]) -> dict[ContinuousDecoder, list[int]]:
+    rows: dict[ContinuousDecoder, list[int]] = {}
+    for decoder, row in places:
+        rows.setdefault(decoder, []).append(row)
+    return rows
+
+
+def tick(table: RowTable, decoders: list[ContinuousDecoder]):
     """One loop of every running row of all of them; tokens of those that exit."""
-    beginning = [decoder for decoder in decoders if decoder.starting]
-    if beginning:
-        parts = [decoder.new_tokens() for decoder in beginning]
-        for decoder, part, embedded in zip(beginning, parts, split(enter(parts), parts)):
-            part.embedded = embedded
-            decoder.begin(part)
-
-    parts = [decoder.tokens(decoder.selector.running()) for decoder in decoders]
-    state = joined_rows([decoder.held.take(part.rows)["state"] for decoder, part in zip(decoders, parts)])
-    state = run_loop(parts, [decoder.loops[row] for decoder, part in zip(decoders, parts) for row in part.rows], state)
-    for decoder, part, of in zip(decoders, parts, split(decoders[0].engine.trunk.to_next_loop(state), parts)):
-        decoder.held.put(part.rows, {"state": of})
-    emit_exiting_rows(decoders, parts, split(state, parts))  # at last: a tick that fails before can be run again
+    trunk = decoders[0].engine.trunk
+    if any(decoder.starting for decoder in decoders):
+        begin_tokens(table, [Place(decoder, row) for decoder in decoders for row in decoder.starting])
+    places = [Place(decoder, row) for decoder in decoders for row in decoder.selector.running()]
+    rows = in_table(places)
+    state = run_loop(
+        tokens_at(table, places), [place.loops for place in places], *table.take(rows, ["state"]).values()
+    )
+    table.put(rows, {"state": trunk.to_next_loop(state)})
+    emit_exiting_rows(table, places, state)  # at last: a tick that fails before can be run again
 
 
-def emit_exiting_rows(decoders: list[ContinuousDecoder], parts: list[Tokens], states) -> bool:
-    """Check the rows that are due, and emit the tokens of those that exit; whether there are any. states: H."""
-    read_out = [decoder.rows_to_read_out(part.rows, of) for decoder, part, of in zip(decoders, parts, states)]
+def begin_tokens(table: RowTable, places: list[Place]):
+    parts = [decoder.new_tokens() for decoder in by_decoder(places)]
+    embedded, rows = enter(parts), in_table(places)
+    rotary = None if parts[0].rotary is None else of_all(parts, "rotary")
+    table.put(rows, {"ids": of_all(parts, "ids"), "embedded": embedded, "rotary": rotary})
+    cold = [i for i, place in enumerate(places) if place.decoder.engine.warm_state is None]
+    if cold:
+        state = places[0].decoder.engine.trunk.initial_state(some(cold, embedded), None)
+        table.put([rows[i] for i in cold], {"state": state})
+    table.forget(rows)
 
-    reading = [i for i, rows in enumerate(read_out) if rows]
-    logits: list[torch.Tensor | None] = [None] * len(decoders)
-    if reading:
-        read = [decoders[i].tokens(read_out[i]) for i in reading]
-        loops = [decoders[i].loops[row] for i in reading for row in read_out[i]]
-        chosen = joined_rows([of_rows(read_out[i], parts[i].rows, states[i]) for i in reading])
-        for i, of_part in zip(reading, split(read_logits(read, loops, chosen)[:, -1], read)):
-            logits[i] = of_part
-    emitted = False
-    for decoder, part, of, rows, of_part in zip(decoders, parts, states, read_out, logits):
+
+def tokens_at(table: RowTable, places: list[Place]) -> list[Tokens]:
+    """Tokens of these rows, decoder by decoder."""
+    of_decoders, held = by_decoder(places), table.take(in_table(places), OF_TOKENS)
+    sizes = [len(rows) for rows in of_decoders.values()]
+    parts = zip(of_decoders.items(), *(tensor.split(sizes) for tensor in held.values()))
+    return [
+        Tokens(decoder.engine, rows, decoder.engine.last_places(rows), **dict(zip(held, tensors)))
+        for (decoder, rows), *tensors in parts
+    ]
+
+
+def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor) -> bool:
+    """Check the rows that are due, and emit the tokens of those that exit; whether there are any. state: H."""
+    exits: set[int] = set()  # members of places
+    due: dict[ExitRule, list[int]] = {}  # also those that end anyway: all rows need no choosing
+    for i, (decoder, row) in enumerate(places):
+        decoder.loops[row] += 1
+        if decoder.loops[row] >= decoder.engine.limits[row]:
+            exits.add(i)
+        if decoder.rule is not None and decoder.rule.reads_at(decoder.loops[row]):
+            due.setdefault(decoder.rule, []).append(i)
+
+    due = {rule: members for rule, members in due.items() if not exits.issuperset(members)}
+    by_logits = {rule: due.pop(rule) for rule in list(due) if rule.criterion.needs == "logits"}
+    for rule, members in due.items():
+        exits.update(stopping(table, rule, places, members, state))
+    reading = sorted({*exits, *chain(*by_logits.values())})
+    if not reading:
+        return False
+    read = [places[i] for i in reading]
+    logits = read_logits(tokens_at(table, read), [place.loops for place in read], some(reading, state))[:, -1]
+
+    def of(members: list[int]) -> torch.Tensor:
+        return some([reading.index(i) for i in members], logits)
+
+    for rule, members in by_logits.items():
+        exits.update(stopping(table, rule, places, members, state, of(members)))
+    if not exits:
+        return False
+    emitting = by_decoder([places[i] for i in sorted(exits)])
+    parts = of(sorted(exits)).split([len(rows) for rows in emitting.values()])
+    for (decoder, rows), of_rows in zip(emitting.items(), parts):
         try:
-            emitted = decoder.emit(part.rows, of, rows, of_part) or emitted
+            decoder.emit(rows, of_rows)
         except BaseException as error:  # the others go on
             decoder.error = error
             if not isinstance(error, Exception):
                 raise
-    return emitted
+    return True
 
 
-def split(tensor: torch.Tensor, parts: list[Tokens]) -> tuple[torch.Tensor, ...]:
-    """The rows of each part."""
-    return tensor.split([len(part.rows) for part in parts])
-
-
-def of_rows(wanted: list[int], held: list[int], tensor: torch.Tensor) -> torch.Tensor:
-    """The parts of `wanted` rows, of a tensor that has a part of each of `held`."""
-    return tensor if wanted == held else tensor[[held.index(row) for row in wanted]]
+def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=ABSENT):
+    """Members of `places`, read under one rule, that exit. state: H of all places; logits: of the members."""
+    criterion, rows = rule.criterion, in_table([places[i] for i in members])
+    remembered, model = table.take(rows, criterion.remembers), places[0].decoder.engine.model
+    score, remembered = criterion.after_loop(model, some(members, state)[:, 0], lambda: logits, remembered)
+    table.put(rows, remembered)
+    passes = zip(members, rule.exits(score).tolist())
+    return [i for i, passed in passes if passed and rule.checks_at(places[i].loops)]

@@ -69,15 +69,15 @@ def one_or_each(numbers: list[int]) -> int | list[int]:
 
 def enter(parts: list[Tokens]) -> torch.Tensor:
     """New tokens through embedding and prelude; their rotary tables are put into them."""
-    trunk, x = parts[0].engine.trunk, []
-    for part in parts:
-        check_length(trunk.config, max(part.places) + 1)
-        positions = [[place + part.engine.shifts[row]] for row, place in zip(part.rows, part.places)]
-        furthest, positions = max(positions)[0], torch.tensor(positions, device=part.ids.device)
-        x.append(trunk.embed(trunk.embed_tokens(part.ids), positions))
-        part.rotary = part.engine.rotary(x[-1], positions, furthest)
-    context = pass_context(parts, [0] * sum(len(part.rows) for part in parts)) if len(trunk.prelude) else None
-    return trunk.run_prelude(joined_rows(x), context)
+    trunk, ids = parts[0].engine.trunk, of_all(parts, "ids")
+    places = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
+    check_length(trunk.config, max(max(part.places) for part in parts) + 1)
+    positions = torch.tensor([place for of_part in places for place in of_part], device=ids.device)[:, None]
+    x = trunk.embed(trunk.embed_tokens(ids), positions)
+    for part, of_part, its_positions in zip(parts, places, positions.split([len(of_part) for of_part in places])):
+        part.rotary = part.engine.rotary(x, its_positions, max(of_part))
+    context = pass_context(parts, [0] * len(ids)) if len(trunk.prelude) else None
+    return trunk.run_prelude(x, context)
 
 
 def run_loop(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
+from torch.linalg import vector_norm
 
 from .depth import check_count
 from .losses import at_least_fp32
@@ -81,7 +82,8 @@ def kl(reading: Reading, memory: Memory) -> Score:
 
 def latent_diff(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.state)
-    return (now - remembered(memory, "last_state")).norm(dim=-1) / now.norm(dim=-1), {"last_state": now}
+    change = vector_norm(now - remembered(memory, "last_state"), dim=-1)
+    return change / vector_norm(now, dim=-1), {"last_state": now}
 
 
 def argmax_stability(reading: Reading, memory: Memory) -> Score:
@@ -103,6 +105,7 @@ class Criterion(NamedTuple):
     default: float | None = None
     compares: bool = False  # with the reading before
     every_loop: bool = False  # reads every loop, also those at which nothing may exit
+    remembers: tuple[str, ...] = ()  # of the last reading
 
     def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
         """Score of the state H after a loop. model: the causal LM. logits: of that state, asked for if needed."""
@@ -117,11 +120,17 @@ CRITERIA = {
     "logit_margin": Criterion(logit_margin, "logits", exits_above=True),
     "max_prob": Criterion(max_prob, "logits", exits_above=True),
     "entropy": Criterion(entropy, "logits", exits_above=False),
-    "entropy_diff": Criterion(entropy_diff, "logits", exits_above=False, default=1e-3, compares=True),
-    "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, compares=True),
-    "latent_diff": Criterion(latent_diff, "state", exits_above=False, default=0.03, compares=True),
-    "argmax_stability": Criterion(argmax_stability, "logits", exits_above=True, default=5, compares=True),
-    "gate": Criterion(gate, "gate", exits_above=True, default=1.0, every_loop=True),
+    "entropy_diff": Criterion(
+        entropy_diff, "logits", exits_above=False, default=1e-3, compares=True, remembers=("entropy",)
+    ),
+    "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, compares=True, remembers=("log_p",)),
+    "latent_diff": Criterion(
+        latent_diff, "state", exits_above=False, default=0.03, compares=True, remembers=("last_state",)
+    ),
+    "argmax_stability": Criterion(
+        argmax_stability, "logits", exits_above=True, default=5, compares=True, remembers=("best", "count")
+    ),
+    "gate": Criterion(gate, "gate", exits_above=True, default=1.0, every_loop=True, remembers=("stay",)),
 }
 
 

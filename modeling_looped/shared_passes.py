@@ -20,7 +20,7 @@ from contextvars import ContextVar, copy_context
 import torch
 
 from .checks import refuse_if
-from .continuous import ContinuousDecoder, tick
+from .continuous import ContinuousDecoder, RowTable, tick
 from .cpu import decoding
 from .depth import check_count
 
@@ -37,7 +37,7 @@ class SharedPasses:
     def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None):
         self.model, self.max_rows = model, check_count("max_rows", max_rows)
         self.max_tokens = None if max_tokens is None else check_count("max_tokens", max_tokens)
-        self.decoders: list[ContinuousDecoder] = []
+        self.table, self.decoders = RowTable(), []  # their rows lie in the table in the same order
         self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean
         self._entrance, self._turn = threading.Lock(), threading.Lock()
         self._turn_of: int | None = None  # thread
@@ -77,7 +77,7 @@ class SharedPasses:
         """`_sample` of transformers. make_engine: runs the prompt."""
         with self.room(num_rows, num_rows * max_length):
             with self.turn():
-                decoder = ContinuousDecoder(make_engine())
+                decoder = ContinuousDecoder(make_engine(), self.table)
                 self.decoders.append(decoder)
             try:
                 while not decoder.is_done:
@@ -86,8 +86,15 @@ class SharedPasses:
                             self.tick()
             finally:
                 with self.turn():
-                    self.decoders.remove(decoder)
+                    self.remove(decoder)
             return decoder.output()
+
+    def remove(self, decoder: ContinuousDecoder):
+        num_rows = decoder.engine.num_rows
+        self.table.remove(decoder.first_row, num_rows)
+        for later in self.decoders[self.decoders.index(decoder) + 1 :]:
+            later.first_row -= num_rows
+        self.decoders.remove(decoder)
 
     def tick(self):
         running = [decoder for decoder in self.decoders if not decoder.is_done]
@@ -99,12 +106,12 @@ class SharedPasses:
             self.run(decoders)
 
     def run(self, decoders: list[ContinuousDecoder]):
-        before = [decoder.progress() for decoder in decoders]
+        before, table = [decoder.progress() for decoder in decoders], dict(self.table)
         try:
-            self._context.run(tick, decoders)
+            self._context.run(tick, self.table, decoders)
         except BaseException as error:
-            for decoder, progress in zip(decoders, before):
-                decoder.go_back(progress)
+            went_on = [decoder for decoder, progress in zip(decoders, before) if not decoder.go_back(progress)]
+            self.table.go_back(table, [row for decoder in went_on for row in decoder.rows_in_table()])
             if not isinstance(error, Exception):  # an interrupt ends the call whose thread it came to
                 raise
             if len(decoders) == 1:

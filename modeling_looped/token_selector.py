@@ -62,6 +62,8 @@ class TokenSelector:
         self.token_criteria: list[Callable[..., torch.Tensor]]
         self.token_criteria = [each for each in criteria if type(each) in LAST_TOKEN_CRITERIA]
         self.sequence_criteria = [each for each in criteria if type(each) not in LAST_TOKEN_CRITERIA]
+        seed = getattr(config, "_seed", None)  # of this call alone, as a server's requests have one
+        self.generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
         self.batchwise_part = first_batchwise_part(processors, criteria)
         self.in_step = self.batchwise_part is not None  # rows get their tokens at the same time
         self.num_rows, self.prompt_length = input_ids.shape
@@ -171,7 +173,7 @@ class TokenSelector:
         p = scores.softmax(-1)
         if noise is not None:
             return (p / noise).argmax(-1)
-        return torch.multinomial(p, num_samples=1).squeeze(1)
+        return torch.multinomial(p, num_samples=1, generator=self.generator).squeeze(1)
 
     def append(self, rows: list[int], tokens: torch.Tensor, loops: list[int]):
         """`rows` grow by a token each."""

@@ -1,11 +1,15 @@
 """Benchmarks run and print what they promise; how fast anything is, is no matter of tests."""
 
+import argparse
 import json
 import math
+from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 
 from looped_eval.benchmark import command as benchmark
+from looped_eval.benchmark import over_http
 
 from .helpers import quick_and_slow, tiny_model, tiny_tokenizer
 
@@ -67,6 +71,49 @@ def test_of_decoding_by_a_trained_model(tmp_path, capsys):
     drafts = [lines["speculation"]["rows_2"][f"draft_loops_{loops}"] for loops in ("auto", 1, 2)]
     assert all(each["same_tokens"] and 1 <= each["passes_per_token"] <= 3 for each in drafts)
     assert lines["sharing"]["last"]["cache_bytes"] * 3 == lines["sharing"]["none"]["cache_bytes"]
+
+
+def test_of_serving(capsys):
+    options = {"requests": 3, "prompt": 8, "new-tokens": 4}
+    arguments = [part for name, value in {**SHAPE, **options}.items() for part in (f"--{name}", str(value))]
+    benchmark.main(["serving", *arguments, "--criteria", "latent_diff", "kl"])
+    line = json.loads(capsys.readouterr().out)
+    for criterion in ("latent_diff", "kl"):
+        assert 1 <= line[criterion]["mean_loops"] <= 3 and 1 <= line[criterion]["rows_in_a_pass"] <= 2
+        assert all(ratio > 0 and math.isfinite(ratio) for ratio in ratios(line[criterion]))
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo 'ModuleNotFoundError: vllm'; exit 1", "did not start: ModuleNotFoundError: vllm"),
+        (None, "cannot be run"),
+    ],
+    ids=["fails", "is not there"],
+)
+def test_a_server_that_does_not_start(script, message, tmp_path):
+    python = tmp_path / "python"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    with pytest.raises(SystemExit, match=f"--vllm: .*{message}"):
+        with over_http.running("--vllm", [str(python)], {}):
+            pass
+
+
+@pytest.mark.slow
+def test_our_server_over_http():
+    """Its answers have as many tokens as were asked for, which `complete_all` checks."""
+    args = argparse.Namespace(**SHAPE | {"dtype": "float32", "device": "cpu", "batch_size": 2, "repeats": 1})
+    model = tiny_model(vocab_size=99, eos_token_id=None, max_position_embeddings=64)
+    asked = [(torch.randint(3, 99, (1, length)), length) for length in (4, 7)]
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        over_http.tokenizer_of_numbers(99).save_pretrained(folder)
+        with over_http.running("eval.serve", *over_http.our_command(folder, args)) as url:
+            how = {"exit_criterion": "latent_diff", "exit_threshold": 0.5}
+            told = over_http.measured(url, folder, asked, [0.0, 0.1], how, args)
+    assert all(number > 0 and math.isfinite(number) for number in told.values())
 
 
 def test_without_a_trained_model(tmp_path, capsys):

@@ -4,7 +4,8 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -109,6 +110,14 @@ def test_conversations(served):
         ({"max_tokens": 200}, "max_position_embeddings=80"),
         ({"temperature": "warm"}, "warm"),
         ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": 5}, "prompt must be a string"),
+        ({"suffix": 5}, "suffix=5 is not served"),
+        ({"n": 2}, "n=2 is not served, and would have no effect: leave it out"),
+        ({"logprobs": 0}, "logprobs=0 is not served"),
+        ({"echo": True}, "echo=True is not served"),
+        ({"seed": "one"}, "seed='one' is no integer"),
+        ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain sampling"),
+        ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
     ],
     ids=str,
 )
@@ -118,7 +127,7 @@ def test_bad_requests(served, body, message, stream):
     with pytest.raises(openai.APIStatusError, match=message) as error:
         body = {"max_tokens": 3, "prompt": "a b", **body}
         complete(client, body.pop("prompt"), body.pop("max_tokens"), body, stream=stream)
-    assert error.value.status_code == 422
+    assert error.value.status_code == 400 and error.value.body["type"] == "invalid_request_error"
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
 
 
@@ -166,6 +175,13 @@ def test_a_stream_that_fails_says_why(served, monkeypatch):
     assert error.value.body == 'no "room"\nleft'
 
 
+@pytest.mark.parametrize("option", ["--max-loops", "--max-rows", "--max-tokens", "--num-loops"])
+def test_what_must_be_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        serve.parse(["folder", option, "0"])
+    assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_what_is_no_port():
     with pytest.raises(SystemExit):
         serve.parse(["folder", "--port", "99999"])
@@ -176,7 +192,7 @@ def test_a_temperature_samples(served):
     greedy = {complete(client, "a b", 8, {}, temperature=0).choices[0].text for _ in range(3)}
     assert len(greedy) == 1
     assert len({complete(client, "a b", 8, {}, temperature=5).choices[0].text for _ in range(3)}) > 1
-    with pytest.raises(openai.UnprocessableEntityError, match="temperature"):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
         complete(client, "a b", 8, {}, temperature=-1)
 
 
@@ -184,8 +200,93 @@ def test_a_temperature_samples(served):
     "messages", [[], None, "hi", [5], [{"content": "a"}], [{"role": "user", "content": 5}]], ids=str
 )
 def test_what_is_no_conversation(served, messages):
-    with pytest.raises(openai.UnprocessableEntityError, match="is no conversation"):
+    with pytest.raises(openai.BadRequestError, match="is no conversation"):
         served[2].chat.completions.create(model="tiny", messages=messages, max_tokens=2)
+
+
+@pytest.mark.parametrize("tools", [5, [5], [{"type": "function"}]], ids=str)
+def test_what_are_no_tools(served, tools):
+    turns = [{"role": "user", "content": "b c"}]
+    with pytest.raises(openai.BadRequestError, match="must be a list of functions"):
+        served[2].chat.completions.create(model="tiny", messages=turns, tools=tools)
+
+
+def test_a_template_that_fails(served):
+    turns = [{"role": "user", "content": [{"text": "a part without its type"}]}]
+    with pytest.raises(openai.BadRequestError, match="type"):
+        served[2].chat.completions.create(model="tiny", messages=turns)
+
+
+def test_what_asks_for_nothing(served):
+    neutral = {
+        "n": 1,
+        "logprobs": None,
+        "presence_penalty": 0,
+        "user": "me",
+        "best_of": 1,
+        "echo": False,
+        "stop": None,
+    }
+    assert complete(served[2], "a b", 2, neutral).usage.completion_tokens == 2
+    fields = {"n": 1, "logprobs": False, "tool_choice": "auto", "response_format": {"type": "text"}, "store": False}
+    turns = [{"role": "user", "content": "b c"}]
+    assert served[2].chat.completions.create(model="tiny", messages=turns, max_tokens=2, extra_body=fields).choices
+
+
+def test_an_answer_as_long_as_there_is_room(served):
+    answer = served[2].completions.create(model="tiny", prompt="a b c")  # of 80 positions; the last token needs none
+    assert len(answer.token_loops) == 80 + 1 - answer.usage.prompt_tokens or answer.choices[0].finish_reason == "stop"
+
+
+def test_what_exits_save(served):
+    _, _, client, _, _ = served
+    answer = complete(client, "a b c", 6, DEPTHS[2])
+    assert sum(answer.token_loops) < 6 * len(answer.token_loops)
+    saved = pytest.approx(100 - 100 * sum(answer.token_loops) / (6 * len(answer.token_loops)), abs=0.05)
+    assert answer.saved_percent == saved
+    assert list(complete(client, "a b c", 6, DEPTHS[2], stream=True))[-1].saved_percent == saved
+    assert complete(client, "a b c", 2, {"num_loops": 2}).saved_percent == 0
+
+
+def test_a_seed_is_of_one_request(served):
+    """The same sample, whatever is sampled beside it; and the process's own random numbers stay as they were."""
+    _, _, client, _, _ = served
+    state = torch.random.get_rng_state()
+
+    def sample(seed: int) -> str:
+        return complete(client, "a b", 8, {"seed": seed}, temperature=3).choices[0].text
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(sample, [7, 1, 2, 3, 7, 4, 5, 7])
+    assert others[3] == others[6] == first and len(set(others)) > 3
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_requests_of_any_other_form(served):
+    """What is no JSON, what is too large, and what fails by itself: always in the form that clients read."""
+    _, _, client, passes, port = served
+
+    def post(body: bytes) -> tuple[int, dict]:
+        request = Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+        with pytest.raises(HTTPError) as error:
+            urlopen(request)
+        return error.value.code, json.load(error.value)["error"]
+
+    code, told = post(b"{no json")
+    assert code == told["code"] == 400 and "JSON" in told["message"]
+    code, told = post(b"[]")
+    assert code == 400 and "dictionary" in told["message"]
+    code, told = post(json.dumps({"prompt": "a " * 2**21}).encode())
+    assert code == 413 and "this server takes up to 65536" in told["message"] and not passes.decoders
+
+
+def test_a_request_that_fails_says_why(served, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no room left")
+
+    monkeypatch.setattr(served[3], "generate", fails)
+    with pytest.raises(openai.InternalServerError, match="no room left"):
+        complete(served[2], "a b", 3, {})
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from modeling_looped import continuous
+from modeling_looped import continuous, shared_passes
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import random_ids, tiny_model
 
@@ -83,6 +83,30 @@ def test_what_each_gives_alone(system, implementation):
         assert_same(together(passes, asked), alone)
     assert passes.row_ticks > 2 * passes.ticks  # rows did share passes
     assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+def test_rows_under_the_same_rule_are_scored_together(monkeypatch):
+    """Of all requests, in one call per rule and tick."""
+    model, calls = build("plain"), []
+    ways = [{"exit_criterion": name, "exit_threshold": 0.01} for name in ("latent_diff", "entropy_diff")]
+    asked = requests(model, 10, ways=ways)
+    alone = [model.generate(**request) for request in asked]
+    stopping, tick = continuous.stopping, continuous.tick
+
+    def ticks(*args):
+        calls.append([])
+        tick(*args)
+
+    def scores(table, rule, places, members, *args):
+        calls[-1].append((rule, len({places[i].decoder for i in members})))
+        return stopping(table, rule, places, members, *args)
+
+    monkeypatch.setattr(continuous, "stopping", scores)
+    monkeypatch.setattr(shared_passes, "tick", ticks)
+    with SharedPasses(model) as passes:
+        assert_same(together(passes, asked), alone)
+    assert all(len({rule for rule, *_ in of_tick}) == len(of_tick) <= 2 for of_tick in calls)
+    assert max(decoders for of_tick in calls for *_, decoders in of_tick) > 2
 
 
 def test_batches_of_prompts():

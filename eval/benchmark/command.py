@@ -197,6 +197,7 @@ def main(arguments: list[str]):
     parser.add_argument("--draft-loops", nargs="+", default=["auto", "1", "2"], help="speculation")
     parser.add_argument("--draft-tokens", type=int, help="speculation: the most in flight")
     parser.add_argument("--requests", type=int, default=32, help="harness, serving")
+    parser.add_argument("--vllm", metavar="PYTHON", help="serving: of an environment with vLLM, which serves it too")
     parser.add_argument("--loss", default="terminal", help=argparse.SUPPRESS)
     parser.add_argument("--with-logits", action="store_true", help="memory: return the last logits as well")
     args = parser.parse_args(arguments)

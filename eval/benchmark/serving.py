@@ -7,26 +7,38 @@ import random
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from looped_eval.common.timing import now
 from modeling_looped.exit_criteria import exit_rule
 from modeling_looped.shared_passes import SharedPasses
 
 from .decoding import cost_per_loop, exiting_model, passing_threshold
 from .models import tokens
+from .over_http import asked_over_http
 
 
 class Served(NamedTuple):
     tokens_per_second: float
+    prompt_seconds: float  # of all passes over prompts, which exits do not shorten
+    seconds: float
     latencies: list[float]  # seconds from arrival to the last token
     loops: torch.Tensor  # of every token but the prompts'
     rows_in_a_pass: float
 
+    @property
+    def decoding_seconds(self) -> float:
+        return self.seconds - self.prompt_seconds
+
 
 def serving(args) -> dict:
-    """Per criterion: all requests at once, and arrivals at random at four fifths of what full depth can serve."""
+    """Per criterion: all requests at once, and arrivals at random at four fifths of what full depth can serve.
+
+    With --vllm the same over HTTP, beside vLLM at full depth.
+    """
     model = exiting_model(args)
     rng, batch = random.Random(0), args.batch_size
     lengths = [
@@ -35,10 +47,11 @@ def serving(args) -> dict:
     ]
     asked = [(tokens(args, batch=1, length=length), new_tokens) for length, new_tokens in lengths]
     serve(model, asked[:batch], [0.0] * batch, batch, {})  # warm-up
-    report = {}
+    report, ways, arrivals = {}, {"full": {}}, []
     for criterion in args.criteria:
         threshold = passing_threshold(model, tokens(args, batch=8, length=args.prompt), criterion)
         how = {"exit_criterion": criterion, "exit_threshold": threshold, "exit_interval": args.exit_interval}
+        ways[criterion] = how
         rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
         turns = []
         for _ in range(args.repeats):
@@ -55,7 +68,16 @@ def serving(args) -> dict:
                 {
                     "throughput_over_full": gain,
                     "over_mean_loops": gain * per_token[1] / per_token[0],
+                    # but for prompts
+                    "decoding_over_mean_loops": full.decoding_seconds
+                    * per_token[1]
+                    / per_token[0]
+                    / exits.decoding_seconds,
                     "over_prediction": gain * per_token[1] * costs[1] / (per_token[0] * costs[0]),
+                    "decoding_over_prediction": full.decoding_seconds
+                    * per_token[1]
+                    * costs[1]
+                    / (per_token[0] * costs[0] * exits.decoding_seconds),
                     "rows_in_a_pass": exits.rows_in_a_pass,
                     "latency_p50_over_full": at(exits_late.latencies, 0.5) / at(full_late.latencies, 0.5),
                     "latency_p99_over_full": at(exits_late.latencies, 0.99) / at(full_late.latencies, 0.99),
@@ -63,6 +85,8 @@ def serving(args) -> dict:
             )
         medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
         report[criterion] = {"threshold": threshold, "mean_loops": exits.loops.float().mean().item(), **medians}
+    if args.vllm is not None:
+        report["over_http"] = asked_over_http(model, asked, arrivals, args, ways)
     return report
 
 
@@ -76,7 +100,11 @@ def at(values: list[float], share: float) -> float:
 
 def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -> Served:
     """arrivals: seconds from the start at which each request comes."""
-    with SharedPasses(model, max_rows) as passes, ThreadPoolExecutor(len(asked)) as pool:
+    with (
+        SharedPasses(model, max_rows) as passes,
+        ThreadPoolExecutor(len(asked)) as pool,
+        seconds_of_forward(model) as prompts,
+    ):
         start = time.perf_counter()
 
         def run(i: int):
@@ -97,4 +125,20 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
         seconds = time.perf_counter() - start
     loops = torch.cat([of_tokens for of_tokens, _ in results])
     latencies = [latency for _, latency in results]
-    return Served((len(loops) + len(asked)) / seconds, latencies, loops, passes.row_ticks / passes.ticks)
+    speed, rows = (len(loops) + len(asked)) / seconds, passes.row_ticks / passes.ticks
+    return Served(speed, sum(prompts), seconds, latencies, loops, rows)
+
+
+@contextmanager
+def seconds_of_forward(model):
+    """Of each of the model's own passes, which are those over prompts: one at a time."""
+    seconds, begun = [], []
+    hooks = [
+        model.register_forward_pre_hook(lambda *_: begun.append(now())),
+        model.register_forward_hook(lambda *_: seconds.append(now() - begun.pop())),
+    ]
+    try:
+        yield seconds
+    finally:
+        for hook in hooks:
+            hook.remove()

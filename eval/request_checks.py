@@ -1,0 +1,65 @@
+"""What the server refuses of a request, with the reason: fields that would have no effect, and forms that fail."""
+
+from typing import Any
+
+
+# fields of OpenAI's that are not served, and the values with which they ask for nothing; None always does
+ASK_FOR_NOTHING = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "tool_choice": ("auto",),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "reasoning_effort": (),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+}
+
+
+def check_body(body: dict):
+    for name, harmless in ASK_FOR_NOTHING.items():
+        value = body.get(name)
+        if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
+            raise ValueError(f"{name}={value!r} is not served, and would have no effect: leave it out")
+    seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise ValueError(f"seed={seed!r} is no integer")
+    if stop is not None and not is_text(stop) and not (isinstance(stop, list) and stop and all(map(is_text, stop))):
+        raise ValueError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
+    if tools is not None and not (isinstance(tools, list) and all(map(is_tool, tools))):
+        form = '{"type": "function", "function": {"name": ...}}'
+        raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
+
+
+def check_conversation(turns: Any):
+    if not is_conversation(turns):
+        reason = "one turn or more, each with a role and a content that is text or a list of parts"
+        raise ValueError(f"messages={turns!r} is no conversation: pass {reason}")
+
+
+def is_conversation(turns: Any) -> bool:
+    return (
+        isinstance(turns, list)
+        and bool(turns)
+        and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
+        and all(isinstance(turn.get("content"), (str, list, type(None))) for turn in turns)
+    )
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    return isinstance(function, dict) and is_text(function.get("name"))
