@@ -124,8 +124,7 @@ def test_the_picture_of_the_readme_is_that_of_the_measured_numbers():
 
 
 @pytest.mark.slow
-def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "choose_precision", lambda: None)
+def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys):
     text = [f"def add_{i}(a, b):\n    return a + b + {i}\n" * 8 for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in text))
     output = tmp_path / "run"
