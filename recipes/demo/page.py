@@ -45,8 +45,8 @@ def finding(found: dict) -> str:
     exits = found["exit_loops"]
     taken = listed([f"{exits[each]:.1f} for {plural(each, 'hop')}" for each in exits])
     return (
-        f"A model with one loop answers questions of {plural(hops, 'hop')} least, {percent(found['control'][hops])}; the "
-        f"looped model, with as many parameters and the same training questions, answers {answered}. "
+        f"A model with one loop answers questions of {plural(hops, 'hop')} least, {percent(found['control'][hops])}; "
+        f"the looped model, with as many parameters and the same training questions, answers {answered}. "
         f"Where a question stops as soon as its answer is {percent(found['certainty'])} sure, it takes "
         f"{taken} on average, and {percent(found['exit_accuracy'][hops])} of those of {plural(hops, 'hop')} are right."
     )
