@@ -57,18 +57,18 @@ FOUND = {
 def test_the_finding_is_that_of_the_numbers():
     said = finding(FOUND["hops"])
     assert "questions of 4 hops" in said and "25 % after 1 loop, 99.6 % after 2 loops and 100 % after 3 loops" in said
-    assert "one loop, trained on the same questions, answers 40 %" in said
+    assert "one loop answers questions of 4 hops least, 40 %" in said
     assert "1.0 for 1 hop and 2.3 for 4 hops" in said and "95 % of those of 4 hops are right" in said
     changed = deepcopy(FOUND["hops"])
     changed["accuracy"]["4"]["1"], changed["control"]["4"] = 0.5, 0.75
-    assert "50 % after 1 loop" in finding(changed) and "answers 75 %" in finding(changed)
+    assert "50 % after 1 loop" in finding(changed) and "of 4 hops least, 75 %" in finding(changed)
     assert "2.500 bits per byte after the first loop and 2.250 after the last" in text_finding(FOUND["text"])
     assert "the least is 2.250, after 2 loops" in text_finding(FOUND["text"])
 
 
 def test_the_page_opens_with_the_picture_and_needs_nothing_else():
     shown = page(FOUND)
-    assert shown.index("<h1>") < shown.index("of the questions of 4 hops".capitalize()) < shown.index("<svg")
+    assert shown.index("<h1>") < shown.index("A model with one loop answers") < shown.index("<svg")
     assert shown.index("<svg") < shown.index("<h2>") and shown.count("<svg") == 3
     assert "prefers-color-scheme: dark" in shown and "&lt;f&gt;" in shown
     assert not re.search(r"<script|<link|src=|href=|@import", shown)
@@ -124,8 +124,7 @@ def test_the_picture_of_the_readme_is_that_of_the_measured_numbers():
 
 
 @pytest.mark.slow
-def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "choose_precision", lambda: None)
+def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys):
     text = [f"def add_{i}(a, b):\n    return a + b + {i}\n" * 8 for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in text))
     output = tmp_path / "run"

@@ -13,7 +13,6 @@ from looped_recipes.common.provenance import write_json
 from looped_recipes.demo import hops, text
 from looped_recipes.demo.page import finding, page, text_finding
 from looped_recipes.demo.picture import picture
-from looped_recipes.demo.training import choose_precision
 from looped_recipes.engine.training import Divergence
 
 
@@ -59,7 +58,6 @@ def run_demo(
 ) -> dict:
     """Train, measure, and draw; what is measured, as it stands in demo.json."""
     text.recipe_of(output, settings)  # a mistake in the settings is told before anything is trained
-    choose_precision()
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     heading(f"1 of 3: questions that take several steps, as {hops.unseen_question(hops.HOPS[-1])[0]!r}")

@@ -2,7 +2,7 @@
 
 from html import escape
 
-from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, svg
+from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, hardest, svg
 
 
 STYLE = """
@@ -39,13 +39,14 @@ def listed(words: list[str]) -> str:
 
 def finding(found: dict) -> str:
     """What was seen of the questions, from the numbers."""
-    hops, after = list(found["accuracy"].items())[-1]
+    hops = hardest(found)
+    after = found["accuracy"][hops]
     answered = listed([f"{percent(value)} after {plural(loop, 'loop')}" for loop, value in after.items()])
     exits = found["exit_loops"]
     taken = listed([f"{exits[each]:.1f} for {plural(each, 'hop')}" for each in exits])
     return (
-        f"Of the questions of {plural(hops, 'hop')}, the looped model answers {answered} right. A model with as many "
-        f"parameters and one loop, trained on the same questions, answers {percent(found['control'][hops])}. "
+        f"A model with one loop answers questions of {plural(hops, 'hop')} least, {percent(found['control'][hops])}; "
+        f"the looped model, with as many parameters and the same training questions, answers {answered}. "
         f"Where a question stops as soon as its answer is {percent(found['certainty'])} sure, it takes "
         f"{taken} on average, and {percent(found['exit_accuracy'][hops])} of those of {plural(hops, 'hop')} are right."
     )

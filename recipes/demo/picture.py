@@ -95,14 +95,19 @@ def svg(charts: list[Chart], label: str) -> str:
     )
 
 
+def hardest(found: dict) -> str:
+    """The hops of the questions that the one-loop model answers least."""
+    return min(found["control"], key=found["control"].get)
+
+
 def accuracy_chart(found: dict) -> Chart:
     accuracy, loops = found["accuracy"], list(next(iter(found["accuracy"].values())))
-    hardest = list(accuracy)[-1]
     chart = Chart("Right answers after so many loops", loops, 0, 1, "loops")
     chart.grid({0: "0 %", 0.5: "50 %", 1: "100 %"})
     for number, values in enumerate(accuracy.values(), start=1):
         chart.line(values, number)
-    chart.level(found["control"][hardest], ["one-loop", "model,", f"{hardest} hops"])
+    hops = hardest(found)
+    chart.level(found["control"][hops], ["one-loop", "model,", f"{hops} hops"])
     label_lines(chart, {hops: values[loops[0]] for hops, values in accuracy.items()})
     return chart
 

@@ -1,10 +1,7 @@
 """A training run of the demo, and what is said of it."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import Recipe
@@ -17,13 +14,6 @@ class Trained(NamedTuple):
     loops: int
     steps: int
     flops: float  # of training, by the papers' formula
-
-
-def choose_precision():
-    """bf16 where this processor multiplies it in hardware; accelerate reads this."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"):
-        os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
 
 
 def train(recipe: Recipe) -> Trained:
