@@ -7,9 +7,6 @@ preparation that was stopped goes on where it was.
 """
 
 from looped_recipes.common.command_line import Parser, run_command
-from looped_recipes.data.overlap import notes
-from looped_recipes.data.shards import Prepared, prepare
-from looped_recipes.settings.recipe import load_recipe
 
 
 def main(arguments: list[str] | None = None):
@@ -17,10 +14,15 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("recipe", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(arguments)
+    from looped_recipes.data.shards import prepare
+    from looped_recipes.settings.recipe import load_recipe
+
     print(describe(prepare(load_recipe(options.recipe, options.overrides).data)))
 
 
-def describe(prepared: Prepared) -> str:
+def describe(prepared) -> str:
+    from looped_recipes.data.overlap import notes
+
     lines = notes(prepared.manifest)
     lines += [f"{prepared.folder}", f"{'':10}  {'documents':>12}  {'tokens':>15}  {'bytes':>15}  {'rows':>12}"]
     for split in ("train", "validation"):

@@ -9,17 +9,19 @@ Ctrl-C end it after the step it is at, with a checkpoint; the exit status is the
 from pathlib import Path
 
 from looped_recipes.common.command_line import print_help, run_command
-from looped_recipes.engine.peers import PeerLost, one_message
-from looped_recipes.engine.training import Divergence, Pretraining
-from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.settings.help import help_of_recipes
 
 
 def main(arguments: list[str]) -> Path:
-    print_help(arguments, __doc__)
+    print_help(arguments, lambda: help_of_recipes(__doc__, arguments))
+    from looped_recipes.engine.peers import one_message
+    from looped_recipes.engine.training import Pretraining
+    from looped_recipes.settings.recipe import load_recipe
+
     recipe = load_recipe(arguments[0], arguments[1:])
     with one_message():
         return Pretraining(recipe).train()
 
 
 if __name__ == "__main__":
-    run_command(main, Divergence, PeerLost)
+    run_command(main)

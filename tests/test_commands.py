@@ -1,21 +1,34 @@
 """Commands: how they are found, read options, report errors, and say where a result comes from."""
 
+import dataclasses
 import importlib.util
 import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from looped_eval import chat
+from looped_eval.benchmark import command as benchmark
+from looped_eval.benchmark import options as options_of_benchmark
+from looped_eval.chat import command as chat
+from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose.options import described
 from looped_eval.harness.command import as_lm_eval_spells
-from looped_recipes.common import provenance
+from looped_recipes import convert
+from looped_recipes.common import console, provenance
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
-from modeling_looped import console
+from looped_recipes.engine.finite import Divergence
+from looped_recipes.settings.help import help_of_recipes, meanings
+from looped_recipes.settings.paths import recipe_file
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.sections import SECTIONS
+from modeling_looped.formats.registry import LAYOUTS
+from modeling_looped.presets import PUBLIC_REPOSITORIES
 
 from .helpers import tiny_model, tiny_tokenizer
 
@@ -57,6 +70,61 @@ def test_a_command_runs_in_its_place(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         console.main()
     assert stop.value.code == 0 and "training FLOPs per token" in capsys.readouterr().out
+
+
+HELP_OF_ALL = """
+import contextlib, io, sys
+from looped_recipes.common import console
+
+for name in sys.argv[1:]:
+    sys.argv = ["looped", name, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            console.main()
+        except SystemExit as stop:
+            assert stop.code == 0, (name, stop.code)
+    assert len(shown.getvalue()) > 200, (name, shown.getvalue())
+    heavy = {"torch", "transformers", "datasets", "lm_eval", "scipy", "matplotlib"} & sys.modules.keys()
+    assert not heavy, f"looped {name} --help imports {heavy}"
+"""
+
+
+def test_help_imports_nothing_that_takes_seconds():
+    names = [name for name in console.COMMANDS if name != "demo"]
+    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_of_recipes_knows_every_key(capsys):
+    for section, keys in meanings().items():
+        fields = {field.name for field in dataclasses.fields(SECTIONS[section])}
+        assert fields == keys.keys() and all(meaning for _, meaning in keys.values()), section
+    assert meanings()["training"]["micro_batch_size"] == ("8", "sequences per process and forward pass")
+    assert meanings()["depth"]["per"][1].startswith("batch | micro_batch | sequence; batch: one draw")
+    assert "num_prelude_layers, num_core_layers" in help_of_recipes("", ["model"])
+
+
+def test_options_that_stand_in_two_places_are_the_same():
+    """Those that --help must know without an import of what they are of."""
+    assert convert.LAYOUTS == tuple(LAYOUTS)
+    for names in PUBLIC_REPOSITORIES.values():
+        assert all(name.split("/")[1] in convert.__doc__ for name in names)
+    assert set(options_of_benchmark.BENCHMARKS) == {*benchmark.BENCHMARKS, "decode"}
+    assert described().keys() == diagnose.MEASURES.keys()
+    for name, measure in diagnose.MEASURES.items():
+        assert {option.name: option.default for option in described()[name].options} == measure.defaults()
+        assert described()[name].reads_a_model == measure.reads_a_model and described()[name].about == measure.about
+
+
+def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert recipe_file("smoke/flt.yaml") == recipe_file("recipes/smoke/flt.yaml") == ROOT / "recipes/smoke/flt.yaml"
+    assert load_recipe("smoke/flt.yaml").model["preset"] == "flt"
+    (tmp_path / "smoke").mkdir()
+    (tmp_path / "smoke/flt.yaml").write_text("")
+    assert recipe_file("smoke/flt.yaml") == Path("smoke/flt.yaml")
+    with pytest.raises(RecipeError, match="there is no recipe smoke/none.yaml, here or among those"):
+        load_recipe("smoke/none.yaml")
 
 
 # Options and errors
@@ -101,6 +169,39 @@ def test_an_error_is_one_line(error, monkeypatch):
         run_command(main)
     assert stop.value.code.startswith(type(error).__name__) and "\n" not in stop.value.code
     monkeypatch.setenv(TRACEBACK, "1")
+    with pytest.raises(type(error)):
+        run_command(main)
+
+
+@pytest.mark.parametrize(
+    "error,said",
+    [
+        (Divergence("the loss is nan"), "Divergence: the loss is nan"),
+        (ModuleNotFoundError("No module", name="lm_eval"), "lm_eval is not installed: pip install 'modeling-looped["),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "CUDA out of memory: use a smaller batch"),
+        (ImportError("looped serve needs more"), "ImportError: looped serve needs more"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(error, said, monkeypatch):
+    def main(arguments):
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(main)
+    assert stop.value.code.startswith(said) and "\n" not in stop.value.code
+    monkeypatch.setenv("RANK", "1")  # of several processes that all meet it, the first tells it
+    with pytest.raises(SystemExit) as stop:
+        run_command(main)
+    assert stop.value.code == 1
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), ModuleNotFoundError("No module", name="looped_eval.nothing"), AttributeError("x")]
+)
+def test_mistakes_of_our_own_are_shown_whole(error):
+    def main(arguments):
+        raise error
+
     with pytest.raises(type(error)):
         run_command(main)
 

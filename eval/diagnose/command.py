@@ -1,42 +1,23 @@
-"""The papers' measurements on any model: `python -m eval.diagnose MEASURE MODEL [field=value ...] [options]`.
-
-    python -m eval.diagnose all runs/demo/final
-    python -m eval.diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
-    python -m eval.diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
-    python -m eval.diagnose theorem_1 --width 512
-
-MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
-which is then initialised at random. The theorems have models of their own. A trained model reads what its run held
-out, or --text. Each measure writes a JSON and a PNG; `all` runs every measure of a model with little training and
-writes a page, index.html, that holds its figures; what this model does not have is left out, with the reason. They go
-to diagnose/ of the training run, where eval.report finds them, or, without one, to runs/diagnose/<model>. `python -m
-eval.diagnose MEASURE --help` lists the options of one.
-
-From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
-"""
+"""The papers' measurements on any model: measures, what they write, and one page of all."""
 
 import argparse
 import inspect
 import json
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from looped_eval.common.model_folder import training_run
 from looped_eval.common.page import Folded, Image, Section, Table, Text, single_numbers, to_html
-from looped_recipes.common.command_line import Depths, Parser
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
 from . import dynamics, figures, growth, premises, readout_probes, theorems, transfer
 from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
+from .options import parse
 
 
 GIVEN = ("model", "batch", "config", "classes")  # of the subject, to measures that take them
-
-
-RENAMED = {"--loops": "--num-loops"}
 
 
 class Measure(NamedTuple):
@@ -158,34 +139,6 @@ def numbers(result: dict) -> Table:
     return Table(["", ""], rows)
 
 
-def add_options(parser: argparse.ArgumentParser, measure: Measure):
-    """A flag for every option of the function, typed by its annotation."""
-    hints = typing.get_type_hints(measure.function)
-    for name, default in measure.defaults().items():
-        kinds = [kind for kind in typing.get_args(hints[name]) if kind is not type(None)]
-        is_list = "list" in str(hints[name])
-        while kinds and typing.get_args(kinds[0]):
-            kinds = list(typing.get_args(kinds[0]))
-        if hints[name] is bool:
-            flag = "--" + name.replace("_", "-")
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
-            continue
-        about = f"default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}"
-        if name == "loops":
-            about = f"several depths, 1 2 4 or 1..4; {about}"
-            parser.add_argument(
-                "--num-loops", dest=name, nargs="+", action=Depths, default=argparse.SUPPRESS, help=about
-            )
-            continue
-        parser.add_argument(
-            "--" + name.replace("_", "-"),
-            type=kinds[0] if kinds else hints[name],
-            nargs="+" if is_list else None,
-            default=argparse.SUPPRESS,
-            help=about,
-        )
-
-
 def read_result(path: str) -> dict:
     """The curves of a depth_curve.json."""
     try:
@@ -201,36 +154,6 @@ def default_folder(target: str) -> Path:
     """The folder of what is measured: where eval.report looks for it, if there is a training run."""
     run = training_run(target)
     return Path("runs/diagnose") / Path(target).resolve().name if run is None else run / "diagnose"
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.diagnose", __doc__, RENAMED)
-    commands = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
-    for name, measure in {"all": None, **MEASURES}.items():
-        about = "every measure, with little training" if measure is None else measure.about
-        command = commands.add_parser(name, help=about.replace("%", "%%"), description=about.replace("%", "%%"))
-        command.set_defaults(model=[])
-        command.add_argument(
-            "--output",
-            help="folder for JSON and PNG; default: diagnose/ of the training run, or runs/diagnose/<model>",
-        )
-        if measure is not None:
-            add_options(command, measure)
-        if measure is not None and not measure.reads_a_model:
-            continue
-        command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
-        command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: what the run held out")
-        command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
-        command.add_argument("--rows", type=int, default=16)
-        command.add_argument("--length", type=int, default=128, help="tokens in a row")
-        command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
-        command.add_argument("--state-seed", type=int, help="draw the initial state, where the model has a random one")
-        command.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
-        if name == "depth_curve":
-            command.add_argument(
-                "--beside", nargs="+", default=[], help="depth_curve.json of others, for the quadrant"
-            )
-    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]):

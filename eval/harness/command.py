@@ -1,11 +1,4 @@
-"""lm-eval at every depth, from one pass of the model. The arguments are lm-eval's own, and its models are there too:
-
-    python -m eval.harness --model looped --model_args pretrained=DIR --num-loops 1..8 --tasks piqa --output results
-
-lm-eval's own spellings are taken too (--output_path, num_loops among the --model_args). Tasks are lm-eval's and those
-of eval/tasks. With --output, the results of each depth are what lm-eval would have written for it, in loops_1,
-loops_2, ...; beside them depth.md and depth.png. --use_cache keeps the answers of all depths in one file.
-"""
+"""lm-eval at every depth, from one pass of the model."""
 
 import inspect
 import json
@@ -20,7 +13,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
 from looped_eval.common.curves import Curves, draw, table
-from looped_recipes.common.command_line import check_device
+from looped_recipes.common.command_line import device_of
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
@@ -124,9 +117,7 @@ def main(arguments: list[str]):
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":
         return cli.execute(args)
-    check_device(
-        getattr(args, "device", None)
-    )  # that of the config is lm-eval's default, cuda:0, also where there is none
+    device_of(getattr(args, "device", None))  # that of the config is lm-eval's default, cuda:0, also without one
     check(config)
     options = options_of(config)
     options["task_manager"] = config.process_tasks(config.metadata)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .paths import expanded
+from .paths import recipe_file
 from .recipe import RecipeError, as_number
 from .yaml_files import read_yaml, shortly
 
@@ -30,7 +30,7 @@ class SweepFile(NamedTuple):
 
 
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepFile:
-    path = expanded(path)
+    path = recipe_file(path)
     raw = read_yaml(path, "sweep")
     unknown = set(raw) - {"recipe", "set", "grid", "runs", "plot"}
     if unknown or "recipe" not in raw or ("grid" in raw) == ("runs" in raw):
@@ -145,3 +145,7 @@ def checked_name(name, path: Path) -> str:
     if wrong:
         raise RecipeError(f"{path}: the name {shortly(name)} {wrong}")
     return name
+
+
+def is_sweep(path) -> bool:
+    return str(path).endswith(".sweep.yaml")
