@@ -1,9 +1,9 @@
 """Convert a model between our layout and those of published looped models, tensors bit for bit.
 
-    python -m recipes.convert ByteDance/Ouro-1.4B ouro               a published checkpoint to our layout
-    python -m recipes.convert ouro back --to ouro                    and back
-    python -m recipes.convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
-    python -m recipes.convert runs/small/final llama --to llama --unroll          the Llama of its layers, pass by pass
+    looped convert ByteDance/Ouro-1.4B ouro               a published checkpoint to our layout
+    looped convert ouro back --to ouro                    and back
+    looped convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
+    looped convert runs/small/final llama --to llama --unroll          the Llama of its layers, pass by pass
 
 SOURCE is a folder or a repository on the Hub, in any layout that opens. OUT is a new folder: it appears when it is
 complete, and nothing is overwritten. Tokenizer and generation config go along. Published models:
@@ -17,7 +17,7 @@ complete, and nothing is overwritten. Tokenizer and generation config go along. 
 from functools import reduce
 from pathlib import Path
 
-from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.common.command_line import Parser, run_command, say_result
 
 
 LAYOUTS = ("ouro", "huginn", "retrofitted", "retrofitted-olmo", "parcae", "parcae-gated", "nanbeige", "llama")
@@ -70,7 +70,8 @@ def convert(
         whole_folder(out, fill)
     count = sum(parameter.numel() for parameter in model.parameters())
     passes = f", {model.config.num_hidden_layers} layers" if unroll else ""
-    print(f"{out}: {count:,} parameters of SOURCE{passes}, {to or 'our own'} layout")
+    found = f"{out}: {count:,} parameters of SOURCE{passes}, {to or 'our own'} layout"
+    say_result(found, *([] if to else [f"looped chat {out}"]))
 
 
 def stored_dtype(source: str):

@@ -1,4 +1,4 @@
-"""What a recipe would cost: `python -m recipes.plan recipes/parcae/small.yaml [section.key=value ...]`.
+"""What a recipe would cost: `looped plan recipes/parcae/small.yaml [section.key=value ...]`.
 
 Parameters, tokens, steps and operations by the papers' formulas, without data or weights. Tables of value embeddings
 count in the effective parameters and not in the operations, as the laws want it; where a model has them, the other way

@@ -1,12 +1,14 @@
 """Prepare the data of a recipe, before training or on another machine than the one that trains.
 
-    python -m recipes.prepare recipe.yaml [section.key=value ...]
+    looped prepare recipe.yaml [section.key=value ...]
 
 Training does the same by itself if it was not done before: one process prepares, and the others wait for it. A
 preparation that was stopped goes on where it was.
 """
 
-from looped_recipes.common.command_line import Parser, run_command
+import shlex
+
+from looped_recipes.common.command_line import Parser, run_command, say_result
 
 
 def main(arguments: list[str] | None = None):
@@ -18,6 +20,7 @@ def main(arguments: list[str] | None = None):
     from looped_recipes.settings.recipe import load_recipe
 
     print(describe(prepare(load_recipe(options.recipe, options.overrides).data)))
+    say_result("The data are ready.", f"looped pretrain {shlex.join([options.recipe, *options.overrides])}")
 
 
 def describe(prepared) -> str:

@@ -284,7 +284,7 @@ def test_chat_completes_each_line_by_itself(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("a b\n\nc\n"))
     chat.main([str(folder), *GREEDY, "--num-loops", "2"])
     shown = capsys.readouterr().out
-    assert shown.count("[2.00 loops a token]") == 2
+    assert shown.count("[2.00 of 2 loops a token]") == 2
     chat.main([str(folder), "a", "b", *GREEDY, "--num-loops", "2"])
     assert shown.startswith(capsys.readouterr().out)
 

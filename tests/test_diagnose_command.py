@@ -1,4 +1,4 @@
-"""`python -m eval.diagnose`: models and texts from anywhere, files and a page, errors that say what to do."""
+"""`looped diagnose`: models and texts from anywhere, files and a page, errors that say what to do."""
 
 import json
 import re
@@ -64,13 +64,13 @@ def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
     options = ["--text", str(tmp_path / "text.jsonl"), "--rows", "2", "--length", "16"]
     diagnose.main(["token_norms", str(run_folder / "final"), *options])
     diagnose.main(["spectral", str(run_folder), *options])
-    assert (run_folder / "diagnose/spectral_training.png").is_file()
+    assert (run_folder / "eval/diagnose/spectral_training.png").is_file()
     section = report.diagnostics([RunFolder(run_folder, "run")])
     images = [block.png for block in section.blocks if isinstance(block, report.Image)]
     names = ("spectral.png", "spectral_training.png", "token_norms.png")
-    assert images == [(run_folder / "diagnose" / name).read_bytes() for name in names]
-    assert diagnose.default_folder("lt").as_posix() == "runs/diagnose/lt"
-    assert diagnose.default_folder(str(tmp_path)).as_posix() == f"runs/diagnose/{tmp_path.name}"
+    assert images == [(run_folder / "eval/diagnose" / name).read_bytes() for name in names]
+    assert diagnose.default_folder("lt").as_posix() == "runs/eval/lt/diagnose"
+    assert diagnose.default_folder(str(tmp_path)).as_posix() == f"runs/eval/{tmp_path.name}/diagnose"
 
 
 def test_all_leaves_out_what_the_model_does_not_have(tmp_path, monkeypatch):

@@ -124,12 +124,12 @@ def test_the_page_holds_the_run_and_stands_alone(tmp_path):
 def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
     run = make_run(tmp_path / "first", validation=False)
     page = page_of(run)
-    assert f"python -m eval.harness --model looped --model_args pretrained={run}/final,num_loops=1..3" in page.text
-    assert f"python -m eval.halting {run}/final" in page.text
-    assert f"python -m eval.diagnose all {run}/final --output {run}/diagnose" in page.text
-    assert f"recipes.pretrain {run}/recipe.yaml evaluation.every=100" in page.text
+    assert f"looped eval --model looped --model_args pretrained={run}/final,num_loops=1..3" in page.text
+    assert f"looped halting {run}" in page.text
+    assert f"looped diagnose all {run}" in page.text
+    assert f"looped pretrain {run}/recipe.yaml evaluation.every=100" in page.text
     add_results(run, 1, 0.5)
-    assert "eval.harness" not in page_of(run).text
+    assert "looped eval" not in page_of(run).text
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -186,7 +186,7 @@ def test_what_other_commands_left_is_shown(tmp_path):
     (run / "diagnose" / "broken.json").write_text("{")
     page = page_of(run)
     assert page.images.count(png) == 4 and "broken.json could not be read" in page.text
-    assert "eval.halting" not in page.text and "eval.diagnose" not in page.text
+    assert "looped halting" not in page.text and "looped diagnose" not in page.text
     where = page.cells.index("kl")
     assert page.cells[where - 3 : where + 6] == [
         "criterion", "mean_loops", "perplexity", "kl", "2.5000", "12.2500", "gate", "3", "–",
@@ -252,7 +252,7 @@ def test_folders_without_a_run(tmp_path):
     (tmp_path / "silent").mkdir()
     (tmp_path / "silent" / "metrics.jsonl").write_text('{"step": 1')
     for folder, words in (
-        ("nowhere", "there is no folder .*recipes.pretrain RECIPE` makes one"),
+        ("nowhere", "there is no folder .*looped pretrain RECIPE` makes one"),
         ("empty", "empty holds no metrics.jsonl: it is no output folder"),
         ("first/final", "holds no metrics.jsonl.*; give the folder above it"),
         ("silent", "has logged nothing yet"),
@@ -268,7 +268,7 @@ def test_markdown_for_a_model_card(tmp_path, capsys):
     report.main([str(run), "--output", str(tmp_path / "page.html"), "--markdown", str(tmp_path / "card.md")])
     card = (tmp_path / "card.md").read_text()
     assert card.startswith("## This model: first\n") and "<td>" not in card and "data:image" not in card
-    assert f"| made by | accelerate launch -m recipes.pretrain {run}/recipe.yaml |" in card
+    assert f"| made by | looped pretrain {run}/recipe.yaml |" in card
     assert re.search(r"\| cross-entropy \| first \| 3\.8750 \| 3\.7500 \|", card)
     rows = [line for line in card.splitlines() if line.startswith("|")]
     for line, following in zip(rows, rows[1:]):

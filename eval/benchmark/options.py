@@ -1,4 +1,4 @@
-"""Speed and memory as ratios, measured in one run: `python -m eval.benchmark NAME [options]`.
+"""Speed and memory as ratios, measured in one run: `looped benchmark NAME [options]`.
 
 train    tokens/s of a training step (forward, backward, AdamW) over transformers' Llama of the same unrolled depth
 memory   peak memory of a per-loop training step over a terminal one

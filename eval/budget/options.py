@@ -1,6 +1,6 @@
 """Models and seeds compared at every depth, so at every compute budget (fully looped transformers, appendix A.4):
 
-python -m eval.budget flt=runs/flt-0/final,runs/flt-1/final lt=runs/lt/final --num-loops 1,3,6,9,12 --text val.jsonl
+looped budget flt=runs/flt-0/final,runs/flt-1/final lt=runs/lt/final --num-loops 1,3,6,9,12 --text val.jsonl
 
 Folders of one name are seeds of one model: their mean, and their standard deviation. One pass scores all depths.
 Measures: bits per byte and perplexity per token of texts, each read by itself (--text) or all as one stream in windows

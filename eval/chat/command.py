@@ -5,6 +5,7 @@ import sys
 import torch
 from transformers import TextStreamer
 
+from looped_eval.common.loops_in_words import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from modeling_looped import LoopedForCausalLM
 
@@ -66,7 +67,11 @@ def main(arguments: list[str] | None = None):
         settings["temperature"] = args.temperature
     if args.seed is not None:
         torch.manual_seed(args.seed)
+    full = args.num_loops or getattr(model.generation_config, "num_loops", None) or config.num_loops
     conversation = Conversation(model, tokenizer, settings, args.system)
+    if not args.prompt and sys.stdin.isatty():
+        how = "answers in turns" if conversation.answers_in_turns else "was trained on no chats: it completes text"
+        print(f"{folder} {how}, with {full} loops at most; Ctrl-D ends")
     for prompt in [" ".join(args.prompt)] if args.prompt else lines_of(sys.stdin):
         _, loops = conversation.answer(prompt)
-        print(f"[{loops:.2f} loops a token]")
+        print(f"[{loops_in_words(loops, full)} a token]")

@@ -1,4 +1,4 @@
-"""Talk to a model, or let it complete text, in a terminal: `python -m eval.chat runs/demo/final [--num-loops 8]`.
+"""Talk to a model, or let it complete text, in a terminal: `looped chat runs/demo/final [--num-loops 8]`.
 
 A model whose tokenizer has a chat template answers in turns; any other completes each line by itself. Depth and exits
 are those saved with the model unless options say otherwise; after each answer stands how many loops its tokens took.

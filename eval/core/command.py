@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from looped_eval.common.conclusion import best_depths
 from looped_eval.common.curves import Curves, table
 from looped_eval.harness.looped_lm import LoopedLM, check_question
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.provenance import write_json
 
 from .bundle import CoreTask, read_tasks
@@ -154,7 +156,10 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
         options.tasks,
         options.seeds,
     )
-    print(table(curves_of(results)))
+    curves = curves_of(results)
+    print(table(curves))
     if options.output:
         write_json(options.output, {"depths": results}, options.command)
+        print(f"written: {options.output}")
+    say_result(best_depths(curves))
     return results

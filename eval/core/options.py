@@ -1,7 +1,7 @@
 """CORE and CORE-extended (Parcae, appendix M) at every depth from one pass of the model:
 
-python -m eval.core MODEL --bundle eval_bundle --num-loops 1,2,4 --examples 500 --output core.json
-python -m eval.core MODEL --bundle eval_bundle --extended --seeds 1234,2345,3456     # as Parcae's tables 4, 5 and 6
+looped core MODEL --bundle eval_bundle --num-loops 1,2,4 --examples 500 --output core.json
+looped core MODEL --bundle eval_bundle --extended --seeds 1234,2345,3456     # as Parcae's tables 4, 5 and 6
 
 The mean over tasks of (a - r) / (1 - r), where r is what guessing scores. Of choices, and of contexts in a schema, the
 one with the least mean cross-entropy counts; language modelling is right if every token is the likeliest. Prompts are

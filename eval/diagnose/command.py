@@ -3,12 +3,15 @@
 import argparse
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from looped_eval.common.model_folder import training_run
+from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.page import Folded, Image, Section, Table, Text, single_numbers, to_html
+from looped_eval.common.progress import progress
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
@@ -110,9 +113,8 @@ def run_measure(
 
 def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> Path:
     sections = []
-    for name, measure in MEASURES.items():
-        if not measure.reads_a_model:
-            continue
+    measures = {name: measure for name, measure in MEASURES.items() if measure.reads_a_model}
+    for name, measure in progress(measures.items(), "measures"):
         try:
             result, images = run_measure(name, of, folder, {}, command, **measure.quick)
             sections.append(section(name, measure.about, result, images))
@@ -146,20 +148,19 @@ def read_result(path: str) -> dict:
     except (OSError, json.JSONDecodeError) as error:
         raise DiagnoseError(f"{path!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("measure") != "depth_curve":
-        raise DiagnoseError(f"{path!r} holds no depth curve; `python -m eval.diagnose depth_curve MODEL` makes one")
+        raise DiagnoseError(f"{path!r} holds no depth curve; `looped diagnose depth_curve MODEL` makes one")
     return content["result"]
 
 
 def default_folder(target: str) -> Path:
-    """The folder of what is measured: where eval.report looks for it, if there is a training run."""
-    run = training_run(target)
-    return Path("runs/diagnose") / Path(target).resolve().name if run is None else run / "diagnose"
+    """The folder of what is measured: where looped report looks for it, if there is a training run."""
+    return results_folder(target) / "diagnose"
 
 
 def main(arguments: list[str]):
     args = parse(arguments)
     if args.measure != "all" and not MEASURES[args.measure].reads_a_model:
-        measure_and_say(args, None, Path(args.output or "runs/diagnose/theorems"), {})
+        measure_and_say(args, None, Path(args.output or "runs/eval/theorems/diagnose"), {})
         return
     target, *overrides = args.model
     beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
@@ -168,7 +169,8 @@ def main(arguments: list[str]):
     folder = Path(args.output) if args.output else default_folder(target)
     if args.measure == "all":
         print(f"text: {of.where['text']}")
-        print(run_all(of, folder, args.command))
+        page = run_all(of, folder, args.command)
+        say_result(f"The measures are on one page: {page}", *report_of(target))
         return
     measure_and_say(args, of, folder, beside)
 
@@ -180,3 +182,8 @@ def measure_and_say(args: argparse.Namespace, of: ModelAndText | None, folder: P
         print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
     print(*[folder / f"{args.measure}.json", *images], sep="\n")
+
+
+def report_of(target: str) -> list[str]:
+    run = training_run(target)
+    return [] if run is None else [f"looped report {os.path.relpath(run)}"]

@@ -1,16 +1,16 @@
-"""The papers' measurements on any model: `python -m eval.diagnose MEASURE MODEL [field=value ...] [options]`.
+"""The papers' measurements on any model: `looped diagnose MEASURE MODEL [field=value ...] [options]`.
 
-    python -m eval.diagnose all runs/demo/final
-    python -m eval.diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
-    python -m eval.diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
-    python -m eval.diagnose theorem_1 --width 512
+    looped diagnose all runs/demo/final
+    looped diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
+    looped diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
+    looped diagnose theorem_1 --width 512
 
 MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
 which is then initialised at random. The theorems have models of their own. A trained model reads what its run held
 out, or --text. Each measure writes a JSON and a PNG; `all` runs every measure of a model with little training and
 writes a page, index.html, that holds its figures; what this model does not have is left out, with the reason. They go
-to diagnose/ of the training run, where eval.report finds them, or, without one, to runs/diagnose/<model>. `python -m
-eval.diagnose MEASURE --help` lists the options of one.
+to eval/diagnose/ of the training run, where looped report finds them, or, without one, to runs/eval/<model>/diagnose.
+`looped diagnose MEASURE --help` lists the options of one.
 
 From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
 """
@@ -110,7 +110,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.set_defaults(model=[])
         command.add_argument(
             "--output",
-            help="folder for JSON and PNG; default: diagnose/ of the training run, or runs/diagnose/<model>",
+            help="folder for JSON and PNG; default: eval/diagnose/ of the training run",
         )
         if measure is not None:
             for option in measure.options:

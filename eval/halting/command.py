@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from looped_eval.common.held_out import held_out_rows
-from looped_eval.common.model_folder import open_config, open_tokenizer, training_run
+from looped_eval.common.model_folder import open_config, open_tokenizer, results_folder, training_run
+from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.flops import attention_flops, sizes
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
@@ -19,6 +21,7 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
+from .conclusion import conclusion
 from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
 from .options import BEST, parse
 from .plots import draw
@@ -179,7 +182,8 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
 def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str], fixed: float, args) -> list[dict]:
     """Under the first budget, which is the one that can be written."""
     found = []
-    for (_, budget), rule in rules_of(calibration, names, args.budget[:1], args, model.config).items():
+    rules = rules_of(calibration, names, args.budget[:1], args, model.config)
+    for (_, budget), rule in progress(rules.items(), "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
         found.append(result_row(budget, rule, calibration, scored, fixed, rule.reads_at, model.config, args))
     return found
@@ -247,8 +251,7 @@ def run(args) -> Path:
     print("\nsequences that leave the batch when their mean score passes the threshold", table(of_budget), sep="\n")
     print("\ntokens that exit by themselves, as in generate", table(tokens), sep="\n")
 
-    name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
-    output = Path(args.output or Path("runs/halting") / name)
+    output = Path(args.output or results_folder(args.model))
     output.mkdir(parents=True, exist_ok=True)
     asked = {key: value for key, value in vars(args).items() if key not in ("output", "write", "read", "command")}
     content = {
@@ -260,8 +263,11 @@ def run(args) -> Path:
     write_json(output / "halting.json", content, args.command, digits=6)
     draw(fixed, halting, args.budget[0], output / "halting.png")
     print("", output / "halting.json", output / "halting.png", sep="\n")
-    if args.write is not None:
-        print(write_threshold(model, folder, args.write, tokens, args))
+    written = None if args.write is None else write_threshold(model, folder, args.write, tokens, args)
+    then = f"looped halting {args.model} --write" if written is None else f"looped chat {args.model}"
+    say_result(conclusion(fixed, tokens, args.budget[0], args.num_loops), then)
+    if written is not None:
+        print(written)
     return output
 
 

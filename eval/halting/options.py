@@ -1,4 +1,4 @@
-"""Early exit within a budget: `python -m eval.halting MODEL [TEXT...] [--budget 0.01] [--write]`.
+"""Early exit within a budget: `looped halting MODEL [TEXT...] [--budget 0.01] [--write]`.
 
 MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: what the run
 held out for validation). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose
@@ -9,7 +9,8 @@ perplexity is at most 1 + budget times that of full depth; on another slice, wit
     tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
                 in the model's generation_config.json, which generate then follows
 
-Prints perplexity, loops and speed-up, and writes halting.json and halting.png (perplexity over tokens/s).
+Prints perplexity, loops and speed-up, and writes halting.json and halting.png (perplexity over tokens/s) to eval/ of
+the training run, where looped report finds them, or, without one, to runs/eval/<model>.
 """
 
 import argparse
@@ -39,5 +40,5 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_device()
     write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
     parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
-    parser.add_argument("--output", help="folder for halting.json and halting.png; default: runs/halting/<model>")
+    parser.add_argument("--output", help="folder for halting.json and halting.png; default: eval/ of the training run")
     return parser.parse_args(arguments)

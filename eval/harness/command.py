@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
+from looped_eval.common.conclusion import best_depths
 from looped_eval.common.curves import Curves, draw, table
-from looped_recipes.common.command_line import device_of
+from looped_eval.common.model_folder import results_folder, training_run
+from looped_recipes.common.command_line import device_of, say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
@@ -119,6 +122,9 @@ def main(arguments: list[str]):
         return cli.execute(args)
     device_of(getattr(args, "device", None))  # that of the config is lm-eval's default, cuda:0, also without one
     check(config)
+    run = training_run(config.model_args["pretrained"])
+    if run is not None and not config.output_path:
+        config.output_path = str(results_folder(str(run)) / "lm_eval")
     options = options_of(config)
     options["task_manager"] = config.process_tasks(config.metadata)
     options["tasks"] = config.tasks
@@ -135,3 +141,5 @@ def main(arguments: list[str]):
     if config.output_path:
         write_whole(Path(config.output_path) / "depth.md", table(curves))
         draw(curves, Path(config.output_path) / "depth.png")
+        print(f"written: {config.output_path}")
+    say_result(best_depths(curves), *([f"looped report {os.path.relpath(run)}"] if run else []))

@@ -16,7 +16,7 @@
                                no download, looped_corpus, looped_p_hop, looped_permutation, looped_addition, ...
 --batch-size 8, --device cpu, --limit 100, --num_fewshot 5, --log_samples       as lm-eval has them
 --output FOLDER                the results of each depth, as lm-eval would have written them, in loops_1, loops_2, ...;
-                               beside them depth.md and depth.png
+                               beside them depth.md and depth.png; default: eval/lm_eval of the training run, if any
 --use_cache FILE               keeps the answers of all depths in one file
 
 Underscores and hyphens are the same in names.

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.provenance import write_json
 
 from .analyses import conditioning, isoflop, parametric, test_time, unified
@@ -73,7 +74,7 @@ def collect_all(folders: list[str], output: str | None):
     ]
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)
-    print(f"{len(rows)} rows of {len(folders)} runs: {path}")
+    say_result(f"{len(rows)} rows of {len(folders)} runs: {path}", f"looped laws parametric {path}")
 
 
 def counted(table: Table, args) -> Table:

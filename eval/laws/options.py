@@ -1,4 +1,4 @@
-"""Scaling laws of looping from a table of runs: `python -m eval.laws LAW RUNS.csv|jsonl [options]`.
+"""Scaling laws of looping from a table of runs: `looped laws LAW RUNS.csv|jsonl [options]`.
 
 isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu) and their power laws;
               the best run of each budget beside those of fixed depth 1
@@ -7,7 +7,7 @@ parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth,
 test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
 unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning learned (gamma), one (1) or none (0)
 conditioning  those three decays above the floor that the parametric law gives
-collect       makes the table: `python -m eval.laws collect RUN... --output runs.csv`, from folders of recipes.pretrain
+collect       makes the table: `looped laws collect RUN... --output runs.csv`, from folders of looped pretrain
 
 Columns of the table: see eval/laws/run_table.py. N counts the tables of value embeddings and FLOPs do not, unless
 --effective-parameters or --flops names another column; the result says which it was. Runs of mean depth 1 are the

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from looped_eval.common.held_out import prepared_data, run_data
+from looped_eval.common.progress import progress
 from looped_eval.common.run_folder import RunFolder
 from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.measures import token_rms
 from looped_recipes.common.provenance import write_json
@@ -74,7 +76,7 @@ def sums_of(model, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.
 def measure(model, rows: PackedRows, batch_size: int) -> dict:
     """What the table needs of one run, and the same of every loop."""
     device, sums, labelled, tokens = model.lm_head.weight.device, Counter(), 0, 0
-    for start in range(0, len(rows), batch_size):
+    for start in progress(range(0, len(rows), batch_size), "windows"):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
         ids, targets = batch["input_ids"][:, :-1].to(device), batch["labels"][:, 1:].to(device)
         for name, found in sums_of(model, ids, targets).items():
@@ -183,4 +185,7 @@ def main(arguments: list[str] | None = None) -> dict:
     result = {"dtype": args.dtype, "systems": of_systems, "runs": measured}
     write_json(output / "readout_table.json", result, args.command, digits=6)
     write_whole(output / "readout_table.md", table(of_systems) + "\n")
+    means = {name: found["perplexity"]["mean"] for name, found in of_systems.items() if "perplexity" in found}
+    best = min(means, key=means.get)
+    say_result(f"{best} has the least perplexity, {means[best]:.2f}: {output / 'readout_table.md'}")
     return result

@@ -1,7 +1,7 @@
 """Perplexity and norm of the state over the whole validation split, over seeds (readout blind spot, table 2):
 
-python -m recipes.sweep recipes/readout/44m.sweep.yaml
-python -m eval.readout_table runs/44m
+looped sweep recipes/readout/44m.sweep.yaml
+looped readout-table runs/44m
 
 Each folder is a training run, or holds training runs. Windows are those of the recipe, over the whole validation
 split; each of their `sequence_length` tokens has a target, there is no dropout, and a token counts in every window it

@@ -24,6 +24,7 @@ from looped_eval.common.page import (
 )
 from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunError, RunFolder, open_runs
 from looped_recipes.common.canvas import as_label
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
 
 from .options import parse
@@ -54,7 +55,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     speed = run.last("tokens_per_second")
     return {
         "state": run.status,
-        "made by": f"accelerate launch -m recipes.pretrain {run.folder / 'recipe.yaml'}" if run.recipe else "–",
+        "made by": f"looped pretrain {run.folder / 'recipe.yaml'}" if run.recipe else "–",
         "parameters": number(run.num_parameters),
         "architecture": architecture(run.config),
         "depth in training": f"{run.setting('depth.sampler', 'fixed')}, mean {mean_depth}",
@@ -244,7 +245,7 @@ def clip_shares(run: RunFolder, steps: list[int]) -> list[float]:
 
 
 def pretrain(run: RunFolder) -> str:
-    return f"accelerate launch -m recipes.pretrain {run.folder / 'recipe.yaml'}"
+    return f"looped pretrain {run.folder / 'recipe.yaml'}"
 
 
 def missing(words: str, command: str) -> Missing:
@@ -302,18 +303,18 @@ def accuracy(runs: list[RunFolder]) -> Section:
 
 def harness(run: RunFolder) -> str:
     return (
-        f"python -m eval.harness --model looped --model_args pretrained={run.folder / 'final'},"
+        f"looped eval --model looped --model_args pretrained={run.folder / 'final'},"
         f"num_loops=1..{run.trained_loops or 4} --tasks TASK,... --output_path {run.folder / 'results'}"
     )
 
 
 def halting(runs: list[RunFolder]) -> Section:
-    """Early exit: what eval.halting measured, and perplexity against mean loops."""
+    """Early exit: what looped halting measured, and perplexity against mean loops."""
     blocks = []
     for run in runs:
-        path = run.folder / "halting.json"
+        path = run.results("halting.json")
         if not path.is_file():
-            command = f"python -m eval.halting {run.folder / 'final'} --output {run.folder}"
+            command = f"looped halting {run.folder}"
             blocks.append(missing(f"{run.name} has no halting.json.", command))
             continue
         measured = left_behind(path)
@@ -324,10 +325,9 @@ def halting(runs: list[RunFolder]) -> Section:
 def diagnostics(runs: list[RunFolder]) -> Section:
     blocks = []
     for run in runs:
-        folder = run.folder / "diagnose"
-        files = sorted(folder.glob("*.json"))
+        files = sorted(run.results("diagnose").glob("*.json"))
         if not files:
-            command = f"python -m eval.diagnose all {run.folder / 'final'} --output {folder}"
+            command = f"looped diagnose all {run.folder}"
             blocks.append(missing(f"{run.name} has no diagnostics.", command))
         for path in files:
             title = path.stem.replace("_", " ") + (f", {run.name}" if len(runs) > 1 else "")
@@ -394,4 +394,4 @@ def main(arguments: list[str]):
         print(f"Markdown: {args.markdown}")
     else:
         print(about(runs).blocks[0].markdown())
-    print(f"the page: {output}")
+    say_result(f"the page: {output}", f"looped chat {runs[0].folder}")

@@ -1,6 +1,6 @@
 """Serves a model: chat, completions and streaming for many clients, each at its own depth and by its own exits.
 
-    python -m eval.serve runs/demo/final --port 8000
+    looped serve runs/demo/final --port 8000
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def read(", "max_tokens": 32, "num_loops": 4, "exit_criterion": "kl", "exit_threshold": 0.01}'
 

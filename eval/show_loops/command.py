@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from looped_eval.common.loops_in_words import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_recipes.common.files import write_whole
 from modeling_looped import LoopedForCausalLM
@@ -149,7 +150,7 @@ def main(arguments: list[str]) -> Shown:
     args = parse(arguments)
     shown = show(args)
     print(painted(shown) if has_colors(sys.stdout) else plain(shown))
-    print(f"{shown.mean_loops:.2f} of {shown.num_loops} loops in the mean; {shown.rule}")
+    print(f"{loops_in_words(shown.mean_loops, shown.num_loops)} in the mean; {shown.rule}")
     output = Path(args.output)
     write_whole(output, page(shown))
     print(output)

@@ -1,9 +1,9 @@
-"""How long a model thinks over each token: `python -m eval.show_loops MODEL "prompt" [--output page.html]`.
+"""How long a model thinks over each token: `looped show MODEL "prompt" [--output page.html]`.
 
 Lets the model write with early exit, prints the text with every token coloured by the loops it took, and writes one
 HTML page, without scripts and without a network, that also shows each token's logit margin over loops under the
 pointer. The criterion is that of --exit-criterion, else that of the model's generation_config.json (see
-`eval.halting --write`), else kl at its published threshold.
+`looped halting --write`), else kl at its published threshold.
 """
 
 import argparse

@@ -78,6 +78,17 @@ def print_help(arguments: list[str], text: str | Callable[[], str], least: int =
         raise SystemExit(0 if arguments else 2)
 
 
+def say_result(found: str, *then: str):
+    """The end of a command: what it found, and what may be typed next."""
+    print(f"\n{found}")
+    say_next(*then)
+
+
+def say_next(*commands: str):
+    for command in commands:
+        print(f"next: {command}")
+
+
 def parse_depths(num_loops) -> list[int]:
     """4, "1,2,8", "1+2+8", "1..8" or a list of these, as increasing depths."""
     depths = set()

@@ -11,6 +11,7 @@ COMMANDS = {
     "prepare": ("looped_recipes.prepare", "tokenize and pack the data of a recipe"),
     "plan": ("looped_recipes.plan", "what a recipe or a sweep would cost"),
     "sweep": ("looped_recipes.sweep", "many training runs from one file"),
+    "export": ("looped_recipes.export", "make a model of a checkpoint"),
     "convert": ("looped_recipes.convert", "a published checkpoint to our layout, or a model to that of a release"),
     "chat": ("looped_eval.chat", "talk to a model, or let it complete text"),
     "serve": ("looped_eval.serve", "answer many clients at a time, each at its own depth"),

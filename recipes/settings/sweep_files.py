@@ -98,7 +98,7 @@ def refuse_swept(entries: list[dict], overrides: Sequence[str], path: Path):
         if key in keys:
             raise RecipeError(
                 f"{override!r} would overrule what the runs of {path} differ in: change it in the sweep, or run its "
-                "recipe with recipes.pretrain"
+                "recipe with looped pretrain"
             )
 
 
