@@ -16,17 +16,23 @@ import torch
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import options as options_of_benchmark
 from looped_eval.chat import command as chat
+from looped_eval.common.conclusion import best_depths
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.options import described
+from looped_eval.halting.conclusion import conclusion
 from looped_eval.harness.command import as_lm_eval_spells
 from looped_recipes import convert
-from looped_recipes.common import console, provenance
+from looped_recipes.common import command_line, console, provenance
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
+from looped_recipes.engine.ending import ending
 from looped_recipes.engine.finite import Divergence
+from looped_recipes.settings.costs import plan
+from looped_recipes.settings.estimates import activations_per_token, estimates, memory
 from looped_recipes.settings.help import help_of_recipes, meanings
 from looped_recipes.settings.paths import recipe_file
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.sections import SECTIONS
+from modeling_looped import LoopedForCausalLM
 from modeling_looped.formats.registry import LAYOUTS
 from modeling_looped.presets import PUBLIC_REPOSITORIES
 
@@ -36,8 +42,11 @@ from .helpers import tiny_model, tiny_tokenizer
 ROOT = Path(__file__).parent.parent
 
 
-def own_parser(**options) -> Parser:
+def own_parser(*positionals: str) -> Parser:
     parser = Parser("eval.own", "About it.", {"--loops": "--num-loops"})
+    for name in positionals:
+        parser.add_argument("first")
+        parser.add_argument(name, nargs="*")
     parser.add_argument("--num-loops", nargs="+", action=Depths)
     parser.add_argument("--batch-size", type=int)
     return parser
@@ -54,7 +63,7 @@ def test_every_command_is_listed_and_there(capsys, monkeypatch):
         assert importlib.util.find_spec(module) is not None
         assert re.search(rf"^  {name} +{re.escape(about)}$", shown, re.M)
     entries = {path for path in ROOT.glob("recipes/*.py")} | {path.parent for path in ROOT.glob("eval/*/__main__.py")}
-    entries |= {path for path in ROOT.glob("eval/*.py")}
+    entries |= {path for path in ROOT.glob("eval/*.py")} | {ROOT / "recipes/own_text"}
     modules = {f"looped_{path.parent.name}.{path.stem}" for path in entries if path.name != "__init__.py"}
     assert modules == {module for module, _ in console.COMMANDS.values()}
 
@@ -66,6 +75,7 @@ def test_a_misspelt_command_is_told_its_nearest(monkeypatch):
 
 
 def test_a_command_runs_in_its_place(monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "PROGRAM", None)
     monkeypatch.setattr(sys, "argv", ["looped", "plan", str(ROOT / "recipes/smoke/lt.yaml"), "model.num_loops=2"])
     with pytest.raises(SystemExit) as stop:
         console.main()
@@ -145,6 +155,11 @@ def test_one_spelling_and_the_former_ones(arguments):
     assert args.command == "python -m eval.own " + " ".join(arguments)
 
 
+def test_positional_arguments_may_stand_after_options():
+    args = own_parser("more").parse_args(["a", "--batch-size", "3", "b", "c"])
+    assert (args.first, args.more, args.batch_size) == ("a", ["b", "c"], 3)
+
+
 def test_depths_that_are_none_are_refused(capsys):
     with pytest.raises(SystemExit):
         own_parser().parse_args(["--num-loops", "1", "0..2"])
@@ -189,6 +204,7 @@ def test_what_the_user_can_mend_is_one_line(error, said, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         run_command(main)
     assert stop.value.code.startswith(said) and "\n" not in stop.value.code
+    monkeypatch.setattr(command_line, "UNTIL_ENDED", 0)
     monkeypatch.setenv("RANK", "1")  # of several processes that all meet it, the first tells it
     with pytest.raises(SystemExit) as stop:
         run_command(main)
@@ -265,6 +281,94 @@ def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):
         provenance.write_json(tmp_path / "result.json", {"x": 2})
     assert json.loads((tmp_path / "result.json").read_text())["x"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+# What commands end with
+
+
+def at_depths(*values: float) -> list[dict]:
+    return [{"loops": k, "ratio": value} for k, value in enumerate(values, start=1)]
+
+
+def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
+    worse = {"criterion": "entropy", "mean_loops": 4.0, "predicted_speedup": 0.9, "ratio": 1.0}
+    return [worse, {"criterion": "kl", "mean_loops": loops, "predicted_speedup": speedup, "ratio": ratio}]
+
+
+@pytest.mark.parametrize(
+    "fixed,tokens,said",
+    [
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.4, 1.5), "kl takes 2.40 of 4 loops, 40 % of them saved"),
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5), "no smaller fixed depth is"),
+        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "a fixed depth of 2: exits gain nothing over that"),
+        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "a fixed depth of 3: exits gain over that"),
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5, 1.02), "on the other text it is 2.00 % worse"),
+        (at_depths(1.5, 1, 1, 1), exits_at(3.9, 0.95), "num_loops=2 is enough"),
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(3.9, 0.95), "needs its 4 loops"),
+    ],
+)
+def test_what_early_exit_is_worth(fixed, tokens, said):
+    assert said in conclusion(fixed, tokens, 0.01, 4)
+
+
+def test_the_best_depth_in_a_sentence():
+    curves = {
+        "a acc": {"": {1: (0.2, None), 2: (0.4, None), 4: (0.4, None)}},
+        "a perplexity": {"x": {1: (9.0, None)}, "y": {1: (8.0, None), 2: (7.5, None)}},
+        "mean loops": {"": {4: (1.0, None)}},
+    }
+    assert best_depths(curves) == (
+        "a acc is best at 2 loops (0.4000); a perplexity is best for y at 2 loops (7.5000). "
+        "With exits: 1.00 of 4 loops, 75 % of them saved."
+    )
+
+
+def test_a_run_ends_with_what_it_has_come_to(tmp_path):
+    lines = [{"step": 9, "loss": 2.0}, {"step": 9, "validation/loss": 2.1}]
+    lines[1] |= {f"validation/bits_per_byte_at_{k}": bits for k, bits in ((1, 1.5), (2, 1.25), (3, 1.2))}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = "trained 10 steps: loss 2.000, held-out loss 2.100; 1.250 bits per byte at 2 loops, 1.200 at 3 loops"
+    assert ending(tmp_path / "metrics.jsonl", trained_loops=2) == said
+
+
+# Plans
+
+
+def saved_bytes(config, rows: int, length: int) -> int:
+    """Of what autograd keeps for the backward pass of one batch, beside the weights."""
+    model, kept = LoopedForCausalLM(config).train(), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    ids = torch.randint(config.vocab_size, (rows, length))
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other storage takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(ids, labels=ids, output_logits=False, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("loss", ["terminal", "per_loop"])
+def test_memory_of_activations_is_what_autograd_keeps(loss):
+    recipe = load_recipe("own_text/looped.yaml", [f"model.loop_loss={loss}"])
+    config = recipe.model_config()
+    expected = 4 * 2 * 256 * activations_per_token(recipe, config)
+    assert saved_bytes(config, rows=2, length=256) == pytest.approx(expected, rel=0.2)
+
+
+def test_estimates_say_what_they_assume():
+    recipe = load_recipe("own_text/looped.yaml")
+    shown = estimates(recipe, 1e15)
+    assert "40% of" in shown["time here"] and shown["time on one H100"] == "3 seconds, at 40% of 989 TFLOP/s"
+    assert memory(recipe, recipe.model_config())["weights"] == 4 * plan(recipe)["parameters"]
+
+
+def test_a_plain_model_takes_as_many_operations_as_the_looped_one():
+    looped, plain = (plan(load_recipe(f"own_text/{name}.yaml")) for name in ("looped", "plain"))
+    assert plain["training FLOPs per token"] == pytest.approx(looped["training FLOPs per token"], rel=0.01)
+    readme = (ROOT / "recipes/own_text/README.md").read_text()
+    assert all(f"| {costs['parameters']:,} |" in readme for costs in (looped, plain))
 
 
 # Chat

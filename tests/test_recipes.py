@@ -21,6 +21,7 @@ from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
 FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "accelerate")
+SMALL = (RECIPES.name, "smoke", "claims", "tasks", "tiny", "own_text")
 SINGLE = [path for path in FILES if not is_sweep(path)]
 SWEEPS = [path for path in FILES if is_sweep(path)]
 
@@ -35,7 +36,7 @@ def test_recipe_is_built_and_planned(path):
     costs = plan(recipe)
     assert costs["parameters"] > 0
     assert costs["training FLOPs per token"] > costs["forward FLOPs per token"] > 0
-    if recipe.training.epochs is None and path.parent.name not in (RECIPES.name, "smoke", "claims", "tasks", "tiny"):
+    if recipe.training.epochs is None and path.parent.name not in SMALL:
         assert costs["tokens"] >= 1e8
 
 

@@ -9,12 +9,15 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from importlib import import_module
 
 from .errors import CommandError
 
 
+PROGRAM: str | None = None  # `looped NAME`, if that started this process
+UNTIL_ENDED = 30  # seconds: a launcher that saw the others end first would end the one that has something to say
 INTERRUPTED = 128 + 2  # the status of a process that Ctrl-C ended
 TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
 
@@ -31,8 +34,8 @@ class Parser(OneLineErrors):
     """
 
     def __init__(self, module: str, description: str, renamed: dict[str, str] | None = None):
-        typed = sys.argv[0] if sys.argv[0].startswith("looped ") else f"python -m {module}"
-        super().__init__(prog=typed, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        program = PROGRAM or f"python -m {module}"
+        super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.renamed = renamed or {}
 
     def add_device(self):
@@ -43,7 +46,8 @@ class Parser(OneLineErrors):
 
     def parse_args(self, arguments: list[str] | None = None, namespace=None) -> argparse.Namespace:
         arguments = sys.argv[1:] if arguments is None else list(arguments)
-        args = super().parse_args([self.canonical(argument) for argument in arguments], namespace)
+        parse = super().parse_args if self._subparsers else super().parse_intermixed_args
+        args = parse([self.canonical(argument) for argument in arguments], namespace)
         args.command = f"{self.prog} {shlex.join(arguments)}"
         if hasattr(args, "device"):
             args.device = device_of(args.device)
@@ -127,11 +131,17 @@ def run_command(main: Callable | str, parse: Callable | None = None):
         status = (import_module(main).main if isinstance(main, str) else main)(sys.argv[1:])
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # who reads the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         said = told(error)
         if said is None or os.environ.get(TRACEBACK):
             raise
-        raise SystemExit(said if speaks_for_all() else 1) from None
+        if not speaks_for_all():
+            time.sleep(UNTIL_ENDED)
+            said = 1
+        raise SystemExit(said) from None
     raise SystemExit(status if isinstance(status, int) else 0)
 
 

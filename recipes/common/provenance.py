@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from . import command_line
 from .files import write_whole
 
 
@@ -28,8 +29,8 @@ def provenance(command: str | None = None) -> dict:
 
 
 def own_command() -> str:
-    if sys.argv[0].startswith("looped "):
-        return f"{sys.argv[0]} {shlex.join(sys.argv[1:])}".strip()
+    if command_line.PROGRAM:
+        return f"{command_line.PROGRAM} {shlex.join(sys.argv[1:])}".strip()
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     return f"{program} {shlex.join(sys.argv[1:])}".strip()

@@ -5,6 +5,7 @@ from pathlib import Path
 from looped_recipes.common.metrics import read_metrics
 
 
+LEAST_GAIN = 0.0005  # bits per byte that are worth another word
 BITS_AT = "validation/bits_per_byte_at_"
 
 
@@ -23,7 +24,8 @@ def ending(metrics: Path, trained_loops: int) -> str:
         best = min(bits, key=bits.get)
         at = max((depth for depth in bits if depth <= trained_loops), default=best)
         said += f"; {bits[at]:.3f} bits per byte at {in_words(at)}"
-        said += f", {bits[best]:.3f} at {in_words(best)}" if best != at else ", the best depth" * (len(bits) > 1)
+        if bits[at] - bits[best] > LEAST_GAIN:
+            said += f", {bits[best]:.3f} at {in_words(best)}"
     return said
 
 
