@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from looped_eval.common.run_folder import RunError, RunFolder
+from looped_eval.common.run_folder import RunError, RunFolder, open_runs
 from looped_eval.report import command as report
 from looped_recipes.common.canvas import as_label, canvas
 from looped_recipes.common.flops import sizes
@@ -254,12 +254,20 @@ def test_folders_without_a_run(tmp_path):
     for folder, words in (
         ("nowhere", "there is no folder .*looped pretrain RECIPE` makes one"),
         ("empty", "empty holds no metrics.jsonl: it is no output folder"),
-        ("first/final", "holds no metrics.jsonl.*; give the folder above it"),
         ("silent", "has logged nothing yet"),
     ):
         with pytest.raises(RunError, match=words):
             report.make_report([run, tmp_path / folder])
     assert not (run / "report.html").exists()
+
+
+def test_a_run_is_the_same_by_the_name_of_its_model(tmp_path):
+    run = make_run(tmp_path / "first")
+    (of_model,) = open_runs([run / "final"])
+    assert (of_model.folder, of_model.name) == (run, "first")
+    assert of_model.results("halting.json") == run / "eval/halting.json"
+    (run / "halting.json").write_text("{}")  # where older versions wrote it
+    assert of_model.results("halting.json") == run / "halting.json"
 
 
 @pytest.mark.usefixtures("unrendered")
