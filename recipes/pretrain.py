@@ -28,7 +28,8 @@ def main(arguments: list[str]) -> Path:
         run = Pretraining(recipe)
         reached = run.train()
     if run.accelerator.is_main_process and reached.name == "final":
-        say_next(f"looped chat {run.output}", f"looped halting {run.output}", f"looped report {run.output}")
+        exits = [f"looped halting {run.output}"] if run.config.num_loops > 1 else []
+        say_next(f"looped chat {run.output}", *exits, f"looped report {run.output}")
     return reached
 
 

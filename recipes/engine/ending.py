@@ -14,7 +14,7 @@ def ending(metrics: Path, trained_loops: int) -> str:
     last = {}
     for record in read_metrics(metrics):
         last.update(record)
-    said = f"trained {last['step'] + 1:,} steps"
+    said = f"trained {last.get('step', -1) + 1:,} steps"
     if "loss" in last:
         said += f": loss {last['loss']:.3f}"
     if "validation/loss" in last:

@@ -593,7 +593,8 @@ class Pretraining:
         if repository:
             address = on_main_process(lambda: push(final, repository), final)
             self.accelerator.print(f"pushed to {address}")
-        self.accelerator.print(f"saved {final}; {ending(self.metrics.path, self.config.trained_depth)}")
+        if self.accelerator.is_main_process:
+            print(f"saved {final}; {ending(self.metrics.path, self.config.trained_depth)}")
         return final
 
 
