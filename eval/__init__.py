@@ -1,1 +1,1 @@
-"""Evaluation and measurements, run from a clone: `python -m eval.benchmark`."""
+"""Evaluation and measurements, run from a clone: `looped benchmark`."""

@@ -1,22 +1,23 @@
 """Best learning rates and their intervals, again from the losses that a measure saved:
 
-python -m eval.optimum results/diagnose/transfer/lr_transfer.json
+looped optimum results/diagnose/transfer/lr_transfer.json
 """
 
 import json
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command
-from looped_recipes.common.optimum import in_words, optimum, shifts
 
 
 def main(arguments: list[str] | None = None):
     parser = Parser("eval.optimum", __doc__)
-    parser.add_argument("file", help="lr_transfer.json of eval.diagnose")
+    parser.add_argument("file", help="lr_transfer.json of looped diagnose")
     path = parser.parse_args(arguments).file
+    from looped_recipes.common.optimum import in_words, optimum, shifts
+
     saved = json.loads(Path(path).read_text())
     if saved.get("measure") != "lr_transfer":
-        raise ValueError(f"{path!r} holds no learning rates; `python -m eval.diagnose lr_transfer` measures them")
+        raise ValueError(f"{path!r} holds no learning rates; `looped diagnose lr_transfer` measures them")
     result = saved["result"]
     for panel in result["panels"]:
         curves = {n: curve.get("loss_of_seeds", curve["loss"]) for n, curve in panel["curves"].items()}

@@ -1,7 +1,7 @@
 """Accuracy of one model, or a paired bootstrap of two, from the samples that lm-eval logs (readout paper, table 7):
 
 lm_eval ... --tasks readout_nine_as_released --log_samples --output_path A; the same for B
-python -m eval.statistics A B --tokenizer MODEL --output statistics.json
+looped statistics A B --tokenizer MODEL --output statistics.json
 
 A and B are files of samples or folders that hold them, of any number of multiple-choice tasks; each candidate's
 log-likelihood is divided by its length, in the tokenizer's tokens, or in bytes if none is named. Accuracy is averaged
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.common.command_line import Parser, run_command, say_result
 from looped_recipes.common.provenance import write_json
 
 
@@ -188,6 +188,12 @@ def table_of_one(result: dict) -> str:
     return "\n".join(lines + [f"| {name.replace('_', ' ')} | {result[name]:.4f} |" for name in (*ACCURACIES, *SCORES)])
 
 
+def difference_in_words(result: dict) -> str:
+    low, high = result["gold_nll"]["interval"]
+    verdict = "The second is better" if high < 0 else "The first is better" if low > 0 else "Neither is clearly better"
+    return f"{verdict}: gold_nll of the second less the first lies in [{low:+.4f}, {high:+.4f}]."
+
+
 def main(arguments: list[str] | None = None) -> dict:
     parser = Parser("eval.statistics", __doc__)
     parser.add_argument("first", type=Path)
@@ -204,11 +210,14 @@ def main(arguments: list[str] | None = None) -> dict:
     if options.second is None:
         result = {"items": len(first), "tasks": sorted({item.task for item in first}), **averages(first)}
         print(table_of_one(result))
+        found = f"normalised accuracy {result['normalised_accuracy']:.4f} over {len(result['tasks'])} tasks"
     else:
         result = compare(first, read_samples(options.second, length), options.level, options.resamples)
         print(table(result))
+        found = difference_in_words(result)
     if options.output:
         write_json(options.output, result, options.command)
+    say_result(found)
     return result
 
 

@@ -199,7 +199,7 @@ def exit_rule(
         if threshold is None:
             raise ValueError(
                 f"exit_criterion={criterion!r} has no published threshold: pass exit_threshold, or calibrate one with "
-                "`python -m eval.halting`"
+                "`looped halting`"
             )
     if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise TypeError(f"exit_threshold must be a number, got {threshold!r}")

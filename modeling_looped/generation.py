@@ -108,7 +108,7 @@ class LoopedGenerationMixin(Generative):
         if "exit_criterion" in fields:
             logger.warning_once(
                 f"Exits are saved with this model: {listed(fields)}. They were chosen for the weights that they were "
-                "measured on; if these have been trained since, choose anew with `python -m eval.halting FOLDER "
+                "measured on; if these have been trained since, choose anew with `looped halting FOLDER "
                 "--write`, or set model.generation_config.exit_criterion to None before saving."
             )
 

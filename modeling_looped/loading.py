@@ -24,7 +24,7 @@ def refuse_arguments_of_generate(kwargs: dict):
     if found:
         raise UnknownNameError(
             f"{', '.join(found)}: not of loading, but of generate and generation_config. In lm-eval pass them in "
-            "--gen_kwargs, or use `python -m eval.harness --model looped`, which takes them in --model_args"
+            "--gen_kwargs, or use `looped eval --model looped`, which takes them in --model_args"
         )
 
 

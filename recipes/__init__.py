@@ -1,1 +1,1 @@
-"""Training recipes, run from a clone: `python -m recipes.demo`."""
+"""Training recipes, run from a clone: `looped demo`."""

@@ -1,37 +1,41 @@
 """Convert a model between our layout and those of published looped models, tensors bit for bit.
 
-    python -m recipes.convert ByteDance/Ouro-1.4B ouro               a published checkpoint to our layout
-    python -m recipes.convert ouro back --to ouro                    and back
-    python -m recipes.convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
-    python -m recipes.convert runs/small/final llama --to llama --unroll          the Llama of its layers, pass by pass
+    looped convert ByteDance/Ouro-1.4B ouro               a published checkpoint to our layout
+    looped convert ouro back --to ouro                    and back
+    looped convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
+    looped convert runs/small/final llama --to llama --unroll          the Llama of its layers, pass by pass
 
 SOURCE is a folder or a repository on the Hub, in any layout that opens. OUT is a new folder: it appears when it is
-complete, and nothing is overwritten. Tokenizer and generation config go along.
+complete, and nothing is overwritten. Tokenizer and generation config go along. Published models:
+
+    Nanbeige/Nanbeige4.2-3B
+    tomg-group-umd/huginn-0125
+    ByteDance/Ouro-1.4B, Ouro-1.4B-Thinking, Ouro-2.6B, Ouro-2.6B-Thinking
+    SandyResearch/parcae-140m, parcae-370m, parcae-770m, parcae-1.3b
 """
 
 from functools import reduce
 from pathlib import Path
 
-import torch
-
-from looped_recipes.common.command_line import Parser, run_command
-from modeling_looped import LoopedForCausalLM
-from modeling_looped.formats.folder import TOKENIZER_FILES, find_file, stored_tensors
-from modeling_looped.formats.registry import LAYOUTS
-from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
-from modeling_looped.presets import PUBLIC_REPOSITORIES
+from looped_recipes.common.command_line import Parser, run_command, say_result
 
 
-def main(arguments: list[str] | None = None):
-    published = "\n".join(f"    {system}: {', '.join(names)}" for system, names in PUBLIC_REPOSITORIES.items())
-    parser = Parser("recipes.convert", f"{__doc__}\nPublished models:\n\n{published}\n")
+LAYOUTS = ("ouro", "huginn", "retrofitted", "retrofitted-olmo", "parcae", "parcae-gated", "nanbeige", "llama")
+
+
+def parse(arguments: list[str] | None):
+    parser = Parser("recipes.convert", __doc__)
     parser.add_argument("source", help="a folder, or a repository on the Hub")
     parser.add_argument("out", type=Path, help="a new folder")
-    parser.add_argument("--to", choices=list(LAYOUTS), help="the layout to write; by default our own")
+    parser.add_argument("--to", choices=LAYOUTS, help="the layout to write; by default our own")
     parser.add_argument("--unroll", action="store_true", help="with --to llama: a layer for every pass of one")
     parser.add_argument("--num-loops", type=int, help="depth to write; by default that of SOURCE")
     parser.add_argument("--tokenizer", help="where the tokenizer is, if not in SOURCE")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None):
+    options = parse(arguments)
     if options.unroll and options.to != "llama":
         raise ValueError("--unroll is for --to llama: the other layouts loop")
     convert(options.source, options.out, options.to, options.unroll, options.tokenizer, options.num_loops)
@@ -45,6 +49,10 @@ def convert(
     tokenizer: str | None = None,
     num_loops: int | None = None,
 ):
+    from modeling_looped import LoopedForCausalLM
+    from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
+    from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
+
     check_new(Path(out))  # before much is read
     if tokenizer is not None and all(find_file(tokenizer, name, {}) is None for name in TOKENIZER_FILES):
         raise OSError(f"there is no tokenizer in {tokenizer}: it has none of {', '.join(TOKENIZER_FILES)}")
@@ -62,11 +70,16 @@ def convert(
         whole_folder(out, fill)
     count = sum(parameter.numel() for parameter in model.parameters())
     passes = f", {model.config.num_hidden_layers} layers" if unroll else ""
-    print(f"{out}: {count:,} parameters of SOURCE{passes}, {to or 'our own'} layout")
+    found = f"{out}: {count:,} parameters of SOURCE{passes}, {to or 'our own'} layout"
+    say_result(found, *([] if to else [f"looped chat {out}"]))
 
 
-def stored_dtype(source: str) -> torch.dtype:
+def stored_dtype(source: str):
     """Of the tensors, whatever config.json says; where there are several, the one that holds them all."""
+    import torch
+
+    from modeling_looped.formats.folder import stored_tensors
+
     dtypes = {dtype for name, dtype in stored_tensors(source, {}).items() if dtype and name != "freqs_cis"}
     return reduce(torch.promote_types, sorted(dtypes, key=str)) if dtypes else torch.float32
 

@@ -1,15 +1,14 @@
 """Prepare the data of a recipe, before training or on another machine than the one that trains.
 
-    python -m recipes.prepare recipe.yaml [section.key=value ...]
+    looped prepare recipe.yaml [section.key=value ...]
 
 Training does the same by itself if it was not done before: one process prepares, and the others wait for it. A
 preparation that was stopped goes on where it was.
 """
 
-from looped_recipes.common.command_line import Parser, run_command
-from looped_recipes.data.overlap import notes
-from looped_recipes.data.shards import Prepared, prepare
-from looped_recipes.settings.recipe import load_recipe
+import shlex
+
+from looped_recipes.common.command_line import Parser, run_command, say_result
 
 
 def main(arguments: list[str] | None = None):
@@ -17,10 +16,16 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("recipe", help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(arguments)
+    from looped_recipes.data.shards import prepare
+    from looped_recipes.settings.recipe import load_recipe
+
     print(describe(prepare(load_recipe(options.recipe, options.overrides).data)))
+    say_result("The data are ready.", f"looped pretrain {shlex.join([options.recipe, *options.overrides])}")
 
 
-def describe(prepared: Prepared) -> str:
+def describe(prepared) -> str:
+    from looped_recipes.data.overlap import notes
+
     lines = notes(prepared.manifest)
     lines += [f"{prepared.folder}", f"{'':10}  {'documents':>12}  {'tokens':>15}  {'bytes':>15}  {'rows':>12}"]
     for split in ("train", "validation"):

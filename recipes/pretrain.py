@@ -1,25 +1,37 @@
-"""Pretrain a looped model: `accelerate launch -m recipes.pretrain recipes/smoke/flt.yaml [section.key=value ...]`.
+"""Pretrain a looped model: `looped pretrain smoke/flt.yaml [section.key=value ...]`.
 
-The run is a function of the recipe alone: which tokens, depths and noise a step sees depends on (seed, step, row of
-the global batch), so it resumes bit for bit after any interruption, and the number of processes does not matter.
-Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and final/ to load. SIGTERM and
-Ctrl-C end it after the step it is at, with a checkpoint; the exit status is then that of the signal (143, 130).
+    looped pretrain smoke/flt.yaml training.steps=100 data.source=my.txt
+    accelerate launch -m looped_recipes.pretrain smoke/flt.yaml          on several processors
+
+A recipe is a YAML file with what differs from the defaults below; those that come with this package are found by their
+short names from any folder. The run is a function of the recipe alone: which tokens, depths and noise a step sees
+depends on (seed, step, row of the global batch), so it resumes bit for bit after any interruption, and the number of
+processes does not matter. Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and
+final/ to load. SIGTERM and Ctrl-C end it after the step it is at, with a checkpoint; the exit status is then that of
+the signal (143, 130).
 """
 
 from pathlib import Path
 
-from looped_recipes.common.command_line import print_help, run_command
-from looped_recipes.engine.peers import PeerLost, one_message
-from looped_recipes.engine.training import Divergence, Pretraining
-from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.common.command_line import print_help, run_command, say_next
+from looped_recipes.settings.help import help_of_recipes
 
 
 def main(arguments: list[str]) -> Path:
-    print_help(arguments, __doc__)
+    print_help(arguments, lambda: help_of_recipes(__doc__, arguments))
+    from looped_recipes.engine.peers import one_message
+    from looped_recipes.engine.training import Pretraining
+    from looped_recipes.settings.recipe import load_recipe
+
     recipe = load_recipe(arguments[0], arguments[1:])
     with one_message():
-        return Pretraining(recipe).train()
+        run = Pretraining(recipe)
+        reached = run.train()
+    if run.accelerator.is_main_process and reached.name == "final":
+        exits = [f"looped halting {run.output}"] if run.config.num_loops > 1 else []
+        say_next(f"looped chat {run.output}", *exits, f"looped report {run.output}")
+    return reached
 
 
 if __name__ == "__main__":
-    run_command(main, Divergence, PeerLost)
+    run_command(main)

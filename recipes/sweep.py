@@ -1,4 +1,4 @@
-"""Many runs from one file: `python -m recipes.sweep recipes/residual_scaling/transfer.sweep.yaml [key=value ...]`.
+"""Many runs from one file: `looped sweep recipes/residual_scaling/transfer.sweep.yaml [key=value ...]`.
 
     recipe: 12_layers.yaml            # what every run starts from
     set: {training.max_loss: 4.0}     # what every run changes
@@ -6,215 +6,24 @@
     runs: [{name: a, depth.per: batch}]  # or one per entry; both may name another recipe for some runs
     plot: {x: optimizer.lr, curve: model.num_loops, panel: [...]}
 
-Runs that are done are not run again, and what two runs have in common is trained once: eps = 1/sqrt(N) and 1/N are the
-same model at N = 1. A run diverges when its loss is no longer a number, which stops it, or when it ends above
-training.max_loss; it is recorded and left out of the plot. Launch with `accelerate launch -m recipes.sweep ...` for
-several GPUs. Results: runs/<sweep>/results.jsonl, one line per run with its last metrics, and, with `plot`, a PNG of
-the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the least loss of a curve
-and its interval. Settings that are neither x, curve nor panel, such as seeds, count as replicas.
+Runs that are done are not run again, and what two runs have in common is trained once: eps = 1/sqrt(N) and 1/N are
+the same model at N = 1. A run diverges when its loss is no longer a number, which stops it, or when it ends above
+training.max_loss; it is recorded and left out of the plot. On several GPUs: `accelerate launch -m
+looped_recipes.sweep ...`. Results: runs/<sweep>/results.jsonl, one line per run with its last metrics, and, with
+`plot`, a PNG of the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the
+least loss of a curve and its interval. Settings that are neither x, curve nor panel, such as seeds, count as
+replicas.
 """
 
-import json
-import math
-from collections import defaultdict
-from pathlib import Path
-from statistics import fmean
-from typing import NamedTuple
-
-from looped_recipes.common.canvas import canvas
 from looped_recipes.common.command_line import print_help, run_command
-from looped_recipes.common.files import write_whole
-from looped_recipes.common.metrics import read_metrics
-from looped_recipes.common.optimum import in_words, optimum, shifts
-from looped_recipes.common.provenance import provenance, write_json
-from looped_recipes.engine.peers import PeerLost, one_message
-from looped_recipes.engine.training import Divergence, Pretraining
-from looped_recipes.settings.paths import expanded
-from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
-from looped_recipes.settings.run_checks import check_run
-from looped_recipes.settings.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
-from modeling_looped.optimization import depth_correction
-
-
-DIVERGED = "diverged.txt"
-OUTCOME = ("loss", "diverged", "metrics")
-
-
-class Run(NamedTuple):
-    name: str
-    settings: dict  # what sets it apart
-    path: Path  # of the recipe
-    recipe: Recipe
-    same_as: str | None = None  # an earlier run that computes the same
-
-
-def is_sweep(path) -> bool:
-    return str(path).endswith(".sweep.yaml")
-
-
-def load_sweep(path: str | Path, overrides=()) -> list[Run]:
-    sweep = read_sweep(path, overrides)
-    runs, first_of = {}, {}
-    for entry in sweep.entries:
-        settings = {key: value for key, value in entry.items() if key not in ("name", "recipe")}
-        own = checked_recipe(entry["recipe"], sweep.path) if entry.get("recipe") is not None else None
-        name = checked_name(entry["name"] if "name" in entry else described(own, settings), sweep.path)
-        if name in runs:
-            raise RecipeError(
-                f"{path}: two runs have the name {name!r}: take one of them out, or give them names of their own"
-            )
-        base = sweep.path.parent / expanded(own or sweep.recipe)
-        changes = {**sweep.set, **settings, OUTPUT: str(sweep.folder / name)}
-        recipe = load_recipe(base, overrides, changes)
-        if any(override.startswith(f"{OUTPUT}=") for override in overrides):
-            recipe.training.output_dir = str(Path(recipe.training.output_dir) / name)
-        first = first_of.setdefault(computation(recipe), name)
-        runs[name] = Run(name, settings, base, recipe, None if first == name else first)
-    return list(runs.values())
-
-
-def described(recipe: str | None, settings: dict) -> str:
-    """The name of a run that has none: what sets it apart; a path in it is one word."""
-    words = [Path(recipe).stem] if recipe else []
-    words += [f"{key.split('.')[-1]}={value}" for key, value in settings.items()]
-    return "_".join(words).replace("/", "_").replace("\\", "_")
-
-
-def computation(recipe: Recipe) -> str:
-    """What a run computes: equal for recipes that differ only in where they write, or in how they name the factors of
-    the residual scaling."""
-    content, config = recipe.to_dict(), recipe.model_config()
-    content["training"]["output_dir"] = None
-    model = config.to_dict()
-    if config.residual_depth == "trained":
-        for name in ("residual_scaling", "residual_scale", "residual_reference_layers"):
-            model.pop(name)
-        correct = content["optimizer"].pop("correct_for_depth")
-        outside = config.residual_factor(1) if config.num_prelude_layers or config.num_coda_layers else None
-        core = config.residual_factor(config.trained_depth)
-        model["factors"] = [core, outside, depth_correction(config) if correct else 1.0]
-    return json.dumps({**content, "model": model}, sort_keys=True, default=str)
-
-
-def outcome(run: Run) -> dict | None:
-    """The run's settings, final validation loss and last metrics; None if it is not done. A run that diverged has no
-    loss, and says why."""
-    folder = Path(run.recipe.training.output_dir)
-    records = read_metrics(folder / "metrics.jsonl")
-    result = {"name": run.name, **run.settings, "loss": None}
-    if (folder / DIVERGED).exists():
-        result["diverged"] = (folder / DIVERGED).read_text()
-    elif (folder / "final" / "config.json").exists():
-        validations = [r for r in records if "validation/loss" in r]
-        if records and (not validations or validations[-1]["step"] < records[-1]["step"]):
-            return None  # the last validation is not to be read: training writes it again from its checkpoint
-        loss = validations[-1]["validation/loss"] if validations else math.nan
-        limit = run.recipe.training.max_loss
-        if not math.isfinite(loss):
-            result["diverged"] = f"the run ended at a validation loss of {loss}"
-        elif limit is not None and loss > limit:
-            result["diverged"] = f"the run ended at {loss:.4f}, above training.max_loss={limit}"
-        else:
-            result["loss"] = loss
-    else:
-        return None
-    last = {}
-    for record in records:
-        last.update(record)
-    return {**result, "metrics": last}
-
-
-def run_all(runs: list[Run]) -> list[dict]:
-    results = {}
-    for run in runs:
-        if run.same_as is not None:
-            shared = {key: results[run.same_as][key] for key in OUTCOME if key in results[run.same_as]}
-            results[run.name] = {"name": run.name, **run.settings, "same_as": run.same_as, **shared}
-        else:
-            if outcome(run) is None:
-                try:
-                    Pretraining(run.recipe).train()
-                except Divergence as divergence:
-                    write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
-            results[run.name] = outcome(run)
-        print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
-    return list(results.values())
-
-
-def curves_of(results: list[dict], x: str, curve: str) -> dict:
-    """{value of `curve`: {value of `x`: losses of its replicas}}, sorted; None for a run that diverged."""
-    curves = defaultdict(lambda: defaultdict(list))
-    for result in results:
-        curves[result[curve]][result[x]].append(result["loss"])
-    return {value: dict(sorted(points.items())) for value, points in sorted(curves.items())}
-
-
-def optima(results: list[dict], x: str, curve: str) -> dict:
-    """Per curve, the x with the least loss and its interval, or why there is none."""
-    curves = curves_of(results, x, curve)
-    return {value: optimum(list(points), list(points.values())) for value, points in curves.items()}
-
-
-def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
-    """Results by the values of the settings that `panel` names."""
-    panels = defaultdict(list)
-    for result in results:
-        panels[tuple(result.get(key) for key in plot.get("panel", []))].append(result)
-    return dict(panels)
-
-
-def draw(results: list[dict], plot: dict, path: Path):
-    """A panel for each combination of the settings that `panel` names; the last of them goes along a row."""
-    panels = panels_of(results, plot)
-    columns = len({panel[-1:] for panel in panels})
-    with canvas(path, len(panels), columns, size=(4.5, 3.6), dpi=150, share=True) as axes:
-        for i, (axis, (panel, members)) in enumerate(zip(axes, panels.items())):
-            for value, losses in curves_of(members, plot["x"], plot["curve"]).items():
-                points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
-                if points:
-                    (line,) = axis.plot(*zip(*points), marker="o", label=f"{plot['curve'].split('.')[-1]} = {value}")
-                    draw_optimum(axis, optimum(list(losses), list(losses.values())), points, line.get_color())
-            axis.set(xscale="log", title=", ".join(map(str, panel)))
-            if axis.lines:  # else all of them diverged
-                axis.legend()
-            if i + columns >= len(panels):
-                axis.set_xlabel(plot["x"])
-            if i % columns == 0:
-                axis.set_ylabel("validation loss")
-
-
-def draw_optimum(axis, found: dict, points: list[tuple[float, float]], color):
-    """A star at the best point, and a bar over the interval of the optimum below it."""
-    best = min(points, key=lambda point: point[1])
-    axis.plot(*best, marker="*", markersize=14, color=color)
-    if found.get("interval"):
-        axis.plot(found["interval"], [best[1]] * 2, color=color, alpha=0.4, linewidth=4)
 
 
 def main(arguments: list[str]):
     print_help(arguments, __doc__)
-    runs = load_sweep(arguments[0], arguments[1:])
-    for run in runs:
-        check_run(run.recipe)
-    with one_message():
-        results = run_all(runs)
-    folder = Path(runs[0].recipe.training.output_dir).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    made_by = provenance()
-    write_whole(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))
-    plot = read_sweep(arguments[0]).plot
-    if plot:
-        draw(results, plot, folder / "results.png")
-        found = []
-        for panel, members in panels_of(results, plot).items():
-            best = optima(members, plot["x"], plot["curve"])
-            found.append({**dict(zip(plot.get("panel", []), panel)), "best": best, "shift": shifts(best)})
-            for value, of_curve in best.items():
-                where = ", ".join(map(str, (*panel, f"{plot['curve']} {value}")))
-                print(f"best {plot['x']}, {where}: {in_words(of_curve)}")
-        write_json(folder / "optima.json", {"optima": found})
-        print(f"drawn: {folder / 'results.png'}")
+    from looped_recipes.engine.sweeps import run_sweep
+
+    run_sweep(arguments[0], arguments[1:])
 
 
 if __name__ == "__main__":
-    run_command(main, PeerLost)
+    run_command(main)

@@ -1,21 +1,40 @@
 """Commands: how they are found, read options, report errors, and say where a result comes from."""
 
+import dataclasses
 import importlib.util
 import io
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from looped_eval import chat
+from looped_eval.benchmark import command as benchmark
+from looped_eval.benchmark import options as options_of_benchmark
+from looped_eval.chat import command as chat
+from looped_eval.common.conclusion import best_depths
+from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose.options import described
+from looped_eval.halting.conclusion import conclusion
 from looped_eval.harness.command import as_lm_eval_spells
-from looped_recipes.common import provenance
+from looped_recipes import convert
+from looped_recipes.common import command_line, console, provenance
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
-from modeling_looped import console
+from looped_recipes.engine.ending import ending
+from looped_recipes.engine.finite import Divergence
+from looped_recipes.settings.costs import plan
+from looped_recipes.settings.estimates import activations_per_token, estimates, memory
+from looped_recipes.settings.help import help_of_recipes, meanings
+from looped_recipes.settings.paths import recipe_file
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.sections import SECTIONS
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.formats.registry import LAYOUTS
+from modeling_looped.presets import PUBLIC_REPOSITORIES
 
 from .helpers import tiny_model, tiny_tokenizer
 
@@ -23,8 +42,11 @@ from .helpers import tiny_model, tiny_tokenizer
 ROOT = Path(__file__).parent.parent
 
 
-def own_parser(**options) -> Parser:
+def own_parser(*positionals: str) -> Parser:
     parser = Parser("eval.own", "About it.", {"--loops": "--num-loops"})
+    for name in positionals:
+        parser.add_argument("first")
+        parser.add_argument(name, nargs="*")
     parser.add_argument("--num-loops", nargs="+", action=Depths)
     parser.add_argument("--batch-size", type=int)
     return parser
@@ -54,10 +76,66 @@ def test_a_misspelt_command_is_told_its_nearest(monkeypatch):
 
 
 def test_a_command_runs_in_its_place(monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "PROGRAM", None)
     monkeypatch.setattr(sys, "argv", ["looped", "plan", str(ROOT / "recipes/smoke/lt.yaml"), "model.num_loops=2"])
     with pytest.raises(SystemExit) as stop:
         console.main()
     assert stop.value.code == 0 and "training FLOPs per token" in capsys.readouterr().out
+
+
+HELP_OF_ALL = """
+import contextlib, io, sys
+from looped_recipes.common import console
+
+for name in sys.argv[1:]:
+    sys.argv = ["looped", name, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            console.main()
+        except SystemExit as stop:
+            assert stop.code == 0, (name, stop.code)
+    assert len(shown.getvalue()) > 200, (name, shown.getvalue())
+    heavy = {"torch", "transformers", "datasets", "lm_eval", "scipy", "matplotlib"} & sys.modules.keys()
+    assert not heavy, f"looped {name} --help imports {heavy}"
+"""
+
+
+def test_help_imports_nothing_that_takes_seconds():
+    names = [name for name in console.COMMANDS if name != "demo"]
+    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_of_recipes_knows_every_key(capsys):
+    for section, keys in meanings().items():
+        fields = {field.name for field in dataclasses.fields(SECTIONS[section])}
+        assert fields == keys.keys() and all(meaning for _, meaning in keys.values()), section
+    assert meanings()["training"]["micro_batch_size"] == ("8", "sequences per process and forward pass")
+    assert meanings()["depth"]["per"][1].startswith("batch | micro_batch | sequence; batch: one draw")
+    assert "num_prelude_layers, num_core_layers" in help_of_recipes("", ["model"])
+
+
+def test_options_that_stand_in_two_places_are_the_same():
+    """Those that --help must know without an import of what they are of."""
+    assert convert.LAYOUTS == tuple(LAYOUTS)
+    for names in PUBLIC_REPOSITORIES.values():
+        assert all(name.split("/")[1] in convert.__doc__ for name in names)
+    assert set(options_of_benchmark.BENCHMARKS) == {*benchmark.BENCHMARKS, "decode"}
+    assert described().keys() == diagnose.MEASURES.keys()
+    for name, measure in diagnose.MEASURES.items():
+        assert {option.name: option.default for option in described()[name].options} == measure.defaults()
+        assert described()[name].reads_a_model == measure.reads_a_model and described()[name].about == measure.about
+
+
+def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert recipe_file("smoke/flt.yaml") == recipe_file("recipes/smoke/flt.yaml") == ROOT / "recipes/smoke/flt.yaml"
+    assert load_recipe("smoke/flt.yaml").model["preset"] == "flt"
+    (tmp_path / "smoke").mkdir()
+    (tmp_path / "smoke/flt.yaml").write_text("")
+    assert recipe_file("smoke/flt.yaml") == Path("smoke/flt.yaml")
+    with pytest.raises(RecipeError, match="there is no recipe smoke/none.yaml, here or among those"):
+        load_recipe("smoke/none.yaml")
 
 
 # Options and errors
@@ -76,6 +154,11 @@ def test_one_spelling_and_the_former_ones(arguments):
     args = own_parser().parse_args(arguments)
     assert (args.num_loops, args.batch_size) == ([1, 2, 4], 3)
     assert args.command == "python -m eval.own " + " ".join(arguments)
+
+
+def test_positional_arguments_may_stand_after_options():
+    args = own_parser("more").parse_args(["a", "--batch-size", "3", "b", "c"])
+    assert (args.first, args.more, args.batch_size) == ("a", ["b", "c"], 3)
 
 
 def test_depths_that_are_none_are_refused(capsys):
@@ -102,6 +185,40 @@ def test_an_error_is_one_line(error, monkeypatch):
         run_command(main)
     assert stop.value.code.startswith(type(error).__name__) and "\n" not in stop.value.code
     monkeypatch.setenv(TRACEBACK, "1")
+    with pytest.raises(type(error)):
+        run_command(main)
+
+
+@pytest.mark.parametrize(
+    "error,said",
+    [
+        (Divergence("the loss is nan"), "Divergence: the loss is nan"),
+        (ModuleNotFoundError("No module", name="lm_eval"), "lm_eval is not installed: pip install 'modeling-looped["),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), "CUDA out of memory: use a smaller batch"),
+        (ImportError("looped serve needs more"), "ImportError: looped serve needs more"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(error, said, monkeypatch):
+    def main(arguments):
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(main)
+    assert stop.value.code.startswith(said) and "\n" not in stop.value.code
+    monkeypatch.setattr(command_line, "UNTIL_ENDED", 0)
+    monkeypatch.setenv("RANK", "1")  # of several processes that all meet it, the first tells it
+    with pytest.raises(SystemExit) as stop:
+        run_command(main)
+    assert stop.value.code == 1
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("a bug"), ModuleNotFoundError("No module", name="looped_eval.nothing"), AttributeError("x")]
+)
+def test_mistakes_of_our_own_are_shown_whole(error):
+    def main(arguments):
+        raise error
+
     with pytest.raises(type(error)):
         run_command(main)
 
@@ -167,6 +284,94 @@ def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
+# What commands end with
+
+
+def at_depths(*values: float) -> list[dict]:
+    return [{"loops": k, "ratio": value} for k, value in enumerate(values, start=1)]
+
+
+def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
+    worse = {"criterion": "entropy", "mean_loops": 4.0, "predicted_speedup": 0.9, "ratio": 1.0}
+    return [worse, {"criterion": "kl", "mean_loops": loops, "predicted_speedup": speedup, "ratio": ratio}]
+
+
+@pytest.mark.parametrize(
+    "fixed,tokens,said",
+    [
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.4, 1.5), "kl takes 2.40 of 4 loops, 40 % of them saved"),
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5), "no smaller fixed depth is"),
+        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "a fixed depth of 2: exits gain nothing over that"),
+        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "a fixed depth of 3: exits gain over that"),
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5, 1.02), "on the other text it is 2.00 % worse"),
+        (at_depths(1.5, 1, 1, 1), exits_at(3.9, 0.95), "num_loops=2 is enough"),
+        (at_depths(1.5, 1.2, 1.1, 1), exits_at(3.9, 0.95), "needs its 4 loops"),
+    ],
+)
+def test_what_early_exit_is_worth(fixed, tokens, said):
+    assert said in conclusion(fixed, tokens, 0.01, 4)
+
+
+def test_the_best_depth_in_a_sentence():
+    curves = {
+        "a acc": {"": {1: (0.2, None), 2: (0.4, None), 4: (0.4, None)}},
+        "a perplexity": {"x": {1: (9.0, None)}, "y": {1: (8.0, None), 2: (7.5, None)}},
+        "mean loops": {"": {4: (1.0, None)}},
+    }
+    assert best_depths(curves) == (
+        "a acc is best at 2 loops (0.4000); a perplexity is best for y at 2 loops (7.5000). "
+        "With exits: 1.00 of 4 loops, 75 % of them saved."
+    )
+
+
+def test_a_run_ends_with_what_it_has_come_to(tmp_path):
+    lines = [{"step": 9, "loss": 2.0}, {"step": 9, "validation/loss": 2.1}]
+    lines[1] |= {f"validation/bits_per_byte_at_{k}": bits for k, bits in ((1, 1.5), (2, 1.25), (3, 1.2))}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = "trained 10 steps: loss 2.000, held-out loss 2.100; 1.250 bits per byte at 2 loops, 1.200 at 3 loops"
+    assert ending(tmp_path / "metrics.jsonl", trained_loops=2) == said
+
+
+# Plans
+
+
+def saved_bytes(config, rows: int, length: int) -> int:
+    """Of what autograd keeps for the backward pass of one batch, beside the weights."""
+    model, kept = LoopedForCausalLM(config).train(), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    ids = torch.randint(config.vocab_size, (rows, length))
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other storage takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(ids, labels=ids, output_logits=False, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+
+
+@pytest.mark.parametrize("loss", ["terminal", "per_loop"])
+def test_memory_of_activations_is_what_autograd_keeps(loss):
+    recipe = load_recipe("own_text/looped.yaml", [f"model.loop_loss={loss}"])
+    config = recipe.model_config()
+    expected = 4 * 2 * 256 * activations_per_token(recipe, config)
+    assert saved_bytes(config, rows=2, length=256) == pytest.approx(expected, rel=0.2)
+
+
+def test_estimates_say_what_they_assume():
+    recipe = load_recipe("own_text/looped.yaml")
+    shown = estimates(recipe, 1e15)
+    assert "40% of" in shown["time here"] and shown["time on one H100"] == "3 seconds, at 40% of 989 TFLOP/s"
+    assert memory(recipe, recipe.model_config())["weights"] == 4 * plan(recipe)["parameters"]
+
+
+def test_a_plain_model_takes_as_many_operations_as_the_looped_one():
+    looped, plain = (plan(load_recipe(f"own_text/{name}.yaml")) for name in ("looped", "plain"))
+    assert plain["training FLOPs per token"] == pytest.approx(looped["training FLOPs per token"], rel=0.01)
+    readme = (ROOT / "recipes/own_text/README.md").read_text()
+    assert all(f"| {costs['parameters']:,} |" in readme for costs in (looped, plain))
+
+
 # Chat
 
 
@@ -184,7 +389,7 @@ def test_chat_completes_each_line_by_itself(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("a b\n\nc\n"))
     chat.main([str(folder), *GREEDY, "--num-loops", "2"])
     shown = capsys.readouterr().out
-    assert shown.count("[2.00 loops a token]") == 2
+    assert shown.count("[2.00 of 2 loops a token]") == 2
     chat.main([str(folder), "a", "b", *GREEDY, "--num-loops", "2"])
     assert shown.startswith(capsys.readouterr().out)
 

@@ -1,4 +1,4 @@
-"""`python -m recipes.convert`: between layouts, with tokenizer and generation config, or not at all."""
+"""`looped convert`: between layouts, with tokenizer and generation config, or not at all."""
 
 import json
 

@@ -689,7 +689,10 @@ def test_command_prepares_the_embedded_documents(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"data: {{max_documents: 85, tokenizer_vocab_size: 400, cache_dir: {tmp_path / 'shards'}}}\n")
     prepare.main([str(recipe), "data.sequence_length=64", "data.validation_fraction=0.1"])
-    folder, header, train, validation, vocabulary = capsys.readouterr().out.strip().splitlines()[-5:]
+    *_, folder, header, train, validation, vocabulary, _, found, then = capsys.readouterr().out.strip().splitlines()
+    assert found == "The data are ready." and then.startswith(
+        f"next: looped pretrain {recipe} data.sequence_length=64"
+    )
     manifest = json.loads(Path(folder, "manifest.json").read_text())
     numbers = [int(number.replace(",", "")) for number in train.split()[1:]]
     assert numbers[:3] == [manifest["counts"]["train"][key] for key in ("documents", "tokens", "bytes")]

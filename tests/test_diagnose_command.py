@@ -1,4 +1,4 @@
-"""`python -m eval.diagnose`: models and texts from anywhere, files and a page, errors that say what to do."""
+"""`looped diagnose`: models and texts from anywhere, files and a page, errors that say what to do."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
     options = ["--text", str(tmp_path / "text.jsonl"), "--rows", "2", "--length", "16"]
     diagnose.main(["token_norms", str(run_folder / "final"), *options])
     diagnose.main(["spectral", str(run_folder), *options])
-    assert "While the model trained" in (run_folder / "diagnose/spectral.svg").read_text()
+    assert "While the model trained" in (run_folder / "eval/diagnose/spectral.svg").read_text()
     own, fresh = report.diagnostics([RunFolder(run_folder, "run")])
     drawn = [chart.title for block in own.blocks if isinstance(block, report.Charts) for chart in block.charts]
     assert drawn[:3] == [
@@ -83,8 +83,8 @@ def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
         "While the model trained",
     ]
     assert drawn[3].startswith("Norms of all tokens") and fresh.blocks == []
-    assert diagnose.default_folder("lt").as_posix() == "runs/diagnose/lt"
-    assert diagnose.default_folder(str(tmp_path)).as_posix() == f"runs/diagnose/{tmp_path.name}"
+    assert diagnose.default_folder("lt").as_posix() == "runs/eval/lt/diagnose"
+    assert diagnose.default_folder(str(tmp_path)).as_posix() == f"runs/eval/{tmp_path.name}/diagnose"
 
 
 def test_all_leaves_out_what_the_model_does_not_have(tmp_path, monkeypatch):

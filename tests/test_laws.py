@@ -19,7 +19,7 @@ from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
 from looped_eval.laws.run_table import Table, collect, read_table, write_table
 from looped_recipes.common.flops import effective_parameters, training_flops_per_token
 from looped_recipes.common.measures import power_law
-from looped_recipes.plan import plan
+from looped_recipes.settings.costs import plan
 from looped_recipes.settings.recipe import load_recipe, recipe_from_dict
 from modeling_looped import LoopedConfig
 

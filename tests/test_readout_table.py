@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from looped_eval import readout_table
+from looped_eval.readout_table import command as readout_table
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import run_of, tiny_model, tiny_tokenizer
 

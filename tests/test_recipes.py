@@ -11,11 +11,12 @@ import yaml
 
 from looped_recipes import sweep
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
-from looped_recipes.plan import plan
+from looped_recipes.engine.sweeps import optima
+from looped_recipes.settings.costs import plan
 from looped_recipes.settings.ranges import RANGES
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.sections import SECTIONS
-from looped_recipes.sweep import is_sweep, optima
+from looped_recipes.settings.sweep_files import is_sweep
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
@@ -23,6 +24,7 @@ SMALL = ("cache", "claims", "demo", "smoke", "speculation", "tasks", "tiny")  # 
 
 
 FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "accelerate")
+SMALL = (RECIPES.name, "smoke", "claims", "tasks", "tiny", "own_text")
 SINGLE = [path for path in FILES if not is_sweep(path)]
 SWEEPS = [path for path in FILES if is_sweep(path)]
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from looped_eval.common.run_folder import RunError, RunFolder
+from looped_eval.common.run_folder import RunError, RunFolder, open_runs
 from looped_eval.report import command as report
 from looped_recipes.common.flops import sizes
 from looped_recipes.settings.recipe import recipe_from_dict
@@ -125,12 +125,12 @@ def test_the_page_holds_the_run_and_stands_alone(tmp_path):
 def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
     run = make_run(tmp_path / "first", validation=False)
     page = page_of(run)
-    assert f"python -m eval.harness --model looped --model_args pretrained={run}/final,num_loops=1..3" in page.text
-    assert f"python -m eval.halting {run}/final" in page.text
-    assert f"python -m eval.diagnose all {run}/final --output {run}/diagnose" in page.text
-    assert f"recipes.pretrain {run}/recipe.yaml evaluation.every=100" in page.text
+    assert f"looped eval --model looped --model_args pretrained={run}/final,num_loops=1..3" in page.text
+    assert f"looped halting {run}" in page.text
+    assert f"looped diagnose all {run}" in page.text
+    assert f"looped pretrain {run}/recipe.yaml evaluation.every=100" in page.text
     add_results(run, 1, 0.5)
-    assert "eval.harness" not in page_of(run).text
+    assert "looped eval" not in page_of(run).text
 
 
 def test_runs_are_compared(tmp_path):
@@ -184,7 +184,7 @@ def test_what_other_commands_left_is_shown(tmp_path):
     (run / "diagnose" / "broken.json").write_text("{")
     page = page_of(run)
     assert "broken.json could not be read" in page.text
-    assert "eval.halting" not in page.text and "eval.diagnose" not in page.text
+    assert "looped halting" not in page.text and "looped diagnose" not in page.text
     where = page.cells.index("kl")
     assert page.cells[where - 3 : where + 6] == [
         "criterion", "mean_loops", "perplexity", "kl", "2.5000", "12.2500", "gate", "3", "–",
@@ -256,14 +256,22 @@ def test_folders_without_a_run(tmp_path):
     (tmp_path / "silent").mkdir()
     (tmp_path / "silent" / "metrics.jsonl").write_text('{"step": 1')
     for folder, words in (
-        ("nowhere", "there is no folder .*recipes.pretrain RECIPE` makes one"),
+        ("nowhere", "there is no folder .*looped pretrain RECIPE` makes one"),
         ("empty", "empty holds no metrics.jsonl: it is no output folder"),
-        ("first/final", "holds no metrics.jsonl.*; give the folder above it"),
         ("silent", "has logged nothing yet"),
     ):
         with pytest.raises(RunError, match=words):
             report.make_report([run, tmp_path / folder])
     assert not (run / "report.html").exists()
+
+
+def test_a_run_is_the_same_by_the_name_of_its_model(tmp_path):
+    run = make_run(tmp_path / "first")
+    (of_model,) = open_runs([run / "final"])
+    assert (of_model.folder, of_model.name) == (run, "first")
+    assert of_model.results("halting.json") == run / "eval/halting.json"
+    (run / "halting.json").write_text("{}")  # where older versions wrote it
+    assert of_model.results("halting.json") == run / "halting.json"
 
 
 def test_markdown_for_a_model_card(tmp_path, capsys):
@@ -273,7 +281,7 @@ def test_markdown_for_a_model_card(tmp_path, capsys):
     assert (
         card.startswith("## This model: first\n\n**6 loops are best here") and "<td>" not in card and "svg" not in card
     )
-    assert f"| made by | accelerate launch -m recipes.pretrain {run}/recipe.yaml |" in card
+    assert f"| made by | looped pretrain {run}/recipe.yaml |" in card
     assert re.search(r"\| cross-entropy \| first \| 3\.8750 \| 3\.7500 \|", card)
     rows = [line for line in card.splitlines() if line.startswith("|")]
     for line, following in zip(rows, rows[1:]):

@@ -16,7 +16,7 @@ from tests.helpers import tiny_model, tiny_tokenizer
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
-serve = pytest.importorskip("looped_eval.serve")
+serve = pytest.importorskip("looped_eval.serve.command")
 
 TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
 DEPTHS = [

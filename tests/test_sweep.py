@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from looped_recipes.engine.sweeps import DIVERGED, load_sweep, outcome
 from looped_recipes.plan import main as plan_main
 from looped_recipes.settings.recipe import RecipeError
-from looped_recipes.sweep import DIVERGED, load_sweep, outcome
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 

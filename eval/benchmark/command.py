@@ -1,26 +1,7 @@
-"""Speed and memory as ratios, measured in one run: `python -m eval.benchmark NAME [options]`.
+"""Speed and memory as ratios, measured in one run."""
 
-train    tokens/s of a training step (forward, backward, AdamW) over transformers' Llama of the same unrolled depth
-memory   peak memory of a per-loop training step over a terminal one
-depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
-decode   all of the following, the last two if there is a --model
-llama    tokens/s of cached greedy decoding over transformers' Llama of the same unrolled depth
-exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
-speculation   speed of self-speculation over full depth, on the trained model --model
-sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
-serving  throughput and latency of requests that share passes, with early exit over full depth
-harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
-
-Each but `decode` prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in
-turns, and the ratio is that of their least times, which what else the machine does disturbs least. For `exits` it is
-the median over the turns, and is given twice: while all rows are at work, and to the end, where the last rows run by
-themselves.
-"""
-
-import argparse
 import gc
 import json
-import os
 import subprocess
 import sys
 
@@ -28,12 +9,12 @@ import torch
 from transformers import LlamaConfig
 
 from looped_eval.common.timing import in_turns
-from looped_recipes.common.command_line import Parser
 from looped_recipes.common.hardware import measured_rate
 
 from .decoding import exits, sharing, speculation
 from .harness import harness
-from .models import RENAMED, add_arguments, build, looped_config, print_line, tokens
+from .models import build, looped_config, print_line, tokens
+from .options import parse
 from .serving import serving
 
 
@@ -181,26 +162,7 @@ OF_TRAINED_MODELS = ("speculation", "sharing")
 
 
 def main(arguments: list[str]):
-    parser = Parser("eval.benchmark", __doc__, {**RENAMED, "--batches": "--batch-sizes"})
-    parser.add_argument("which", choices=[*BENCHMARKS, "decode"])
-    add_arguments(parser, layers=4, loops=4, batch=4)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--continuation", type=int, default=32, help="positions whose logits loglikelihood needs")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation: rows")
-    parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
-    parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
-    parser.add_argument("--model", help="speculation, sharing: folder of a trained model")
-    text = "speculation: prompts, sharing: what is scored; by default Python's os.py"
-    parser.add_argument("--text-file", default=os.__file__, help=text)
-    parser.add_argument("--draft-loops", nargs="+", default=["auto", "1", "2"], help="speculation")
-    parser.add_argument("--draft-tokens", type=int, help="speculation: the most in flight")
-    parser.add_argument("--requests", type=int, default=32, help="harness, serving")
-    parser.add_argument("--vllm", metavar="PYTHON", help="serving: of an environment with vLLM, which serves it too")
-    parser.add_argument("--loss", default="terminal", help=argparse.SUPPRESS)
-    parser.add_argument("--with-logits", action="store_true", help="memory: return the last logits as well")
-    args = parser.parse_args(arguments)
+    args = parse(arguments)
     names = [args.which]
     if args.which == "decode":
         names = [*OF_DECODING, *(OF_TRAINED_MODELS if args.model else ())]

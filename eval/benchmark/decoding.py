@@ -1,6 +1,6 @@
 """What early exit, self-speculation and shared slots gain in decoding, and what they cost.
 
-Called by `python -m eval.benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
+Called by `looped benchmark exits`, and `speculation` and `sharing` with `--model DIR`.
 """
 
 import copy

@@ -9,21 +9,6 @@ from looped_recipes.common.provenance import provenance, rounded
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
-RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
-
-
-def add_arguments(parser, layers: int, loops: int, batch: int):
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--ff", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=layers, help="unique layers")
-    parser.add_argument("--num-loops", type=int, default=loops)
-    parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--batch-size", type=int, default=batch)
-    parser.add_argument("--repeats", type=int, default=5)
-
-
 def looped_config(args, **fields) -> LoopedConfig:
     return LoopedConfig(
         vocab_size=args.vocab,

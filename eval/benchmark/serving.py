@@ -1,6 +1,6 @@
 """Requests that share passes: throughput and latency with early exit, over those at full depth.
 
-Called by `python -m eval.benchmark serving`.
+Called by `looped benchmark serving`.
 """
 
 import random

@@ -31,10 +31,16 @@ def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
 
 
 def training_run(target: str) -> Path | None:
-    """The folder of the training run that `target` is, or that it is the final model of."""
+    """The folder of the training run that `target` is, or that it is a model of: final, or one of a checkpoint."""
     path = Path(target).resolve()
-    runs = (path, path.parent) if path.name == "final" else (path,)
+    runs = (path, path.parent) if (path / "config.json").is_file() else (path,)
     return next((run for run in runs if (run / "metrics.jsonl").is_file()), None)
+
+
+def results_folder(target: str) -> Path:
+    """Where results about a model lie, and the report of its training run finds them."""
+    run = training_run(target)
+    return Path("runs/eval") / Path(target).resolve().name if run is None else run / "eval"
 
 
 def model_folder(target: str) -> Path | None:
@@ -49,4 +55,8 @@ def model_folder(target: str) -> Path | None:
         if (folder / "config.json").is_file():
             check_folder(folder)
             return folder
-    raise ValueError(f"folder {target!r} holds neither a saved model (config.json) nor a finished run (final/)")
+    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), None)
+    advice = "" if run is None else f": `looped export {run}` makes a model of its newest checkpoint"
+    raise ValueError(
+        f"folder {target!r} holds neither a saved model (config.json) nor a finished run (final/){advice}"
+    )

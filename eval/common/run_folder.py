@@ -1,4 +1,4 @@
-"""What a run of recipes.pretrain left in its folder."""
+"""What a run of looped pretrain left in its folder."""
 
 import json
 import math
@@ -25,18 +25,22 @@ class RunFolder:
     name: str
 
     def __post_init__(self):
+        if self.folder.name == "final" and (self.folder.parent / "metrics.jsonl").is_file():
+            self.folder = self.folder.parent
         if not self.folder.is_dir():
-            raise RunError(
-                f"there is no folder {self.folder}; `accelerate launch -m recipes.pretrain RECIPE` makes one"
-            )
+            raise RunError(f"there is no folder {self.folder}; `looped pretrain RECIPE` makes one")
         if not (self.folder / "metrics.jsonl").is_file():
-            hint = "; give the folder above it" if (self.folder.parent / "metrics.jsonl").is_file() else ""
             raise RunError(
                 f"{self.folder} holds no metrics.jsonl: it is no output folder (training.output_dir) of "
-                f"recipes.pretrain{hint}"
+                "looped pretrain"
             )
         if not self.records:
             raise RunError(f"{self.folder}/metrics.jsonl holds no whole line: the run has logged nothing yet")
+
+    def results(self, name: str) -> Path:
+        """Where what was measured of this model lies: in eval/, or, as older versions wrote it, beside it."""
+        own, former = self.folder / "eval" / name, self.folder / name
+        return former if former.exists() and not own.exists() else own
 
     @cached_property
     def records(self) -> list[dict]:
@@ -116,6 +120,6 @@ class RunFolder:
 def open_runs(folders) -> list[RunFolder]:
     """Runs, named by their folders; by their whole paths where two folders have the same name."""
     folders = [Path(folder) for folder in folders]
-    names = [folder.resolve().name for folder in folders]
+    names = [(path.parent if path.name == "final" else path).name for path in map(Path.resolve, folders)]
     unique = len(set(names)) == len(names)
     return [RunFolder(folder, name if unique else str(folder)) for folder, name in zip(folders, names)]

@@ -5,6 +5,8 @@ import time
 
 import torch
 
+from .progress import progress
+
 
 def now() -> float:
     if torch.cuda.is_available():
@@ -15,14 +17,17 @@ def now() -> float:
 def least_seconds(functions: dict, repeats: int, warm_ups=None) -> tuple[dict, dict]:
     """Least seconds of functions that take turns, and what they returned last. warm_ups: called before, untimed; by
     default the functions themselves."""
-    for function in functions.values() if warm_ups is None else warm_ups:
-        function()
+    warm_ups = list(functions.values() if warm_ups is None else warm_ups)
     seconds, results = dict.fromkeys(functions, math.inf), {}
-    for _ in range(repeats):
-        for name, function in functions.items():
+    with progress(None, "timing", total=len(warm_ups) + repeats * len(functions)) as bar:
+        for function in warm_ups:
+            function()
+            bar.update()
+        for name, function in list(functions.items()) * repeats:
             start = now()
             results[name] = function()
             seconds[name] = min(seconds[name], now() - start)
+            bar.update()
     return seconds, results
 
 

@@ -1,30 +1,18 @@
-"""CORE and CORE-extended (Parcae, appendix M) at every depth from one pass of the model:
+"""CORE and CORE-extended (Parcae, appendix M) at every depth from one pass of the model."""
 
-python -m eval.core MODEL --bundle eval_bundle --num-loops 1,2,4 --examples 500 --output core.json
-python -m eval.core MODEL --bundle eval_bundle --extended --seeds 1234,2345,3456     # as Parcae's tables 4, 5 and 6
-
-The mean over tasks of (a - r) / (1 - r), where r is what guessing scores. Of choices, and of contexts in a schema, the
-one with the least mean cross-entropy counts; language modelling is right if every token is the likeliest. Prompts are
-the bundle's, not lm-eval's. --extended takes the other tasks of appendix M as the eval_meta_data.csv there describes
-them, or from a list that it names.
-
-Without --seeds nothing is random. A seed chooses the shots and, in models whose first state is noise, draws that noise
-for every prompt (from its tokens, so that batches do not matter). Values then are means over the seeds, with their
-standard deviation (divided by the number of seeds, as the authors' code has it).
-"""
-
-import argparse
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from looped_eval.common.conclusion import best_depths
 from looped_eval.common.curves import Curves, table
 from looped_eval.harness.looped_lm import LoopedLM, check_question
-from looped_recipes.common.command_line import Parser, names
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.provenance import write_json
 
-from .bundle import DESCRIBED, CoreTask, read_tasks
+from .bundle import CoreTask, read_tasks
+from .options import parse
 from .scoring import accuracies
 
 
@@ -152,33 +140,8 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
     return curves
 
 
-def parse_seeds(text: str) -> list[int]:
-    try:
-        return list(dict.fromkeys(map(int, text.split(","))))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"seeds are whole numbers with commas between them, got {text!r}") from None
-
-
 def main(arguments: list[str] | None = None) -> dict[int, dict]:
-    parser = Parser("eval.core", __doc__, {"--loops": "--num-loops"})
-    parser.add_argument("model")
-    parser.add_argument("--bundle", required=True, help="the unpacked eval_bundle")
-    parser.add_argument("--num-loops", help="4, or 1,2,4, or 1..8; by default the model's own depth")
-    parser.add_argument("--examples", type=int, help="of each task, e.g. 500; by default all")
-    parser.add_argument(
-        "--extended",
-        metavar="YAML",
-        nargs="?",
-        const=DESCRIBED,
-        help="CORE-extended too; of a list in the bundle that holds all its tasks, or by default as the bundle says",
-    )
-    parser.add_argument("--tasks", type=names, help="these alone, e.g. arc_easy,copa")
-    parser.add_argument("--seeds", type=parse_seeds, help="of shots and first states, e.g. 1234,2345,3456")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--max-length", type=int, help="longer prompts lose their beginning; by default the model's")
-    parser.add_argument("--device", help="by default a GPU if there is one")
-    parser.add_argument("--output", type=Path, help="JSON to write")
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     check_question(options.model, options.num_loops)
     results = core_scores(
         options.model,
@@ -193,7 +156,10 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
         options.tasks,
         options.seeds,
     )
-    print(table(curves_of(results)))
+    curves = curves_of(results)
+    print(table(curves))
     if options.output:
         write_json(options.output, {"depths": results}, options.command)
+        print(f"written: {options.output}")
+    say_result(best_depths(curves))
     return results

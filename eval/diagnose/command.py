@@ -1,43 +1,27 @@
-"""The papers' measurements on any model: `python -m eval.diagnose MEASURE MODEL [field=value ...] [options]`.
-
-    python -m eval.diagnose all runs/demo/final
-    python -m eval.diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
-    python -m eval.diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
-    python -m eval.diagnose theorem_1 --width 512
-
-MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
-which is then initialised at random. The theorems have models of their own. A trained model reads what its run held
-out, or --text. Each measure writes a JSON and an SVG; `all` runs every measure of a model with little training and
-writes a page, index.html, that holds its charts; what this model does not have is left out, with the reason. They go
-to diagnose/ of the training run, where eval.report finds them, or, without one, to runs/diagnose/<model>. `python -m
-eval.diagnose MEASURE --help` lists the options of one.
-
-From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
-"""
+"""The papers' measurements on any model: measures, what they write, and one page of all."""
 
 import argparse
 import inspect
 import json
-import typing
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from looped_eval.common.model_folder import training_run
+from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.page import Section, to_html
+from looped_eval.common.progress import progress
 from looped_recipes.common.chart import save_charts
-from looped_recipes.common.command_line import Depths, Parser
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
 from . import dynamics, growth, page, premises, readout_probes, theorems, transfer
 from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
+from .options import parse
 
 
 GIVEN = ("model", "batch", "config", "classes")  # of the subject, to measures that take them
-
-
-RENAMED = {"--loops": "--num-loops"}
 
 
 class Measure(NamedTuple):
@@ -124,9 +108,8 @@ def run_measure(
 
 def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> Path:
     results, left_out = {}, {}
-    for name, measure in MEASURES.items():
-        if not measure.reads_a_model:
-            continue
+    measures = {name: measure for name, measure in MEASURES.items() if measure.reads_a_model}
+    for name, measure in progress(measures.items(), "measures"):
         try:
             results[name], _ = run_measure(name, of, folder, {}, command, **measure.quick)
             print(f"{name}: {folder / (name + '.json')}")
@@ -140,34 +123,6 @@ def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> Path:
     return path
 
 
-def add_options(parser: argparse.ArgumentParser, measure: Measure):
-    """A flag for every option of the function, typed by its annotation."""
-    hints = typing.get_type_hints(measure.function)
-    for name, default in measure.defaults().items():
-        kinds = [kind for kind in typing.get_args(hints[name]) if kind is not type(None)]
-        is_list = "list" in str(hints[name])
-        while kinds and typing.get_args(kinds[0]):
-            kinds = list(typing.get_args(kinds[0]))
-        if hints[name] is bool:
-            flag = "--" + name.replace("_", "-")
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
-            continue
-        about = f"default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}"
-        if name == "loops":
-            about = f"several depths, 1 2 4 or 1..4; {about}"
-            parser.add_argument(
-                "--num-loops", dest=name, nargs="+", action=Depths, default=argparse.SUPPRESS, help=about
-            )
-            continue
-        parser.add_argument(
-            "--" + name.replace("_", "-"),
-            type=kinds[0] if kinds else hints[name],
-            nargs="+" if is_list else None,
-            default=argparse.SUPPRESS,
-            help=about,
-        )
-
-
 def read_result(path: str) -> dict:
     """The curves of a depth_curve.json."""
     try:
@@ -175,50 +130,19 @@ def read_result(path: str) -> dict:
     except (OSError, json.JSONDecodeError) as error:
         raise DiagnoseError(f"{path!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("measure") != "depth_curve":
-        raise DiagnoseError(f"{path!r} holds no depth curve; `python -m eval.diagnose depth_curve MODEL` makes one")
+        raise DiagnoseError(f"{path!r} holds no depth curve; `looped diagnose depth_curve MODEL` makes one")
     return content["result"]
 
 
 def default_folder(target: str) -> Path:
-    """The folder of what is measured: where eval.report looks for it, if there is a training run."""
-    run = training_run(target)
-    return Path("runs/diagnose") / Path(target).resolve().name if run is None else run / "diagnose"
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.diagnose", __doc__, RENAMED)
-    commands = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
-    for name, measure in {"all": None, **MEASURES}.items():
-        about = "every measure, with little training" if measure is None else measure.about
-        command = commands.add_parser(name, help=about.replace("%", "%%"), description=about.replace("%", "%%"))
-        command.set_defaults(model=[])
-        command.add_argument(
-            "--output",
-            help="folder for JSON and SVG; default: diagnose/ of the training run, or runs/diagnose/<model>",
-        )
-        if measure is not None:
-            add_options(command, measure)
-        if measure is not None and not measure.reads_a_model:
-            continue
-        command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
-        command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: what the run held out")
-        command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
-        command.add_argument("--rows", type=int, default=16)
-        command.add_argument("--length", type=int, default=128, help="tokens in a row")
-        command.add_argument("--seed", type=int, default=0, help="of random weights and tokens")
-        command.add_argument("--state-seed", type=int, help="draw the initial state, where the model has a random one")
-        command.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
-        if name == "depth_curve":
-            command.add_argument(
-                "--beside", nargs="+", default=[], help="depth_curve.json of others, for the quadrant"
-            )
-    return parser.parse_args(arguments)
+    """The folder of what is measured: where looped report looks for it, if there is a training run."""
+    return results_folder(target) / "diagnose"
 
 
 def main(arguments: list[str]):
     args = parse(arguments)
     if args.measure != "all" and not MEASURES[args.measure].reads_a_model:
-        measure_and_say(args, None, Path(args.output or "runs/diagnose/theorems"), {})
+        measure_and_say(args, None, Path(args.output or "runs/eval/theorems/diagnose"), {})
         return
     target, *overrides = args.model
     beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
@@ -227,7 +151,8 @@ def main(arguments: list[str]):
     folder = Path(args.output) if args.output else default_folder(target)
     if args.measure == "all":
         print(f"text: {of.where['text']}")
-        print(run_all(of, folder, args.command))
+        page = run_all(of, folder, args.command)
+        say_result(f"The measures are on one page: {page}", *report_of(target))
         return
     measure_and_say(args, of, folder, beside)
 
@@ -239,3 +164,8 @@ def measure_and_say(args: argparse.Namespace, of: ModelAndText | None, folder: P
         print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
     print(folder / f"{args.measure}.json", picture, sep="\n")
+
+
+def report_of(target: str) -> list[str]:
+    run = training_run(target)
+    return [] if run is None else [f"looped report {os.path.relpath(run)}"]

@@ -12,6 +12,7 @@ import math
 import torch
 
 from looped_eval.common.hooks import depth_of, last_state, own_randomness, trace
+from looped_eval.common.progress import progress
 from looped_recipes.common.measures import increment_products, power_law, residual_norms, token_rms
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
@@ -127,7 +128,7 @@ def early_training(config: LoopedConfig, seed: int, steps: int, lr: float, num_t
 def mean_curves(config, arrangement, rule, which, loops, seeds, steps, lr, num_tokens) -> list[list[float]]:
     """[steps][loops], averaged over seeds; `which` is 0 for norms and 1 for updates."""
     curves = []
-    for num_loops in loops:
+    for num_loops in progress(loops, "depths"):
         stack = ARRANGEMENTS[arrangement](config, num_loops, rule)
         runs = [early_training(stack, seed, steps, lr, num_tokens)[which] for seed in range(seeds)]
         curves.append(torch.tensor(runs, dtype=torch.float64).mean(0).tolist())

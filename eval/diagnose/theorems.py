@@ -1,7 +1,7 @@
 """The models that the theorems of On the Residual Scaling of Looped Transformers are about, in float64.
 
-    python -m eval.diagnose theorem_1 --width 512
-    python -m eval.diagnose theorem_3 --layers 1 2 4 8 16
+    looped diagnose theorem_1 --width 512
+    looped diagnose theorem_3 --layers 1 2 4 8 16
 
 h <- h + eps W_l relu(h) for l = 0..L-1, N times over, W_ij ~ N(0, 1/d), h_0 ~ N(0, 1): no norm, no attention, no
 training. Every measure gives the constants of the theorem's premises beside what the theorem concludes.
@@ -12,6 +12,7 @@ from statistics import fmean
 
 import torch
 
+from looped_eval.common.progress import progress
 from looped_recipes.common.measures import power_law
 
 from .premises import cone_gain, overlap
@@ -107,7 +108,7 @@ def theorem_1(
     result |= {"lemma_5": list(LEMMA_5), "arrangements": {}}
     for name, shared, least_alpha, exponent in (("shared", True, 1.0, 2.0), ("independent", False, 0.5, 1.0)):
         result["arrangements"][name] = {}
-        for alpha in alphas:
+        for alpha in progress(alphas, "rules"):
             rows = []
             for count in loops:
                 of_seeds = []
@@ -170,7 +171,7 @@ def theorem_2(
     if not eta > 0:
         raise ValueError(f"eta must be positive, got {eta}")
     loops, result = sorted(loops), {"width": width, "loops": sorted(loops), "eta": eta, "seeds": seeds, "alphas": {}}
-    for alpha in alphas:
+    for alpha in progress(alphas, "rules"):
         rows = []
         for count in loops:
             of_seeds = []

@@ -6,6 +6,7 @@ import torch
 from transformers import get_wsd_schedule
 
 from looped_eval.common.hooks import evaluating, own_randomness
+from looped_eval.common.progress import progress
 from looped_recipes.common.optimum import optimum, shifts
 from looped_recipes.common.token_losses import next_token_losses
 from modeling_looped import LoopedConfig
@@ -95,7 +96,7 @@ def lr_transfer(
     for rule in rules:
         for num_layers in layers:
             panel = {"rule": rule, "layers": num_layers, "curves": {}}
-            for num_loops in loops:
+            for num_loops in progress(loops, "depths"):
                 sized = with_fields(looped(config, num_loops, rule), num_core_layers=num_layers)
                 runs = [
                     [

@@ -1,19 +1,5 @@
-"""Early exit within a budget: `python -m eval.halting MODEL [TEXT...] [--budget 0.01] [--write]`.
+"""Early exit within a budget: thresholds, and what they give."""
 
-MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: what the run
-held out for validation). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose
-perplexity is at most 1 + budget times that of full depth; on another slice, without overlap, this is measured:
-
-    sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
-                (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
-    tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
-                in the model's generation_config.json, which generate then follows
-
-Prints perplexity, loops and speed-up, and writes halting.json, a page of it, halting.html, and halting.svg
-(perplexity over tokens/s).
-"""
-
-import argparse
 import itertools
 import math
 from functools import partial
@@ -22,10 +8,11 @@ from pathlib import Path
 import torch
 
 from looped_eval.common.held_out import held_out_rows
-from looped_eval.common.model_folder import open_config, open_tokenizer, training_run
+from looped_eval.common.model_folder import open_config, open_tokenizer, results_folder, training_run
+from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
-from looped_recipes.common.command_line import Parser
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.flops import attention_flops, sizes
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
@@ -34,37 +21,13 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
+from .conclusion import conclusion
 from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
+from .options import BEST, parse
 from .page import write_page
 
 
-BEST = "the cheapest"
-
-
 # What is asked
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.halting", __doc__)
-    parser.add_argument("model")
-    parser.add_argument("text", nargs="*", help="default: what the training run held out")
-    budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture"
-    parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03], help=budgets)
-    parser.add_argument("--criteria", nargs="+", default=list(CRITERIA), help="default: all")
-    parser.add_argument("--num-loops", type=int, help="full depth; default: that of the model")
-    parser.add_argument("--min-loops", type=int, default=1)
-    parser.add_argument("--sequences", type=int, default=64, help="in each of the two slices")
-    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=2, help="of the timed runs, of which the fastest counts")
-    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
-    parser.add_argument("--seed", type=int, default=0, help="order of the documents")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
-    parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
-    parser.add_argument("--output", help="folder for halting.json, .html and .svg; default: runs/halting/<model>")
-    return parser.parse_args(arguments)
 
 
 def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
@@ -87,6 +50,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
             "positions that this model has learned"
         )
     notes = []
+    args.criteria = args.criteria or list(CRITERIA)
     if "gate" in args.criteria and config.exit_gate == "none" and len(args.criteria) > 1:
         args.criteria = [name for name in args.criteria if name != "gate"]
         notes.append("gate is left out: this model has none (exit_gate='none')")
@@ -218,7 +182,8 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
 def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str], fixed: float, args) -> list[dict]:
     """Under the first budget, which is the one that can be written."""
     found = []
-    for (_, budget), rule in rules_of(calibration, names, args.budget[:1], args, model.config).items():
+    rules = rules_of(calibration, names, args.budget[:1], args, model.config)
+    for (_, budget), rule in progress(rules.items(), "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
         found.append(result_row(budget, rule, calibration, scored, fixed, rule.reads_at, model.config, args))
     return found
@@ -286,8 +251,7 @@ def run(args) -> Path:
     print("\nsequences that leave the batch when their mean score passes the threshold", table(of_budget), sep="\n")
     print("\ntokens that exit by themselves, as in generate", table(tokens), sep="\n")
 
-    name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
-    output = Path(args.output or Path("runs/halting") / name)
+    output = Path(args.output or results_folder(args.model))
     output.mkdir(parents=True, exist_ok=True)
     asked = {key: value for key, value in vars(args).items() if key not in ("output", "write", "read", "command")}
     content = {
@@ -299,8 +263,11 @@ def run(args) -> Path:
     write_json(output / "halting.json", content, args.command, digits=6)
     write_page(name, content, output)
     print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
-    if args.write is not None:
-        print(write_threshold(model, folder, args.write, tokens, args))
+    written = None if args.write is None else write_threshold(model, folder, args.write, tokens, args)
+    then = f"looped halting {args.model} --write" if written is None else f"looped chat {args.model}"
+    say_result(conclusion(fixed, tokens, args.budget[0], args.num_loops), then)
+    if written is not None:
+        print(written)
     return output
 
 

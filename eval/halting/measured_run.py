@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from looped_eval.common.progress import progress
 from looped_recipes.common.token_losses import token_losses
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
@@ -24,7 +25,7 @@ def inputs_and_targets(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def measure(model, rows: torch.Tensor, num_loops: int, names: list[str], batch_size: int) -> Measured:
     """Losses and scores of every token after every loop, from one pass; logits of one loop at a time."""
     parts = []
-    for batch in rows.split(batch_size):
+    for batch in progress(rows.split(batch_size), "scoring after every loop"):
         ids, targets = inputs_and_targets(batch)
         states = model.model(
             ids,

@@ -1,14 +1,8 @@
-"""lm-eval at every depth, from one pass of the model. The arguments are lm-eval's own, and its models are there too:
-
-    python -m eval.harness --model looped --model_args pretrained=DIR --num-loops 1..8 --tasks piqa --output results
-
-lm-eval's own spellings are taken too (--output_path, num_loops among the --model_args). Tasks are lm-eval's and those
-of eval/tasks. With --output, the results of each depth are what lm-eval would have written for it, in loops_1,
-loops_2, ...; beside them depth.md and depth.svg. --use_cache keeps the answers of all depths in one file.
-"""
+"""lm-eval at every depth, from one pass of the model."""
 
 import inspect
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -19,8 +13,10 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
+from looped_eval.common.conclusion import best_depths
 from looped_eval.common.curves import Curves, chance_of, draw, table
-from looped_recipes.common.command_line import check_device
+from looped_eval.common.model_folder import results_folder, training_run
+from looped_recipes.common.command_line import device_of, say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
@@ -130,10 +126,11 @@ def main(arguments: list[str]):
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":
         return cli.execute(args)
-    check_device(
-        getattr(args, "device", None)
-    )  # that of the config is lm-eval's default, cuda:0, also where there is none
+    device_of(getattr(args, "device", None))  # that of the config is lm-eval's default, cuda:0, also without one
     check(config)
+    run = training_run(config.model_args["pretrained"])
+    if run is not None and not config.output_path:
+        config.output_path = str(results_folder(str(run)) / "lm_eval")
     options = options_of(config)
     options["task_manager"] = config.process_tasks(config.metadata)
     options["tasks"] = config.tasks
@@ -150,3 +147,5 @@ def main(arguments: list[str]):
     if config.output_path:
         write_whole(Path(config.output_path) / "depth.md", table(curves))
         draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
+        print(f"written: {config.output_path}")
+    say_result(best_depths(curves), *([f"looped report {os.path.relpath(run)}"] if run else []))

@@ -52,7 +52,7 @@ def check_question(
         if is_published(fields) and "model_type" not in fields:
             raise ValueError(
                 f"pretrained={pretrained!r} is a published model whose config.json has no model_type, by which "
-                "lm-eval would open it: `python -m recipes.convert` makes a folder of it that opens"
+                "lm-eval would open it: `looped convert` makes a folder of it that opens"
             )
         if "model_type" not in fields:
             raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found")

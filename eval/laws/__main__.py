@@ -1,6 +1,7 @@
-from looped_eval.laws.command import main
 from looped_recipes.common.command_line import run_command
+
+from .options import parse
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command("looped_eval.laws.command", parse)

@@ -1,33 +1,14 @@
-"""Scaling laws of looping from a table of runs: `python -m eval.laws LAW RUNS.csv|jsonl [options]`.
+"""Scaling laws of looping from a table of runs."""
 
-isoflop       the loops and tokens with the least loss at each FLOP budget (a parabola in log mu) and their power laws;
-              the best run of each budget beside those of fixed depth 1
-parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens; with the frontier, the mean
-              depth of least loss at each FLOP budget
-test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
-unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning learned (gamma), one (1) or none (0)
-conditioning  those three decays above the floor that the parametric law gives
-collect       makes the table: `python -m eval.laws collect RUN... --output runs.csv`, from folders of recipes.pretrain
-
-Columns of the table: see eval/laws/run_table.py. N counts the tables of value embeddings and FLOPs do not, unless
---effective-parameters or --flops names another column; the result says which it was. Runs of mean depth 1 are the
-baseline of figure 6, and no law is fitted to them.
-
-The laws are those of Parcae (section 5, appendices K and L). Each writes LAW.json, LAW.svg and a page, LAW.html,
-to --output. A fit that did not converge, or that the runs do not determine, says so and gives no number. Intervals are
-95 % of --bootstrap refits to runs drawn anew, or, for a single curve, to residuals drawn anew.
-"""
-
-import argparse
 from pathlib import Path
 
-from looped_recipes.common.command_line import Parser
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.provenance import write_json
 
 from .analyses import conditioning, isoflop, parametric, test_time, unified
 from .fitting import Fit, FitError
-from .forms import CONDITIONING
 from .frontier import is_fixed_depth
+from .options import parse
 from .page import write_page
 from .run_table import Table, collect, read_table, write_table
 
@@ -83,33 +64,6 @@ def number(value) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = Parser("eval.laws", __doc__)
-    laws = ("isoflop", "parametric", "test_time", "unified", "conditioning", "collect")
-    parser.add_argument("law", choices=laws, metavar="LAW", help=" | ".join(laws))
-    parser.add_argument("inputs", nargs="+", metavar="RUNS", help="a table of runs; run folders for collect")
-    parser.add_argument(
-        "--output", default=None, help="folder of LAW.json, .svg and .html (runs/laws); collect: the table"
-    )
-    parser.add_argument("--held-out", metavar="RUNS", help="a table of runs to predict")
-    parser.add_argument("--by", metavar="COLUMN", help="fit the runs of each value of a column apart, e.g. parameters")
-    parser.add_argument("--min-depth", type=float, default=0.0, help="leave out runs with a mean depth below this")
-    parser.add_argument(
-        "--effective-parameters",
-        metavar="COLUMN",
-        default="effective_parameters",
-        help="N of the laws, e.g. effective_parameters_without_value_tables",
-    )
-    parser.add_argument(
-        "--flops", metavar="COLUMN", default="flops", help="C of the laws, e.g. flops_with_value_tables"
-    )
-    parser.add_argument("--conditioning", choices=CONDITIONING, default="learned", help="unified: gamma")
-    parser.add_argument("--restarts", type=int, help="default: 500; unified 1000; test_time 100 a curve")
-    parser.add_argument("--bootstrap", type=int, default=200, help="resamples for 95%% intervals; 0: none")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
-
-
 def collect_all(folders: list[str], output: str | None):
     names = [Path(folder).resolve().name for folder in folders]
     unique = len(set(names)) == len(names)  # runs of several sweeps may have the same names
@@ -120,7 +74,7 @@ def collect_all(folders: list[str], output: str | None):
     ]
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)
-    print(f"{len(rows)} rows of {len(folders)} runs: {path}")
+    say_result(f"{len(rows)} rows of {len(folders)} runs: {path}", f"looped laws parametric {path}")
 
 
 def counted(table: Table, args) -> Table:
@@ -132,7 +86,7 @@ def counted(table: Table, args) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    args = parser().parse_args(arguments)
+    args = parse(arguments)
     if args.restarts is not None and args.restarts < 1:
         raise FitError(f"--restarts must be at least 1, got {args.restarts}")
     if args.bootstrap < 0:

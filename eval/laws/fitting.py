@@ -12,6 +12,8 @@ from scipy import optimize
 from torch.autograd.functional import hessian, jacobian
 from torch.nn.functional import huber_loss
 
+from looped_eval.common.progress import progress
+
 from .forms import Columns, Law
 
 
@@ -37,10 +39,11 @@ def minimize(objective, start: torch.Tensor, max_iterations: int = 10_000, memor
     steps = start.new_zeros(memory, *start.shape)  # what the point moved by, the newest last
     changes = start.new_zeros(memory, *start.shape)  # what the gradient changed by
     stalled = torch.zeros(len(start), dtype=torch.long)
-    x = points
+    x, bar = points, progress(None, "fitting", total=len(start))
     for _ in range(max_iterations):
         going = value.isfinite() & (gradient.abs().amax(1) > tolerance) & (stalled < 3)
         rows, x, value, gradient, stalled = rows[going], x[going], value[going], gradient[going], stalled[going]
+        bar.update(len(start) - len(rows) - bar.n)
         if not len(rows):
             break
         steps, changes = steps[:, going], changes[:, going]
@@ -51,6 +54,7 @@ def minimize(objective, start: torch.Tensor, max_iterations: int = 10_000, memor
         stalled = torch.where(value - new_value > 1e-7 * new_value.clamp(min=1e-2), 0, stalled + 1)
         x, value, gradient = new_x, new_value, new_gradient
         points[rows], values[rows] = x, value
+    bar.close()
     return points, values
 
 

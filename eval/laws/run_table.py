@@ -12,7 +12,7 @@
 | effective_parameters | N(mu): without the embedding, the core counted mu times, each value table once |
 | effective_parameters_without_value_tables | the same without these |
 
-Other columns are kept and may be asked for by name. `collect` makes the table from folders of recipes.pretrain.
+Other columns are kept and may be asked for by name. `collect` makes the table from folders of looped pretrain.
 """
 
 import csv
@@ -109,7 +109,7 @@ def read_table(path: str | Path) -> Table:
     if path.suffix not in (".csv", ".jsonl"):
         raise FitError(f"a table of runs is a .csv or .jsonl, got {str(path)!r}")
     if not path.is_file():
-        raise FitError(f"there is no table {path}; `python -m eval.laws collect RUN... --output {path}` makes one")
+        raise FitError(f"there is no table {path}; `looped laws collect RUN... --output {path}` makes one")
     if path.suffix == ".csv":
         with open(path, newline="") as file:
             rows = [
@@ -148,7 +148,7 @@ def write_table(rows: list[dict], path: str | Path):
 
 
 def collect(folder: str | Path) -> list[dict]:
-    """The rows of one finished run of recipes.pretrain: its last validation, at every depth."""
+    """The rows of one finished run of looped pretrain: its last validation, at every depth."""
     from looped_recipes.common.flops import effective_parameters, sizes, training_flops_per_token
     from looped_recipes.common.metrics import read_metrics
     from looped_recipes.settings.recipe import load_recipe
@@ -158,7 +158,7 @@ def collect(folder: str | Path) -> list[dict]:
     for part in ("recipe.yaml", "metrics.jsonl", "final/config.json"):
         if not (folder / part).exists():
             raise FitError(
-                f"{folder} has no {part}: it is no finished run of recipes.pretrain; the same command continues it"
+                f"{folder} has no {part}: it is no finished run of looped pretrain; the same command continues it"
             )
     recipe, config = load_recipe(folder / "recipe.yaml", finished=True), LoopedConfig.from_pretrained(folder / "final")
     last = next((r for r in reversed(read_metrics(folder / "metrics.jsonl")) if "validation/loss" in r), None)

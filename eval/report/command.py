@@ -1,11 +1,4 @@
-"""One page about one or more runs: `python -m eval.report RUN... [--output report.html] [--markdown [card.md]]`.
-
-RUN is an output folder of recipes.pretrain. The page holds training curves, loss over depth, norms of the state and of
-gradients (Fully Looped, figures 2, 3, 6 and 7), what differs between the runs, and, where the folder has them: lm-eval
-results (results*.json anywhere in it), halting (halting.json) and diagnostics (diagnose/). What is missing is left
-out, with the command that makes it. The page is one file that needs no network and no JavaScript; --markdown gives the
-same tables as a section for a model card.
-"""
+"""Training runs on one page."""
 
 import json
 import math
@@ -37,8 +30,10 @@ from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
 from looped_recipes.common.axis import written
 from looped_recipes.common.chart import Chart, Line, named, on_one_scale
-from looped_recipes.common.command_line import Parser
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
+
+from .options import parse
 
 
 def number(value, digits: int = 4) -> str:
@@ -66,7 +61,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     speed = run.last("tokens_per_second")
     return {
         "state": run.status,
-        "made by": f"accelerate launch -m recipes.pretrain {run.folder / 'recipe.yaml'}" if run.recipe else "–",
+        "made by": f"looped pretrain {run.folder / 'recipe.yaml'}" if run.recipe else "–",
         "parameters": number(run.num_parameters),
         "architecture": architecture(run.config),
         "depth in training": f"{run.setting('depth.sampler', 'fixed')}, mean {mean_depth}",
@@ -291,7 +286,7 @@ def clip_shares(run: RunFolder, steps: list[int]) -> list[float]:
 
 
 def pretrain(run: RunFolder) -> str:
-    return f"accelerate launch -m recipes.pretrain {run.folder / 'recipe.yaml'}"
+    return f"looped pretrain {run.folder / 'recipe.yaml'}"
 
 
 def missing(words: str, command: str) -> Missing:
@@ -367,18 +362,18 @@ def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
 
 def harness(run: RunFolder) -> str:
     return (
-        f"python -m eval.harness --model looped --model_args pretrained={run.folder / 'final'},"
+        f"looped eval --model looped --model_args pretrained={run.folder / 'final'},"
         f"num_loops=1..{run.trained_loops or 4} --tasks TASK,... --output_path {run.folder / 'results'}"
     )
 
 
 def halting(runs: list[RunFolder]) -> Section:
-    """Early exit: what eval.halting measured, and perplexity against mean loops."""
+    """Early exit: what looped halting measured, and perplexity against mean loops."""
     blocks = []
     for run in runs:
-        path = run.folder / "halting.json"
+        path = run.results("halting.json")
         if not path.is_file():
-            command = f"python -m eval.halting {run.folder / 'final'} --output {run.folder}"
+            command = f"looped halting {run.folder}"
             blocks.append(missing(f"{run.name} has no halting.json.", command))
             continue
         blocks += [Heading(run.name)] if len(runs) > 1 else []
@@ -397,11 +392,9 @@ def diagnostics(runs: list[RunFolder]) -> list[Section]:
     """Those of the models themselves, and those of fresh models of their configs."""
     own, fresh = [], []
     for run in runs:
-        folder = run.folder / "diagnose"
-        files = sorted(folder.glob("*.json"))
+        files = sorted(run.results("diagnose").glob("*.json"))
         if not files:
-            command = f"python -m eval.diagnose all {run.folder / 'final'} --output {folder}"
-            own.append(missing(f"{run.name} has no diagnostics.", command))
+            own.append(missing(f"{run.name} has no diagnostics.", f"looped diagnose all {run.folder}"))
         suffix = f", {run.name}" if len(runs) > 1 else ""
         for path in files:
             try:
@@ -467,13 +460,7 @@ def make_report(folders, output: str | Path | None = None) -> Path:
 
 
 def main(arguments: list[str]):
-    parser = Parser("eval.report", __doc__)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output folder of recipes.pretrain")
-    parser.add_argument("--output", help="the page; default: report.html in the first run's folder")
-    parser.add_argument("--markdown", nargs="?", const="-", help="also as Markdown, into a file or to the terminal")
-    parser.add_argument("--layer", type=int, help="whose gradients are drawn, counted from 1; by default the middle")
-    parser.add_argument("--clipped", action="store_true", help="draw gradients after clipping")
-    args = parser.parse_args(arguments)
+    args = parse(arguments)
     runs = open_runs(args.runs)
     sections = sections_of(runs, args.layer, args.clipped)
     output = Path(args.output or runs[0].folder / "report.html")
@@ -485,4 +472,4 @@ def main(arguments: list[str]):
         print(f"Markdown: {args.markdown}")
     else:
         print(about(runs).blocks[0].markdown())
-    print(f"the page: {output}")
+    say_result(f"the page: {output}", f"looped chat {runs[0].folder}")

@@ -1,12 +1,5 @@
-"""How long a model thinks over each token: `python -m eval.show_loops MODEL "prompt" [--output page.html]`.
+"""How long a model thinks over each token, as a page."""
 
-Lets the model write with early exit, prints the text with every token coloured by the loops it took, and writes one
-HTML page, without scripts and without a network, that also shows each token's logit margin over loops under the
-pointer. The criterion is that of --exit-criterion, else that of the model's generation_config.json (see
-`eval.halting --write`), else kl at its published threshold.
-"""
-
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -14,33 +7,17 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
+from looped_eval.common.loops_in_words import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
-from looped_recipes.common.command_line import Parser
 from looped_recipes.common.files import write_whole
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import ExitRule, exit_rule
 
+from .options import parse
 from .page import Piece, Shown, Token, color, ink, page, plural, visible
 
 
 LONGEST_CHARACTER = 4  # bytes, so tokens that only together are text
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser("eval.show_loops", __doc__)
-    parser.add_argument("model")
-    parser.add_argument("prompt")
-    parser.add_argument("--exit-criterion")
-    parser.add_argument("--exit-threshold", type=float, help="default: the published one")
-    parser.add_argument("--min-loops", type=int)
-    parser.add_argument("--num-loops", type=int, help="the most loops a token may take; default: that of the model")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling")
-    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", default="loops.html")
-    return parser.parse_args(arguments)
 
 
 def rule_of(args, folder: Path, config) -> ExitRule:
@@ -173,7 +150,7 @@ def main(arguments: list[str]) -> Shown:
     args = parse(arguments)
     shown = show(args)
     print(painted(shown) if has_colors(sys.stdout) else plain(shown))
-    print(f"{shown.mean_loops:.2f} of {shown.num_loops} loops in the mean; {shown.rule}")
+    print(f"{loops_in_words(shown.mean_loops, shown.num_loops)} in the mean; {shown.rule}")
     output = Path(args.output)
     write_whole(output, page(shown))
     print(output)

@@ -5,8 +5,8 @@
     save_public(model, "back", "ouro")                                        # and in that of the release
 
     register_public_formats()                                                 # AutoModelForCausalLM, pipeline, lm_eval
-    python -m recipes.convert ByteDance/Ouro-1.4B ouro                        # the same from the command line
-    python -m recipes.convert ouro back --to ouro
+    looped convert ByteDance/Ouro-1.4B ouro                        # the same from the command line
+    looped convert ouro back --to ouro
 
 What opens: Ouro, Huginn, Llama models that were retrofitted in its form, Parcae, Nanbeige. A layout is one small file:
 how its config.json reads, and one table of names for both directions. What a layout cannot say is refused by name.

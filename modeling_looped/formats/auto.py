@@ -2,7 +2,7 @@
 
 Without it, AutoConfig knows none of these model types, or opens the code of their repositories. Parcae's config.json
 has no model_type, so nothing that goes by AutoConfig can open it: LoopedForCausalLM.from_pretrained does, and
-`python -m recipes.convert` makes a folder of it that opens everywhere.
+`looped convert` makes a folder of it that opens everywhere.
 """
 
 import transformers

@@ -1,15 +1,24 @@
-"""How every command reads its options and reports its errors."""
+"""How every command reads its options and reports its errors.
+
+`--help` and wrong options are answered before anything is imported that takes seconds: this file, and those with the
+options of commands, import neither torch nor what does.
+"""
 
 import argparse
 import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
+from importlib import import_module
 
-import torch
+from .errors import CommandError
 
 
+PROGRAM: str | None = None  # `looped NAME`, if that started this process
+UNTIL_ENDED = 30  # seconds: a launcher that saw the others end first would end the one that has something to say
+INTERRUPTED = 128 + 2  # the status of a process that Ctrl-C ended
 TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
 
 
@@ -21,23 +30,27 @@ class OneLineErrors(argparse.ArgumentParser):
 class Parser(OneLineErrors):
     """Options have hyphens; underscores are taken for them, and so are former names, `renamed`.
 
-    The result has `command`, what was typed.
+    The result has `command`, what was typed, and, with `add_device`, a `device` that is there.
     """
 
     def __init__(self, module: str, description: str, renamed: dict[str, str] | None = None):
-        super().__init__(
-            prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        program = PROGRAM or f"python -m {module}"
+        super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.renamed = renamed or {}
+
+    def add_device(self):
+        self.add_argument("--device", help="e.g. cpu, cuda or cuda:1; default: a GPU if there is one")
 
     def add_subparsers(self, **kwargs):
         return super().add_subparsers(parser_class=OneLineErrors, **kwargs)
 
     def parse_args(self, arguments: list[str] | None = None, namespace=None) -> argparse.Namespace:
         arguments = sys.argv[1:] if arguments is None else list(arguments)
-        args = super().parse_args([self.canonical(argument) for argument in arguments], namespace)
+        parse = super().parse_args if self._subparsers else super().parse_intermixed_args
+        args = parse([self.canonical(argument) for argument in arguments], namespace)
         args.command = f"{self.prog} {shlex.join(arguments)}"
-        check_device(getattr(args, "device", None))
+        if hasattr(args, "device"):
+            args.device = device_of(args.device)
         return args
 
     def canonical(self, argument: str) -> str:
@@ -48,19 +61,36 @@ class Parser(OneLineErrors):
         return self.renamed.get(name, name) + argument[option.end() :]
 
 
-def check_device(name: str | None):
+def device_of(name: str | None) -> str:
+    """The device of that name, if it is there; without a name, a GPU if there is one."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} is not there ({reason}): leave the option out, or pass cpu") from None
+    return name
 
 
-def print_help(arguments: list[str], text: str, least: int = 1):
+def print_help(arguments: list[str], text: str | Callable[[], str], least: int = 1):
     """The help of a command that takes a recipe and section.key=value, and no options."""
     if len(arguments) < least or {"-h", "--help"} & set(arguments):
-        print(text)
+        print(text if isinstance(text, str) else text())
         raise SystemExit(0 if arguments else 2)
+
+
+def say_result(found: str, *then: str):
+    """The end of a command: what it found, and what may be typed next."""
+    print(f"\n{found}")
+    say_next(*then)
+
+
+def say_next(*commands: str):
+    for command in commands:
+        print(f"next: {command}")
 
 
 def parse_depths(num_loops) -> list[int]:
@@ -90,15 +120,46 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
-def run_command(main: Callable, *errors: type[Exception]):
-    """A command: an error that the user can mend is one line."""
+def run_command(main: Callable | str, parse: Callable | None = None):
+    """A command: an error that the user can mend is one line.
+
+    main: takes the arguments; or the name of the module that has it, which is imported when `parse` has taken them.
+    """
     try:
-        status = main(sys.argv[1:])
+        if parse is not None:
+            parse(sys.argv[1:])
+        status = (import_module(main).main if isinstance(main, str) else main)(sys.argv[1:])
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except (ValueError, OSError, *errors) as error:
-        if os.environ.get(TRACEBACK):
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # who reads the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        said = told(error)
+        if said is None or os.environ.get(TRACEBACK):
             raise
-        said = " ".join(str(error).split("\n")) if str(error) else "no further reason"
-        raise SystemExit(f"{type(error).__name__}: {said}") from None
+        if not speaks_for_all():
+            time.sleep(UNTIL_ENDED)
+            said = 1
+        raise SystemExit(said) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def told(error: Exception) -> str | None:
+    """One line about an error that the user can mend; None for a mistake of ours."""
+    said = " ".join(str(error).split("\n")) if str(error) else "no further reason"
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("modeling_looped", "looped_")):
+        return f"{error.name} is not installed: pip install 'modeling-looped[train,eval]'"
+    if type(error).__name__ == "OutOfMemoryError":  # of torch, on every kind of device
+        return f"{said.partition('. ')[0]}: use a smaller batch, or fewer and shorter rows"
+    if isinstance(error, (ValueError, OSError, CommandError)) or type(error) is ImportError and error.name is None:
+        return f"{type(error).__name__}: {said}"
+    return None
+
+
+def speaks_for_all() -> bool:
+    """Whether this process of a launch is to say what went wrong: before the processes know of each other, all meet
+    the same error and the first tells it; later `peers.one_message` has chosen one."""
+    distributed = sys.modules.get("torch.distributed")
+    knows_others = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return knows_others or os.environ.get("RANK", "0") == "0"

@@ -10,8 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import torch
-
+from . import command_line
 from .files import write_whole
 
 
@@ -30,6 +29,8 @@ def provenance(command: str | None = None) -> dict:
 
 
 def own_command() -> str:
+    if command_line.PROGRAM:
+        return f"{command_line.PROGRAM} {shlex.join(sys.argv[1:])}".strip()
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     return f"{program} {shlex.join(sys.argv[1:])}".strip()
@@ -37,7 +38,9 @@ def own_command() -> str:
 
 @cache
 def commit() -> str:
-    """The commit of this code, with a plus sign where it was changed since."""
+    """The commit of this code, with a plus sign where it was changed since; installed code has none."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
@@ -61,6 +64,8 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> str:
+    import torch
+
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from looped_recipes.common.errors import CommandError
+
 from .distributed import bare, to_shards
 
 
@@ -16,7 +18,7 @@ ADVICE = (
 )
 
 
-class Divergence(RuntimeError):
+class Divergence(CommandError):
     """A run whose loss, gradients, weights or validation are no longer numbers."""
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from looped_recipes.common.errors import CommandError
 from looped_recipes.settings.recipe import RecipeError
 
 
@@ -21,7 +22,7 @@ GONE = (
 )
 
 
-class PeerLost(RuntimeError):
+class PeerLost(CommandError):
     """Another process of the launch is gone."""
 
 

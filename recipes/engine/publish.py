@@ -25,6 +25,7 @@ PLACES = (
 )
 CARD = """---
 library_name: transformers
+pipeline_tag: text-generation
 tags: [looped, {injection}]
 license: apache-2.0
 ---
@@ -36,9 +37,16 @@ A looped language model: {layers} unique layers ({prelude} before the loop, {cor
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-model.generate(**inputs, num_loops=2)  # another depth than {loops}
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+inputs = tokenizer("Once", return_tensors="pt")
+ids = model.generate(**inputs, max_new_tokens=20)  # {loops} loops
+ids = model.generate(**inputs, max_new_tokens=20, num_loops=1)  # any other depth
+print(tokenizer.decode(ids[0]))
 ```
+
+With `import modeling_looped` before, nothing asks for `trust_remote_code`.
 
 ## Validation at every depth
 
@@ -56,9 +64,9 @@ model.generate(**inputs, num_loops=2)  # another depth than {loops}
 """
 
 
-def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str) -> str:
-    """The README of an exported model, filled from its run."""
-    records = read_metrics(metrics_path)
+def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str, steps: int) -> str:
+    """The README of an exported model, filled from its run; steps: after which it was exported."""
+    records = [record for record in read_metrics(metrics_path) if record["step"] < steps]
     last = next((record for record in reversed(records) if "validation/loss" in record), {})
     depths = sorted(int(key.rsplit("_", 1)[1]) for key in last if key.startswith("validation/loss_at_"))
     rows = (
@@ -75,7 +83,7 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str) -> s
         loops=config.trained_depth,
         parameters=sizes(config).total,
         table="\n".join(rows),
-        steps=last.get("step", -1) + 1,
+        steps=steps,
         tokens_per_step=recipe.training.rows_per_step * recipe.data.sequence_length,
         source=without_place(recipe.data.source),
         seed=recipe.training.seed,

@@ -42,6 +42,7 @@ from looped_recipes.engine.distributed import (
     to_shards,
 )
 from looped_recipes.engine.distributed import prepare as distribute
+from looped_recipes.engine.ending import ending
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence, nonfinite_part
 from looped_recipes.engine.interruption import Interrupted, Interruption
@@ -574,15 +575,26 @@ class Pretraining:
             said = f"the run ends at {self.last_validation:.4f}, above training.max_loss={limit}: diverged"
             self.accelerator.print(said)
 
+    def export(self, checkpoint: Path, path: Path):
+        """A model of one checkpoint."""
+        self.go_on_from(checkpoint)
+        self.export_to(path)
+
+    def export_to(self, path: Path):
+        name = self.recipe.training.push_to_hub or self.output.absolute().name
+        card = model_card(self.recipe, self.config, self.metrics.path, name, self.step)
+        self.data.tokenizer.model_max_length = self.config.max_position_embeddings
+        export_model(path, self.model, self.data.tokenizer, readme=card)
+
     def finish(self) -> Path:
         final = self.output / "final"
         repository = self.recipe.training.push_to_hub
-        card = model_card(self.recipe, self.config, self.metrics.path, repository or self.output.absolute().name)
-        export_model(final, self.model, self.data.tokenizer, readme=card)
+        self.export_to(final)
         if repository:
             address = on_main_process(lambda: push(final, repository), final)
             self.accelerator.print(f"pushed to {address}")
-        self.accelerator.print(f"saved {final}; open it with from_pretrained")
+        if self.accelerator.is_main_process:
+            print(f"saved {final}; {ending(self.metrics.path, self.config.trained_depth)}")
         return final
 
 

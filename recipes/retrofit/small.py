@@ -12,7 +12,7 @@ from looped_recipes.common.command_line import print_help, run_command
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import write_json
 from looped_recipes.convert import convert
-from looped_recipes.engine.training import Divergence, Pretraining
+from looped_recipes.engine.training import Pretraining
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import Recipe, load_recipe
 
@@ -67,4 +67,4 @@ def main(arguments: list[str]):
 
 
 if __name__ == "__main__":
-    run_command(main, Divergence)
+    run_command(main)

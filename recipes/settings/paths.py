@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 
 
+INSTALLED = Path(__file__).resolve().parents[1]  # the recipes that come with this package
+
+
 def expanded(path: str | Path) -> Path:
     """`path` with the home folder that a leading `~` or `~name` stands for."""
     whole = os.path.expanduser(path)
@@ -19,3 +22,13 @@ def nearest_existing(path: Path) -> Path:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
+
+
+def recipe_file(path: str | Path) -> Path:
+    """`path`; or, where it is not there, the recipe of that name that comes with this package."""
+    path = expanded(path)
+    if path.exists() or path.is_absolute():
+        return path
+    parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
+    own = INSTALLED.joinpath(*parts)
+    return own if own.is_file() else path

@@ -23,7 +23,7 @@ from modeling_looped import LoopedConfig
 from modeling_looped.formats.dense import start_from_dense
 
 from .model_fields import check_model_fields
-from .paths import expanded
+from .paths import expanded, recipe_file
 from .ranges import check_ranges
 from .relations import check_relations, refuse_idle
 from .sections import (
@@ -204,7 +204,7 @@ def _expand_paths(recipe: Recipe, where: str):
 def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
     """The sections of a recipe and of those that it extends; an empty section leaves the base's as it is."""
     raw = read_yaml(path)
-    path = expanded(path)
+    path = recipe_file(path)
     if path.resolve() in seen:
         raise RecipeError(f"{path} extends itself")
     if len(seen) == LONGEST_CHAIN:

@@ -12,31 +12,31 @@ class RecipeError(ValueError):
 class DataConfig:
     source: str = "embedded"  # embedded | a `datasets` name | a file, folder or glob of txt, jsonl or parquet
     source_config: str | None = None  # configuration of a `datasets` name, e.g. sample-10BT
-    split: str = "train"
-    text_field: str = "text"
+    split: str = "train"  # of a `datasets` name
+    text_field: str = "text"  # the column or key that holds a document
     document_start: str | None = None  # rows are lines, joined to documents that begin where this pattern matches
     joined_by: str | None = None  # rows that are not empty are one text, joined by this white space, no bos or eos
-    streaming: bool = False
-    max_documents: int | None = None
+    streaming: bool = False  # read a `datasets` name while it is downloaded
+    max_documents: int | None = None  # the first so many; None is all
     validation_source: str | None = None  # its own source; otherwise documents are held out of `source`
-    validation_split: str | None = None
-    validation_fraction: float = 0.01
+    validation_split: str | None = None  # of a `datasets` name: what is held out
+    validation_fraction: float = 0.01  # of the documents, if nothing else says what is held out
     tokenizer: str = "bpe"  # bpe | word: trained on the training documents; otherwise a name or folder
-    tokenizer_vocab_size: int = 32768
+    tokenizer_vocab_size: int = 32768  # of one that is trained
     tokenizer_max_characters: int | None = None  # how much text a tokenizer is trained on; None is 2 billion
     # special tokens that a document has; one where the tokenizer has no bos of its own. start: it ends the one before
     document_tokens: Literal["both", "start", "end", "none"] = "both"
     start_token: str | None = None  # of a tokenizer that is brought along: what begins documents instead of its bos
+    # documents in rows: one after the other, or so that few are cut
     packing: Literal["concatenate", "best_fit"] = "concatenate"
-    cropped: Literal["keep", "drop"] = (
-        "keep"  # best_fit: what is cut off comes back as a document, or is lost (Parcae)
-    )
-    sequence_length: int = 1024
+    # best_fit: what is cut off comes back as a document, or is lost (Parcae)
+    cropped: Literal["keep", "drop"] = "keep"
+    sequence_length: int = 1024  # tokens of a row
     stride: int | None = None  # concatenate: distance between starts of rows; None is sequence_length
     document_masking: bool = False  # position_ids restart at every document, so attention stays inside it
     expected_tokens: float | None = None  # for training: what a plan in epochs reckons with, nothing else
-    num_proc: int | None = None
-    cache_dir: str = ".shards"
+    num_proc: int | None = None  # processes that tokenize; None is one
+    cache_dir: str = ".shards"  # folder of prepared data
 
     def expected_rows(self) -> int | None:
         """Rows of an epoch, as far as `expected_tokens` tells."""
@@ -56,21 +56,22 @@ class DenseConfig:
 
 @dataclass
 class DepthConfig:
+    # how depths are drawn
     sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "fixed"
     mean: float | None = None  # None is the model's num_loops
-    maximum: int | None = None
+    maximum: int | None = None  # the deepest that is drawn
     per: Literal["batch", "micro_batch", "sequence"] = "batch"  # batch: one draw for all rows of the step
     # micro_batch: so many neighbouring rows of the step share a draw; training.micro_batch_size does not change it
     rows_per_draw: int | None = None
     # gradients through the last so many loops; "half" is half the mean depth, rounded up; None is all
     backprop_loops: int | Literal["half"] | None = None
-    split: Literal["total", "prefix"] = (
-        "total"  # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
-    )
+    # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
+    split: Literal["total", "prefix"] = "total"
     # the mean grows over the first so many steps: loops before those with gradients (forward), these, both, or all
     # loops, of which the last `backprop_loops` have gradients as soon as there are as many (total)
     curriculum: Literal["linear", "sqrt"] | None = None
-    curriculum_steps: int | None = None
+    curriculum_steps: int | None = None  # steps until the mean is reached
+    # which loops become more
     curriculum_target: Literal["forward", "backward", "both", "total"] = "forward"
 
 
@@ -78,60 +79,59 @@ class DepthConfig:
 class OptimizerConfig:
     # muon, normuon (Parcae): for matrices of the blocks; the rest stays with AdamW
     name: Literal["adamw", "muon", "normuon"] = "adamw"
-    lr: float = 3e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: float = 3e-4  # of AdamW
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
+    eps: float = 1e-8  # of AdamW
+    weight_decay: float = 0.0  # of AdamW
     update_clipping: bool = False  # of AdamW, see stable_adamw.py
     atan2: bool = False  # AdamW without epsilon
     decay_all: bool = True  # false: no decay of AdamW for norms, biases and other vectors, nor for Parcae's B and C
     keep_decay_product: bool = False  # lr * weight_decay stays what it is at the base rate
     decay_product: float | None = None  # sets weight_decay to this over lr
     correct_for_depth: bool = True  # residual_scaling "factored": rate and eps of the blocks times (L / L_ref)^(-1/2)
-    embedding_lr: float | None = None
-    head_lr: float | None = None
+    embedding_lr: float | None = None  # None is lr
+    head_lr: float | None = None  # None is lr
     reference_width: int | None = None  # embedding and head rates times sqrt(reference_width / hidden_size)
-    muon_lr: float = 0.02
-    muon_momentum: float = 0.95
-    muon_momentum_start: float = 0.85
-    muon_momentum_steps: int = 300
-    muon_weight_decay: float = 0.0
+    muon_lr: float = 0.02  # of the matrices of the blocks
+    muon_momentum: float = 0.95  # after its first steps
+    muon_momentum_start: float = 0.85  # at step 0, from where it grows
+    muon_momentum_steps: int = 300  # for so many steps
+    muon_weight_decay: float = 0.0  # of the matrices of the blocks
     muon_weight_decay_end: float | None = None  # where it would be, linearly, after the last step; None stays constant
     muon_value_gates: bool = False  # gates of value embeddings too
-    clip: float | None = 1.0
+    clip: float | None = 1.0  # the largest norm of all gradients; None leaves them as they are
 
 
 @dataclass
 class ScheduleConfig:
-    name: Literal["constant", "cosine", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int | None = None  # wsd
-    decay_fraction: float | None = None  # wsd, of all steps
+    name: Literal["constant", "cosine", "wsd"] = "cosine"  # wsd: warm up, stay, decay
+    warmup_steps: int = 0  # in which rates grow from 0
+    decay_steps: int | None = None  # wsd: in which rates fall to final_ratio, at the end
+    decay_fraction: float | None = None  # wsd: the same, as a part of all steps
     final_ratio: float = 0.0  # last rate over the base rate: cosine, wsd
 
 
 @dataclass
 class TrainingConfig:
-    output_dir: str = "runs/default"
-    seed: int = 0
-    # length of the run: the first that is set
-    steps: int | None = None
-    tokens: float | None = None
-    epochs: float | None = None
-    flops: float | None = None  # training operations, see flops.py
-    tokens_per_parameter: float | None = None
+    output_dir: str = "runs/default"  # from the folder where the command is typed
+    seed: int = 0  # of weights, rows, depths and noise
+    steps: int | None = None  # length of the run; the first that is set of these five
+    tokens: float | None = None  # length of the run
+    epochs: float | None = None  # length of the run, in passes over the data
+    flops: float | None = None  # length of the run, in training operations, see flops.py
+    tokens_per_parameter: float | None = None  # length of the run
     count_embedding: bool = True  # among the parameters of tokens_per_parameter
     rows_per_step: int = 64  # sequences per optimizer step, over all processes
     micro_batch_size: int = 8  # sequences per process and forward pass
     compile: bool = False  # compile the blocks, once for all loops
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     initialize_from: str | None = None  # a saved model to start from
     freeze_all_but_gate: bool = False  # Ouro's stage II
-    taper_start: float = 0.05  # model.readout_norm taper: where the norm begins to go, as a part of all steps,
-    taper_end: float = 1.0  # and where it is gone
-    save_every: int = 500
-    keep_last: int = 2
-    keep_best: bool = True  # of the checkpoints at whose step the model was evaluated
+    taper_start: float = 0.05  # model.readout_norm taper: where the norm begins to go, as a part of all steps
+    taper_end: float = 1.0  # model.readout_norm taper: where it is gone
+    save_every: int = 500  # steps between checkpoints
+    keep_last: int = 2  # checkpoints that are kept
+    keep_best: bool = True  # beside them the best of the checkpoints at whose step the model was evaluated
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
@@ -143,17 +143,19 @@ class TrainingConfig:
 
 @dataclass
 class EvaluationConfig:
-    every: int = 250
-    rows: int = 128
+    every: int = 250  # steps
+    rows: int = 128  # of the held-out text, the first so many
     loops: list[int] | None = None  # None: 1..num_loops, one pass for all
 
 
 @dataclass
 class LoggingConfig:
-    every: int = 10
-    monitor_every: int = 50  # norms of states and of blocks' gradients, state change, spectral radius
+    every: int = 10  # steps between lines of metrics.jsonl
+    # steps between measurements: norms of states and of blocks' gradients, state change, spectral radius
+    monitor_every: int = 50
+    # where metrics go besides
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
-    project: str = "looped"
+    project: str = "looped"  # name of trackers
 
 
 SECTIONS = {

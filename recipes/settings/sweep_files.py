@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .paths import expanded
+from .paths import recipe_file
 from .recipe import RecipeError, as_number
 from .yaml_files import read_yaml, shortly
 
@@ -30,7 +30,7 @@ class SweepFile(NamedTuple):
 
 
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepFile:
-    path = expanded(path)
+    path = recipe_file(path)
     raw = read_yaml(path, "sweep")
     unknown = set(raw) - {"recipe", "set", "grid", "runs", "plot"}
     if unknown or "recipe" not in raw or ("grid" in raw) == ("runs" in raw):
@@ -98,7 +98,7 @@ def refuse_swept(entries: list[dict], overrides: Sequence[str], path: Path):
         if key in keys:
             raise RecipeError(
                 f"{override!r} would overrule what the runs of {path} differ in: change it in the sweep, or run its "
-                "recipe with recipes.pretrain"
+                "recipe with looped pretrain"
             )
 
 
@@ -145,3 +145,7 @@ def checked_name(name, path: Path) -> str:
     if wrong:
         raise RecipeError(f"{path}: the name {shortly(name)} {wrong}")
     return name
+
+
+def is_sweep(path) -> bool:
+    return str(path).endswith(".sweep.yaml")

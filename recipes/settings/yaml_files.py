@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from .paths import expanded
+from .paths import recipe_file
 from .sections import RecipeError
 
 
@@ -92,9 +92,9 @@ def parse_yaml(text: str, where: str):
 def read_yaml(path: str | Path, kind: str = "recipe") -> dict:
     """The mapping that a file holds; an empty file holds an empty one."""
     try:
-        path = expanded(path)
+        path = recipe_file(path)
         if not path.is_file():
-            raise RecipeError(f"there is no {kind} {path}")
+            raise RecipeError(f"there is no {kind} {path}, here or among those that `looped pretrain --help` lists")
         if path.stat().st_size > LARGEST_FILE:
             raise RecipeError(f"{path} has {path.stat().st_size} bytes, which is no {kind}: name a YAML file")
         text = path.read_text(encoding="utf-8")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import yaml
 
-from looped_recipes.plan import plan
+from looped_recipes.engine.sweeps import load_sweep
+from looped_recipes.settings.costs import plan
 from looped_recipes.settings.recipe import load_recipe
-from looped_recipes.sweep import load_sweep
 from tests.faults.campaign import Trial
 
 

@@ -1,14 +1,4 @@
-"""Serves a model: chat, completions and streaming for many clients, each at its own depth and by its own exits.
-
-    python -m eval.serve runs/demo/final --port 8000
-    curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
-        -d '{"prompt": "def read(", "max_tokens": 32, "num_loops": 4, "exit_criterion": "kl", "exit_threshold": 0.01}'
-
-It is made of the parts of `transformers serve`, an OpenAI-compatible server, and needs `pip install -e '.[serve]'`. A
-request takes the fields of depth that generate takes beside its own. The answer has `token_loops`, the loops of each
-of its tokens, and `saved_percent`, by how much these are fewer than all; a stream has both in its last chunk.
-Requests share every pass of the model; those for which there is no room wait. A `seed` is that of its request alone.
-"""
+"""The server: requests of many clients share every pass of the model."""
 
 import asyncio
 import json
@@ -21,7 +11,6 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import torch
 from transformers.generation import BaseStreamer
 from transformers.utils.import_utils import is_serve_available
 
@@ -39,11 +28,11 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from looped_eval.common.model_folder import open_config, open_tokenizer
-from looped_recipes.common.command_line import Parser, run_command
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.shared_passes import SharedPasses
 
+from .options import parse
 from .request_checks import check_body, check_conversation
 
 
@@ -342,33 +331,6 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
     return app
 
 
-def parse(arguments: list[str] | None):
-    parser = Parser("eval.serve", __doc__)
-    parser.add_argument("model", help="a saved model, or the folder of its training run")
-    parser.add_argument("--name", help="what clients call the model; default: as given here")
-    parser.add_argument("--host", default="localhost")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-rows", type=int, default=8, help="sequences that are decoded at a time")
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        help="tokens, prompts and to come, that they may have together; "
-        "default: as many as the model has positions, for each of them",
-    )
-    parser.add_argument("--num-loops", type=int, help="depth where a request asks for none; default: the model's")
-    parser.add_argument("--max-loops", type=int, help="the deepest that a request may ask for; default: 4 times that")
-    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(arguments)
-    for name in ("max_rows", "max_tokens", "num_loops", "max_loops"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not 0 <= args.port < 2**16:  # higher ones would be taken for others
-        parser.error(f"--port {args.port} is no port: choose one below {2**16}")
-    return args
-
-
 def main(arguments: list[str] | None = None):
     args = parse(arguments)
     folder, config = open_config(args.model)
@@ -379,7 +341,3 @@ def main(arguments: list[str] | None = None):
     with SharedPasses(model, args.max_rows, max_tokens) as passes:
         app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)
         uvicorn.run(app, host=args.host, port=args.port)
-
-
-if __name__ == "__main__":
-    run_command(main)

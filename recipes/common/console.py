@@ -4,13 +4,17 @@ import difflib
 import runpy
 import sys
 
+from looped_recipes.common import command_line
+
 
 COMMANDS = {
     "demo": ("looped_recipes.demo", "train a small model, measure it at every depth, let it write"),
+    "own-text": ("looped_recipes.own_text", "a looped and a plain model of your own text, in ten minutes"),
     "pretrain": ("looped_recipes.pretrain", "train a model as a recipe says"),
     "prepare": ("looped_recipes.prepare", "tokenize and pack the data of a recipe"),
     "plan": ("looped_recipes.plan", "what a recipe or a sweep would cost"),
     "sweep": ("looped_recipes.sweep", "many training runs from one file"),
+    "export": ("looped_recipes.export", "make a model of a checkpoint"),
     "convert": ("looped_recipes.convert", "a published checkpoint to our layout, or a model to that of a release"),
     "chat": ("looped_eval.chat", "talk to a model, or let it complete text"),
     "serve": ("looped_eval.serve", "answer many clients at a time, each at its own depth"),
@@ -44,7 +48,8 @@ def main():
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         advice = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
         raise SystemExit(f"looped: there is no command {name!r}; {advice}")
-    sys.argv = [f"looped {name}", *rest]
+    command_line.PROGRAM = f"looped {name}"
+    sys.argv = [command_line.PROGRAM, *rest]
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
 
 

@@ -1,21 +1,5 @@
-"""Perplexity and norm of the state over the whole validation split, over seeds (readout blind spot, table 2):
+"""Perplexity and norm of the state over the whole validation split, over seeds (readout blind spot, table 2)."""
 
-python -m recipes.sweep recipes/readout/44m.sweep.yaml
-python -m eval.readout_table runs/44m
-
-Each folder is a training run, or holds training runs. Windows are those of the recipe, over the whole validation
-split; each of their `sequence_length` tokens has a target, there is no dropout, and a token counts in every window it
-is in. For every run:
-
-    norm              mean over tokens of ||H_K||
-    perplexity        of the readout after the last loop
-    trained loss      exp of the cross-entropy that is trained: of the last loop, its mean over loops, weighted by the
-                      exit distribution, or that of logits so weighted. The paper's table 2 has this one.
-
-Runs that differ in their seed alone are one system: mean and sample standard deviation.
-"""
-
-import argparse
 import math
 import re
 import statistics
@@ -25,9 +9,10 @@ from pathlib import Path
 import torch
 
 from looped_eval.common.held_out import prepared_data, run_data
+from looped_eval.common.progress import progress
 from looped_eval.common.run_folder import RunFolder
 from looped_recipes.common.checksums import check_folder
-from looped_recipes.common.command_line import Parser, run_command
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.measures import token_rms
 from looped_recipes.common.provenance import write_json
@@ -36,6 +21,8 @@ from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
 from looped_recipes.engine.training import flat
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.losses import exit_log_probabilities
+
+from .options import parse
 
 
 MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
@@ -89,7 +76,7 @@ def sums_of(model, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.
 def measure(model, rows: PackedRows, batch_size: int) -> dict:
     """What the table needs of one run, and the same of every loop."""
     device, sums, labelled, tokens = model.lm_head.weight.device, Counter(), 0, 0
-    for start in range(0, len(rows), batch_size):
+    for start in progress(range(0, len(rows), batch_size), "windows"):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
         ids, targets = batch["input_ids"][:, :-1].to(device), batch["labels"][:, 1:].to(device)
         for name, found in sums_of(model, ids, targets).items():
@@ -169,16 +156,6 @@ def cell(value: dict | None) -> str:
     return f"{value['mean']:,.{digits}f}{deviation}"
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser("eval.readout_table", __doc__)
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a training run, or a sweep's folder of them")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path, help="folder for readout_table.json and .md; default: the first folder")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: list[str] | None = None) -> dict:
     args = parse(arguments)
     if args.batch_size < 1:
@@ -208,8 +185,7 @@ def main(arguments: list[str] | None = None) -> dict:
     result = {"dtype": args.dtype, "systems": of_systems, "runs": measured}
     write_json(output / "readout_table.json", result, args.command, digits=6)
     write_whole(output / "readout_table.md", table(of_systems) + "\n")
+    means = {name: found["perplexity"]["mean"] for name, found in of_systems.items() if "perplexity" in found}
+    best = min(means, key=means.get)
+    say_result(f"{best} has the least perplexity, {means[best]:.2f}: {output / 'readout_table.md'}")
     return result
-
-
-if __name__ == "__main__":
-    run_command(main)

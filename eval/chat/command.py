@@ -1,36 +1,15 @@
-"""Talk to a model, or let it complete text, in a terminal: `python -m eval.chat runs/demo/final [--num-loops 8]`.
-
-A model whose tokenizer has a chat template answers in turns; any other completes each line by itself. Depth and exits
-are those saved with the model unless options say otherwise; after each answer stands how many loops its tokens took.
-Without a terminal, each line of the input is one prompt.
-"""
+"""A conversation with a model, or text that it completes."""
 
 import sys
 
 import torch
 from transformers import TextStreamer
 
+from looped_eval.common.loops_in_words import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
-from looped_recipes.common.command_line import Parser, run_command
 from modeling_looped import LoopedForCausalLM
 
-
-def parse(arguments: list[str] | None):
-    parser = Parser("eval.chat", __doc__)
-    parser.add_argument("model", help="a saved model, or the folder of its training run")
-    parser.add_argument("prompt", nargs="*", help="without one, prompts are read from the terminal")
-    parser.add_argument("--num-loops", type=int, help="the most loops a token may take; default: that of the model")
-    parser.add_argument("--exit-criterion", help="default: that saved with the model, if any")
-    parser.add_argument("--exit-threshold", type=float, help="default: the published one")
-    parser.add_argument("--min-loops", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
-    parser.add_argument("--seed", type=int, help="of sampling")
-    parser.add_argument("--system", help="what the model is told before a conversation")
-    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
-    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
+from .options import parse
 
 
 class Conversation:
@@ -88,11 +67,11 @@ def main(arguments: list[str] | None = None):
         settings["temperature"] = args.temperature
     if args.seed is not None:
         torch.manual_seed(args.seed)
+    full = args.num_loops or getattr(model.generation_config, "num_loops", None) or config.num_loops
     conversation = Conversation(model, tokenizer, settings, args.system)
+    if not args.prompt and sys.stdin.isatty():
+        how = "answers in turns" if conversation.answers_in_turns else "was trained on no chats: it completes text"
+        print(f"{folder} {how}, with {full} loops at most; Ctrl-D ends")
     for prompt in [" ".join(args.prompt)] if args.prompt else lines_of(sys.stdin):
         _, loops = conversation.answer(prompt)
-        print(f"[{loops:.2f} loops a token]")
-
-
-if __name__ == "__main__":
-    run_command(main)
+        print(f"[{loops_in_words(loops, full)} a token]")

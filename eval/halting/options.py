@@ -1,0 +1,44 @@
+"""Early exit within a budget: `looped halting MODEL [TEXT...] [--budget 0.01] [--write]`.
+
+MODEL is a saved model or the folder of its training run, TEXT txt, jsonl, parquet or a dataset (default: what the run
+held out for validation). On one slice of the text, every exit criterion gets the threshold with the fewest loops whose
+perplexity is at most 1 + budget times that of full depth; on another slice, without overlap, this is measured:
+
+    sequences   text is scored, and a sequence leaves its batch when the mean score of its tokens passes the threshold
+                (readout blind spot, appendix H); the speed-up is over scoring the same batches at full depth
+    tokens      each token exits by itself, as in generate; --write stores the criterion, its threshold and min_loops
+                in the model's generation_config.json, which generate then follows
+
+Prints perplexity, loops and speed-up, and writes halting.json and halting.svg (perplexity over tokens/s) to eval/ of
+the training run, where looped report finds them, or, without one, to runs/eval/<model>.
+"""
+
+import argparse
+
+from looped_recipes.common.command_line import Parser
+
+
+BEST = "the cheapest"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser("eval.halting", __doc__)
+    parser.add_argument("model")
+    parser.add_argument("text", nargs="*", help="default: what the training run held out")
+    budgets = "how much worse perplexity may be, 0.01 for 1 %%; those after the first add points to the picture"
+    parser.add_argument("--budget", type=float, nargs="+", default=[0.01, 0.003, 0.03], help=budgets)
+    parser.add_argument("--criteria", nargs="+", help="default: all")
+    parser.add_argument("--num-loops", type=int, help="full depth; default: that of the model")
+    parser.add_argument("--min-loops", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=64, help="in each of the two slices")
+    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=2, help="of the timed runs, of which the fastest counts")
+    parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
+    parser.add_argument("--seed", type=int, default=0, help="order of the documents")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
+    parser.add_device()
+    write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
+    parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
+    parser.add_argument("--output", help="folder for halting.json and halting.svg; default: eval/ of the training run")
+    return parser.parse_args(arguments)

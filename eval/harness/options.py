@@ -1,0 +1,30 @@
+"""lm-eval at every depth, from one pass of the model. The arguments are lm-eval's own, and its models are there too:
+
+    looped eval --model looped --model_args pretrained=DIR --num-loops 1..8 --tasks piqa --output results
+
+--model looped                 one pass for all depths; `looped eval run --help` lists what lm-eval takes besides
+--model_args pretrained=DIR    a saved model, or one of the Hub; with commas, further arguments:
+    num_loops=1,2,4            depths, or 1..4, or one; the same as --num-loops; default: the model's own
+    exit_criterion=kl          tokens exit early: logit_margin, max_prob, entropy, entropy_diff, kl, latent_diff,
+                               argmax_stability or gate; the mean loops are reported
+    exit_threshold=0.01        of the criterion; default: the published one, where there is one
+    min_loops=2                the least loops of a token; default: 1
+    state_seed=0               draws the first state of models that start from noise; default: zeros
+    dtype=bfloat16             and all that lm-eval's model `hf` takes
+--num-loops 1..8               depths
+--tasks a,b                    lm-eval's (`looped eval ls tasks`), and those of eval/tasks: looped_offline, which needs
+                               no download, looped_corpus, looped_p_hop, looped_permutation, looped_addition, ...
+--batch-size 8, --device cpu, --limit 100, --num_fewshot 5, --log_samples       as lm-eval has them
+--output FOLDER                the results of each depth, as lm-eval would have written them, in loops_1, loops_2, ...;
+                               beside them depth.md and depth.svg; default: eval/lm_eval of the training run, if any
+--use_cache FILE               keeps the answers of all depths in one file
+
+Underscores and hyphens are the same in names.
+"""
+
+
+def show_help(arguments: list[str]):
+    """Of the command itself; that of lm-eval's own commands (run, ls, validate) is lm-eval's."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)

@@ -1,0 +1,1 @@
+"""A server for many clients."""

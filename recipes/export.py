@@ -1,0 +1,44 @@
+"""Make a model of a checkpoint, also while its run goes on: `looped export RUN [OUT] [--step 500]`.
+
+A checkpoint holds what training goes on from, with its optimizers, and does not open by itself. OUT is a folder that
+from_pretrained and all commands open, by default RUN/step-00000500, beside final/.
+"""
+
+from pathlib import Path
+
+from looped_recipes.common.command_line import Parser, run_command, say_result
+
+
+def parse(arguments: list[str] | None):
+    parser = Parser("recipes.export", __doc__)
+    parser.add_argument("run", type=Path, help="the folder of a training run")
+    parser.add_argument("out", type=Path, nargs="?", help="a new folder; default: RUN/step-... of the checkpoint")
+    parser.add_argument("--step", type=int, help="after so many steps; default: the newest checkpoint")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> Path:
+    options = parse(arguments)
+    from looped_recipes.engine.checkpoint import step_of, whole_checkpoints
+    from looped_recipes.engine.training import Pretraining
+    from looped_recipes.settings.recipe import load_recipe
+
+    checkpoints = whole_checkpoints(options.run / "checkpoints")
+    if not checkpoints or not (options.run / "recipe.yaml").is_file():
+        raise ValueError(
+            f"{options.run} holds no checkpoint of a training run: name the folder that holds checkpoints/"
+        )
+    of_steps = {step_of(path)[0]: path for path in checkpoints}
+    step = max(of_steps) if options.step is None else options.step
+    if step not in of_steps:
+        raise ValueError(f"{options.run} has no checkpoint of step {step}: choose one of {sorted(of_steps)}")
+    out = options.out or options.run / of_steps[step].name
+    changes = {"training.output_dir": str(options.run)}  # the folder may have been moved
+    run = Pretraining(load_recipe(options.run / "recipe.yaml", changes=changes, finished=True))
+    run.export(of_steps[step], out)
+    say_result(f"{out} is the model after {step} of {run.total_steps} steps", f"looped chat {out}")
+    return out
+
+
+if __name__ == "__main__":
+    run_command(main)

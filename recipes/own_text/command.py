@@ -1,0 +1,111 @@
+"""Two models on one text, with the same operations for each token, and how they compare."""
+
+import time
+from pathlib import Path
+
+import torch
+import yaml
+
+from looped_recipes.common.command_line import say_result
+from looped_recipes.common.flops import forward_flops_per_token, sizes
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.provenance import write_json
+from looped_recipes.engine.training import Pretraining
+from looped_recipes.settings.recipe import Recipe, load_recipe
+from modeling_looped import LoopedForCausalLM
+
+from .options import parse
+
+
+HERE = Path(__file__).parent
+NAMES = ("looped", "plain")
+OF_TRAINING = 0.75  # the part of the minutes in which rows are learned; the rest is data, validation, checkpoints
+LEAST_STEPS = 20
+
+
+def seconds_per_step(recipe: Recipe, repeats: int = 2) -> float:
+    """Of forward and backward passes at the mean depth, on random tokens; the first is not counted."""
+    model = LoopedForCausalLM(recipe.model_config()).train()
+    rows = torch.randint(model.config.vocab_size, (recipe.training.micro_batch_size, recipe.data.sequence_length))
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        model(rows, labels=rows, output_logits=False, use_cache=False).loss.backward()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:]) * recipe.training.rows_per_step / recipe.training.micro_batch_size
+
+
+def number_of_steps(minutes: float, recipes: list[Recipe]) -> int:
+    """As many as fit; those of a run that was interrupted, which goes on."""
+    for recipe in recipes:
+        begun = Path(recipe.training.output_dir) / "recipe.yaml"
+        if begun.is_file():
+            return yaml.safe_load(begun.read_text(encoding="utf-8"))["training"]["steps"]
+    return max(LEAST_STEPS, int(60 * minutes * OF_TRAINING / sum(map(seconds_per_step, recipes))))
+
+
+def held_out(run: Pretraining) -> dict:
+    """What a run has come to on the text that it did not see."""
+    last = [record for record in read_metrics(run.metrics.path) if "validation/loss" in record][-1]
+    prefix = "validation/bits_per_byte_at_"
+    return {
+        "parameters": sizes(run.config).total,
+        "bits_per_byte": {int(key.removeprefix(prefix)): last[key] for key in last if key.startswith(prefix)},
+        "error": last.get("validation/bits_per_byte_error"),
+    }
+
+
+def forward_flops(run: Pretraining, depth: int) -> float:
+    return forward_flops_per_token(run.config, run.recipe.data.sequence_length, depth)
+
+
+def main(arguments: list[str] | None = None) -> dict:
+    args = parse(arguments)
+    if not args.minutes > 0:
+        raise ValueError(f"--minutes must be above 0, got {args.minutes:g}")
+
+    def recipe(name: str, *more: str) -> Recipe:
+        own = [f"data.source={args.text}", f"training.output_dir={args.output / name}"]
+        return load_recipe(HERE / f"{name}.yaml", [*own, *args.overrides, *more])
+
+    steps = f"training.steps={number_of_steps(args.minutes, [recipe(name) for name in NAMES])}"
+    result, flops = {}, {}
+    for name in NAMES:
+        run = Pretraining(recipe(name, steps))
+        print(f"{name}: {sizes(run.config).total:,} parameters, {run.total_steps} steps")
+        run.train()
+        result[name] = held_out(run)
+        flops |= {(name, depth): forward_flops(run, depth) for depth in result[name]["bits_per_byte"]}
+    print(table(result, flops))
+    write_json(args.output / "comparison.json", {"result": result}, args.command, digits=6)
+    say_result(in_words(result, run.recipe, flops), f"looped chat {args.output / 'looped'}", report(args.output))
+    return result
+
+
+def table(result: dict, flops: dict) -> str:
+    lines = [f"\n{'held-out text':24}{'bits per byte':>14}{'operations':>12}{'parameters':>13}"]
+    for (name, depth), count in flops.items():
+        bits, parameters = result[name]["bits_per_byte"][depth], result[name]["parameters"]
+        label = f"looped, {depth} loop{'s' * (depth > 1)}" if name == "looped" else name
+        lines.append(f"{label:24}{bits:14.3f}{count / flops['plain', 1]:12.2f}{parameters:13,}")
+    return "\n".join(lines)
+
+
+def report(output: Path) -> str:
+    return "looped report " + " ".join(str(output / name) for name in NAMES)
+
+
+def in_words(result: dict, recipe: Recipe, flops: dict) -> str:
+    """The depth of the looped model whose operations are those of the plain one, beside it."""
+    depths = [depth for name, depth in flops if name == "looped"]
+    depth = min(depths, key=lambda depth: abs(flops["looped", depth] - flops["plain", 1]))
+    looped, plain = result["looped"], result["plain"]
+    difference = looped["bits_per_byte"][depth] - plain["bits_per_byte"][1]
+    fewer = 1 - looped["parameters"] / plain["parameters"]
+    error = max(looped["error"] or 0, plain["error"] or 0)
+    verdict = f"{abs(difference):.3f} {'more' if difference > 0 else 'less'} bits per byte"
+    seen = "" if abs(difference) > error else ", so no difference was seen"
+    return (
+        f"With as many operations for each token, the looped model has {fewer:.0%} fewer parameters and {verdict} on "
+        f"held-out text, each known to {error:.3f}{seen}."
+    )

@@ -1,0 +1,79 @@
+"""How long a run would take and how much memory, as far as formulas tell."""
+
+import torch
+
+from looped_recipes.common.flops import sizes
+from looped_recipes.common.hardware import PEAK_FLOPS, measured_rate
+from modeling_looped import LoopedConfig
+
+from .recipe import Recipe
+
+
+UTILISATION = 0.4  # of the operations that a processor can do, while it trains
+FLOAT = 4  # bytes: weights, gradients and moments are fp32; activations too, or half of it under bf16
+GPU = "H100"
+
+
+def estimates(recipe: Recipe, training_flops: float | None) -> dict[str, str]:
+    """What `recipe.plan` says beside its counts."""
+    found = {}
+    if training_flops is not None:
+        rate, name = own_rate()
+        found["time here"] = f"{duration(training_flops / rate / UTILISATION)}, at {UTILISATION:.0%} of {name}"
+        of_gpu = duration(training_flops / PEAK_FLOPS[GPU] / UTILISATION)
+        found[f"time on one {GPU}"] = f"{of_gpu}, at {UTILISATION:.0%} of {PEAK_FLOPS[GPU] / 1e12:,.0f} TFLOP/s"
+    parts = memory(recipe, recipe.model_config())
+    said = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
+    found["memory, in fp32"] = f"{in_bytes(sum(parts.values()))}: {said}"
+    return found
+
+
+def own_rate() -> tuple[float, str]:
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        known = next((rate for key, rate in PEAK_FLOPS.items() if key in name), None)
+        rate = known or measured_rate("cuda", torch.bfloat16)
+        return rate, f"the {rate / 1e12:,.0f} TFLOP/s of {name}"
+    rate = measured_rate("cpu", torch.float32)
+    return rate, f"the {rate / 1e9:,.0f} GFLOP/s that {torch.get_num_threads()} threads measured just now"
+
+
+def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
+    """Bytes of one process that keeps all by itself."""
+    n = sizes(config)
+    of_blocks = n.total - n.embedding - n.value_tables - (0 if config.tie_word_embeddings else n.head)
+    one_moment = of_blocks if recipe.optimizer.name in ("muon", "normuon") else 0  # AdamW has two
+    rows = recipe.training.micro_batch_size
+    activations = rows * recipe.data.sequence_length * activations_per_token(recipe, config)
+    return {
+        "weights": FLOAT * n.total,
+        "gradients": FLOAT * n.total,
+        "optimizer": FLOAT * (2 * n.total - one_moment),
+        f"activations of {rows} rows": FLOAT * activations,
+    }
+
+
+def activations_per_token(recipe: Recipe, config: LoopedConfig) -> float:
+    """Numbers that the backward pass needs: eight of the width and four of the inner width for each layer that is
+    applied with gradients, and the logits of the last readout."""
+    depth, window = recipe.mean_depth(config), recipe.backprop_loops(config)
+    loops = depth if window is None else min(window, depth)
+    readouts = 1 if config.loop_loss == "terminal" else loops
+    total = config.vocab_size
+    for section, times in (("prelude", 1), ("core", loops), ("coda", readouts)):
+        width = config.block_sizes(section)
+        layers = getattr(config, f"num_{section}_layers") * times
+        kept = 8 * width.hidden_size + 4 * width.intermediate_size
+        total += layers * (width.hidden_size if recipe.training.gradient_checkpointing else kept)
+    return total
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def in_bytes(size: float) -> str:
+    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"

@@ -1,0 +1,78 @@
+"""What `--help` says of recipes, read from the source of their sections: an import of the model takes seconds."""
+
+import ast
+import io
+import re
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from tokenize import COMMENT, generate_tokens
+
+from . import sections
+from .paths import INSTALLED
+
+
+WIDTH = 110
+
+
+def help_of_recipes(about: str, arguments: list[str]) -> str:
+    """What the command does, and all that a recipe may say; or, with `model` among the arguments, that section."""
+    if "model" in arguments:
+        return model_fields()
+    keys = [f"{name}\n{keys_of(section)}" for name, section in meanings().items()]
+    model = "model\n    preset, and every field of the model's config: `looped pretrain --help model` describes them"
+    folders = textwrap.fill(", ".join(installed_recipes()), WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n\n".join([about.strip(), f"recipes that are installed\n{folders}", model, *keys])
+
+
+def installed_recipes() -> list[str]:
+    return sorted(path.relative_to(INSTALLED).as_posix() for path in INSTALLED.glob("*/*.yaml") if is_recipe(path))
+
+
+def is_recipe(path: Path) -> bool:
+    return not path.name.endswith(".sweep.yaml") and path.parent.name != "accelerate"
+
+
+def model_fields() -> str:
+    folder = Path(find_spec("modeling_looped").origin).parent
+    module = ast.parse((folder / "configuration_looped.py").read_text(encoding="utf-8"))
+    config = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "LoopedConfig")
+    return ast.get_docstring(config)
+
+
+def keys_of(meanings: dict[str, tuple[str, str]]) -> str:
+    lines = []
+    for key, (default, meaning) in meanings.items():
+        start = f"    {key}={default}"
+        lines.append(textwrap.fill(f"{start:38}  {meaning}", WIDTH, subsequent_indent=" " * 40))
+    return "\n".join(lines)
+
+
+def meanings() -> dict[str, dict[str, tuple[str, str]]]:
+    """{section: {key: (default, meaning)}}; the meaning is the comment beside or above the key."""
+    text = Path(sections.__file__).read_text(encoding="utf-8")
+    lines, names = text.splitlines(), {section.__name__: name for name, section in sections.SECTIONS.items()}
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            keys = [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            found[names[node.name]] = {key.target.id: (default_of(key), meaning_of(key, lines)) for key in keys}
+    return {name: found[name] for name in sections.SECTIONS}
+
+
+def default_of(key: ast.AnnAssign) -> str:
+    value = key.value
+    if isinstance(value, ast.Call):  # field(default_factory=lambda: [...])
+        factory = value.keywords[0].value
+        return ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else "[]"
+    return {"None": "null", "True": "true", "False": "false"}.get(said := str(ast.literal_eval(value)), said)
+
+
+def meaning_of(key: ast.AnnAssign, lines: list[str]) -> str:
+    first = key.lineno - 1
+    while lines[first - 1].strip().startswith("#"):
+        first -= 1
+    own = io.StringIO("\n".join(line.strip() for line in lines[first : key.end_lineno]))
+    words = " ".join(token.string.lstrip("# ") for token in generate_tokens(own.readline) if token.type == COMMENT)
+    choices = re.search(r"Literal\[(.*?)\]", ast.unparse(key.annotation))
+    return " | ".join(re.findall(r"'(.*?)'", choices[1])) + "; " * bool(words) + words if choices else words
