@@ -117,8 +117,7 @@ class Pretraining:
             # its name from transformers 5.23 on, and before
             getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
         if training.compile:
-            for block in [*self.model.model.prelude, *self.model.model.core, *self.model.model.coda]:
-                block.compile()
+            compile_blocks([*self.model.model.prelude, *self.model.model.core, *self.model.model.coda])
         self.model, self.optimizers = distribute(
             self.accelerator,
             self.model,
@@ -584,6 +583,14 @@ class Pretraining:
             self.accelerator.print(f"pushed to {address}")
         self.accelerator.print(f"saved {final}; open it with from_pretrained")
         return final
+
+
+def compile_blocks(blocks):
+    """Each by itself, all with one code, of which depths, windows and gradients want variants: beyond torch's limit of 8
+    the rest would be run uncompiled."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    for block in blocks:
+        block.compile()
 
 
 def is_model(name: str) -> bool:

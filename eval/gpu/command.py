@@ -1,0 +1,121 @@
+"""One command that proves the project on a GPU: `python -m eval.gpu OUT [options]`, or `bash recipes/gpu_check.sh OUT`.
+
+Runs the tests marked `gpu`, the benchmarks, one real training and small runs of the papers' claims, one after the
+other. Each has its own process and its own limit of time, and one that fails stops no other. Every number is in
+OUT/measured.jsonl as soon as it is known; check.json and index.html, with the verdict first, are written anew after
+every piece. A second call goes on with what is missing, trainings from their checkpoints. `--list` names the pieces.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from looped_recipes.common.command_line import Parser
+
+from .ledger import Ended, Ledger
+from .pieces import NAMES, PIECES, Piece, Setting
+from .verdict import verdict, write_page
+
+
+TINY_LIMIT = 240  # seconds
+GRACE = 25  # seconds in which a training saves its step after it was told to end
+
+
+def main(arguments: list[str]):
+    parser = Parser("eval.gpu", __doc__)
+    parser.add_argument("out", type=Path, nargs="?", default=Path("runs/gpu"))
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: proves the code, measures nothing")
+    parser.add_argument("--text", default="embedded", help="what the trainings read, a data.source of a recipe")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no piece runs beyond that; the next call goes on")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--list", action="store_true", help="name the pieces and what they are expected to take")
+    parser.add_argument("--piece", choices=NAMES, help="run this one here, without a limit")
+    args = parser.parse_args(arguments)
+    if args.list:
+        for piece in PIECES:
+            print(f"{piece.name:17} {piece.expected:4} s expected, {piece.limit} at most   {piece.what}")
+        print(f"all: {sum(piece.expected for piece in PIECES) / 60:.0f} minutes expected")
+        return 0
+    setting = Setting(args.out.absolute(), args.device, args.tiny, args.text)
+    setting.out.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger(setting.out)
+    if args.piece:
+        return 0 if run_here(next(piece for piece in PIECES if piece.name == args.piece), setting, ledger) else 1
+    end = time.monotonic() + 60 * args.minutes
+    for piece in PIECES:
+        ended, left = ledger.ended(piece.name), end - time.monotonic()
+        if piece.name not in args.only or (ended is not None and ended.how == "done"):
+            continue
+        if left < GRACE + 5:
+            break
+        print(f"{piece.name}: {piece.what} ...", flush=True)
+        ended = run_apart(piece, setting, min(TINY_LIMIT if args.tiny else piece.limit, left - GRACE))
+        ledger.write_end(piece.name, ended)
+        print(f"{piece.name}: {ended.how} after {ended.seconds:.0f} s {ended.said}", flush=True)
+        write_page(setting, ledger, args.command)
+    write_page(setting, ledger, args.command)
+    said = verdict(ledger)
+    print(f"{said.sentence}\nall of it: {setting.out / 'index.html'}, {setting.out / 'check.json'}")
+    return 0 if said.is_whole else 1
+
+
+def run_here(piece: Piece, setting: Setting, ledger: Ledger) -> bool:
+    """Measures what is missing. Whether nothing failed."""
+    torch.manual_seed(0)
+    measured, whole = ledger.measured(piece.name), True
+    for measurement in piece.measurements(setting):
+        if measurement.name in measured:
+            continue
+        try:
+            result = measurement.run()
+        except Exception as error:  # whatever it is, the next one may still be measured
+            result, whole = {"failed": f"{type(error).__name__}: {error}"[:500]}, False
+        ledger.write_result(piece.name, measurement.name, result)
+        print(measurement.name, result, flush=True)
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
+    return whole
+
+
+def run_apart(piece: Piece, setting: Setting, limit: float) -> Ended:
+    """In a process group of its own, which ends with its limit; what it says goes to logs/."""
+    command = [sys.executable, "-m", "looped_eval.gpu", str(setting.out), "--piece", piece.name]
+    command += ["--device", setting.device, "--text", setting.text, *(["--tiny"] if setting.tiny else [])]
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if setting.device == "cpu" else {})}
+    log, start = setting.out / "logs" / f"{piece.name}.txt", time.monotonic()
+    log.parent.mkdir(exist_ok=True)
+    with open(log, "ab") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+        try:
+            status = process.wait(limit)
+        except BaseException as reason:  # its limit, or the end of this command
+            stop(process)
+            if not isinstance(reason, subprocess.TimeoutExpired):
+                raise
+            return Ended("stopped by its limit", time.monotonic() - start)
+    seconds = time.monotonic() - start
+    if status == 0:
+        return Ended("done", seconds)
+    return Ended("failed", seconds, last_words(log))
+
+
+def stop(process: subprocess.Popen):
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(GRACE - 5)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def last_words(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][-300:] if lines else "without a word"
