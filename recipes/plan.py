@@ -4,11 +4,18 @@ Parameters, tokens, steps and operations by the papers' formulas, without data o
 count in the effective parameters and not in the operations, as the laws want it; where a model has them, the other way
 is named beside it. For a `*.sweep.yaml`, one line per run. What a launch refuses without its data is refused here:
 settings that do not go together, a warm-up longer than the run, an output_dir that can not be written.
+
+`--gpus 64` also says what the run asks of so many GPUs: time, memory, communication, checkpoints and cost, each with its
+formula (recipes/common/cluster.py). What is assumed of them is changed by --peak, --mfu, --memory, --network, --disk and
+--dollars.
 """
 
-from looped_recipes.common.command_line import print_help, run_command
+from dataclasses import fields
+
+from looped_recipes.common.cluster import Cluster, Line, cluster_plan
+from looped_recipes.common.command_line import OneLineErrors, print_help, run_command
 from looped_recipes.common.flops import effective_parameters, forward_flops_per_token, sizes, training_flops_per_token
-from looped_recipes.settings.recipe import Recipe, UnknownEpoch, load_recipe
+from looped_recipes.settings.recipe import Recipe, RecipeError, UnknownEpoch, load_recipe
 from looped_recipes.settings.run_checks import check_run
 from looped_recipes.sweep import is_sweep, load_sweep
 
@@ -49,12 +56,51 @@ def show(value) -> str:
     return f"{value:,}" if isinstance(value, (int, float)) else str(value)
 
 
+def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
+    costs, config, training = plan(recipe), recipe.model_config(), recipe.training
+    if "training FLOPs" not in costs:
+        raise RecipeError(f"how long the run is, is not known: {costs['steps']}")
+    if training.rows_per_step % cluster.gpus:
+        raise RecipeError(
+            f"training.rows_per_step={training.rows_per_step} is not a multiple of --gpus {cluster.gpus}; change one"
+        )
+    outside = config.num_prelude_layers + config.num_coda_layers
+    return cluster_plan(
+        cluster,
+        config,
+        sizes(config),
+        costs["training FLOPs"],
+        costs["steps"],
+        training.rows_per_step,
+        training.micro_batch_size,
+        recipe.data.sequence_length,
+        outside + config.num_core_layers * costs["loops with gradients"],
+        training.save_every,
+        recipe.optimizer.name != "adamw",
+    )
+
+
+def cluster_of(options: list[str]) -> Cluster | None:
+    parser = OneLineErrors("python -m recipes.plan")
+    parser.add_argument("--gpus", type=int, required=True)
+    for field in fields(Cluster)[1:]:
+        parser.add_argument(f"--{field.name}", type=float, default=field.default)
+    return Cluster(**vars(parser.parse_args(options))) if options else None
+
+
 def main(arguments: list[str]):
     print_help(arguments, __doc__)
-    path, overrides = arguments[0], arguments[1:]
+    first_option = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    cluster = cluster_of(arguments[first_option:])
+    path, *overrides = arguments[:first_option]
+    if cluster and is_sweep(path):
+        raise RecipeError(f"--gpus {cluster.gpus} plans one run, and {path} is a sweep: name a recipe")
     if not is_sweep(path):
-        for name, value in plan(load_recipe(path, overrides)).items():
+        recipe = load_recipe(path, overrides)
+        for name, value in plan(recipe).items():
             print(f"{name:45} {show(value)}")
+        for line in on_cluster(recipe, cluster) if cluster else ():
+            print(f"{line.what:32} {line.value:24} {line.formula}")
         return
     total, runs = 0.0, load_sweep(path, overrides)
     for run in runs:

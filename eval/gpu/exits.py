@@ -14,7 +14,11 @@ BATCHES = (1, 8, 64)
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
-    sizes = {"prompt": 8, "new_tokens": 6, "repeats": 1} if setting.tiny else {"prompt": 64, "new_tokens": 64, "repeats": 3}
+    sizes = (
+        {"prompt": 8, "new_tokens": 6, "repeats": 1}
+        if setting.tiny
+        else {"prompt": 64, "new_tokens": 64, "repeats": 3}
+    )
     args = shaped(setting, 4, 8, 1024, dtype=setting.dtype, exit_interval=1, **sizes)
     model = None
     for batch in BATCHES[:2] if setting.tiny else BATCHES:

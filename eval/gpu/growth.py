@@ -1,30 +1,36 @@
 """Residual scaling at width 768: figure 2, the norm of the state over N, and figure 4, its change by a step."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
+
+import torch
+
+from looped_eval.diagnose.growth import LOOPS, residual_norm, update_size
+from modeling_looped import LoopedConfig
 
 from .pieces import Measurement, Setting
 
 
-MEASURES = ("residual_norm", "update_size")
-TINY = ["hidden_size=64", "intermediate_size=96", "num_attention_heads=2", "num_core_layers=1", "vocab_size=256"]
+FIELDS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_core_layers": 1,
+    "vocab_size": 256,
+}
+RULES = ("none", "sqrt", "linear")
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
-    for measure in MEASURES:
-        for rule in ("none", "sqrt", "linear"):
-            yield Measurement(f"{measure}_{rule}", lambda measure=measure, rule=rule: run(measure, rule, setting))
+    config = LoopedConfig.from_preset("residual_scaling", **(FIELDS if setting.tiny else {}))
+    how = {"loops": (1, 2, 4), "seeds": 1, "steps": 2} if setting.tiny else {"loops": LOOPS, "seeds": 3}
+    for rule in RULES:  # both measures read the same short trainings
+        for measure, curves in ((residual_norm, "R"), (update_size, "update")):
 
+            def run(measure=measure, curves=curves, rule=rule):
+                with torch.device(setting.device):
+                    found = measure(config, rules=[rule], **how)["looped"][rule]
+                slope = found["slope"]
+                exponents = {name: slope[name]["slope"] for name in ("first_step", "last_step", "last_step_deep")}
+                return {"theory": slope["theory"], **exponents, "loops": how["loops"], "curves": found[curves]}
 
-def run(measure: str, rule: str, setting: Setting) -> dict:
-    """By the command that users have, in its own process."""
-    output = setting.out / "growth" / f"{measure}_{rule}"
-    command = [sys.executable, "-m", "looped_eval.diagnose", measure, "residual_scaling", *(TINY if setting.tiny else [])]
-    command += ["--rules", rule, "--device", setting.device, "--output", str(output)]
-    command += ["--num-loops", "1", "2"] if setting.tiny else []
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[2:])}: {done.stderr.strip()[-400:]}")
-    return json.loads(next(output.glob("*.json")).read_text())
+            yield Measurement(f"{measure.__name__}_{rule}", run)

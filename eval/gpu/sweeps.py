@@ -27,7 +27,7 @@ def tiny_run(sweep: str) -> list[str]:
     """Systems without prelude and coda keep to that."""
     outside = "num_prelude_layers", "num_coda_layers"
     kept = [line for line in TINY_RUN if sweep == "rdm" or not any(name in line for name in outside)]
-    return [*kept, "model.num_loops=2", "schedule.warmup_steps=0"]
+    return [*kept, "model.num_loops=2", "schedule.warmup_steps=0", "data.stride=null"]
 
 
 def train(run) -> dict:

@@ -68,7 +68,9 @@ def utilisation(path: str, setting: Setting) -> dict:
         "seconds_per_step": seconds,
         "tokens_per_second": speed,
         "mfu": speed * training_flops_per_token(config, length / 2, depth, window) / peak,
-        "mfu_with_attention_of_the_whole_square": speed * training_flops_per_token(config, length, depth, window) / peak,
+        "mfu_with_attention_of_the_whole_square": speed
+        * training_flops_per_token(config, length, depth, window)
+        / peak,
         "peak_memory": torch.cuda.max_memory_allocated() if setting.device == "cuda" else None,
     }
 

@@ -79,7 +79,12 @@ def sections(setting: Setting, ledger: Ledger, said: Verdict) -> list[Section]:
     first = Section("Verdict", [*tiny, Text(said.sentence)])
     if said.judged:
         rows = [
-            [one.aim.words, f"{one.piece}, {one.measurement}", f"{one.value:.4g}", "met" if one.is_met else "fell short"]
+            [
+                one.aim.words,
+                f"{one.piece}, {one.measurement}",
+                f"{one.value:.4g}",
+                "met" if one.is_met else "fell short",
+            ]
             for one in said.judged
         ]
         first.blocks.append(Table(["aim", "measured", "value", ""], rows))

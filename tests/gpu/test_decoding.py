@@ -61,5 +61,7 @@ def test_a_cache_of_transformers(is_static, device):
     model = exiting_model().to(device)
     ids = random_ids(2, 9).to(device)
     cache = StaticCache(config=model.config, max_cache_len=16) if is_static else DynamicCache(config=model.config)
-    parts = [model(part, past_key_values=cache, use_cache=True).logits for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:])]
+    parts = [
+        model(part, past_key_values=cache, use_cache=True).logits for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:])
+    ]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits)
