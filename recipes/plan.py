@@ -5,9 +5,9 @@ count in the effective parameters and not in the operations, as the laws want it
 is named beside it. For a `*.sweep.yaml`, one line per run. What a launch refuses without its data is refused here:
 settings that do not go together, a warm-up longer than the run, an output_dir that can not be written.
 
-`--gpus 64` also says what the run asks of so many GPUs: time, memory, communication, checkpoints and cost, each with its
-formula (recipes/common/cluster.py). What is assumed of them is changed by --peak, --mfu, --memory, --network, --disk and
---dollars.
+`--gpus 64` also says what the run asks of so many GPUs: time, memory, communication, checkpoints and cost, each with
+its formula (recipes/common/cluster.py). What is assumed of them is changed by --peak, --mfu, --memory, --network,
+--disk and --dollars.
 """
 
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""A training step of C layers and N loops against transformers' Llama of C * N layers, each layer compiled, in turns."""
+"""A training step of C layers and N loops against transformers' Llama of C * N layers, all compiled, in turns."""
 
 from argparse import Namespace
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Greedy decoding at batch 1, over the time in which its bytes can be read.
 
-memory_limit: every loop reads the core's weights from memory. cache_limit: the first loop does, the others find them in
-the cache of the chip; given where they fit there. Keys and values of the tokens before are counted in both.
+memory_limit: every loop reads the core's weights from memory. cache_limit: the first loop does, the others find them
+in the cache of the chip; given where they fit there. Keys and values of the tokens before are counted in both.
 """
 
 from collections.abc import Iterator

@@ -72,22 +72,64 @@ def cluster_plan(
     worst_hours = steps * (at_worst + saving / save_every) / 3600
     return [
         Line("rows of a GPU and step", f"{rows:g}", f"{rows_per_step} rows / {n} GPUs, {micro:g} at a time"),
-        Line("products of a step", f"{compute:.3f} s", f"{flops:.4g} FLOPs / {steps:,} steps / ({n} x {cluster.peak:.3g} x MFU {cluster.mfu})"),
-        Line("Muon's iterations of a step", f"{orthogonal:.3f} s", f"{of_muon:.3g} FLOPs on every GPU / ({cluster.peak:.3g} x {cluster.mfu}): 5 x (4 r^2 c + 2 r^3) for each r x c matrix"),
-        Line("communication of a step", f"{moved / GIGA:.1f} GB, {traffic:.3f} s", f"2 x 4 P (n - 1) / n bytes: all-reduce, or all-gather and reduce-scatter, in fp32; / {cluster.network / GIGA:g} GB/s"),
-        Line("weights, gradients, moments", f"{16 * p / GIGA:.1f} GB", "DDP: 16 P bytes, fp32 weights, gradients and two moments"),
-        Line("the same under FSDP2", f"{(16 * p / n + 8 * p) / GIGA:.1f} GB", "16 P / n, and 8 P of gathered weights and gradients: the model is one unit"),
+        Line(
+            "products of a step",
+            f"{compute:.3f} s",
+            f"{flops:.4g} FLOPs / {steps:,} steps / ({n} x {cluster.peak:.3g} x {cluster.mfu} MFU)",
+        ),
+        Line(
+            "Muon's iterations of a step",
+            f"{orthogonal:.3f} s",
+            f"{of_muon:.3g} FLOPs on every GPU at that rate: 5 (4 r^2 c + 2 r^3) for each r x c matrix",
+        ),
+        Line(
+            "communication of a step",
+            f"{moved / GIGA:.1f} GB, {traffic:.3f} s",
+            f"8 P (n - 1) / n bytes, fp32 gradients or weights there and back; / {cluster.network / GIGA:g} GB/s",
+        ),
+        Line(
+            "weights, gradients, moments",
+            f"{16 * p / GIGA:.1f} GB",
+            "DDP: 16 P bytes, fp32 weights, gradients and two moments",
+        ),
+        Line(
+            "the same under FSDP2",
+            f"{(16 * p / n + 8 * p) / GIGA:.1f} GB",
+            "16 P / n, and 8 P of gathered weights and gradients: the model is one unit",
+        ),
         Line("bf16 weights of autocast", f"{2 * p / GIGA:.1f} GB", "2 P bytes"),
-        Line("activations", f"{kept / GIGA:.1f} GB", f"{layers_with_gradients:g} layers with gradients x (32 d + 8 f) bytes x {micro:g} x {length} tokens, d = {d}, f = {f}"),
-        Line("memory of a GPU, DDP", f"{held / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB", "the sum, and 3 x 4 x 2^25 bytes of logits"),
+        Line(
+            "activations",
+            f"{kept / GIGA:.1f} GB",
+            f"{layers_with_gradients:g} layers x (32 d + 8 f) bytes x {micro:g} x {length} tokens; d = {d}, f = {f}",
+        ),
+        Line(
+            "memory of a GPU, DDP",
+            f"{held / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB",
+            "the sum, and 3 x 4 x 2^25 bytes of logits",
+        ),
         Line("memory of a GPU, FSDP2", f"{held_sharded / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB", "the same"),
-        Line("checkpoint", f"{checkpoint / GIGA:.1f} GB, {saving:.1f} s", f"12 P bytes: weights and two moments; / {cluster.disk / GIGA:g} GB/s"),
-        Line("time in checkpoints", f"{saving / (saving + save_every * step):.1%}", f"of {save_every} steps between two; below 1 % from training.save_every={least_between(saving, step)} on"),
-        Line("the run, communication hidden", f"{hours:.1f} h", "steps x (products + Muon) + checkpoints: DDP, at best"),
+        Line(
+            "checkpoint",
+            f"{checkpoint / GIGA:.1f} GB, {saving:.1f} s",
+            f"12 P bytes: weights and two moments; / {cluster.disk / GIGA:g} GB/s",
+        ),
+        Line(
+            "time in checkpoints",
+            f"{saving / (saving + save_every * step):.1%}",
+            f"{save_every} steps between two; 1 % from training.save_every={least_between(saving, step)} on",
+        ),
+        Line(
+            "the run, communication hidden", f"{hours:.1f} h", "steps x (products + Muon) + checkpoints: DDP, at best"
+        ),
         Line("the run, nothing hidden", f"{worst_hours:.1f} h", "the same with communication: FSDP2 as one unit"),
         Line("GPU hours", f"{n * hours:,.0f} to {n * worst_hours:,.0f}", f"{n} x hours"),
-        Line("cost", f"{n * hours * cluster.dollars:,.0f} to {n * worst_hours * cluster.dollars:,.0f} dollars", f"at {cluster.dollars:g} dollars for a GPU and hour"),
-    ]  # fmt: skip
+        Line(
+            "cost",
+            f"{n * hours * cluster.dollars:,.0f} to {n * worst_hours * cluster.dollars:,.0f} dollars",
+            f"at {cluster.dollars:g} dollars for a GPU and hour",
+        ),
+    ]
 
 
 def least_between(saving: float, step: float) -> int:

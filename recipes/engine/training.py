@@ -602,8 +602,8 @@ class Pretraining:
 
 
 def compile_blocks(blocks):
-    """Each by itself, all with one code, of which depths, windows and gradients want variants: beyond torch's limit of 8
-    the rest would be run uncompiled."""
+    """Each by itself, all with one code, of which sections, row counts and gradients want variants: beyond torch's
+    limit of 8 the rest would run uncompiled."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for block in blocks:
         block.compile()
