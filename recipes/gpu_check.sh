@@ -4,7 +4,7 @@
 # Proves the project on the GPU of this machine, as `python -m eval.gpu` says, with what Python packages are there; no
 # index is asked. Packages that are missing are taken from a folder of wheels, $WHEELS or .wheels of this clone:
 #
-#     pip download --only-binary=:all: --no-deps -d .wheels datasets dill multiprocess
+#     pip download --python-version 3.12 --only-binary=:all: --no-deps -d .wheels datasets dill multiprocess
 #
 # A second call with the same OUT goes on with what is missing. PYTHON chooses the interpreter.
 set -euo pipefail
@@ -17,15 +17,15 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift
+wheels=$(realpath -m "${WHEELS:-$root/.wheels}")
 cd "$root"
 
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
 fi
-wheels=${WHEELS:-.wheels}
 if compgen -G "$wheels/*.whl" >/dev/null; then
-    # their own folder behind the packages that are there: only what lacks is taken from it
+    # into a folder of their own, which leaves the interpreter as it is
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$out/packages" "$wheels"/*.whl
 fi
 # training and evaluation under the names that they are installed by

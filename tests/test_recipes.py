@@ -34,7 +34,14 @@ def test_recipe_is_built_and_planned(path):
     costs = plan(recipe)
     assert costs["parameters"] > 0
     assert costs["training FLOPs per token"] > costs["forward FLOPs per token"] > 0
-    if recipe.training.epochs is None and path.parent.name not in (RECIPES.name, "smoke", "claims", "tasks", "tiny", "gpu"):
+    if recipe.training.epochs is None and path.parent.name not in (
+        RECIPES.name,
+        "smoke",
+        "claims",
+        "tasks",
+        "tiny",
+        "gpu",
+    ):
         assert costs["tokens"] >= 1e8
 
 

@@ -6,6 +6,7 @@ OUT/measured.jsonl as soon as it is known; check.json and index.html, with the v
 every piece. A second call goes on with what is missing, trainings from their checkpoints. `--list` names the pieces.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from .pieces import NAMES, PIECES, Piece, Setting
 from .verdict import verdict, write_page
 
 
-TINY_LIMIT = 240  # seconds
+TINY_LIMIT = 480  # seconds
 GRACE = 25  # seconds in which a training saves its step after it was told to end
 
 
@@ -78,9 +79,17 @@ def run_here(piece: Piece, setting: Setting, ledger: Ledger) -> bool:
             result, whole = {"failed": f"{type(error).__name__}: {error}"[:500]}, False
         ledger.write_result(piece.name, measurement.name, result)
         print(measurement.name, result, flush=True)
-        if setting.device == "cuda":
-            torch.cuda.empty_cache()
+        let_go_of_memory()
     return whole
+
+
+def let_go_of_memory():
+    """Of the models before, also of what was compiled for them."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def run_apart(piece: Piece, setting: Setting, limit: float) -> Ended:

@@ -1,5 +1,6 @@
 """Peak memory of a per-loop training step over a terminal one of the same model, weights and optimizer included."""
 
+import gc
 import resource
 from collections.abc import Iterator
 
@@ -26,6 +27,7 @@ def ratio(layers: int, num_loops: int, width: int, setting: Setting) -> dict:
 
 
 def peak(layers: int, num_loops: int, width: int, loss: str, setting: Setting) -> int:
+    gc.collect()  # the model before
     args = shaped(setting, layers, num_loops, width)
     step = training_step(
         build(args, looped_config(args, loop_loss=loss)).train(), tokens(args), setting, output_logits=False

@@ -1,4 +1,7 @@
-"""One real training by its recipe: utilisation as it logs it, time in checkpoints, whether all losses are numbers."""
+"""One real training by its recipe: utilisation as it logs it, time in checkpoints, whether all losses are numbers.
+
+checkpoint_share: of the time, if it saved as often as recipes do by default; this short run saves more often.
+"""
 
 import math
 import os
@@ -9,6 +12,7 @@ from pathlib import Path
 
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import ROOT
+from looped_recipes.settings.sections import TrainingConfig
 
 from .pieces import Measurement, Setting
 
@@ -59,32 +63,37 @@ def train(setting: Setting) -> dict:
     from looped_recipes.settings.recipe import load_recipe
 
     class TimedPretraining(Pretraining):
-        saving = 0.0
+        def take_steps(self, bar):
+            self.first, self.saves = self.step, []
+            super().take_steps(bar)
 
         def save(self):
             start = time.perf_counter()
             super().save()
-            self.saving += time.perf_counter() - start
+            self.saves.append(time.perf_counter() - start)
 
     folder = model_folder(setting)
     steps = ["training.steps=4", "training.save_every=2", "evaluation.every=2"]
     run = TimedPretraining(
         load_recipe(ROOT / "recipes" / "gpu" / "real.yaml", overrides(setting, folder, [*TINY, *steps]))
     )
-    first, start = run.step, time.perf_counter()
+    start = time.perf_counter()
     run.train()
     seconds = time.perf_counter() - start
     records = read_metrics(folder / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]
+    speed = statistics.median([record["tokens_per_second"] for record in records if "tokens_per_second" in record])
+    of_step = run.recipe.training.rows_per_step * run.recipe.data.sequence_length / speed
+    of_save = statistics.median(run.saves)
     return {
-        "steps": run.step - first,
+        "steps": run.step - run.first,
         "seconds": seconds,
-        "seconds_in_checkpoints": run.saving,
-        "checkpoint_share": run.saving / seconds,
+        "seconds_of_a_step": of_step,
+        "seconds_of_a_checkpoint": of_save,
+        "checkpoint_share": of_save / (of_save + TrainingConfig().save_every * of_step),
+        "checkpoint_share_of_this_run": sum(run.saves) / (sum(run.saves) + (run.step - run.first) * of_step),
         "mfu_as_logged": statistics.median([record["mfu"] for record in records if "mfu" in record]),
-        "tokens_per_second": statistics.median(
-            [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
-        ),
+        "tokens_per_second": speed,
         "finite": int(all(map(math.isfinite, losses))),
         "first_loss": losses[0],
         "last_loss": losses[-1],

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from looped_eval.common.timing import now
+from looped_recipes.common.cluster import activation_bytes
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.hardware import device_rate
 from looped_recipes.common.provenance import ROOT
@@ -56,7 +57,9 @@ def utilisation(path: str, setting: Setting) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    rows, seconds = largest_that_fits(step, config.vocab_size, length, setting)
+    layers = config.num_prelude_layers + config.num_coda_layers + config.num_core_layers * (window or depth)
+    of_row = layers * activation_bytes(config) * length
+    rows, seconds = largest_that_fits(step, config.vocab_size, length, 18 * sizes(config).total, of_row, setting)
     speed = rows * length / seconds
     peak = device_rate(torch.device(setting.device), getattr(torch, setting.dtype))
     return {
@@ -75,9 +78,12 @@ def utilisation(path: str, setting: Setting) -> dict:
     }
 
 
-def largest_that_fits(step, vocab_size: int, length: int, setting: Setting) -> tuple[int, float]:
-    """(rows, seconds of a step)"""
-    for rows in (1,) if setting.tiny else MICRO_BATCHES:
+def largest_that_fits(
+    step, vocab_size: int, length: int, weights: int, of_row: int, setting: Setting
+) -> tuple[int, float]:
+    """(rows, seconds of a step); weights, of_row: bytes that the weights and the activations of a row may take."""
+    room = (torch.cuda.get_device_properties(0).total_memory if setting.device == "cuda" else 0) - weights
+    for rows in [rows for rows in MICRO_BATCHES if rows * of_row < room] or [1]:
         ids = torch.randint(3, vocab_size, (rows, length), device=setting.device)
         try:
             for _ in range(1 if setting.tiny else WARM_UP):
@@ -87,6 +93,6 @@ def largest_that_fits(step, vocab_size: int, length: int, setting: Setting) -> t
                 step(ids)
             return rows, (now() - start) / STEPS
         except torch.OutOfMemoryError:
-            pass
+            torch._dynamo.reset()  # else the next size would be compiled for any size
         torch.cuda.empty_cache()
     raise MemoryError(f"not even one row of {length} tokens fits")
