@@ -51,7 +51,7 @@ def test_only_what_is_missing_is_measured_again(ledger, tmp_path):
     first = piece_of(("a", lambda: measured("a")), ("b", broken), ("c", lambda: measured("c")))
     assert not command.run_here(first, setting, ledger)
     assert asked == ["a", "c"]
-    assert ledger.results("machine")["b"] == {"failed": "RuntimeError: out of order"}
+    assert ledger.results("machine")["b"] == {"broke": "RuntimeError: out of order"}
     assert command.run_here(piece_of(("a", broken), ("b", lambda: measured("b")), ("c", broken)), setting, ledger)
     assert asked == ["a", "c", "b"] and ledger.measured("machine") == {"a", "b", "c"}
 
@@ -83,7 +83,7 @@ def test_the_verdict(ledger, tmp_path):
     ledger.write_result("memory", "wide", {"per_loop_over_terminal": 1.05})
     ledger.write_result("memory", "narrow", {"per_loop_over_terminal": 1.2})
     ledger.write_end("memory", Ended("done", 3.0))
-    ledger.write_result("exits", "batch_1", {"failed": "RuntimeError: <b>no memory</b>"})
+    ledger.write_result("exits", "batch_1", {"broke": "RuntimeError: <b>no memory</b>"})
     ledger.write_end("exits", Ended("failed", 3.0, "batch_1"))
     ledger.write_end("real", Ended("stopped by its limit", 570.0))
     said = verdict(ledger)
@@ -107,8 +107,10 @@ def test_a_check_that_met_everything_says_so(ledger):
     for piece in PIECES:
         ledger.write_end(piece.name, Ended("done", 1.0))
     ledger.write_result("training_speed", "370m", {"mfu": 0.5})
+    ledger.write_result("tests", "test_numbers", {"passed": 3, "failed": 0})
     said = verdict(ledger)
-    assert said.is_whole and said.sentence == "1 of 1 aims were met."
+    assert said.is_whole and said.sentence == "2 of 2 aims were met."
+    assert ledger.measured("tests") == {"test_numbers"}
 
 
 def test_aims():

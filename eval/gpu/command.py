@@ -76,7 +76,7 @@ def run_here(piece: Piece, setting: Setting, ledger: Ledger) -> bool:
         try:
             result = measurement.run()
         except Exception as error:  # whatever it is, the next one may still be measured
-            result, whole = {"failed": f"{type(error).__name__}: {error}"[:500]}, False
+            result, whole = {"broke": f"{type(error).__name__}: {error}"[:500]}, False
         ledger.write_result(piece.name, measurement.name, result)
         print(measurement.name, result, flush=True)
         let_go_of_memory()

@@ -45,7 +45,7 @@ class Ledger:
 
     def measured(self, piece: str) -> set[str]:
         """Names that need no second try."""
-        return {name for name, result in self.results(piece).items() if "failed" not in result}
+        return {name for name, result in self.results(piece).items() if "broke" not in result}
 
     def ended(self, piece: str) -> Ended | None:
         ends = [line["ended"] for line in self.lines() if line["piece"] == piece and "ended" in line]

@@ -46,7 +46,7 @@ def verdict(ledger: Ledger) -> Verdict:
     for piece in PIECES:
         results, ended = ledger.results(piece.name), ledger.ended(piece.name)
         for name, result in results.items():
-            if "failed" in result:
+            if "broke" in result:
                 failed.append(f"{piece.name}/{name}")
                 continue
             numbers = ((aim, result.get(aim.number)) for aim in piece.aims)
