@@ -4,6 +4,7 @@
 # make test-floor  the tests, without the slow ones, at the oldest versions that pyproject.toml declares
 # make test-serving  vLLM's engine against generate, in an environment of its own
 # make docs      the documentation, in an environment of its own, into site/
+# make gpu       tests, benchmarks and trainings on the GPU of this machine, in under 30 minutes; runs/gpu has what came out
 # make lint      ruff check, the types, and the formatting
 # make clean     remove the environment and what tools leave behind (trained models under runs/ stay)
 #
@@ -22,7 +23,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # one thread each: the models of the tests are small, and processes that share cores spin in each other's way
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-floor test-serving docs check lint clean
+.PHONY: demo test test-all test-floor test-serving docs gpu check lint clean
 
 # passive: threads that wait let go of their core, which others may want
 demo: $(INSTALLED)
@@ -64,6 +65,10 @@ $(DOCS)/.installed: docs/requirements.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install -r docs/requirements.txt
 	touch $@
+
+# the same without an index: bash recipes/gpu_check.sh OUT
+gpu: $(INSTALLED)
+	PYTHON=$(BIN)/python bash recipes/gpu_check.sh runs/gpu
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -240,6 +240,7 @@ class LoopedModel(LoopedPreTrainedModel):
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
         if past_key_values is not None and no_cache_because:
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without past_key_values.")
+        is_packed = position_ids is not None  # perhaps: positions that are made here restart nowhere
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, past_key_values)
         # from here to the end of the loop, rows are sorted by depth
@@ -247,7 +248,9 @@ class LoopedModel(LoopedPreTrainedModel):
             plan.sort(tensor) for tensor in (inputs_embeds, attention_mask, position_ids, initial_state, input_ids)
         )
         # before a cache is made: beside one, packed documents are not looked for
-        masks = self.attention_masks(attention_mask, inputs_embeds, past_key_values, position_ids, plan)
+        # to look for documents, a GPU would be waited for, and a compiler would make a mask of every pass
+        of_documents = position_ids if is_packed else None
+        masks = self.attention_masks(attention_mask, inputs_embeds, past_key_values, of_documents, plan)
         if use_cache and past_key_values is None and not no_cache_because:  # by default use_cache makes no demand
             past_key_values = DynamicCache(config=self.config)
         view = view_for_pass(past_key_values, self.config, plan, may_exit=exit_watch is not None)

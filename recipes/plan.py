@@ -6,6 +6,10 @@ of value embeddings count in the effective parameters and not in the operations,
 has them, the other way is named beside it. For a `*.sweep.yaml`, one line per run. What a launch refuses without its
 data is refused here: settings that do not go together, a warm-up longer than the run, an output_dir that can not be
 written.
+
+`--gpus 64` also says what the run asks of so many GPUs: time, memory, communication, checkpoints and cost, each with
+its formula (recipes/common/cluster.py). What is assumed of them is changed by --peak, --mfu, --memory, --network,
+--disk and --dollars.
 """
 
 import shlex
@@ -16,18 +20,24 @@ from looped_recipes.common.command_line import print_help, run_command, say_next
 def main(arguments: list[str]):
     print_help(arguments, __doc__)
     from looped_recipes.engine.sweeps import load_sweep
-    from looped_recipes.settings.costs import plan
+    from looped_recipes.settings.costs import cluster_of, on_cluster, plan
     from looped_recipes.settings.estimates import UTILISATION, duration, estimates, own_rate
-    from looped_recipes.settings.recipe import load_recipe
+    from looped_recipes.settings.recipe import RecipeError, load_recipe
     from looped_recipes.settings.sweep_files import is_sweep
 
-    path, overrides = arguments[0], arguments[1:]
+    first_option = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    cluster = cluster_of(arguments[first_option:])
+    path, *overrides = arguments[:first_option]
+    if cluster and is_sweep(path):
+        raise RecipeError(f"--gpus {cluster.gpus} plans one run, and {path} is a sweep: name a recipe")
     if not is_sweep(path):
         recipe = load_recipe(path, overrides)
         costs = plan(recipe)
         for name, value in {**costs, **estimates(recipe, costs.get("training FLOPs"))}.items():
             print(f"{name:45} {show(value)}")
-        say_next(f"looped pretrain {shlex.join(arguments)}")
+        for line in on_cluster(recipe, cluster) if cluster else ():
+            print(f"{line.what:32} {line.value:24} {line.formula}")
+        say_next(f"looped pretrain {shlex.join([path, *overrides])}")
         return
     total, runs = 0.0, load_sweep(path, overrides)
     for run in runs:

@@ -71,6 +71,22 @@ def make_data(tmp_path):
     return make
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cuda", help="of the tests marked gpu; cpu runs them without a GPU")
+
+
+@pytest.fixture
+def device(request) -> str:
+    """Where the tests marked `gpu` run."""
+    return request.config.getoption("--device")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and item.config.getoption("--device") == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU (--device cpu runs the same code)")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
 def pytest_collection_modifyitems(items):
     """Of a test with the mark `covering(n)`, the cases that `covering_cases` does not choose are slow."""

@@ -191,12 +191,12 @@ def test_compiled_flex_attention(fields):
         close(a[mask.bool()], b[mask.bool()])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.skipif(not is_flash_attn_2_available(), reason="flash-attn is not installed")
 @pytest.mark.parametrize("system", ["grouped", "latent", "windows", "flt"])
-def test_flash_attention(system):
-    model = build(system, head_dim=32).to("cuda", torch.bfloat16)
-    ids = random_ids(3, 9).cuda()
+def test_flash_attention(system, device):
+    model = build(system, head_dim=32).to(device, torch.bfloat16)
+    ids = random_ids(3, 9).to(device)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     for num_loops in (3, [2, 4, 1]):

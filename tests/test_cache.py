@@ -204,11 +204,13 @@ def llama_like(llama):
     return lambda ids, num_loops=None, **kwargs: llama(ids, **kwargs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloaded caches move between the CPU and an accelerator")
+@pytest.mark.gpu
 @pytest.mark.parametrize("system", ["plain", "windows", "parcae"])
 @pytest.mark.parametrize("is_static", [False, True])
-def test_offloaded_cache(system, is_static):
-    model, ids = model_of(system).cuda(), random_ids(2, LENGTH).cuda()
+def test_offloaded_cache(system, is_static, device):
+    if device == "cpu":
+        pytest.skip("offloaded caches move between the CPU and an accelerator")
+    model, ids = model_of(system).to(device), random_ids(2, LENGTH).to(device)
     for num_loops in (2, 3, 5):
         if is_static:
             cache = StaticCache(config=model.config, max_cache_len=24, offloading=True)

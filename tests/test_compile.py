@@ -87,6 +87,20 @@ def test_training_in_one_graph(system):
     assert graphs.count == 1
 
 
+def test_a_pass_without_padding_makes_no_mask():
+    """Which would keep a GPU from its fastest kernels."""
+    attentions = []
+
+    def backend(graph, example_inputs):
+        attentions.extend(node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        return graph
+
+    model, ids = build("plain"), random_ids(2, 7)
+    torch.compile(model, backend=backend, fullgraph=True)(ids, labels=ids, use_cache=False)
+    assert len(attentions) == 2
+    assert all(how["attn_mask"] is None and how["is_causal"] for how in attentions)
+
+
 @pytest.mark.slow
 def test_a_depth_is_compiled_once():
     model, graphs, ids = build("plain"), Graphs(), random_ids(2, 7)

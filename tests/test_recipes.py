@@ -20,7 +20,7 @@ from looped_recipes.settings.sweep_files import is_sweep
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
-SMALL = ("cache", "claims", "demo", "smoke", "speculation", "tasks", "tiny")  # not of published length
+SMALL = ("cache", "claims", "demo", "gpu", "smoke", "speculation", "tasks", "tiny")  # not of published length
 
 
 FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "accelerate")

@@ -80,7 +80,9 @@ def check_sweep(loops, rules, seeds: int, steps: int):
 
 
 def random_tokens(config: LoopedConfig, rows: int, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)  # the same tokens on every device
+    ids = torch.randint(config.vocab_size, (rows, length), generator=generator, device="cpu")
+    return ids.to(torch.get_default_device())
 
 
 def built(config: LoopedConfig, seed: int) -> LoopedForCausalLM:

@@ -261,6 +261,7 @@ def run(args) -> Path:
         "result": {"fixed": fixed, "halting": exits("sequence", halting), "tokens": exits("token", tokens)},
     }
     write_json(output / "halting.json", content, args.command, digits=6)
+    name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
     write_page(name, content, output)
     print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
     written = None if args.write is None else write_threshold(model, folder, args.write, tokens, args)

@@ -22,9 +22,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="localhost")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-rows", type=int, default=8, help="sequences that are decoded at a time")
-    tokens = (
-        "tokens, prompts and to come, that they may have together; default: as many as the model has positions, each"
-    )
+    tokens = "tokens, prompts and to come, that they may have together; default: all positions of the model for each"
     parser.add_argument("--max-tokens", type=int, help=tokens)
     parser.add_argument("--num-loops", type=int, help="depth where a request asks for none; default: the model's")
     parser.add_argument("--max-loops", type=int, help="the deepest that a request may ask for; default: 4 times that")

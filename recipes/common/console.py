@@ -30,6 +30,7 @@ COMMANDS = {
     "report": ("looped_eval.report", "training runs on one page"),
     "readout-table": ("looped_eval.readout_table", "perplexity and norm of the state over seeds"),
     "benchmark": ("looped_eval.benchmark", "speed and memory as ratios"),
+    "gpu": ("looped_eval.gpu", "tests, benchmarks and trainings on a GPU, and what fell short"),
 }
 
 

@@ -9,15 +9,17 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "40
 
 
 def reference_rate(accelerator) -> float:
+    return device_rate(accelerator.device, torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32)
+
+
+def device_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of one device: the maker's bf16 figure for known GPUs, else measured."""
-    if accelerator.device.type == "cuda":
-        name = torch.cuda.get_device_name(accelerator.device)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
         for key, rate in PEAK_FLOPS.items():
             if key in name:
                 return rate
-    return measured_rate(
-        accelerator.device, torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-    )
+    return measured_rate(device, dtype)
 
 
 def measured_rate(device, dtype: torch.dtype, size: int = 1024, repeats: int = 4) -> float:

@@ -15,7 +15,7 @@ from .files import write_whole
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "modeling-looped")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # also where the packages are links into a clone
 
 
 def provenance(command: str | None = None) -> dict:

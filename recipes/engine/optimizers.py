@@ -51,7 +51,8 @@ MUONS = {"muon": partial(torch.optim.Muon, adjust_lr_fn="original"), "normuon": 
 def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
     if not (config.update_clipping or config.atan2):
-        return torch.optim.AdamW(groups, **settings)
+        # one kernel for all tensors; the model goes to the GPU after the optimizer is made
+        return torch.optim.AdamW(groups, **settings, fused=True if torch.cuda.is_available() else None)
     return StableAdamW(groups, **settings, clipping=config.update_clipping, atan2=config.atan2)
 
 

@@ -118,8 +118,7 @@ class Pretraining:
             # its name from transformers 5.23 on, and before
             getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
         if training.compile:
-            for block in [*self.model.model.prelude, *self.model.model.core, *self.model.model.coda]:
-                block.compile()
+            compile_blocks([*self.model.model.prelude, *self.model.model.core, *self.model.model.coda])
         self.model, self.optimizers = distribute(
             self.accelerator,
             self.model,
@@ -134,6 +133,7 @@ class Pretraining:
         self.best = self.last_validation = math.inf  # best: of the checkpoints that were evaluated
         self.evaluated_at = None
         self.num_skipped = 0
+        self.read_ahead: tuple[int, list[dict[str, torch.Tensor]]] = (-1, [])  # a step, and its rows on the CPU
         self.interruption = Interruption()
         self.signal = 0  # that came to any of the processes
         self.metrics = MetricsLog(self.output / "metrics.jsonl", self.accelerator)
@@ -257,13 +257,23 @@ class Pretraining:
 
     def micro_batches(self, step: int):
         """This process's rows of a step; every process makes equally many."""
-        training, accelerator = self.recipe.training, self.accelerator
-        data_rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
         depths = self.depths(step)  # of the rows of the global batch
-        for number, rows in self.rows_of_micro_batches(depths):
-            batch = self.data.train.batch([data_rows[row] for row in rows])
-            batch = {key: value.to(accelerator.device) for key, value in batch.items()}
+        if self.read_ahead[0] != step:
+            self.read_rows(step)
+        for (number, rows), batch in zip(self.rows_of_micro_batches(depths), self.read_ahead[1]):
+            batch = {key: value.to(self.accelerator.device, non_blocking=True) for key, value in batch.items()}
             yield MicroBatch(number, batch, [depths[row] for row in rows], self.noise(step, rows))
+
+    def read_rows(self, step: int):
+        """The rows of a step, where a GPU copies them from without waiting. Called while it still computes the step
+        before."""
+        training, pin = self.recipe.training, self.accelerator.device.type == "cuda"
+        data_rows = rows_of_step(training.seed, step, training.rows_per_step, len(self.data.train))
+        batches = []
+        for _, rows in self.rows_of_micro_batches(self.depths(step)):
+            batch = self.data.train.batch([data_rows[row] for row in rows])
+            batches.append({key: value.pin_memory() if pin else value for key, value in batch.items()})
+        self.read_ahead = step, batches
 
     def rows_of_micro_batches(self, depths: list[int]) -> list[tuple[int, list[int]]]:
         """(number, rows of the global batch) of this process's micro batches.
@@ -344,10 +354,8 @@ class Pretraining:
             del outputs
         # signals go along, so that all processes leave after the same step
         told = torch.stack([total, torch.full_like(total, self.interruption.number)])
-        loss, signal = accelerator.reduce(told, reduction="sum").tolist()
-        loss /= accelerator.num_processes
-        self.signal = (self.interruption.number or SIGTERM) if signal else 0
-        metrics = {"loss": loss, "loops": sum(self.depths(step)) / recipe.training.rows_per_step}
+        told = accelerator.reduce(told, reduction="sum")
+        metrics = {"loops": sum(self.depths(step)) / recipe.training.rows_per_step}
         if self.taper is not None:
             metrics["taper_gate"] = self.taper.gate(step)
         if watch:
@@ -358,7 +366,14 @@ class Pretraining:
         fill_missing_gradients(self.optimizers)
         clip = math.inf if recipe.optimizer.clip is None else recipe.optimizer.clip  # infinity leaves them as they are
         norm = accelerator.clip_grad_norm_(self.model.parameters(), clip)
-        norm = norm.full_tensor().item() if hasattr(norm, "full_tensor") else float(norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm, device=told.device)
+        if step + 1 < self.total_steps:
+            self.read_rows(step + 1)
+        # the one time in a step that the CPU waits for the GPU
+        loss, signal, norm = torch.cat([told.double(), norm.double()[None]]).tolist()
+        loss /= accelerator.num_processes
+        self.signal = (self.interruption.number or SIGTERM) if signal else 0
+        metrics = {"loss": loss, **metrics}
         if recipe.optimizer.clip is not None:
             metrics["gradient_norm"] = norm
         scaler = getattr(accelerator, "scaler", None)  # of fp16: leaves out such gradients by itself
@@ -596,6 +611,14 @@ class Pretraining:
         if self.accelerator.is_main_process:
             print(f"saved {final}; {ending(self.metrics.path, self.config.trained_depth)}")
         return final
+
+
+def compile_blocks(blocks):
+    """Each by itself, all with one code, of which sections, row counts and gradients want variants: beyond torch's
+    limit of 8 the rest would run uncompiled."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    for block in blocks:
+        block.compile()
 
 
 def is_model(name: str) -> bool:

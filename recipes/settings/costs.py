@@ -1,5 +1,9 @@
 """What a recipe would cost: parameters, tokens and operations by the papers' formulas."""
 
+from dataclasses import fields
+
+from looped_recipes.common.cluster import Cluster, Line, cluster_plan
+from looped_recipes.common.command_line import Parser
 from looped_recipes.common.flops import (
     cache_numbers_per_token,
     effective_parameters,
@@ -7,7 +11,7 @@ from looped_recipes.common.flops import (
     sizes,
     training_flops_per_token,
 )
-from looped_recipes.settings.recipe import Recipe, UnknownEpoch
+from looped_recipes.settings.recipe import Recipe, RecipeError, UnknownEpoch
 from looped_recipes.settings.run_checks import check_run
 
 
@@ -40,3 +44,39 @@ def plan(recipe: Recipe) -> dict:
         return {**result, "steps": str(error)}
     tokens = steps * recipe.training.rows_per_step * length
     return {**result, "steps": steps, "tokens": tokens, "training FLOPs": tokens * per_token}
+
+
+def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
+    costs, config, training = plan(recipe), recipe.model_config(), recipe.training
+    if "training FLOPs" not in costs:
+        raise RecipeError(f"how long the run is, is not known: {costs['steps']}")
+    if training.rows_per_step % cluster.gpus:
+        raise RecipeError(
+            f"training.rows_per_step={training.rows_per_step} is not a multiple of --gpus {cluster.gpus}; change one"
+        )
+    outside = config.num_prelude_layers + config.num_coda_layers
+    return cluster_plan(
+        cluster,
+        config,
+        sizes(config),
+        costs["training FLOPs"],
+        costs["steps"],
+        training.rows_per_step,
+        training.micro_batch_size,
+        recipe.data.sequence_length,
+        outside + config.num_core_layers * costs["loops with gradients"],
+        training.save_every,
+        recipe.optimizer.name != "adamw",
+    )
+
+
+def cluster_of(options: list[str]) -> Cluster | None:
+    parser = Parser("recipes.plan", "What a run asks of many GPUs.")
+    parser.add_argument("--gpus", type=int, required=True)
+    assumed = fields(Cluster)[1:]
+    for field in assumed:
+        parser.add_argument(f"--{field.name}", type=float, default=field.default)
+    if not options:
+        return None
+    args = parser.parse_args(options)
+    return Cluster(args.gpus, *(getattr(args, field.name) for field in assumed))

@@ -1,0 +1,63 @@
+"""A training step of C layers and N loops against transformers' Llama of C * N layers, all compiled, in turns."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+import torch
+from transformers import LlamaConfig
+
+from looped_eval.benchmark.models import build, looped_config, tokens
+from looped_eval.common.timing import in_turns
+from looped_recipes.engine.training import compile_blocks
+
+from .pieces import Measurement, Setting
+
+
+# C, N, width: at equal products, of layers of a usual width and of narrow ones, where launches weigh more
+SHAPES = {"6x4_width_1536": (6, 4, 1536), "12x4_width_768": (12, 4, 768), "2x12_width_2048": (2, 12, 2048)}
+
+
+def measurements(setting: Setting) -> Iterator[Measurement]:
+    for name, shape in SHAPES.items():
+        yield Measurement(name, lambda shape=shape: speedup(*shape, setting))
+
+
+def shaped(setting: Setting, layers: int, num_loops: int, width: int, **more) -> Namespace:
+    if setting.tiny:
+        layers, width, more = 1, 64, {**more, "batch_size": 1, "length": 32, "vocab": 256}
+    fields = {"vocab": 32768, "batch_size": 8, "length": 1024, "dtype": "float32", "device": setting.device, **more}
+    return Namespace(layers=layers, num_loops=num_loops, width=width, ff=width * 8 // 3 // 64 * 64, **fields)
+
+
+def speedup(layers: int, num_loops: int, width: int, setting: Setting) -> dict:
+    args = shaped(setting, layers, num_loops, width)
+    llama_config = LlamaConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.width,
+        intermediate_size=args.ff,
+        num_attention_heads=args.width // 64,
+        num_hidden_layers=args.layers * args.num_loops,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+    )
+    looped, llama = build(args, looped_config(args)).train(), build(args, llama_config).train()
+    if not setting.tiny:
+        compile_blocks([*looped.model.core, *llama.model.layers])
+    batch = tokens(args)
+    ours = training_step(looped, batch, setting, output_logits=False)
+    seconds, llama_seconds = in_turns(ours, training_step(llama, batch, setting), 2 if setting.tiny else 10)
+    return {"seconds": seconds, "llama_seconds": llama_seconds, "speedup_over_llama": llama_seconds / seconds}
+
+
+def training_step(model, batch, setting: Setting, **how):
+    """fp32 weights, bf16 products on a GPU."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step():
+        with torch.autocast(setting.device, torch.bfloat16, enabled=setting.device == "cuda"):
+            loss = model(input_ids=batch, labels=batch, use_cache=False, **how).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

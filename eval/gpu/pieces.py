@@ -1,0 +1,144 @@
+"""The pieces of the check, in the order in which they are run."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+
+@dataclass
+class Setting:
+    """Where and how the pieces run."""
+
+    out: Path
+    device: str = "cuda"
+    tiny: bool = False  # sizes at which a CPU runs all of it in minutes: the numbers tell nothing
+    text: str = "embedded"  # data.source of the trainings
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+
+class Measurement(NamedTuple):
+    name: str
+    run: Callable[[], dict]
+
+
+class Aim(NamedTuple):
+    what: str
+    number: str  # of a result
+    least: float | None = None
+    most: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    @property
+    def words(self) -> str:
+        bound = f"at least {self.least}" if self.least is not None else f"at most {self.most}"
+        return f"{self.what}: {bound}"
+
+
+@dataclass
+class Piece:
+    """module: a file beside this one; its `measurements(setting)` gives what is measured, each with its name."""
+
+    name: str
+    module: str
+    what: str
+    expected: int  # seconds on an H100, reckoned from operations and bytes
+    limit: int  # seconds
+    aims: list[Aim] = field(default_factory=list)
+    arguments: dict = field(default_factory=dict)
+
+    def measurements(self, setting: Setting) -> Iterator[Measurement]:
+        module = import_module(f"{__package__}.{self.module}")
+        return module.measurements(setting, **self.arguments)
+
+
+PIECES = [
+    Piece("machine", "machine", "what is there: packages, rates of products and of memory", 40, 120),
+    Piece(
+        "tests",
+        "tests",
+        "the tests marked gpu",
+        240,
+        540,
+        [Aim("failed tests", "failed", most=0)],
+    ),
+    Piece(
+        "training_speed",
+        "training_speed",
+        "utilisation of training steps at 370M to 1.5B parameters",
+        150,
+        420,
+        [Aim("MFU of training", "mfu", least=0.45)],
+    ),
+    Piece(
+        "against_llama",
+        "against_llama",
+        "a training step of C layers and N loops against Llama of C * N layers, compiled alike",
+        80,
+        300,
+        [
+            Aim("speed over Llama", "speedup_over_llama", least=1.0),
+            Aim("speed over Llama, wished", "speedup_over_llama", least=1.15),
+        ],
+    ),
+    Piece(
+        "memory",
+        "memory",
+        "peak memory of a per-loop training step over a terminal one",
+        30,
+        180,
+        [Aim("memory of a per-loop loss", "per_loop_over_terminal", most=1.1)],
+    ),
+    Piece(
+        "real",
+        "real_training",
+        "one real training, recipes/gpu/real.yaml",
+        210,
+        570,
+        [
+            Aim("share of time in checkpoints", "checkpoint_share", most=0.01),
+            Aim("all losses are numbers", "finite", least=1),
+        ],
+    ),
+    Piece(
+        "bandwidth",
+        "bandwidth",
+        "decoding at batch 1 against the limits of bandwidth",
+        90,
+        300,
+        [Aim("share of the bandwidth limit", "best_over_memory_limit", least=0.6)],
+    ),
+    Piece(
+        "exits",
+        "exits",
+        "decoding with early exit over what FLOPs predict",
+        120,
+        400,
+        [Aim("exits over what FLOPs predict", "over_prediction", least=0.8)],
+    ),
+    Piece(
+        "speculation",
+        "speculation",
+        "self-speculation on the trained model",
+        40,
+        200,
+        [Aim("speed of self-speculation", "best_speedup", least=1.5)],
+    ),
+    Piece(
+        "residual_scaling",
+        "growth",
+        "residual scaling, figures 2 and 4, at width 768",
+        200,
+        580,
+    ),
+    Piece("lt_flt", "sweeps", "LT against FLT, 127M and 12 loops", 360, 580, arguments={"sweep": "lt_flt"}),
+    Piece("readout", "sweeps", "readouts at 44M, 8,000 steps", 530, 590, arguments={"sweep": "readout"}),
+    Piece("rdm", "sweeps", "RDM and Parcae at 100M, three rates", 450, 590, arguments={"sweep": "rdm"}),
+]
+NAMES = [piece.name for piece in PIECES]

@@ -1,0 +1,35 @@
+"""Self-speculation over full depth, on the model of the real training."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from looped_eval.benchmark.decoding import speculation
+
+from .pieces import Measurement, Setting
+from .real_training import model_folder
+
+
+PROMPT = "def read(self, size):"
+
+
+def measurements(setting: Setting) -> Iterator[Measurement]:
+    for drafts in (2,) if setting.tiny else (2, 4, 6):
+        yield Measurement(f"draft_tokens_{drafts}", lambda drafts=drafts: measure(drafts, setting))
+
+
+def measure(drafts: int, setting: Setting) -> dict:
+    folder = model_folder(setting)
+    if not (folder / "final" / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no trained model: the piece `real` trains it")
+    args = Namespace(
+        model=str(folder),
+        text=PROMPT,
+        device=setting.device,
+        dtype=setting.dtype,
+        draft_tokens=drafts,
+        new_tokens=8 if setting.tiny else 96,
+        repeats=1 if setting.tiny else 3,
+    )
+    found = speculation(args)
+    best = max(found, key=lambda name: found[name]["speedup"])
+    return {"best": best, "best_speedup": found[best]["speedup"], **found}

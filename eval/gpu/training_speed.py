@@ -1,0 +1,98 @@
+"""Utilisation of training steps: tokens per second times the operations of a token, over the peak of the device.
+
+Operations are those of the model (Parcae, appendix D), nothing that is computed twice; causal attention counts half of
+its square. bf16 products under autocast, fp32 weights, compiled blocks, fused AdamW, tokens at random.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from looped_eval.common.timing import now
+from looped_recipes.common.cluster import activation_bytes
+from looped_recipes.common.flops import sizes, training_flops_per_token
+from looped_recipes.common.hardware import device_rate
+from looped_recipes.common.provenance import ROOT
+from looped_recipes.engine.training import compile_blocks
+from looped_recipes.settings.recipe import load_recipe
+from modeling_looped import LoopedForCausalLM
+
+from .pieces import Measurement, Setting
+
+
+RECIPES = {
+    "370m": "parcae/medium.yaml",
+    "770m": "parcae/large.yaml",
+    "1.3b": "parcae/xlarge.yaml",
+    "1.4b_ouro": "ouro/stage1.yaml",
+}
+TINY = ["hidden_size=64", "intermediate_size=96", "num_attention_heads=2", "vocab_size=256", "num_core_layers=1"]
+TINY_OUTER = ["num_prelude_layers=1", "num_coda_layers=1"]
+LENGTH, MICRO_BATCHES = 2048, (16, 8, 4, 2, 1)  # the largest that fits
+WARM_UP, STEPS = 4, 10
+
+
+def measurements(setting: Setting) -> Iterator[Measurement]:
+    for name, path in RECIPES.items():
+        yield Measurement(name, lambda path=path: utilisation(path, setting))
+
+
+def utilisation(path: str, setting: Setting) -> dict:
+    tiny = [f"model.{field}" for field in [*TINY, *(TINY_OUTER if "parcae" in path else [])]] if setting.tiny else []
+    recipe = load_recipe(ROOT / "recipes" / path, tiny)
+    config = recipe.model_config()
+    depth, window = round(recipe.mean_depth(config)), recipe.backprop_loops(config)
+    length = 32 if setting.tiny else min(LENGTH, config.max_position_embeddings)
+    model = LoopedForCausalLM(config).to(setting.device).train()
+    if not setting.tiny:  # a compiler takes a minute of a CPU
+        compile_blocks([*model.model.prelude, *model.model.core, *model.model.coda])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(ids):
+        with torch.autocast(setting.device, torch.bfloat16, enabled=setting.device == "cuda"):
+            loss = model(
+                ids, labels=ids, num_loops=depth, backprop_loops=window, use_cache=False, output_logits=False
+            ).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    layers = config.num_prelude_layers + config.num_coda_layers + config.num_core_layers * (window or depth)
+    of_row = layers * activation_bytes(config) * length
+    rows, seconds = largest_that_fits(step, config.vocab_size, length, 18 * sizes(config).total, of_row, setting)
+    speed = rows * length / seconds
+    peak = device_rate(torch.device(setting.device), getattr(torch, setting.dtype))
+    return {
+        "parameters": sizes(config).total,
+        "loops": depth,
+        "loops_with_gradients": window or depth,
+        "micro_batch": rows,
+        "length": length,
+        "seconds_per_step": seconds,
+        "tokens_per_second": speed,
+        "mfu": speed * training_flops_per_token(config, length / 2, depth, window) / peak,
+        "mfu_with_attention_of_the_whole_square": speed
+        * training_flops_per_token(config, length, depth, window)
+        / peak,
+        "peak_memory": torch.cuda.max_memory_allocated() if setting.device == "cuda" else None,
+    }
+
+
+def largest_that_fits(
+    step, vocab_size: int, length: int, weights: int, of_row: int, setting: Setting
+) -> tuple[int, float]:
+    """(rows, seconds of a step); weights, of_row: bytes that the weights and the activations of a row may take."""
+    room = (torch.cuda.get_device_properties(0).total_memory if setting.device == "cuda" else 0) - weights
+    for rows in [rows for rows in MICRO_BATCHES if rows * of_row < room] or [1]:
+        ids = torch.randint(3, vocab_size, (rows, length), device=setting.device)
+        try:
+            for _ in range(1 if setting.tiny else WARM_UP):
+                step(ids)
+            start = now()
+            for _ in range(STEPS):
+                step(ids)
+            return rows, (now() - start) / STEPS
+        except torch.OutOfMemoryError:
+            torch._dynamo.reset()  # else the next size would be compiled for any size
+        torch.cuda.empty_cache()
+    raise MemoryError(f"not even one row of {length} tokens fits")

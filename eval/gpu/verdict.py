@@ -1,0 +1,108 @@
+"""What was met, what fell short, what was not run: a sentence, one JSON and one page."""
+
+from typing import NamedTuple
+
+from looped_eval.common.page import Folded, Heading, Section, Table, Text, single_numbers, to_html
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.provenance import write_json
+
+from .ledger import Ledger
+from .pieces import PIECES, Aim, Piece, Setting
+
+
+class Judged(NamedTuple):
+    piece: str
+    measurement: str
+    aim: Aim
+    value: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.aim.is_met(self.value)
+
+
+class Verdict(NamedTuple):
+    judged: list[Judged]
+    failed: list[str]  # measurements that broke, and pieces that did so before they measured
+    not_run: list[str]  # pieces of which something is missing
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all was run, and met."""
+        return not (self.failed or self.not_run) and all(one.is_met for one in self.judged)
+
+    @property
+    def sentence(self) -> str:
+        short = [f"{one.aim.what} ({one.measurement}: {one.value:.4g})" for one in self.judged if not one.is_met]
+        parts = [f"{len(self.judged) - len(short)} of {len(self.judged)} aims were met"]
+        parts += [f"fell short: {'; '.join(short)}"] if short else []
+        parts += [f"broke: {', '.join(self.failed)}"] if self.failed else []
+        parts += [f"not run to the end: {', '.join(self.not_run)}"] if self.not_run else []
+        return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
+
+
+def verdict(ledger: Ledger) -> Verdict:
+    judged, failed, not_run = [], [], []
+    for piece in PIECES:
+        results, ended = ledger.results(piece.name), ledger.ended(piece.name)
+        for name, result in results.items():
+            if "broke" in result:
+                failed.append(f"{piece.name}/{name}")
+                continue
+            numbers = ((aim, result.get(aim.number)) for aim in piece.aims)
+            judged += [Judged(piece.name, name, aim, value) for aim, value in numbers if value is not None]
+        if ended is not None and ended.how == "failed" and not any(one.startswith(f"{piece.name}/") for one in failed):
+            failed.append(piece.name)
+        elif ended is None or ended.how.startswith("stopped"):
+            not_run.append(piece.name)
+    return Verdict(judged, failed, not_run)
+
+
+def write_page(setting: Setting, ledger: Ledger, command: str):
+    """check.json and index.html."""
+    said = verdict(ledger)
+    pieces = {piece.name: of_piece(piece, ledger) for piece in PIECES}
+    aims = {f"{one.piece}/{one.measurement}: {one.aim.words}": [one.value, one.is_met] for one in said.judged}
+    content = {"verdict": said.sentence, "tiny": setting.tiny, "aims": aims, "pieces": pieces}
+    write_json(setting.out / "check.json", content, command)
+    write_whole(setting.out / "index.html", to_html("Looped on a GPU", sections(setting, ledger, said)))
+
+
+def of_piece(piece: Piece, ledger: Ledger) -> dict:
+    ended = ledger.ended(piece.name)
+    state = ended._asdict() if ended else {"how": "not run"}
+    return {"what": piece.what, **state, "results": ledger.results(piece.name)}
+
+
+def sections(setting: Setting, ledger: Ledger, said: Verdict) -> list[Section]:
+    tiny = [Text("These are sizes for a CPU: they prove the code, and their numbers tell nothing.")] * setting.tiny
+    first = Section("Verdict", [*tiny, Text(said.sentence)])
+    if said.judged:
+        rows = [
+            [
+                one.aim.words,
+                f"{one.piece}, {one.measurement}",
+                f"{one.value:.4g}",
+                "met" if one.is_met else "fell short",
+            ]
+            for one in said.judged
+        ]
+        first.blocks.append(Table(["aim", "measured", "value", ""], rows))
+    return [first, *(of_one(piece, ledger) for piece in PIECES)]
+
+
+def of_one(piece: Piece, ledger: Ledger) -> Section:
+    ended, results = ledger.ended(piece.name), ledger.results(piece.name)
+    state = "not run" if ended is None else f"{ended.how} after {ended.seconds:.0f} s. {ended.said}"
+    section = Section(piece.name.replace("_", " "), [Text(f"{piece.what}; {state}")], is_left_out=not results)
+    for name, result in results.items():
+        numbers = single_numbers(result)
+        table = Table(["", name], [[key, shown(value)] for key, value in numbers.items()])
+        section.blocks += [Heading(name), table] if len(numbers) < 12 else [Folded(name, table)]
+        said = result.get("said")
+        section.blocks += [Folded("what pytest said", "\n".join(said))] if said else []
+    return section
+
+
+def shown(value) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,67 @@
+"""Decoding on the device gives the tokens of the CPU. In float64, where no token is decided by rounding."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from modeling_looped import SharedPasses
+from tests.helpers import random_ids, tiny_model
+
+
+pytestmark = pytest.mark.gpu
+
+WAYS = {
+    "plain": {},
+    "shallow": {"num_loops": 2},
+    "mixed_depths": {"num_loops": [1, 4, 2]},
+    "margin": {"exit_criterion": "logit_margin", "exit_threshold": 0.5},
+    "latent": {"exit_criterion": "latent_diff", "exit_threshold": 0.5},
+    "gate": {"exit_criterion": "gate", "exit_threshold": 0.5},
+    "kl": {"exit_criterion": "kl", "exit_threshold": 0.05},
+    "shared_slots": {"cache_sharing": "last"},
+    "speculation": {"draft_loops": 1, "draft_tokens": 3},
+    "sampled": {"do_sample": True, "top_k": 1},
+}
+
+
+def exiting_model():
+    fields = {"num_loops": 4, "exit_gate": "raw", "loop_loss": "per_loop", "eos_token_id": None, "pad_token_id": 0}
+    return tiny_model(**fields).double()
+
+
+def decode(model, device: str, **how):
+    prompt = random_ids(3, 6)
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0
+    settings = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, **how}
+    return model.to(device).generate(prompt.to(device), attention_mask=mask.to(device), **settings)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_the_cpu(way, device):
+    model = exiting_model()
+    expected, found = (decode(model, place, **WAYS[way]) for place in ("cpu", device))
+    assert torch.equal(found.sequences.cpu(), expected.sequences)
+    if "exit_criterion" in WAYS[way]:
+        assert torch.equal(found.token_loops.cpu(), expected.token_loops)
+        assert len(expected.token_loops.unique()) > 1  # else nothing exited
+
+
+def test_requests_that_share_passes(device):
+    model = exiting_model()
+    alone = decode(model, "cpu").sequences[1, 6:]
+    with SharedPasses(model.to(device), max_rows=4) as passes:
+        found = passes.generate(random_ids(3, 6)[1:2].to(device), max_new_tokens=10, do_sample=False, pad_token_id=0)
+    assert torch.equal(found[0, 6:].cpu(), alone)
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+@torch.no_grad()
+def test_a_cache_of_transformers(is_static, device):
+    model = exiting_model().to(device)
+    ids = random_ids(2, 9).to(device)
+    cache = StaticCache(config=model.config, max_cache_len=16) if is_static else DynamicCache(config=model.config)
+    parts = [
+        model(part, past_key_values=cache, use_cache=True).logits for part in (ids[:, :5], ids[:, 5:6], ids[:, 6:])
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits)

@@ -1,0 +1,60 @@
+"""What `recipes.plan --gpus` reckons, against sums by hand, and the page that shows it."""
+
+import io
+from contextlib import redirect_stdout
+
+import pytest
+
+from looped_recipes.common.cluster import Cluster, least_between, muon_flops
+from looped_recipes.plan import main, on_cluster
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from modeling_looped import LoopedConfig
+from tests.helpers_recipes import RECIPES
+
+
+PAGE = RECIPES / "parcae" / "RUN_1.3B.md"
+
+
+def printed(*arguments: str) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        main(list(arguments))
+    return said.getvalue()
+
+
+def test_the_page_shows_what_the_command_prints():
+    assert printed(str(RECIPES / "parcae" / "xlarge.yaml"), "--gpus", "64") in PAGE.read_text()
+
+
+def test_numbers_of_the_large_run():
+    said = printed(str(RECIPES / "parcae" / "xlarge.yaml"), "--gpus", "64", "--mfu", "0.5", "--dollars", "2")
+    lines = {line[:32].strip(): line[33:57].strip() for line in said.splitlines()}
+    parameters, steps = 1_338_591_744, 198_365
+    products = 12_573_167_616 * 524_288 / 64 / (989e12 * 0.5)
+    assert lines["products of a step"] == f"{products:.3f} s"
+    assert lines["checkpoint"] == f"{12 * parameters / 1e9:.1f} GB, {12 * parameters / 5e9:.1f} s"
+    assert lines["communication of a step"].startswith(f"{8 * parameters * 63 / 64 / 1e9:.1f} GB")
+    hours = float(lines["the run, communication hidden"].split()[0])
+    seconds = products + float(lines["Muon's iterations of a step"].split()[0])
+    assert hours == pytest.approx((steps * seconds + steps / 500 * 12 * parameters / 5e9) / 3600, rel=0.01)
+    assert float(lines["GPU hours"].split()[0].replace(",", "")) == pytest.approx(64 * hours, rel=0.01)
+
+
+def test_muon_counts_every_matrix():
+    config = LoopedConfig(
+        vocab_size=64, hidden_size=8, intermediate_size=12, num_attention_heads=2, num_core_layers=3, num_loops=5
+    )
+    square, wide = 4 * 8**3 + 2 * 8**3, 4 * 8 * 8 * 12 + 2 * 8**3
+    assert muon_flops(config) == 3 * 5 * (4 * square + 3 * wide)
+
+
+def test_steps_between_checkpoints():
+    assert least_between(2.0, 1.0) == 198  # 2 of 200 seconds
+    assert least_between(0.001, 1.0) == 1
+
+
+def test_what_can_not_be_planned():
+    recipe = load_recipe(RECIPES / "parcae" / "xlarge.yaml")
+    with pytest.raises(RecipeError, match="rows_per_step=256 is not a multiple of --gpus 60"):
+        on_cluster(recipe, Cluster(60))
+    with pytest.raises(RecipeError, match="plans one run, and .* is a sweep"):
+        main([str(RECIPES / "readout" / "44m.sweep.yaml"), "--gpus", "64"])

@@ -1,0 +1,147 @@
+"""The check on a GPU: what it keeps, how it goes on, and what it says; the whole of it, tiny, on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from looped_eval.gpu import command
+from looped_eval.gpu.ledger import Ended, Ledger
+from looped_eval.gpu.pieces import NAMES, PIECES, Aim, Measurement, Piece, Setting
+from looped_eval.gpu.verdict import verdict, write_page
+
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return Ledger(tmp_path)
+
+
+def piece_of(*measurements) -> Piece:
+    piece = Piece("machine", "machine", "a piece", 1, 2)
+    piece.measurements = lambda setting: iter(Measurement(name, run) for name, run in measurements)
+    return piece
+
+
+def broken():
+    raise RuntimeError("out of order")
+
+
+def test_a_line_that_was_cut_off_is_left_out(ledger):
+    ledger.write_result("machine", "rates", {"peak": 1.0})
+    with open(ledger.path, "a") as file:
+        file.write('{"piece": "machine", "name": "pack')
+    assert ledger.results("machine") == {"rates": {"peak": 1.0}}
+
+
+def test_only_what_is_missing_is_measured_again(ledger, tmp_path):
+    setting, asked = Setting(tmp_path, "cpu"), []
+
+    def measured(name):
+        asked.append(name)
+        return {"value": len(asked)}
+
+    first = piece_of(("a", lambda: measured("a")), ("b", broken), ("c", lambda: measured("c")))
+    assert not command.run_here(first, setting, ledger)
+    assert asked == ["a", "c"]
+    assert ledger.results("machine")["b"] == {"broke": "RuntimeError: out of order"}
+    assert command.run_here(piece_of(("a", broken), ("b", lambda: measured("b")), ("c", broken)), setting, ledger)
+    assert asked == ["a", "c", "b"] and ledger.measured("machine") == {"a", "b", "c"}
+
+
+def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    """With what it started, and without waiting longer than its limit and the grace."""
+    monkeypatch.setattr(command, "GRACE", 6)
+    script = tmp_path / "sleeper"
+    script.write_text('#!/bin/sh\nsleep 300 & echo $! >"$0.pid"; trap "" TERM; wait; wait\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    ended = command.run_apart(PIECES[0], Setting(tmp_path, "cpu"), 1)
+    assert ended.how == "stopped by its limit"
+    child = int(Path(f"{script}.pid").read_text())
+    for _ in range(50):
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            break
+        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the process that it started is still there")
+
+
+def test_the_verdict(ledger, tmp_path):
+    ledger.write_result("memory", "wide", {"per_loop_over_terminal": 1.05})
+    ledger.write_result("memory", "narrow", {"per_loop_over_terminal": 1.2})
+    ledger.write_end("memory", Ended("done", 3.0))
+    ledger.write_result("exits", "batch_1", {"broke": "RuntimeError: <b>no memory</b>"})
+    ledger.write_end("exits", Ended("failed", 3.0, "batch_1"))
+    ledger.write_end("real", Ended("stopped by its limit", 570.0))
+    said = verdict(ledger)
+    assert not said.is_whole
+    assert said.sentence.startswith(
+        "1 of 2 aims were met. Fell short: memory of a per-loop loss (narrow: 1.2). Broke: exits/batch_1. "
+        "Not run to the end: machine, tests,"
+    )
+    assert {"real", "speculation", "rdm"} <= set(said.not_run) and not {"memory", "exits"} & set(said.not_run)
+    write_page(Setting(tmp_path, tiny=True), ledger, "python -m eval.gpu")
+    page = (tmp_path / "index.html").read_text()
+    assert page.index("1 of 2 aims were met") < page.index("fell short</td>") < page.index("not run")
+    assert "their numbers tell nothing" in page and "<b>no" not in page
+    content = json.loads((tmp_path / "check.json").read_text())
+    assert content["verdict"] == said.sentence
+    assert content["aims"]["memory/narrow: memory of a per-loop loss: at most 1.1"] == [1.2, False]
+    assert content["pieces"]["lt_flt"]["how"] == "not run"
+
+
+def test_a_check_that_met_everything_says_so(ledger):
+    for piece in PIECES:
+        ledger.write_end(piece.name, Ended("done", 1.0))
+    ledger.write_result("training_speed", "370m", {"mfu": 0.5})
+    ledger.write_result("tests", "test_numbers", {"passed": 3, "failed": 0})
+    said = verdict(ledger)
+    assert said.is_whole and said.sentence == "2 of 2 aims were met."
+    assert ledger.measured("tests") == {"test_numbers"}
+
+
+def test_aims():
+    assert Aim("a", "n", least=0.45).is_met(0.45) and not Aim("a", "n", least=0.45).is_met(0.449)
+    assert Aim("a", "n", most=1.1).is_met(1.1) and not Aim("a", "n", most=1.1).is_met(1.11)
+    assert not Aim("a", "n", least=0.45).is_met(float("nan"))
+
+
+def test_every_piece_ends_within_ten_minutes_and_the_check_in_thirty():
+    assert len(set(NAMES)) == len(NAMES) and all(piece.expected < piece.limit <= 590 for piece in PIECES)
+    check = PIECES[: NAMES.index("speculation") + 1]
+    assert sum(piece.expected for piece in check) < 1800 and sum(piece.expected for piece in PIECES) < 3600
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_of_it_on_a_cpu(tmp_path, training_text):
+    """By the script, on a machine whose packages have other names. Cut off once; the second call ends it."""
+    out = tmp_path / "out"
+    options = ["--device", "cpu", "--tiny", "--text", str(training_text / "train.jsonl")]
+    run = ["bash", str(ROOT / "recipes" / "gpu_check.sh"), str(out), *options]
+    environment = {**os.environ, "PYTHON": sys.executable, "WHEELS": str(tmp_path)}
+    first = subprocess.run([*run, "--only", "machine"], env=environment, capture_output=True, text=True, timeout=300)
+    assert "machine: done" in first.stdout, first.stderr
+    second = subprocess.run([*run, "--minutes", "25"], env=environment, capture_output=True, text=True, timeout=1700)
+    assert "machine: done" not in second.stdout
+    content = json.loads((out / "check.json").read_text())
+    states = {name: piece["how"] for name, piece in content["pieces"].items()}
+    assert states == dict.fromkeys(NAMES, "done"), second.stdout + second.stderr
+    assert "Broke" not in content["verdict"] and content["tiny"]
+    real = content["pieces"]["real"]["results"]["real"]
+    assert real["steps"] == 4 and real["finite"] == 1 and 0 < real["checkpoint_share"] < 1
+    tests = content["pieces"]["tests"]["results"]
+    assert tests["test_decoding"]["passed"] > 10 and not any(result["failed"] for result in tests.values())
