@@ -1,9 +1,14 @@
-"""What other libraries are told: which layers PEFT adapts by default, and what a trainer's own loss leaves out."""
+"""What other libraries are told: which layers PEFT adapts by default, what a trainer's own loss leaves out, and what
+vLLM would pass over unsaid."""
 
 import sys
 
 import torch
 from transformers.utils import logging
+
+from .borrowed import found
+from .checks import refuse_if
+from .depth_options import DEPTH_FIELDS
 
 
 logger = logging.get_logger(__name__)
@@ -30,3 +35,55 @@ def warn_of_another_loss(config):
             "by label smoothing. For supervised fine-tuning with the model's own loss, put "
             "modeling_looped.trainers.OwnLoss before TRL's SFTTrainer."
         )
+
+
+def check_for_engine(config):
+    """Refuse what vLLM, where it builds this model, would run otherwise than it was asked for, or break at later."""
+    if config._attn_implementation != "vllm":
+        return
+    current = found("vllm.config", "get_current_vllm_config", lambda: None)()
+    if current is not None:
+        check_parallelism(config, current.parallel_config)
+        check_saved_depth(config, current.model_config)
+
+
+def check_parallelism(config, parallel):
+    stages, ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    refuse_if(
+        stages > 1,
+        f"pipeline_parallel_size={stages}: every loop runs through all core layers, so a looped model has no stages "
+        "that tokens pass once: use tensor_parallel_size",
+    )
+    if config.core_num_attention_heads not in (None, config.num_attention_heads):
+        raise ValueError(
+            f"vLLM has one number of heads for all layers, but core_num_attention_heads="
+            f"{config.core_num_attention_heads} and num_attention_heads={config.num_attention_heads}: use generate"
+        )
+    whole = {"qk_norm='all_heads'": config.qk_norm == "all_heads", "a loop_lora_rank": config.loop_lora_rank is not None}
+    for name, stands in whole.items():
+        refuse_if(
+            ranks > 1 and stands,
+            f"tensor_parallel_size={ranks}: {name} needs all heads of a layer on one rank: leave it at 1",
+        )
+    refuse_if(
+        config.num_key_value_heads % ranks != 0,
+        f"tensor_parallel_size={ranks} does not divide num_key_value_heads={config.num_key_value_heads}",
+    )
+
+
+def check_saved_depth(config, served):
+    """vLLM runs every token to the depth of the config. served: its own description of the model."""
+    if served.generation_config == "vllm":  # that is: not what was saved
+        return
+    saved = served.try_get_generation_config()
+    asked = served.hf_overrides if isinstance(served.hf_overrides, dict) else {}
+    plain = {**DEPTH_FIELDS, "num_loops": config.num_loops}
+    fields = {name: saved[name] for name, value in plain.items() if saved.get(name) not in (None, value)}
+    shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    refuse_if(
+        shown != "" and "num_loops" not in asked,
+        f"generation_config.json says {shown}, but vLLM runs every token at one depth, and has no exits and no "
+        f"drafts. To serve num_loops={config.num_loops}, or another depth, pass "
+        f"--hf-overrides '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use "
+        "`python -m eval.serve`",
+    )
