@@ -50,7 +50,7 @@ def packs_requests(implementation: str | None) -> bool:
 
 def check_softcap(softcap: float | None, implementation: str):
     """Kernels without a softcap on scores, of which some would leave it out unsaid."""
-    if softcap is not None and ("sdpa" in implementation or implementation == "paged|eager"):
+    if softcap is not None and ("sdpa" in implementation or implementation in ("paged|eager", "sglang")):
         raise ValueError(
             f"attn_implementation={implementation!r} has no softcap on scores, and attention_softcap={softcap}: use "
             "'eager' (continuous batching: use generate), 'flex_attention', or a flash attention that has one"

@@ -1,13 +1,14 @@
 """What other libraries are told: which layers PEFT adapts by default, what a trainer's own loss leaves out, and what
-vLLM would pass over unsaid."""
+serving engines would pass over unsaid."""
 
 import sys
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from .borrowed import found
-from .checks import refuse_if
+from .checks import check_softcap, refuse_if
 from .depth_options import DEPTH_FIELDS
 
 
@@ -38,17 +39,33 @@ def warn_of_another_loss(config):
 
 
 def check_for_engine(config):
-    """Refuse what vLLM, where it builds this model, would run otherwise than it was asked for, or break at later."""
-    if config._attn_implementation != "vllm":
-        return
-    current = found("vllm.config", "get_current_vllm_config", lambda: None)()
-    if current is not None:
-        check_parallelism(config, current.parallel_config)
-        check_saved_depth(config, current.model_config)
+    """Refuse what an engine that builds this model would run otherwise than it was asked for, or break at later."""
+    engine = config._attn_implementation
+    if engine == "vllm" and (current := found("vllm.config", "get_current_vllm_config")):
+        parallel, served = current().parallel_config, current().model_config
+        check_parallelism(config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        if served.generation_config != "vllm":  # that is: not what was saved
+            check_saved_depth(config, served.try_get_generation_config(), "--hf-overrides")
+    elif engine == "sglang":  # pipeline stages it refuses itself
+        check_softcap(config.attention_softcap, engine)
+        refuse_if(
+            config.has_windows,
+            f"sliding_window={config.sliding_window}: SGLang's backend for transformers' models lets a token see one "
+            "more than that, which no loop was trained with: use vLLM or `python -m eval.serve`",
+        )
+        parallel = found("sglang.srt.runtime_context", "get_parallel")
+        check_parallelism(config, parallel().tp_size if parallel else 1)
+        check_saved_depth(config, saved_generation_config(config), "--json-model-override-args")
 
 
-def check_parallelism(config, parallel):
-    stages, ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+def saved_generation_config(config) -> dict:
+    try:
+        return GenerationConfig.from_pretrained(config.name_or_path).to_dict()
+    except OSError:  # none was saved
+        return {}
+
+
+def check_parallelism(config, ranks: int, stages: int = 1):
     refuse_if(
         stages > 1,
         f"pipeline_parallel_size={stages}: every loop runs through all core layers, so a looped model has no stages "
@@ -56,7 +73,7 @@ def check_parallelism(config, parallel):
     )
     if config.core_num_attention_heads not in (None, config.num_attention_heads):
         raise ValueError(
-            f"vLLM has one number of heads for all layers, but core_num_attention_heads="
+            f"engines have one number of heads for all layers, but core_num_attention_heads="
             f"{config.core_num_attention_heads} and num_attention_heads={config.num_attention_heads}: use generate"
         )
     whole = {"qk_norm='all_heads'": config.qk_norm == "all_heads", "a loop_lora_rank": config.loop_lora_rank is not None}
@@ -71,19 +88,16 @@ def check_parallelism(config, parallel):
     )
 
 
-def check_saved_depth(config, served):
-    """vLLM runs every token to the depth of the config. served: its own description of the model."""
-    if served.generation_config == "vllm":  # that is: not what was saved
+def check_saved_depth(config, saved: dict, override: str):
+    """Engines run every token to the depth of the config. override: their flag that changes it."""
+    if getattr(config, "_num_loops_asked_for", False):
         return
-    saved = served.try_get_generation_config()
-    asked = served.hf_overrides if isinstance(served.hf_overrides, dict) else {}
     plain = {**DEPTH_FIELDS, "num_loops": config.num_loops}
     fields = {name: saved[name] for name, value in plain.items() if saved.get(name) not in (None, value)}
     shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
     refuse_if(
-        shown != "" and "num_loops" not in asked,
-        f"generation_config.json says {shown}, but vLLM runs every token at one depth, and has no exits and no "
-        f"drafts. To serve num_loops={config.num_loops}, or another depth, pass "
-        f"--hf-overrides '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use "
-        "`python -m eval.serve`",
+        shown != "",
+        f"generation_config.json says {shown}, but this engine runs all tokens at one depth, without exits or drafts. "
+        f"To serve num_loops={config.num_loops}, or another depth, pass "
+        f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `python -m eval.serve`",
     )

@@ -575,6 +575,12 @@ class LoopedConfig(PreTrainedConfig):
             config._num_loops_asked_for = True
         return made
 
+    def update(self, config_dict: dict[str, Any]):
+        """How serving engines change a loaded config: a depth among the fields was asked for."""
+        super().update(config_dict)
+        if "num_loops" in config_dict:
+            self._num_loops_asked_for = True
+
     def to_dict(self) -> dict[str, Any]:
         derived = {"num_hidden_layers": self.num_hidden_layers, "trained_num_loops": self.trained_depth}
         if self.has_sets_in_core or self.loop_embedding == "learned":

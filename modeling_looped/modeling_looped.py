@@ -164,6 +164,8 @@ class LoopedModel(LoopedPreTrainedModel):
         self.norm: nn.Module = readout_norm(config)  # pyrefly: ignore[bad-assignment]
         alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
         self.alpha_readout: AlphaReadout = alpha_readout  # pyrefly: ignore[bad-assignment]
+        if config._attn_implementation == "sglang" and config.exit_gate != "none":
+            self.exit_gate = linear(config.state_size, 1, "gate", bias=True)  # it wants a place for every tensor
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -1,4 +1,7 @@
-"""RMSNorms: without a weight, with one, or with one for each loop."""
+"""RMSNorms: without a weight, with one, or with one for each loop.
+
+No class here has a name that ends with RMSNorm: SGLang takes each of those for Llama's, and replaces it.
+"""
 
 import torch
 from torch import nn
