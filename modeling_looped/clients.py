@@ -76,11 +76,12 @@ def check_parallelism(config, ranks: int, stages: int = 1):
             f"engines have one number of heads for all layers, but core_num_attention_heads="
             f"{config.core_num_attention_heads} and num_attention_heads={config.num_attention_heads}: use generate"
         )
-    whole = {"qk_norm='all_heads'": config.qk_norm == "all_heads", "a loop_lora_rank": config.loop_lora_rank is not None}
+    whole = {"qk_norm": config.qk_norm == "all_heads", "loop_lora_rank": config.loop_lora_rank is not None}
     for name, stands in whole.items():
         refuse_if(
             ranks > 1 and stands,
-            f"tensor_parallel_size={ranks}: {name} needs all heads of a layer on one rank: leave it at 1",
+            f"tensor_parallel_size={ranks}: {name}={getattr(config, name)!r} needs all heads of a layer on one rank: "
+            "leave it at 1",
         )
     refuse_if(
         config.num_key_value_heads % ranks != 0,

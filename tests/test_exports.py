@@ -1,4 +1,4 @@
-"""Programs and files that other runtimes run, at a fixed depth: what works for a Llama of as many layers works here."""
+"""Programs and files that other runtimes run, at a fixed depth, beside the model itself."""
 
 import pytest
 import torch
@@ -77,10 +77,9 @@ def test_onnx(system, tmp_path):
     batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", min=2, max=32)
     shapes = {"input_ids": {0: batch, 1: length}, "use_cache": None}
     inputs = {"input_ids": random_ids(2, 7), "use_cache": False}
+    settings = {"dynamic_shapes": shapes, "output_names": ["logits"], "dynamo": True}
     with torch.no_grad():
-        torch.onnx.export(
-            model, (), tmp_path / "model.onnx", kwargs=inputs, dynamic_shapes=shapes, output_names=["logits"], dynamo=True
-        )
+        torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs=inputs, **settings)
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     for ids in (random_ids(2, 7), random_ids(1, 9), random_ids(5, 3)):
         [found] = session.run(["logits"], {"input_ids": ids.numpy()})

@@ -24,6 +24,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: see `make test
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.timeout(900)  # an engine takes its time to start
 
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict:
     """Folders, and answers at some depths: all before the first engine, which changes the classes of its models."""
