@@ -34,6 +34,13 @@ def saved(tmp_path_factory) -> dict:
         model.save_pretrained(folder)
         depths = (None, 1, 5) if system == "parcae" else (None,)
         made[system] = folder, {depth: [greedy(model, prompt, depth) for prompt in PROMPTS] for depth in depths}
+    model = build("ouro")
+    model.generation_config.exit_criterion = "kl"
+    wide = {"core_hidden_size": 256, "core_num_attention_heads": 4, "injection": "concat", "state_init": "zeros"}
+    config = LoopedConfig(**SIZES, num_core_layers=1, coda_input="linear", **wide)
+    for name, model in {"exits": model, "wide_core": LoopedForCausalLM(config)}.items():
+        made[name] = str(tmp_path_factory.mktemp(name)), {}
+        model.save_pretrained(made[name][0])
     return made
 
 
@@ -107,29 +114,20 @@ def test_tensor_parallel(saved, system, tmp_path):
     assert json.loads(lines[0]) == [tokens for tokens, _ in answers[None]]
 
 
-def refusal(model, folder, **settings) -> str:
-    """What the engine says in place of serving."""
-    model.save_pretrained(folder)
+def engine_of(saved, name: str, **settings):
     fixed = {"model_impl": "transformers", "trust_remote_code": True, "skip_tokenizer_init": True, "dtype": "float32"}
-    with pytest.raises(ValueError) as refused:
-        vllm.LLM(model=str(folder), **fixed, enforce_eager=True, max_model_len=200, **settings)
-    return str(refused.value)
+    return vllm.LLM(model=saved[name][0], **fixed, enforce_eager=True, max_model_len=200, **settings)
 
 
-def test_saved_exits_are_refused(tmp_path):
-    model = build("ouro")
-    model.generation_config.exit_criterion = "kl"
-    said = refusal(model, tmp_path)
-    assert "exit_criterion='kl'" in said and '"num_loops": 3' in said
-    overrides = {"num_loops": 3}  # a depth that is asked for runs to the end
-    vllm.LLM(model=str(tmp_path), model_impl="transformers", trust_remote_code=True, skip_tokenizer_init=True,
-             dtype="float32", enforce_eager=True, max_model_len=200, hf_overrides=overrides)  # fmt: skip
+def test_saved_exits_are_refused(saved):
+    with pytest.raises(ValueError, match="exit_criterion='kl'.*\"num_loops\": 3"):
+        engine_of(saved, "exits")
+    engine_of(saved, "exits", hf_overrides={"num_loops": 3})  # a depth that is asked for runs to the end
 
 
-def test_heads_of_the_cores_own_are_refused(tmp_path):
-    fields = {"core_hidden_size": 256, "core_num_attention_heads": 4, "injection": "concat", "state_init": "zeros"}
-    model = LoopedForCausalLM(LoopedConfig(**SIZES, num_core_layers=1, coda_input="linear", **fields))
-    assert "core_num_attention_heads=4 and num_attention_heads=2" in refusal(model, tmp_path)
+def test_heads_of_the_cores_own_are_refused(saved):
+    with pytest.raises(ValueError, match="core_num_attention_heads=4 and num_attention_heads=2"):
+        engine_of(saved, "wide_core")
 
 
 def test_its_server_and_the_client_of_openai(saved):
