@@ -34,11 +34,11 @@ def saved(tmp_path_factory) -> dict:
         model.save_pretrained(folder)
         depths = (None, 1, 5) if system == "parcae" else (None,)
         made[system] = folder, {depth: [greedy(model, prompt, depth) for prompt in PROMPTS] for depth in depths}
-    model = build("ouro")
-    model.generation_config.exit_criterion = "kl"
+    exits = build("ouro")
+    exits.generation_config.exit_criterion = "kl"
     wide = {"core_hidden_size": 256, "core_num_attention_heads": 4, "injection": "concat", "state_init": "zeros"}
     config = LoopedConfig(**SIZES, num_core_layers=1, coda_input="linear", **wide)
-    for name, model in {"exits": model, "wide_core": LoopedForCausalLM(config)}.items():
+    for name, model in {"exits": exits, "wide_core": LoopedForCausalLM(config)}.items():
         made[name] = str(tmp_path_factory.mktemp(name)), {}
         model.save_pretrained(made[name][0])
     return made
