@@ -51,7 +51,7 @@ def check_for_engine(config):
         refuse_if(
             config.has_windows,
             f"sliding_window={config.sliding_window}: SGLang's backend for transformers' models lets a token see one "
-            "more than that, which no loop was trained with: use vLLM or `python -m eval.serve`",
+            "token more than that: use vLLM or `python -m eval.serve`",
         )
         parallel = found("sglang.srt.runtime_context", "get_parallel")
         check_parallelism(config, parallel().tp_size if parallel else 1)
