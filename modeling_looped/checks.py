@@ -43,9 +43,14 @@ def check_length(config, length: int):
         )
 
 
+def packs_requests(implementation: str | None) -> bool:
+    """Whether a row holds tokens of many requests, each of a length that an engine has checked."""
+    return implementation is not None and implementation.startswith(("paged|", "vllm", "sglang"))
+
+
 def check_softcap(softcap: float | None, implementation: str):
     """Kernels without a softcap on scores, of which some would leave it out unsaid."""
-    if softcap is not None and ("sdpa" in implementation or implementation == "paged|eager"):
+    if softcap is not None and ("sdpa" in implementation or implementation in ("paged|eager", "sglang")):
         raise ValueError(
             f"attn_implementation={implementation!r} has no softcap on scores, and attention_softcap={softcap}: use "
             "'eager' (continuous batching: use generate), 'flex_attention', or a flash attention that has one"
@@ -57,7 +62,8 @@ def check_pass(
 ):
     """recording: keyword arguments among which output_hidden_states and output_attentions may be."""
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
-    check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
+    if not packs_requests(config._attn_implementation):
+        check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
     if initial_state is not None:
         check_takes_initial_state(config)
         shape = (*inputs_embeds.shape[:-1], config.state_size)

@@ -336,15 +336,23 @@ class LoopedConfig(PreTrainedConfig):
         styles = {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
         if self.mlp_gated:
             styles["mlp.gate_proj"] = "colwise"
-        # tables as wide as all heads cannot meet values of some, nor a norm over all heads: attention stays whole
-        if not self.value_embeddings and self.qk_norm != "all_heads":
+        # a norm over all heads cannot meet some of them, and of the value tables a plan cannot name single ones
+        has_whole_layers = self.value_embeddings and self.loop_lora_rank is not None
+        splits_attention = self.qk_norm != "all_heads" and not has_whole_layers
+        if splits_attention:
             styles |= dict.fromkeys(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "colwise")
             styles["self_attn.o_proj"] = "rowwise"
             if self.qk_norm == "learned":  # a rank knows the gradient from its own heads
                 styles |= dict.fromkeys(["self_attn.q_norm", "self_attn.k_norm"], "replicated_with_grad_allreduce")
         # what a loop adds to a layer is whole, and meets no parts of it
         sections = [name for name in self._sections() if name != "core" or self.loop_lora_rank is None]
-        return {f"{section}.*.{name}": style for section in sections for name, style in styles.items()}
+        plan = {f"{section}.*.{name}": style for section in sections for name, style in styles.items()}
+        if self.value_embeddings and splits_attention:  # each rank reads its own heads of a table
+            gated = self._by_section([self.has_value_embedding(layer) for layer in range(self.num_layers)])
+            names = [name for name, layers in zip(("prelude", "core", "coda"), gated) if any(layers)]
+            plan |= {f"{section}.*.self_attn.value_gate": "colwise" for section in names}
+            plan["value_embeds.*"] = "replicated_with_grad_allreduce"
+        return plan
 
     def _fsdp_plan(self) -> dict[str, str]:
         modules = ["embed_tokens", *(f"{section}.*" for section in self._sections())]
@@ -388,6 +396,10 @@ class LoopedConfig(PreTrainedConfig):
     def num_layers(self) -> int:
         """Unique layers: L = P + C + Q."""
         return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
+        return self.value_embeddings and layer % 2 == (self.num_layers - 1) % 2
 
     @property
     def trained_depth(self) -> int:
@@ -590,6 +602,12 @@ class LoopedConfig(PreTrainedConfig):
             config = made[0] if isinstance(made, tuple) else made
             config._num_loops_asked_for = True
         return made
+
+    def update(self, config_dict: dict[str, Any]):
+        """How serving engines change a loaded config: a depth among the fields was asked for."""
+        super().update(config_dict)
+        if "num_loops" in config_dict:
+            self._num_loops_asked_for = True
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"num_hidden_layers": self.num_hidden_layers, "trained_num_loops": self.trained_depth}

@@ -16,7 +16,7 @@ from .injection import DiagonalInjection, LoopChangeGate
 from .layers import LoopDamping
 from .loop_embedding import LearnedLoopEmbedding
 from .loop_parameters import LoopDelta
-from .norms import LoopedRMSNorm
+from .norms import LoopedNorm
 from .readouts import AlphaReadout, TaperNorm
 
 
@@ -119,7 +119,7 @@ def init_module(module: nn.Module, config) -> bool:
         for tensor in (module.linear_weight, module.gate, module.scale):
             if tensor is not None:
                 init.ones_(tensor)
-    elif isinstance(module, LoopedRMSNorm):
+    elif isinstance(module, LoopedNorm):
         if module.weight is not None:
             init.constant_(module.weight, module.initial_weight)
     elif isinstance(module, (nn.Linear, nn.Embedding)):

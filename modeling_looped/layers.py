@@ -18,7 +18,7 @@ from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
-from .norms import LoopedRMSNorm, block_norm, weighted_norm
+from .norms import LoopedNorm, block_norm, weighted_norm
 
 
 VALUE_GATE_CHANNELS = 32
@@ -70,6 +70,16 @@ def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor |
     if is_slow_single_query(queries):
         return attend_single_query(queries, keys, values, mask, scaling)
     return attend_causally(queries, keys, values, scaling) if mask is None else None
+
+
+def heads_of_rank(heads: torch.Tensor, num_heads: int, layer: nn.Module) -> torch.Tensor:
+    """Of [rows, length, heads, head_dim] those that this process has, where tensor parallelism splits the outputs of
+    `layer`: transformers by DTensors, serving engines by layers of their own."""
+    if heads.shape[-2] == num_heads:
+        return heads
+    mesh: Any = getattr(layer.weight, "device_mesh", None)
+    rank: Any = layer.tp_rank if mesh is None else mesh.get_local_rank(mesh.ndim - 1)
+    return heads.narrow(-2, rank * num_heads, num_heads)
 
 
 class AttentionSite(nn.Module):
@@ -161,7 +171,7 @@ class LoopedAttention(LoopedLayer):
             key_value_input = width
         else:
             self.kv_down_proj = linear(width, config.kv_latent_size, "input", width=width)
-            self.kv_latent_norm = LoopedRMSNorm(config.kv_latent_size, config.rms_norm_eps, affine=False)
+            self.kv_latent_norm = LoopedNorm(config.kv_latent_size, config.rms_norm_eps, affine=False)
             key_value_input = config.kv_latent_size
         self.k_proj = linear(key_value_input, key_value_size, "input", bias, width)
         self.v_proj = linear(key_value_input, key_value_size, "input", value_bias, width)
@@ -176,7 +186,7 @@ class LoopedAttention(LoopedLayer):
                 weighted_norm(config, size, num_sets=sizes.num_norm_sets) for size in normed_sizes
             )
         elif self.qk_norm == "free":
-            self.free_norm = LoopedRMSNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
+            self.free_norm = LoopedNorm(config.head_dim, torch.finfo(torch.float32).eps, affine=False)
 
         if value_embedding:
             self.value_gate_channels = min(VALUE_GATE_CHANNELS, width)
@@ -208,7 +218,8 @@ class LoopedAttention(LoopedLayer):
         values = self.heads(self.project("v_proj", source, loop))
         if value_embedding is not None:
             gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
-            values = values + gate.unsqueeze(-1) * self.heads(value_embedding).to(values.dtype)
+            embedded = heads_of_rank(self.heads(value_embedding), values.shape[-2], self.v_proj)
+            values = values + gate.unsqueeze(-1) * embedded.to(values.dtype)
         return keys, values.transpose(1, 2)
 
     def forward(

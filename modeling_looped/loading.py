@@ -60,6 +60,11 @@ class StrictLoadingMixin:
         So does `output_loading_info=True`, since that report is then in the caller's hands.
         """
         refuse_arguments_of_generate(kwargs)
+        if (file := kwargs.get("gguf_file")) is not None:
+            raise ValueError(
+                f"gguf_file={file!r}: transformers reads no looped model from GGUF. Load the safetensors that it was "
+                "made of; a dense model in GGUF opens as its own class, and from_dense makes it loop"
+            )
         # a folder in a layout that is not ours, see formats/
         public = None
         if pretrained_model_name_or_path is not None and "public" in OPENERS:

@@ -32,7 +32,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .borrowed import captured, config_defaults
 from .cache import CacheView, view_for_pass
 from .checks import check_inputs, check_pass, check_softcap, check_takes_initial_state, why_no_cache
-from .clients import register_with_peft, warn_of_another_loss
+from .clients import check_for_engine, register_with_peft, warn_of_another_loss
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
@@ -81,6 +81,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         config.validate()  # fields may have been assigned since it was made
         register_with_peft(config.model_type)
         super().__init__(config, *args, **kwargs)
+        check_for_engine(self.config)
         self.trained_depth = config.trained_depth  # of this model, whatever depth the config is set to from here on
 
     def _sdpa_can_dispatch(self, *args, **kwargs) -> bool:
@@ -145,7 +146,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if config.value_embeddings:
             self.value_embeds = nn.ModuleDict()
             for block in chain(*sections):
-                if self._has_value_embedding(block.layer):
+                if self.config.has_value_embedding(block.layer):
                     table = nn.Embedding(config.vocab_size, block.self_attn.v_proj.out_features)
                     self.value_embeds[str(block.layer)] = with_role(table, "value_table")
 
@@ -165,12 +166,10 @@ class LoopedModel(LoopedPreTrainedModel):
         self.norm: nn.Module = readout_norm(config)  # pyrefly: ignore[bad-assignment]
         alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
         self.alpha_readout: AlphaReadout = alpha_readout  # pyrefly: ignore[bad-assignment]
+        if config._attn_implementation == "sglang" and config.exit_gate != "none":
+            self.exit_gate = linear(config.state_size, 1, "gate", bias=True)  # it wants a place for every tensor
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
-        return self.config.value_embeddings and layer % 2 == (self.config.num_layers - 1) % 2
 
     def _blocks(
         self, section: str, layer_types: list[str], ropes: list[str | None], first_layer: int, first_slot: int
@@ -178,7 +177,7 @@ class LoopedModel(LoopedPreTrainedModel):
         sizes = self.config.block_sizes(section)
         layers = [(first_layer + i, first_slot + i, *kinds) for i, kinds in enumerate(zip(layer_types, ropes))]
         return [
-            LoopedBlock(self.config, sizes, layer, slot, layer_type, self._has_value_embedding(layer), rope)
+            LoopedBlock(self.config, sizes, layer, slot, layer_type, self.config.has_value_embedding(layer), rope)
             for layer, slot, layer_type, rope in layers
         ]
 

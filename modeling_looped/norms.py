@@ -1,4 +1,7 @@
-"""RMSNorms: without a weight, with one, or with one for each loop."""
+"""RMSNorms: without a weight, with one, or with one for each loop.
+
+No class here has a name that ends with RMSNorm: SGLang takes each of those for Llama's, and replaces it.
+"""
 
 import torch
 from torch import nn
@@ -6,7 +9,7 @@ from torch import nn
 from .cpu_gradients import rms_norm
 
 
-class LoopedRMSNorm(nn.Module):
+class LoopedNorm(nn.Module):
     """x / rms(x), statistics in at least fp32, with or without a weight.
 
     offset: what is added to the weight. rounding: whether the product with the weight is rounded to x's dtype, or
@@ -50,7 +53,7 @@ class LoopedRMSNorm(nn.Module):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
 
 
-class LoopRMSNorm(LoopedRMSNorm):
+class LoopNorm(LoopedNorm):
     """A norm with a weight for each loop."""
 
     is_by_loop = True
@@ -72,13 +75,13 @@ class LoopRMSNorm(LoopedRMSNorm):
         return rms_norm(x.to(factor.dtype), factor, self.eps).to(x.dtype)
 
 
-def weighted_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedRMSNorm:
+def weighted_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedNorm:
     """num_sets: of weights, where each loop has its own."""
     how = config.norm_offset, config.norm_rounding
     if num_sets is not None and affine:
-        return LoopRMSNorm(size, config.rms_norm_eps, num_sets, *how)
-    return LoopedRMSNorm(size, config.rms_norm_eps, affine, *how)
+        return LoopNorm(size, config.rms_norm_eps, num_sets, *how)
+    return LoopedNorm(size, config.rms_norm_eps, affine, *how)
 
 
-def block_norm(config, size: int | None = None, num_sets: int | None = None) -> LoopedRMSNorm:
+def block_norm(config, size: int | None = None, num_sets: int | None = None) -> LoopedNorm:
     return weighted_norm(config, config.hidden_size if size is None else size, config.norm_affine, num_sets)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from .norms import LoopedRMSNorm, block_norm
+from .norms import LoopedNorm, block_norm
 
 
 def readout_norm(config) -> nn.Module | None:
@@ -60,7 +60,7 @@ class AlphaReadout(nn.Module):
         return values[depths.clamp(max=self.count) - 1].unsqueeze(-1)
 
 
-class TaperNorm(LoopedRMSNorm):
+class TaperNorm(LoopedNorm):
     """g RMSNorm(x) + (1 - g) c v x: a norm that training takes away (Kanavalau et al.).
 
     The gate g goes from 1 to 0 over training. Where it starts to, `linearise` sets the constant c and the learned v to

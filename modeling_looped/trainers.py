@@ -4,6 +4,9 @@
 
 TRL runs the trunk and multiplies its last state with the head, so that losses over loops, of states and of gates would
 be left out. This passes the labels to the model instead; what TRL measures beside the loss is not logged.
+
+There is none for GRPO and its like: their labels are the policy's own samples, also the bad ones, and cross-entropies
+of earlier loops would teach the model to repeat them. They train the last loop, from which they sample.
 """
 
 from transformers import Trainer

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, create_causal_mas
 from transformers.utils import is_flash_attn_2_available
 
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.norms import LoopedRMSNorm
+from modeling_looped.norms import LoopedNorm
 from tests.helpers import random_ids, shake, tiny_config, tiny_model
 
 
@@ -340,7 +340,7 @@ def test_a_stream_whose_squares_overflow(block_norm, readout_norm, dtype):
 @pytest.mark.parametrize("size", [1e-3, 1.0, 2e4])
 def test_norm_is_the_rounded_exact_norm(dtype, size):
     torch.manual_seed(0)
-    norm = LoopedRMSNorm(64, eps=1e-6).to(dtype)
+    norm = LoopedNorm(64, eps=1e-6).to(dtype)
     x = (torch.randn(50, 64) * size).clamp(-6e4, 6e4).to(dtype)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     # one rounding of the result, not of the squares and their sum

@@ -2,16 +2,27 @@
 that run the trunk alone, exporters that want batches of any size; and the real ones where they are installed."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TorchAoConfig,
+)
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.checks import check_pass
+from modeling_looped.clients import check_for_engine
+from modeling_looped.depth import plan_depths
 from tests.helpers import Graphs, quick_and_slow, random_ids, shake, tiny_config, tiny_model, tiny_tokenizer
 
 
@@ -70,6 +81,53 @@ def test_an_engine_with_its_own_cache(system):
         chunks.append(model(ids[:, start:end], position_ids=positions, use_cache=False).logits)
     torch.testing.assert_close(torch.cat(chunks, 1), wanted, rtol=1e-4, atol=1e-4)
     assert sorted(engine.keys) == list(range(model.config.num_hidden_layers))
+
+
+def engine_of_vllm(ranks: int = 1, stages: int = 1, saved: dict | None = None, generation_config: str = "auto"):
+    """What its configuration says of parallelism and of the generation config that was saved with the model."""
+    parallel = SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=stages)
+    served = SimpleNamespace(generation_config=generation_config, try_get_generation_config=lambda: saved or {})
+    return SimpleNamespace(parallel_config=parallel, model_config=served)
+
+
+REFUSED_BY_ENGINES = {
+    "stages": ({"stages": 2}, {}, "pipeline_parallel_size=2"),
+    "wide_norms": ({"ranks": 2}, {"qk_norm": "all_heads"}, "tensor_parallel_size=2: qk_norm='all_heads'"),
+    "deltas": ({"ranks": 2}, {"loop_lora_rank": 2}, "tensor_parallel_size=2: loop_lora_rank=2"),
+    "few_heads": ({"ranks": 3}, {}, "does not divide num_key_value_heads=4"),
+    "exits": ({"saved": {"exit_criterion": "kl", "min_loops": 1}}, {}, "says exit_criterion='kl', but"),
+    "drafts": ({"saved": {"draft_loops": 1}}, {}, "says draft_loops=1, but"),
+    "depth": ({"saved": {"num_loops": 5}}, {}, "says num_loops=5.*To serve num_loops=3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_ENGINES)
+def test_what_vllm_would_pass_over_is_refused(case, monkeypatch):
+    engine, fields, says = REFUSED_BY_ENGINES[case]
+    config = tiny_config(num_loops=3, **fields)
+    monkeypatch.setattr("modeling_looped.clients.found", lambda *names: lambda: engine_of_vllm(**engine))
+    check_for_engine(config)  # of a model that transformers runs
+    config._attn_implementation_internal = "vllm"
+    with pytest.raises(ValueError, match=says):
+        check_for_engine(config)
+    if "saved" in engine:
+        own = engine_of_vllm(**engine, generation_config="vllm")
+        monkeypatch.setattr("modeling_looped.clients.found", lambda *names: lambda: own)
+        check_for_engine(config)
+        monkeypatch.setattr("modeling_looped.clients.found", lambda *names: lambda: engine_of_vllm(**engine))
+        config.update({"num_loops": 3})  # as its --hf-overrides do
+        check_for_engine(config)
+
+
+@pytest.mark.parametrize("implementation", ["paged|sdpa", "vllm"])
+def test_learned_positions_in_rows_of_many_requests(implementation):
+    """All of them together may be longer than any one of them."""
+    model = tiny_model(position_embedding="learned", max_position_embeddings=8, use_cache=False)
+    ids, places = random_ids(1, 12), torch.arange(6).repeat(2)[None]
+    with pytest.raises(ValueError, match="12 tokens are more than the max_position_embeddings=8"):
+        model(ids, position_ids=places)
+    model.config._attn_implementation_internal = implementation
+    check_pass(model.config, plan_depths(1, 1), model.model.embed_tokens(ids), None, None, False, {})
 
 
 # Clients that replace layers
@@ -131,24 +189,40 @@ def test_dynamic_quantisation_of_torch(system):
     assert greedy(quantised, ids).shape == (2, 12)
 
 
-@pytest.mark.slow
-@over_systems
-def test_bitsandbytes(system, tmp_path):
+def of_bitsandbytes():
     pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(load_in_8bit=True), lambda module: type(module).__name__ == "Linear8bitLt"
+
+
+def of_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    config = TorchAoConfig(quantization.Int8WeightOnlyConfig())
+    return config, lambda module: is_linear(module) and type(module.weight) is not nn.Parameter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantiser", [of_bitsandbytes, of_torchao])
+@over_systems
+def test_quantised_loading(system, quantiser, tmp_path):
+    settings, is_quantised = quantiser()
     torch.manual_seed(0)
     model = shake(
         LoopedForCausalLM(tiny_config(hidden_size=64, intermediate_size=64, **SYSTEMS[system])), std=0.02
     ).eval()
     model.save_pretrained(tmp_path)
     ids = random_ids(2, 7)
-    quantised = LoopedForCausalLM.from_pretrained(
-        tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
-    )
-    kinds = [type(module).__name__ for module in quantised.modules()]
-    assert kinds.count("Linear8bitLt") == num_linear(model) - 1 and kinds.count("Linear") == 1  # the head, as in Llama
+    quantised = LoopedForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu")
+    left = [name for name, module in quantised.named_modules() if is_linear(module) and not is_quantised(module)]
+    assert left == ["lm_head"]  # as in Llama
+    assert sum(map(is_quantised, quantised.modules())) == num_linear(model) - 1
     exact, found = model(ids).logits, quantised(ids).logits.float()
     assert not torch.equal(exact, found)
     assert (exact - found).norm() < 0.2 * exact.norm()
+
+
+def test_gguf_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="gguf_file='model.gguf': transformers reads no looped model from GGUF"):
+        LoopedForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
 
 
 # Trainers that run the trunk, and make the loss themselves

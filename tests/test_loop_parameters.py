@@ -327,6 +327,10 @@ def test_counts_are_checked():
     given = {"loop_norms": True, "norm_affine": False}
     with pytest.raises(RecipeError, match="loop_norms=True would have no effect without norm_affine"):
         check_model(given, tiny_config(**given))
+    for qk_norm in ("learned", "all_heads"):
+        of_loops = {**given, "qk_norm": qk_norm}
+        check_model(of_loops, tiny_config(**of_loops))
+        assert len(parameters_by_loop(tiny_model(num_core_layers=1, **of_loops))) == 2  # norms of queries and keys
 
 
 # Around the model

@@ -72,12 +72,12 @@ def test_plan_splits_every_matrix_of_the_blocks_and_names_nothing_else(system):
     blocks = [
         (name, module)
         for name, module in model.model.named_modules()
-        if name.split(".")[0] in ("prelude", "core", "coda")
+        if name.split(".")[0] in ("prelude", "core", "coda", "value_embeds")
     ]
     assert set(plan) <= {with_wildcards(name) for name, _ in blocks}
     matrices = {with_wildcards(name) for name, module in blocks if isinstance(module, torch.nn.Linear)}
-    # the latent is shared by all heads; value embeddings and norms as wide as all heads leave attention whole
-    wide = system in ("parcae", "like_olmo2")
+    # the latent is shared by all heads; norms as wide as all heads leave attention whole
+    wide = system == "like_olmo2"
     whole = {name for name in matrices if "kv_down_proj" in name or (wide and "self_attn" in name)}
     assert {name for name, style in plan.items() if style in ("colwise", "rowwise")} == matrices - whole
     assert {name for name in matrices - whole if name.endswith(("o_proj", "down_proj"))} == {

@@ -62,7 +62,7 @@ CONDITIONS = {
     "readout_alpha_learned": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
     "num_readout_alphas": ("readout_norm 'alpha' or 'final_alpha'", lambda c: "alpha" in c.readout_norm),
     "exit_entropy_weight": ("a loop_loss 'exit_weighted' or alike", lambda c: c.exit_gate != "none"),
-    "loop_norms": ("norm_affine, or qk_norm 'learned'", lambda c: c.norm_affine or c.qk_norm == "learned"),
+    "loop_norms": ("norm_affine, or a qk_norm with weights", has_weighted_norm),
     "num_loop_parameters": (
         "a loop_lora_rank, loop_norms, or loop_embedding 'learned'",
         lambda c: c.has_sets_in_core or c.loop_embedding == "learned",

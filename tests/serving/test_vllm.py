@@ -16,60 +16,13 @@ import torch
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
+from tests.serving.systems import NEW_TOKENS, PROMPTS, SIZES, SYSTEMS, build, greedy
 
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: see `make test-serving`")
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.timeout(900)  # an engine takes its time to start
-
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_attention_heads": 2,
-    "head_dim": 64,  # the least that its kernel takes on a CPU
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "num_loops": 3,
-}
-# what no preset has
-OTHERS = {
-    "windows": {"window_pattern": "SL", "sliding_window": 8, "num_core_layers": 2},
-    "grouped": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": "learned"},
-}
-SYSTEMS = [*LoopedConfig.preset_names(), *OTHERS]
-PROMPTS = [[5, 9, 33, 7, 100, 101, 102], [3], list(range(11, 38)), [200, 201, 4, 4]]
-NEW_TOKENS = 12
-
-
-def build(system: str) -> LoopedForCausalLM:
-    torch.manual_seed(0)
-    fields = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **SIZES}
-    if system in OTHERS:
-        config = LoopedConfig(**{"num_core_layers": 1, **fields, **OTHERS[system]})
-    else:
-        config = LoopedConfig.from_preset(system, **fields, num_key_value_heads=2)
-    model = LoopedForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.03)
-    return model
-
-
-def greedy(model, prompt: list[int], num_loops: int | None = None) -> tuple[list[int], list[float]]:
-    ids = torch.tensor([prompt])
-    result = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        num_loops=num_loops,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    tokens = result.sequences[0, len(prompt) :].tolist()
-    return tokens, [float(logits[0].log_softmax(-1)[token]) for logits, token in zip(result.logits, tokens)]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +34,13 @@ def saved(tmp_path_factory) -> dict:
         model.save_pretrained(folder)
         depths = (None, 1, 5) if system == "parcae" else (None,)
         made[system] = folder, {depth: [greedy(model, prompt, depth) for prompt in PROMPTS] for depth in depths}
+    exits = build("ouro")
+    exits.generation_config.exit_criterion = "kl"
+    wide = {"core_hidden_size": 256, "core_num_attention_heads": 4, "injection": "concat", "state_init": "zeros"}
+    config = LoopedConfig(**SIZES, num_core_layers=1, coda_input="linear", **wide)
+    for name, model in {"exits": exits, "wide_core": LoopedForCausalLM(config)}.items():
+        made[name] = str(tmp_path_factory.mktemp(name)), {}
+        model.save_pretrained(made[name][0])
     return made
 
 
@@ -142,8 +102,9 @@ if __name__ == "__main__":
 OWN_PROCESS = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-def test_tensor_parallel(saved, tmp_path):
-    folder, answers = saved["ouro"]
+@pytest.mark.parametrize("system", ["ouro", "parcae"])
+def test_tensor_parallel(saved, system, tmp_path):
+    folder, answers = saved[system]
     script = tmp_path / "two_ranks.py"
     script.write_text(TWO_RANKS)
     command = [sys.executable, str(script), folder, json.dumps(PROMPTS)]
@@ -151,6 +112,22 @@ def test_tensor_parallel(saved, tmp_path):
     lines = [line.removeprefix("TOKENS ") for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     assert lines, done.stderr[-3000:]
     assert json.loads(lines[0]) == [tokens for tokens, _ in answers[None]]
+
+
+def engine_of(saved, name: str, **settings):
+    fixed = {"model_impl": "transformers", "trust_remote_code": True, "skip_tokenizer_init": True, "dtype": "float32"}
+    return vllm.LLM(model=saved[name][0], **fixed, enforce_eager=True, max_model_len=200, **settings)
+
+
+def test_saved_exits_are_refused(saved):
+    with pytest.raises(ValueError, match="exit_criterion='kl'.*\"num_loops\": 3"):
+        engine_of(saved, "exits")
+    engine_of(saved, "exits", hf_overrides={"num_loops": 3})  # a depth that is asked for runs to the end
+
+
+def test_heads_of_the_cores_own_are_refused(saved):
+    with pytest.raises(ValueError, match="core_num_attention_heads=4 and num_attention_heads=2"):
+        engine_of(saved, "wide_core")
 
 
 def test_its_server_and_the_client_of_openai(saved):
