@@ -51,7 +51,7 @@ def check_for_engine(config):
         refuse_if(
             config.has_windows,
             f"sliding_window={config.sliding_window}: SGLang's backend for transformers' models lets a token see one "
-            "token more than that: use vLLM or `python -m eval.serve`",
+            "token more than that: use vLLM or `looped serve`",
         )
         parallel = found("sglang.srt.runtime_context", "get_parallel")
         check_parallelism(config, parallel().tp_size if parallel else 1)
@@ -100,5 +100,5 @@ def check_saved_depth(config, saved: dict, override: str):
         shown != "",
         f"generation_config.json says {shown}, but this engine runs all tokens at one depth, without exits or drafts. "
         f"To serve num_loops={config.num_loops}, or another depth, pass "
-        f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `python -m eval.serve`",
+        f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `looped serve`",
     )

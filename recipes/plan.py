@@ -33,10 +33,13 @@ def main(arguments: list[str]):
     if not is_sweep(path):
         recipe = load_recipe(path, overrides)
         costs = plan(recipe)
-        for name, value in {**costs, **estimates(recipe, costs.get("training FLOPs"))}.items():
+        here = estimates(recipe, costs.get("training FLOPs")) if cluster is None else {}
+        for name, value in {**costs, **here}.items():
             print(f"{name:45} {show(value)}")
-        for line in on_cluster(recipe, cluster) if cluster else ():
-            print(f"{line.what:32} {line.value:24} {line.formula}")
+        if cluster is not None:
+            for line in on_cluster(recipe, cluster):
+                print(f"{line.what:32} {line.value:24} {line.formula}")
+            return
         say_next(f"looped pretrain {shlex.join([path, *overrides])}")
         return
     total, runs = 0.0, load_sweep(path, overrides)

@@ -6,7 +6,8 @@ from contextlib import redirect_stdout
 import pytest
 
 from looped_recipes.common.cluster import Cluster, least_between, muon_flops
-from looped_recipes.plan import main, on_cluster
+from looped_recipes.plan import main
+from looped_recipes.settings.costs import on_cluster
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedConfig
 from tests.helpers_recipes import RECIPES

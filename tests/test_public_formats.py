@@ -211,7 +211,7 @@ def test_the_harness_opens_what_auto_classes_open(tmp_path):
     tiny_tokenizer().save_pretrained(folder)
     lm = LoopedLM(pretrained=str(folder), device="cpu", num_loops="1,2,3")
     assert torch.equal(lm.model(IDS).logits, LoopedForCausalLM.from_pretrained(folder)(IDS).logits)
-    with pytest.raises(ValueError, match="recipes.convert"):
+    with pytest.raises(ValueError, match="looped convert"):
         LoopedLM(pretrained=str(write(tmp_path / "parcae", *made("parcae"))), device="cpu")
 
 

@@ -20,11 +20,20 @@ from looped_recipes.settings.sweep_files import is_sweep
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
-SMALL = ("cache", "claims", "demo", "gpu", "smoke", "speculation", "tasks", "tiny")  # not of published length
+SMALL = (
+    "cache",
+    "claims",
+    "demo",
+    "gpu",
+    "own_text",
+    "smoke",
+    "speculation",
+    "tasks",
+    "tiny",
+)  # not of published length
 
 
 FILES = sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "accelerate")
-SMALL = (RECIPES.name, "smoke", "claims", "tasks", "tiny", "own_text")
 SINGLE = [path for path in FILES if not is_sweep(path)]
 SWEEPS = [path for path in FILES if is_sweep(path)]
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from looped_eval.common.page import Folded, Heading, Section, Table, Text, single_numbers, to_html
+from looped_eval.common.page import Finding, Folded, Heading, Section, Table, Text, single_numbers, to_html
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 
@@ -76,7 +76,7 @@ def of_piece(piece: Piece, ledger: Ledger) -> dict:
 
 def sections(setting: Setting, ledger: Ledger, said: Verdict) -> list[Section]:
     tiny = [Text("These are sizes for a CPU: they prove the code, and their numbers tell nothing.")] * setting.tiny
-    first = Section("Verdict", [*tiny, Text(said.sentence)])
+    first = Section("Verdict", [Finding(said.sentence), *tiny])
     if said.judged:
         rows = [
             [
@@ -94,7 +94,7 @@ def sections(setting: Setting, ledger: Ledger, said: Verdict) -> list[Section]:
 def of_one(piece: Piece, ledger: Ledger) -> Section:
     ended, results = ledger.ended(piece.name), ledger.results(piece.name)
     state = "not run" if ended is None else f"{ended.how} after {ended.seconds:.0f} s. {ended.said}"
-    section = Section(piece.name.replace("_", " "), [Text(f"{piece.what}; {state}")], is_left_out=not results)
+    section = Section(piece.name.replace("_", " "), [Text(f"{piece.what}; {state}")])
     for name, result in results.items():
         numbers = single_numbers(result)
         table = Table(["", name], [[key, shown(value)] for key, value in numbers.items()])
