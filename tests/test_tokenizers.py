@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from looped_recipes.data.tokenizers import (
+    SPECIAL_TOKENS,
     Encoder,
     load_tokenizer,
     make_tokenizer,
@@ -21,6 +22,7 @@ from looped_recipes.data.tokenizers import (
     tokenizer_hash,
     tokenizer_settings,
     train_bpe,
+    train_symbols,
     train_word,
 )
 from looped_recipes.settings.recipe import DataConfig, RecipeError
@@ -147,6 +149,14 @@ def test_word_tokenizer_gives_unknown_for_the_rest():
     rest = [unknown, space, unknown, unknown, unknown, space, unknown, unknown]  # blue < unk > blue -
     assert ids == [known, space, *rest, known]
     assert token_bytes(tokenizer)[[unknown, known, space]].tolist() == [0, 3, 1]
+
+
+def test_symbols_are_what_stands_between_white_space():
+    tokenizer = train_symbols(["ab c; ab c;", "ab\tc;"], 20)
+    assert set(tokenizer.get_vocab()) == {"<unk>", *SPECIAL_TOKENS.values(), "ab", "c;"}
+    ids = tokenizer(" ab\n\nc; new ab")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<|bos|>", "ab", "c;", "<unk>", "ab"]
+    assert tokenizer.decode(ids[1:3]) == "ab c;"
 
 
 @given(st.lists(st.sampled_from(TEXTS[:2]), min_size=1, max_size=3).map("".join))

@@ -1,9 +1,9 @@
-"""Tokenizers: two that are trained here on the training documents, and any fast one of the hub or a folder.
+"""Tokenizers: three that are trained here on the training documents, and any fast one of the hub or a folder.
 
 Whichever it is, it comes back with bos, eos and pad set: a document is `bos text eos`, or `eos text` where the
 tokenizer has no bos of its own (one token then both ends a document and begins the next). `data.document_tokens`
 leaves one or both out; the tokenizer that is saved then begins texts as the documents begin. With `data.joined_by`
-there are no documents, and neither of the two tokens.
+there are no documents, and neither of those tokens.
 """
 
 import hashlib
@@ -65,9 +65,20 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
 
 def train_word(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """The readout paper's: runs of white space, words and single signs, the most frequent ones, the rest <unk>."""
+    pieces = pre_tokenizers.Split(Regex("|".join(WORD_PIECES)), behavior="removed", invert=True)
+    return _most_frequent(documents, vocab_size, pieces, decoders.Fuse())
+
+
+def train_symbols(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """For text that is made of symbols: all that stands between white space is a token, the white space is in none."""
+    return _most_frequent(documents, vocab_size, pre_tokenizers.WhitespaceSplit(), None)
+
+
+def _most_frequent(documents: Iterable[str], vocab_size: int, pieces, decoder) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORD_PIECES)), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = pieces
+    if decoder is not None:  # else tokens are joined by spaces
+        tokenizer.decoder = decoder
     trainer = trainers.WordLevelTrainer(
         vocab_size=vocab_size,
         min_frequency=WORD_MIN_FREQUENCY,
@@ -78,7 +89,7 @@ def train_word(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     return _finished(tokenizer, unk_token=UNKNOWN)
 
 
-TRAINERS = {"bpe": train_bpe, "word": train_word}
+TRAINERS = {"bpe": train_bpe, "word": train_word, "symbols": train_symbols}
 
 
 def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedTokenizerBase:

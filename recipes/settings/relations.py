@@ -16,7 +16,8 @@ from .sections import (
 )
 
 
-TRAINED_TOKENIZERS = {"bpe": 259, "word": 5}  # and their least vocabulary: special tokens, and single bytes of bpe
+# and their least vocabulary: special tokens, and single bytes of bpe
+TRAINED_TOKENIZERS = {"bpe": 259, "word": 5, "symbols": 5}
 MUON = [field.name for field in dataclasses.fields(OptimizerConfig) if field.name.startswith("muon_")]
 
 

@@ -21,7 +21,7 @@ class DataConfig:
     validation_source: str | None = None  # its own source; otherwise documents are held out of `source`
     validation_split: str | None = None  # of a `datasets` name: what is held out
     validation_fraction: float = 0.01  # of the documents, if nothing else says what is held out
-    tokenizer: str = "bpe"  # bpe | word: trained on the training documents; otherwise a name or folder
+    tokenizer: str = "bpe"  # bpe | word | symbols: trained on the training documents; otherwise a name or folder
     tokenizer_vocab_size: int = 32768  # of one that is trained
     tokenizer_max_characters: int | None = None  # how much text a tokenizer is trained on; None is 2 billion
     # special tokens that a document has; one where the tokenizer has no bos of its own. start: it ends the one before
