@@ -38,7 +38,8 @@ def build(system: str) -> LoopedForCausalLM:
     return model
 
 
-def greedy(model, prompt: list[int], num_loops: int | None = None) -> tuple[list[int], list[float]]:
+def greedy(model, prompt: list[int], num_loops: int | None = None) -> tuple[list[int], list[float], float]:
+    """Tokens, their log-probabilities, and what rounding in fp32 may change of these: it grows with the logits."""
     ids = torch.tensor([prompt])
     result = model.generate(
         ids,
@@ -51,4 +52,5 @@ def greedy(model, prompt: list[int], num_loops: int | None = None) -> tuple[list
         output_logits=True,
     )
     tokens = result.sequences[0, len(prompt) :].tolist()
-    return tokens, [float(logits[0].log_softmax(-1)[token]) for logits, token in zip(result.logits, tokens)]
+    told = [float(logits[0].log_softmax(-1)[token]) for logits, token in zip(result.logits, tokens)]
+    return tokens, told, max(2e-5, 4e-6 * max(float(logits.abs().max()) for logits in result.logits))
