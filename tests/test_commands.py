@@ -52,6 +52,13 @@ def own_parser(*positionals: str) -> Parser:
     return parser
 
 
+def test_only_what_is_missing_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        own_parser("rest").parse_args([])
+    assert "required: first;" in capsys.readouterr().err
+    assert own_parser("rest").parse_args(["a"]).rest == [] and own_parser("rest").parse_args(["a", "b"]).rest == ["b"]
+
+
 # The console script
 
 
