@@ -10,7 +10,6 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "MODEL_CARD.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/*.md", "examples/README.md"]
 PAGES += ["recipes/*/README.md", "examples/*.ipynb"]
-DEMO = "docs/demo.svg"
 
 
 def pages() -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Evaluation and measurements, run from a clone: `looped benchmark`."""
+"""Evaluation and measurements of trained models: `looped benchmark`."""

@@ -1,1 +1,1 @@
-"""Training recipes, run from a clone: `looped demo`."""
+"""Training: recipes, their data, and the runs that they describe; `looped demo`."""

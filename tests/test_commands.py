@@ -52,6 +52,13 @@ def own_parser(*positionals: str) -> Parser:
     return parser
 
 
+def test_only_what_is_missing_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        own_parser("rest").parse_args([])
+    assert "required: first;" in capsys.readouterr().err
+    assert own_parser("rest").parse_args(["a"]).rest == [] and own_parser("rest").parse_args(["a", "b"]).rest == ["b"]
+
+
 # The console script
 
 
@@ -322,6 +329,7 @@ def test_the_best_depth_in_a_sentence():
         "a acc is best at 2 loops (0.4000); a perplexity is best for y at 2 loops (7.5000). "
         "With exits: 1.00 of 4 loops, 75 % of them saved."
     )
+    assert best_depths({"a loss": {"": {4: (1.5, None)}}}) == "a loss is 1.5000 at 4 loops."
 
 
 def test_a_run_ends_with_what_it_has_come_to(tmp_path):

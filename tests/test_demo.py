@@ -57,19 +57,19 @@ FOUND = {
 def test_the_finding_is_that_of_the_numbers():
     said = finding(FOUND["hops"])
     assert "questions of 4 hops" in said and "25 % after 1 loop, 99.6 % after 2 loops and 100 % after 3 loops" in said
-    assert "one loop answers questions of 4 hops least, 40 %" in said
-    assert "1.0 for 1 hop and 2.3 for 4 hops" in said and "95 % of those of 4 hops are right" in said
+    assert "Of questions of 4 hops, its worst, a model with one loop answers 40 %" in said
+    assert "1.0 for 1 hop and 2.3 for 4 hops" in said and "95 % of those of 4 hops are then right" in said
     changed = deepcopy(FOUND["hops"])
     changed["accuracy"]["4"]["1"], changed["control"]["4"] = 0.5, 0.75
-    assert "50 % after 1 loop" in finding(changed) and "of 4 hops least, 75 %" in finding(changed)
+    assert "50 % after 1 loop" in finding(changed) and "one loop answers 75 %" in finding(changed)
     assert "2.500 bits per byte after the first loop and 2.250 after the last" in text_finding(FOUND["text"])
     assert "the least is 2.250, after 2 loops" in text_finding(FOUND["text"])
 
 
 def test_the_page_opens_with_the_picture_and_needs_nothing_else():
     shown = page(FOUND)
-    assert shown.index("<h1>") < shown.index("A model with one loop answers") < shown.index("<svg")
-    assert shown.index("<svg") < shown.index("<h2>") and shown.count("<svg") == 3
+    assert shown.index("<h1>") < shown.index("a model with one loop answers") < shown.index("<svg")
+    assert shown.index("<svg") < shown.index("<h2") and shown.count("<svg") == 3
     assert "prefers-color-scheme: dark" in shown and "&lt;f&gt;" in shown
     assert not re.search(r"<script|<link|src=|href=|@import", shown)
 
@@ -82,9 +82,11 @@ def test_points_lie_where_their_values_are():
     assert len(set(heights[0])) == 1  # 1 hop: always right
     low, high = heights[1][0], heights[1][2]
     zero = high + (low - high) / 0.75  # 0.25 and 1.0 span three quarters of the scale
-    bars = [(float(bar.get("y")), float(bar.get("height"))) for bar in root.iter(f"{space}rect")]
-    assert [y + height for y, height in bars] == pytest.approx([zero, zero], abs=0.2)
-    assert [height / (zero - high) * 3 for _, height in bars] == pytest.approx([1.04, 2.31], abs=0.01)
+    across = [each.get("d") for each in root.iter(f"{space}path") if each.get("class") == "rule"]
+    level = [float(y) for d in across for y in re.findall(r" (\S+)H", d)]
+    assert level == pytest.approx([zero - 0.4 * (zero - heights[0][0])], abs=0.2)
+    widths = [float(bar.get("width")) for bar in root.iter(f"{space}rect") if bar.get("class") == "bar"]
+    assert len(widths) == 2 and widths[1] / widths[0] == pytest.approx(2.31 / 1.04, rel=0.01)
 
 
 def test_help_comes_without_the_libraries(capsys, monkeypatch):
@@ -142,7 +144,12 @@ def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys):
             "evaluation.every=3",
             "evaluation.rows=8",
         ],
-        hops_settings=["training.steps=3", "training.rows_per_step=8", "training.micro_batch_size=8"],
+        hops_settings=[
+            "training.steps=3",
+            "schedule.warmup_steps=1",
+            "training.rows_per_step=8",
+            "training.micro_batch_size=8",
+        ],
         num_documents=300,
     )
     final = output / "final"

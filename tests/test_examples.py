@@ -1,5 +1,6 @@
 """The notebooks: code that compiles, no path of a machine, no output; and each runs from top to bottom."""
 
+import ast
 import json
 import os
 import subprocess
@@ -38,6 +39,13 @@ def test_notebook(path):
     assert not [
         each for each in code + text if any(place in each for place in ("/home/", "/tmp/", "/work/", "/Users/"))
     ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_of_ours_is_there(path):
+    for each in ast.walk(ast.parse("\n".join(cells(path, "code")))):
+        if isinstance(each, ast.ImportFrom) and each.module.startswith(("looped_", "modeling_looped")):
+            exec(f"from {each.module} import {', '.join(name.name for name in each.names)}")
 
 
 @pytest.mark.slow

@@ -23,4 +23,7 @@ def best_depth(name: str, of_series: dict[str, dict]) -> str:
     points = [(sign * value, -depth, series) for series, of in of_series.items() for depth, (value, _) in of.items()]
     value, depth, series = max(points)
     model = f" for {series}" if len(of_series) > 1 else ""
-    return f"{name} is best{model} at {-depth} loop{'s' * (depth < -1)} ({sign * value:.4f})"
+    at = f"at {-depth} loop{'s' * (depth < -1)}"
+    if len(points) == 1:
+        return f"{name} is {sign * value:.4f} {at}"
+    return f"{name} is best{model} {at} ({sign * value:.4f})"

@@ -264,11 +264,11 @@ def run(args) -> Path:
     name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
     write_page(name, content, output)
     print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
-    written = None if args.write is None else write_threshold(model, folder, args.write, tokens, args)
-    then = f"looped halting {args.model} --write" if written is None else f"looped chat {args.model}"
+    then = f"looped halting {args.model} --write"
+    if args.write is not None:
+        print(write_threshold(model, folder, args.write, tokens, args))
+        then = f"looped chat {args.model}"
     say_result(conclusion(fixed, tokens, args.budget[0], args.num_loops), then)
-    if written is not None:
-        print(written)
     return output
 
 

@@ -74,7 +74,8 @@ def collect_all(folders: list[str], output: str | None):
     ]
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)
-    say_result(f"{len(rows)} rows of {len(folders)} runs: {path}", f"looped laws parametric {path}")
+    runs = f"{len(folders)} run{'s' * (len(folders) > 1)}"
+    say_result(f"{len(rows)} rows of {runs}: {path}", f"looped laws parametric {path}")
 
 
 def counted(table: Table, args) -> Table:

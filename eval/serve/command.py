@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_serve_available
 
 
 if not is_serve_available():
-    raise ImportError("eval.serve needs the server of transformers: pip install -e '.[serve]'")
+    raise ImportError("looped serve needs the server of transformers: pip install 'modeling-looped[serve]'")
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request

@@ -4,10 +4,11 @@
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def read(", "max_tokens": 32, "num_loops": 4, "exit_criterion": "kl", "exit_threshold": 0.01}'
 
-It is made of the parts of `transformers serve`, an OpenAI-compatible server, and needs `pip install -e '.[serve]'`. A
-request takes the fields of depth that generate takes beside its own. The answer has `token_loops`, the loops of each
-of its tokens, and `saved_percent`, by how much these are fewer than all; a stream has both in its last chunk.
-Requests share every pass of the model; those for which there is no room wait. A `seed` is that of its request alone.
+It is made of the parts of `transformers serve`, an OpenAI-compatible server, and needs
+`pip install 'modeling-looped[serve]'`. A request takes the fields of depth that generate takes beside its own. The
+answer has `token_loops`, the loops of each of its tokens, and `saved_percent`, by how much these are fewer than all; a
+stream has both in its last chunk. Requests share every pass of the model; those for which there is no room wait. A
+`seed` is that of its request alone.
 """
 
 import argparse

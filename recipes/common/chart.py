@@ -300,16 +300,24 @@ def on_one_scale(charts: list) -> list:
     return charts
 
 
-def save_charts(charts: list, path):
-    """Those that hold something, one below the other, as one SVG file."""
+def stacked(charts: list, columns: int = 1) -> str:
+    """Those that hold something as one SVG, in rows of so many."""
     shown = [chart.svg() for chart in charts if not chart.is_empty]
     parts, top = [], 8.0
-    for svg in shown:
-        height = float(svg.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1])
-        parts.append(svg.replace("<svg ", f'<svg x="8" y="{top:.0f}" width="{WIDTH}" height="{height:.0f}" ', 1))
-        top += height + 12
-    picture = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH + 16} {top:.0f}" width="{2 * WIDTH}">'
+    for start in range(0, len(shown), columns):
+        row = shown[start : start + columns]
+        heights = [float(svg.split('viewBox="0 0 ', 1)[1].split('"', 1)[0].split()[1]) for svg in row]
+        for column, (svg, height) in enumerate(zip(row, heights)):
+            place = f'x="{8 + column * (WIDTH + 24)}" y="{top:.0f}" width="{WIDTH}" height="{height:.0f}"'
+            parts.append(svg.replace("<svg ", f"<svg {place} ", 1))
+        top += max(heights) + 12
+    wide = columns * (WIDTH + 24) - 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {top:.0f}" width="{max(2 * WIDTH, wide)}">'
         f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill: var(--paper)"/>{"".join(parts)}</svg>\n'
     )
-    write_whole(path, picture.encode(errors="replace"))  # names of files may hold bytes that are no text
+
+
+def save_charts(charts: list, path):
+    """One below the other, as one SVG file."""
+    write_whole(path, stacked(charts).encode(errors="replace"))  # names of files may hold bytes that are no text

@@ -38,6 +38,11 @@ class Parser(OneLineErrors):
         super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.renamed = renamed or {}
 
+    def add_argument(self, *args, **kwargs):
+        if kwargs.get("nargs") == "*" and not args[0].startswith("-"):
+            kwargs.setdefault("default", [])  # else argparse tells who left out another one that this is required too
+        return super().add_argument(*args, **kwargs)
+
     def add_device(self):
         self.add_argument("--device", help="e.g. cpu, cuda or cuda:1; default: a GPU if there is one")
 

@@ -8,7 +8,7 @@ from looped_recipes.common import command_line
 
 
 COMMANDS = {
-    "demo": ("looped_recipes.demo", "train a small model, measure it at every depth, let it write"),
+    "demo": ("looped_recipes.demo", "what loops are for, in five minutes: three small models, and a page of them"),
     "own-text": ("looped_recipes.own_text", "a looped and a plain model of your own text, in ten minutes"),
     "pretrain": ("looped_recipes.pretrain", "train a model as a recipe says"),
     "prepare": ("looped_recipes.prepare", "tokenize and pack the data of a recipe"),

@@ -2,27 +2,8 @@
 
 from html import escape
 
-from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, hardest, svg
-
-
-STYLE = """
-:root { --ink: #1d2329; --soft: #5a636c; --ground: #fff; --panel: #f4f6f7; --edge: #dfe3e6; --mark: #0b57c2 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e8ebee; --soft: #a3adb6; --ground: #14181c; --panel: #1d2329; --edge: #363e46; --mark: #8ec2ff }
-}
-body { font: 17px/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; color: var(--ink); background: var(--ground);
-       max-width: 50rem; margin: 0 auto; padding: 1.5rem 1rem 3rem }
-h1 { font-size: 1.7rem; line-height: 1.2; margin: .5rem 0 } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem }
-.charts { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1.2rem 0 } .charts svg { flex: 1 1 20rem; min-width: 0;
-          max-width: 24rem; height: auto }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 15px }
-th, td { text-align: right; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--edge) }
-pre, code { font: 14px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; background: var(--panel);
-            border-radius: 6px } code { padding: .1rem .3rem; overflow-wrap: anywhere }
-pre { padding: .8rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere }
-footer { color: var(--soft); font-size: 14px; border-top: 1px solid var(--edge); margin-top: 3rem; padding-top: .8rem }
-.right { color: var(--mark); font-weight: 600 }
-"""
+from looped_eval.common.page import Charts, Finding, Section, Table, Text, document
+from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, hardest
 
 
 def percent(share: float) -> str:
@@ -37,19 +18,29 @@ def listed(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def answers(found: dict) -> str:
+    hops = hardest(found)
+    after, alone = found["accuracy"][hops], percent(found["control"][hops])
+    answered = listed([f"{percent(value)} after {plural(loop, 'loop')}" for loop, value in after.items()])
+    return (
+        f"Of questions of {plural(hops, 'hop')}, its worst, a model with one loop answers {alone}; the looped model, "
+        f"with as many parameters and the same training questions, answers {answered}."
+    )
+
+
+def exits(found: dict) -> str:
+    hops, loops = hardest(found), found["exit_loops"]
+    taken = listed([f"{loops[each]:.1f} for {plural(each, 'hop')}" for each in loops])
+    right = percent(found["exit_accuracy"][hops])
+    return (
+        f"Where a question stops as soon as its answer is {percent(found['certainty'])} sure, it takes so many loops "
+        f"on average: {taken}; {right} of those of {plural(hops, 'hop')} are then right."
+    )
+
+
 def finding(found: dict) -> str:
     """What was seen of the questions, from the numbers."""
-    hops = hardest(found)
-    after = found["accuracy"][hops]
-    answered = listed([f"{percent(value)} after {plural(loop, 'loop')}" for loop, value in after.items()])
-    exits = found["exit_loops"]
-    taken = listed([f"{exits[each]:.1f} for {plural(each, 'hop')}" for each in exits])
-    return (
-        f"A model with one loop answers questions of {plural(hops, 'hop')} least, {percent(found['control'][hops])}; "
-        f"the looped model, with as many parameters and the same training questions, answers {answered}. "
-        f"Where a question stops as soon as its answer is {percent(found['certainty'])} sure, it takes "
-        f"{taken} on average, and {percent(found['exit_accuracy'][hops])} of those of {plural(hops, 'hop')} are right."
-    )
+    return f"{answers(found)} {exits(found)}"
 
 
 def text_finding(found: dict) -> str:
@@ -61,60 +52,64 @@ def text_finding(found: dict) -> str:
     )
 
 
-def example(found: dict) -> str:
-    told = found["example"]
-    rows = "".join(
-        f"<tr><td>{loop}</td><td{' class=right' * (answer == told['right'])}>{escape(answer)}</td>"
-        f"<td>{percent(sure)}</td><td>{'stops here' * (loop == told['exit'])}</td></tr>"
-        for loop, (answer, sure) in enumerate(told["answers"], start=1)
-    )
-    head = "<tr><th>loops</th><th>answer</th><th>sure</th><th></th></tr>"
-    return (
-        f"<p>One that it has not seen, <code>{escape(told['question'])}</code>, whose answer is "
-        f'<span class="right">{escape(told["right"])}</span>:</p>\n<div class="wide"><table>{head}{rows}</table></div>'
-    )
+def example(found: dict) -> Table:
+    told, rows = found["example"], []
+    for loop, (answer, sure) in enumerate(told["answers"], start=1):
+        is_right = "yes" if answer == told["right"] else "no"
+        rows.append([str(loop), answer, is_right, percent(sure), "stops here" if loop == told["exit"] else ""])
+    return Table(["loops", "answer", "right", "sure", ""], rows)
 
 
-def accuracy_table(found: dict) -> str:
+def accuracy_table(found: dict) -> Table:
     loops = list(next(iter(found["accuracy"].values())))
-    head = "".join(f"<th>{plural(loop, 'loop')}</th>" for loop in loops)
-    rows = "".join(
-        f"<tr><td>{hops}</td>{''.join(f'<td>{at[loop]:.2f}</td>' for loop in loops)}"
-        f"<td>{found['control'][hops]:.2f}</td><td>{found['exit_loops'][hops]:.2f}</td>"
-        f"<td>{found['exit_accuracy'][hops]:.2f}</td></tr>"
+    rows = [
+        [hops, *(f"{at[loop]:.2f}" for loop in loops)]
+        + [f"{found[name][hops]:.2f}" for name in ("control", "exit_loops", "exit_accuracy")]
         for hops, at in found["accuracy"].items()
-    )
-    return (
-        f'<div class="wide"><table><tr><th>hops</th>{head}<th>one-loop model</th><th>loops with exits</th>'
-        f"<th>right with exits</th></tr>{rows}</table></div>"
-    )
+    ]
+    head = ["hops", *(plural(loop, "loop") for loop in loops)]
+    return Table([*head, "one-loop model", "loops with exits", "right with exits"], rows)
+
+
+class Written(Text):
+    """What the text model wrote, line by line."""
+
+    def html(self) -> str:
+        return f"<pre>{escape(self.words.rstrip())}</pre>"
+
+
+def sections(hops: dict, text: dict) -> list[Section]:
+    question = hops["example"]["question"]
+    questions = [
+        Text(
+            "“cd” says that d follows c; “h2” asks what stands two steps after h. Every hop needs the one before it, "
+            f"and the model has 1 layer, applied up to {plural(hops['loops'], 'time')}."
+        ),
+        Text(f"One that it has not seen, “{question}”, whose answer is {hops['example']['right']}:"),
+        example(hops),
+        Text(
+            f"Accuracy on {hops['questions']} questions of each kind; guessing scores 0.14. Both models have "
+            f"{hops['parameters']:,} parameters and were trained for {hops['steps']:,} steps; with one loop that "
+            f"takes {percent(hops['control_flops'] / hops['training_flops'])} of the operations."
+        ),
+        accuracy_table(hops),
+    ]
+    of_text = [
+        Text(
+            f"{text_finding(text)} It has {text['parameters']:,} parameters and was trained for {text['steps']:,} "
+            "steps: what it writes looks like Python and means nothing."
+        ),
+        Charts([depth_chart(text)]),
+    ]
+    for depth, words in text["samples"].items():
+        of_text += [Text(f"Written with {plural(depth, 'loop')}:"), Written(words)]
+    return [Section("The questions", questions), Section("Text", of_text)]
 
 
 def page(found: dict) -> str:
-    hops, text = found["hops"], found["text"]
-    charts = svg([accuracy_chart(hops)], "Right answers over loops") + svg([exits_chart(hops)], "Loops over hops")
-    samples = "".join(
-        f"<p>Written with {plural(depth, 'loop')}:</p>\n<pre>{escape(words)}</pre>\n"
-        for depth, words in text["samples"].items()
-    )
-    body = f"""<h1>What loops are for</h1>
-<p>{escape(finding(hops))}</p>
-<div class="charts">{charts}</div>
-<h2>The questions</h2>
-<p><code>cd</code> says that d follows c; <code>h2</code> asks what stands two steps after h. Every hop needs the one
-before it, and the model has {plural(1, "layer")}, applied up to {plural(hops["loops"], "time")}.</p>
-{example(hops)}
-<p>Accuracy on {hops["questions"]} questions of each kind; guessing scores 0.14. Both models have
-{hops["parameters"]:,} parameters and were trained for {hops["steps"]:,} steps; with one loop that takes
-{percent(hops["control_flops"] / hops["training_flops"])} of the operations.</p>
-{accuracy_table(hops)}
-<h2>Text</h2>
-<p>{escape(text_finding(text))} It has {text["parameters"]:,} parameters and was trained for {text["steps"]:,} steps:
-what it writes looks like Python and means nothing.</p>
-<div class="charts">{svg([depth_chart(text)], "Bits per byte over loops")}</div>
-{samples}<footer>{escape(f"{found['command']} · commit {found['commit']} · {found['hardware']}")}</footer>"""
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-        f"<title>What loops are for</title><style>{STYLE}</style></head>\n<body>{body}</body></html>\n"
-    )
+    hops = found["hops"]
+    title = "What loops are for"
+    first = [Finding(answers(hops)), Text(exits(hops)), Charts([accuracy_chart(hops), exits_chart(hops)])]
+    parts = [f"<h1>{title}</h1>", *(part.html() for part in (*first, *sections(hops, found["text"])))]
+    made_by = f"{found['command']} · commit {found['commit']} · {found['hardware']}"
+    return document(title, "\n".join([*parts, f"<footer>{escape(made_by)}</footer>"]))

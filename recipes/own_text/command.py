@@ -41,6 +41,7 @@ def number_of_steps(minutes: float, recipes: list[Recipe]) -> int:
         begun = Path(recipe.training.output_dir) / "recipe.yaml"
         if begun.is_file():
             return yaml.safe_load(begun.read_text(encoding="utf-8"))["training"]["steps"]
+    print(f"measuring how many steps fit into {minutes:g} minutes", flush=True)
     return max(LEAST_STEPS, int(60 * minutes * OF_TRAINING / sum(map(seconds_per_step, recipes))))
 
 
@@ -103,9 +104,9 @@ def in_words(result: dict, recipe: Recipe, flops: dict) -> str:
     difference = looped["bits_per_byte"][depth] - plain["bits_per_byte"][1]
     fewer = 1 - looped["parameters"] / plain["parameters"]
     error = max(looped["error"] or 0, plain["error"] or 0)
-    verdict = f"{abs(difference):.3f} {'more' if difference > 0 else 'less'} bits per byte"
-    seen = "" if abs(difference) > error else ", so no difference was seen"
+    verdict = f"{abs(difference):.3f} {'more' if difference > 0 else 'fewer'} bits per byte"
+    seen = "" if abs(difference) > error else ", so this is no clear difference"
     return (
         f"With as many operations for each token, the looped model has {fewer:.0%} fewer parameters and {verdict} on "
-        f"held-out text, each known to {error:.3f}{seen}."
+        f"held-out text; each has a standard error of {error:.3f}{seen}."
     )
