@@ -16,7 +16,7 @@ from looped_recipes.demo.picture import picture
 from looped_recipes.engine.training import Divergence
 
 
-NUM_DOCUMENTS = 80_000
+NUM_DOCUMENTS = 200_000
 
 
 def heading(words: str):

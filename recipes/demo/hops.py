@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_eval.tasks.generators import documents, p_hop_question
 from looped_recipes.common.files import write_whole
@@ -24,26 +23,13 @@ QUESTIONS = 252  # of each number of hops
 CERTAINTY = 0.9  # of the most probable answer, at which a question stops looping
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Every pair, question and symbol is one token; what separates them is none."""
-    words = sorted({word for text in texts for word in text.split()})
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<bos>", "<eos>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    bos = ("<bos>", vocabulary["<bos>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
-    special = {"unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
 def train_models(output: Path, settings: Sequence[str], num_documents: int) -> tuple[Path, Path, dict]:
     """The looped model, and the control: the same model with one loop, trained on the same questions."""
-    questions, tokenizer = output / "questions.jsonl", output / "tokenizer"
-    if not (questions.exists() and tokenizer.exists()):
-        texts = list(documents("p_hop", num_documents))
-        make_tokenizer(texts).save_pretrained(tokenizer)
+    questions = output / "questions.jsonl"
+    if not questions.exists():
+        texts = documents("p_hop", num_documents)
         write_whole(questions, "".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = {"source": questions, "tokenizer": tokenizer, "cache_dir": output / "shards"}
+    data = {"source": questions, "cache_dir": output / "shards"}
     shared = [*(f"data.{key}={value}" for key, value in data.items()), *settings]
     looped = train(load_recipe(RECIPE, [*shared, f"training.output_dir={output}"]))
     one_loop = ["model.num_loops=1", "evaluation.loops=[1]", f"training.output_dir={output / 'one_loop'}"]
