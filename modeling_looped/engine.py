@@ -36,8 +36,18 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         "an offloaded cache": getattr(cache, "offloading", False),
     }
     standing = next((name for name, stands in obstacles.items() if stands), None)
-    drafts = config.depth_options.draft_loops is not None  # of which each row accepts a number of its own
-    return first_batchwise_part(processors, criteria) if standing is None and drafts else standing
+    if standing is not None or config.depth_options.draft_loops is None:
+        return standing
+    # drafts put rows at places of their own, also at some that are dropped
+    if (rope_type := rope_type_by_length(model.model)) is not None:
+        return f"rope_type={rope_type!r}, whose angles depend on the longest text so far"
+    return first_batchwise_part(processors, criteria)
+
+
+def rope_type_by_length(trunk) -> str | None:
+    """The type of rotary positions that change with the length of the sequence, if layers read any."""
+    types = [trunk.rotary_of(kind).rope_type for kind in trunk.ropes]
+    return next((each for each in types if "dynamic" in each or each == "longrope"), None)
 
 
 @dataclass
@@ -190,8 +200,7 @@ class RowEngine:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
         if not self.trunk.ropes:
             return None
-        rope_types = [self.trunk.rotary_of(kind).rope_type for kind in self.trunk.ropes]
-        if any("dynamic" in rope_type or rope_type == "longrope" for rope_type in rope_types):
+        if rope_type_by_length(self.trunk) is not None:
             return self.stacked_rotary(x, positions)
         if self.rotary_table is None or furthest >= len(self.rotary_table):
             every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]

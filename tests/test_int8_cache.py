@@ -48,6 +48,14 @@ def test_half_a_step_is_lost(dtype):
     assert error.max() > 0 and (error[0, 0, 0] == 0).all()
 
 
+@pytest.mark.parametrize("head_dim", [6, 7, 16])
+def test_single_tokens_of_any_width(head_dim):
+    """Wherever the bytes of a step lie in memory."""
+    stored = to_int8(torch.randn(3, 2, head_dim, generator=torch.Generator().manual_seed(0)))
+    for each, whole in zip(stored.split(1), from_int8(stored, torch.float32)):
+        assert torch.equal(from_int8(each[:, :1], torch.float32)[0, 0], whole[0])
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("num_rows", [1, 2])
 @pytest.mark.covering
@@ -102,6 +110,10 @@ def test_a_second_turn_goes_on():
         ({"cache_dtype": "int4"}, "cache_dtype='int4' is not known: choose 'int8'"),
         ({"num_beams": 2}, "cache_dtype='int8' .* not with beam search"),
         ({"cache_implementation": "static"}, "cache_dtype='int8' makes its own cache, which cache_implementation"),
+        (
+            {"exit_criterion": "kl", "exit_selection": "after"},
+            "'after' goes with plain .* not with cache_dtype='int8'",
+        ),
         ({"use_cache": False}, "cache_dtype='int8' makes its own cache, which use_cache=False"),
     ],
     ids=str,

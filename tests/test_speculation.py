@@ -598,6 +598,11 @@ REFUSED = {
         ValueError,
         "warm_start=True goes .* use_cache=False",
     ),
+    "warm, chosen afterwards": (
+        {"warm_start": True, "exit_criterion": "kl", "exit_selection": "after"},
+        ValueError,
+        "exit_selection='after' goes with plain decoding, and not with warm_start=True: leave one out",
+    ),
 }
 
 
@@ -628,6 +633,17 @@ def test_a_cache_that_shares_slots_is_refused(kept):
 def test_models_without_shallow_prefixes_are_refused():
     model = model_of("plain", residual_depth="run", residual_scaling="linear")
     with pytest.raises(ValueError, match="residual_depth='run' the first loops of a deep run are not a shallow run"):
+        greedy(model, random_ids(1, 5), draft_loops=1)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic"}, {"rope_type": "longrope", "long_factor": [3.0] * 4}], ids=str
+)
+def test_positions_that_change_with_the_length_are_refused(rope):
+    """A draft that is dropped would have changed them for the tokens after it."""
+    rope = {"rope_theta": 100.0, "factor": 4.0, "short_factor": [1.0] * 4, **rope}
+    model = model_of("plain", max_position_embeddings=8, rope_parameters=rope)
+    with pytest.raises(ValueError, match=f"draft_loops=1 .* not with rope_type='{rope['rope_type']}', whose angles"):
         greedy(model, random_ids(1, 5), draft_loops=1)
 
 
