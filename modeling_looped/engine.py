@@ -18,7 +18,7 @@ from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .row_view import JointView, Padding, RowView
-from .token_selector import TokenSelector, first_batchwise_part
+from .token_selector import TokenSelector, by_number, first_batchwise_part
 
 
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
@@ -159,8 +159,8 @@ class RowEngine:
             shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
             self.shifts = shifts * (self.num_rows // len(positions))
 
-        prompt_loops = [min(loops, self.prompt_loops or loops) for loops in self.limits]
-        self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], prompt_loops)
+        self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
+        self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], self.depths_of_prompts)
 
     def prefill(self, input_ids, model_kwargs: dict):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
@@ -217,11 +217,25 @@ class RowEngine:
         tables = stacked.unbind(2)
         return dict(zip(self.trunk.ropes, zip(tables[::2], tables[1::2])))
 
+    def compute_last_tokens(self):
+        """Of rows that ended before others, whose places in the cache have been passed: as deep as a prompt's."""
+        lengths = self.selector.lengths
+        ended = [row for row, length in enumerate(lengths) if length < max(lengths)]
+        for depth, members in by_number([self.depths_of_prompts[row] for row in ended]):
+            rows = [ended[i] for i in members]
+            tokens = Tokens(self, rows, self.last_places(rows), self.selector.last_tokens(rows))
+            tokens.embedded = enter([tokens])
+            state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
+            if len(self.trunk.coda):
+                self.trunk.run_coda(state, pass_context([tokens], [0] * len(rows)))
+            self.cache.leave_in_deeper_loops(rows, [depth] * len(rows), tokens.places)
+
     def output(self):
         """What `_sample` of transformers returns."""
         sequences, loops = self.selector.finish()
         keeps = self.config.return_dict_in_generate
         if keeps or self.config.cache_is_given:
+            self.compute_last_tokens()
             new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # nothing was computed from the last
             self.cache.store_back(self.given_cache, self.prompt_length + new_tokens)
         if not keeps:
