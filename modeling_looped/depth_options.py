@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .cache import num_shared_slots, sharing_of
+from .cache import LoopedCache, num_shared_slots, sharing_of
 from .checks import check_takes_initial_state, refuse_if
 from .depth import check_count, check_depths, from_numpy
 from .exit_criteria import ExitRule, exit_rule
@@ -161,7 +161,7 @@ class DepthOptions:
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
         if not asked:
             return
-        is_another = sharing_of(cache) != sharing or getattr(cache, "is_int8", False) != self.is_int8
+        is_another = sharing_of(cache) != sharing or (self.is_int8 and not isinstance(cache, LoopedCache))
         contradictions = {
             "past_key_values": cache is not None and is_another,
             f"cache_implementation={config.cache_implementation!r}": config.cache_implementation is not None,

@@ -150,6 +150,7 @@ class RowEngine:
         self.given_cache = outputs.past_key_values
         is_ours = isinstance(self.given_cache, LoopedCache)
         self.cache = self.given_cache if is_ours else LoopedCache(model.config, num_loops=max(self.limits))
+        self.cache.is_int8 = self.options.is_int8  # whatever a call before asked for
         self.cache.fill_buffers(self.given_cache, config.max_length)
         self.prompt_length = int(self.given_cache.get_seq_length())
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
