@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .cache import num_shared_slots, sharing_of
+from .cache import LoopedCache, num_shared_slots, sharing_of
 from .checks import check_takes_initial_state, refuse_if
 from .depth import check_count, check_depths, from_numpy
 from .exit_criteria import ExitRule, exit_rule
@@ -62,8 +62,11 @@ class DepthOptions:
     @property
     def shares_passes(self) -> bool:
         """Whether rows are decoded loop by loop, from a state of their own, and so beside those of other calls."""
-        runs_all = self.exit_criterion is not None and self.exit_selection == "after"
-        return self.draft_loops is None and self.state_seed is None and not runs_all
+        return self.draft_loops is None and self.state_seed is None and not self.reads_after_all
+
+    @property
+    def reads_after_all(self) -> bool:
+        return self.exit_criterion is not None and self.exit_selection == "after"
 
     @property
     def is_int8(self) -> bool:
@@ -105,6 +108,12 @@ class DepthOptions:
         else:
             reason = f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft"
             refuse_if(asked.get("draft_tokens") is not None, reason)
+        others = {"warm_start=True": self.warm_start is True, f"cache_dtype={self.cache_dtype!r}": self.is_int8}
+        for name, stands in others.items():
+            refuse_if(
+                stands and self.reads_after_all,
+                f"exit_selection='after' goes with plain decoding, and not with {name}: leave one out",
+            )
         if self.state_seed is not None:
             self.check_state_seed(model_config)
         if not isinstance(self.warm_start, bool):
@@ -122,7 +131,7 @@ class DepthOptions:
         refuse_if(
             self.changes_decoding,
             f"state_seed={self.state_seed} goes with plain decoding, and not with exits that stop loops, "
-            "draft_loops or warm_start: leave one out",
+            "draft_loops, warm_start or cache_dtype: leave one out",
         )
 
     def check_draft(self, model_config, has_depths: bool):
@@ -152,7 +161,7 @@ class DepthOptions:
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
         if not asked:
             return
-        is_another = sharing_of(cache) != sharing or getattr(cache, "is_int8", False) != self.is_int8
+        is_another = sharing_of(cache) != sharing or (self.is_int8 and not isinstance(cache, LoopedCache))
         contradictions = {
             "past_key_values": cache is not None and is_another,
             f"cache_implementation={config.cache_implementation!r}": config.cache_implementation is not None,

@@ -18,7 +18,7 @@ from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .row_view import JointView, Padding, RowView
-from .token_selector import TokenSelector, first_batchwise_part
+from .token_selector import TokenSelector, by_number, first_batchwise_part
 
 
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
@@ -36,8 +36,18 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         "an offloaded cache": getattr(cache, "offloading", False),
     }
     standing = next((name for name, stands in obstacles.items() if stands), None)
-    drafts = config.depth_options.draft_loops is not None  # of which each row accepts a number of its own
-    return first_batchwise_part(processors, criteria) if standing is None and drafts else standing
+    if standing is not None or config.depth_options.draft_loops is None:
+        return standing
+    # drafts put rows at places of their own, also at some that are dropped
+    if (rope_type := rope_type_by_length(model.model)) is not None:
+        return f"rope_type={rope_type!r}, whose angles depend on the longest text so far"
+    return first_batchwise_part(processors, criteria)
+
+
+def rope_type_by_length(trunk) -> str | None:
+    """The type of rotary positions that change with the length of the sequence, if layers read any."""
+    types = [trunk.rotary_of(kind).rope_type for kind in trunk.ropes]
+    return next((each for each in types if "dynamic" in each or each == "longrope"), None)
 
 
 @dataclass
@@ -140,6 +150,7 @@ class RowEngine:
         self.given_cache = outputs.past_key_values
         is_ours = isinstance(self.given_cache, LoopedCache)
         self.cache = self.given_cache if is_ours else LoopedCache(model.config, num_loops=max(self.limits))
+        self.cache.is_int8 = self.options.is_int8  # whatever a call before asked for
         self.cache.fill_buffers(self.given_cache, config.max_length)
         self.prompt_length = int(self.given_cache.get_seq_length())
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
@@ -149,8 +160,8 @@ class RowEngine:
             shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
             self.shifts = shifts * (self.num_rows // len(positions))
 
-        prompt_loops = [min(loops, self.prompt_loops or loops) for loops in self.limits]
-        self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], prompt_loops)
+        self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
+        self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], self.depths_of_prompts)
 
     def prefill(self, input_ids, model_kwargs: dict):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
@@ -190,8 +201,7 @@ class RowEngine:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
         if not self.trunk.ropes:
             return None
-        rope_types = [self.trunk.rotary_of(kind).rope_type for kind in self.trunk.ropes]
-        if any("dynamic" in rope_type or rope_type == "longrope" for rope_type in rope_types):
+        if rope_type_by_length(self.trunk) is not None:
             return self.stacked_rotary(x, positions)
         if self.rotary_table is None or furthest >= len(self.rotary_table):
             every = torch.arange(max(furthest + 1, self.cache.capacity), device=x.device)[:, None]
@@ -208,11 +218,25 @@ class RowEngine:
         tables = stacked.unbind(2)
         return dict(zip(self.trunk.ropes, zip(tables[::2], tables[1::2])))
 
+    def compute_last_tokens(self):
+        """Of rows that ended before others, whose places in the cache have been passed: as deep as a prompt's."""
+        lengths = self.selector.lengths
+        ended = [row for row, length in enumerate(lengths) if length < max(lengths)]
+        for depth, members in by_number([self.depths_of_prompts[row] for row in ended]):
+            rows = [ended[i] for i in members]
+            tokens = Tokens(self, rows, self.last_places(rows), self.selector.last_tokens(rows))
+            tokens.embedded = enter([tokens])
+            state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
+            if len(self.trunk.coda):
+                self.trunk.run_coda(state, pass_context([tokens], [0] * len(rows)))
+            self.cache.leave_in_deeper_loops(rows, [depth] * len(rows), tokens.places)
+
     def output(self):
         """What `_sample` of transformers returns."""
         sequences, loops = self.selector.finish()
         keeps = self.config.return_dict_in_generate
         if keeps or self.config.cache_is_given:
+            self.compute_last_tokens()
             new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # nothing was computed from the last
             self.cache.store_back(self.given_cache, self.prompt_length + new_tokens)
         if not keeps:

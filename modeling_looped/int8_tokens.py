@@ -20,5 +20,6 @@ def to_int8(states: torch.Tensor) -> torch.Tensor:
 
 def from_int8(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `to_int8` gave, [..., head_dim + 4], as [..., head_dim] again."""
-    size = stored[..., -SIZE_BYTES:].contiguous().view(torch.float32)
+    aligned = stored[..., -SIZE_BYTES:].clone(memory_format=torch.contiguous_format)
+    size = aligned.view(torch.float32)
     return (stored[..., :-SIZE_BYTES] * size).to(dtype)

@@ -1,8 +1,12 @@
 """cache_dtype="int8": what is kept of keys and values, against a decoder that rounds by hand; bytes; refusals."""
 
+import copy
+
 import pytest
 import torch
+from transformers import DynamicCache
 
+from modeling_looped import LoopedCache
 from modeling_looped.int8_tokens import from_int8, to_int8
 
 from .helpers import random_ids, tiny_model
@@ -46,6 +50,14 @@ def test_half_a_step_is_lost(dtype):
     error = (from_int8(stored, torch.float64) - states.double()).abs()
     assert (error <= states.double().abs().amax(-1, keepdim=True) / 254 * (1 + 2**-7)).all()
     assert error.max() > 0 and (error[0, 0, 0] == 0).all()
+
+
+@pytest.mark.parametrize("head_dim", [6, 7, 16])
+def test_single_tokens_of_any_width(head_dim):
+    """Wherever the bytes of a step lie in memory."""
+    stored = to_int8(torch.randn(3, 2, head_dim, generator=torch.Generator().manual_seed(0)))
+    for each, whole in zip(stored.split(1), from_int8(stored, torch.float32)):
+        assert torch.equal(from_int8(each[:, :1], torch.float32)[0, 0], whole[0])
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -96,12 +108,32 @@ def test_a_second_turn_goes_on():
     assert second.past_key_values.get_seq_length() == 6 + 2 * NEW + 1
 
 
+def test_each_turn_says_how_tokens_are_kept():
+    """Where a second turn does not ask for 8 bits, its exits and drafts have none either."""
+    model, ids = model_of("grouped"), random_ids(1, 6)
+    first = greedy(model, ids, cache_dtype="int8")
+    cache = first.past_key_values
+    text = torch.cat([first.sequences, random_ids(1, 2, seed=1)], dim=1)
+    exact = greedy(model, text, past_key_values=copy.deepcopy(cache), output_logits=True)
+    never = {"exit_criterion": "kl", "exit_threshold": 0.0}
+    found = greedy(model, text, past_key_values=cache, output_logits=True, **never)
+    torch.testing.assert_close(found.logits, exact.logits, rtol=1e-6, atol=1e-6)
+    given = LoopedCache(model.config)
+    greedy(model, ids, past_key_values=given, cache_dtype="int8")
+    assert {buffer.dtype for buffer in given.buffers} == {torch.int8}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"past_key_values": DynamicCache()}, "cache_dtype='int8' makes its own cache, which past_key_values contra"),
         ({"cache_dtype": "int4"}, "cache_dtype='int4' is not known: choose 'int8'"),
         ({"num_beams": 2}, "cache_dtype='int8' .* not with beam search"),
         ({"cache_implementation": "static"}, "cache_dtype='int8' makes its own cache, which cache_implementation"),
+        (
+            {"exit_criterion": "kl", "exit_selection": "after"},
+            "'after' goes with plain .* not with cache_dtype='int8'",
+        ),
         ({"use_cache": False}, "cache_dtype='int8' makes its own cache, which use_cache=False"),
     ],
     ids=str,

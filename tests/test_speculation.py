@@ -489,6 +489,26 @@ def test_the_cache_can_be_continued(system, kind, optimist):
         conversation = torch.cat([out.sequences, random_ids(1, 3, seed=seed + 1)], dim=1)
 
 
+@pytest.mark.parametrize("kind", ["returned", "static"])
+@pytest.mark.parametrize(
+    "way", [{"draft_loops": 1}, {"exit_criterion": "latent_diff", "exit_threshold": 0.0}], ids=["drafts", "exits"]
+)
+def test_rows_that_ended_apart_can_be_continued(kind, way, optimist):
+    """The tokens at which they ended are in the cache, too."""
+    model, ids, more = model_of("prelude_coda_grouped"), random_ids(3, 6), random_ids(3, 2, seed=1)
+    end, cache = int(greedy(model, ids)[1, 8]), CACHES[kind](model)
+    given = {} if cache is None else {"past_key_values": cache}
+    first = greedy(model, ids, **way, **given, eos_token_id=end, return_dict_in_generate=True)
+    assert 0 < int((first.token_loops[1] > 0).sum()) < first.token_loops.shape[1]
+    mask = torch.cat([torch.ones_like(ids), (first.token_loops > 0).long(), torch.ones_like(more)], dim=1)
+    text = torch.cat([first.sequences, more], dim=1)
+    last = {"max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    second = greedy(model, text, past_key_values=first.past_key_values, attention_mask=mask, **last)
+    for row, tokens in enumerate(text):
+        alone = greedy(model, tokens[mask[row].bool()][None], **last)
+        torch.testing.assert_close(second.logits[0][row], alone.logits[0][0], rtol=1e-5, atol=1e-5)
+
+
 def test_static_cache_by_name(optimist):
     model, prompts = model_of("windows"), left_padded(2, 7)
     arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static"}
@@ -598,6 +618,11 @@ REFUSED = {
         ValueError,
         "warm_start=True goes .* use_cache=False",
     ),
+    "warm, chosen afterwards": (
+        {"warm_start": True, "exit_criterion": "kl", "exit_selection": "after"},
+        ValueError,
+        "exit_selection='after' goes with plain decoding, and not with warm_start=True: leave one out",
+    ),
 }
 
 
@@ -628,6 +653,17 @@ def test_a_cache_that_shares_slots_is_refused(kept):
 def test_models_without_shallow_prefixes_are_refused():
     model = model_of("plain", residual_depth="run", residual_scaling="linear")
     with pytest.raises(ValueError, match="residual_depth='run' the first loops of a deep run are not a shallow run"):
+        greedy(model, random_ids(1, 5), draft_loops=1)
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic"}, {"rope_type": "longrope", "long_factor": [3.0] * 4}], ids=str
+)
+def test_positions_that_change_with_the_length_are_refused(rope):
+    """A draft that is dropped would have changed them for the tokens after it."""
+    rope = {"rope_theta": 100.0, "factor": 4.0, "short_factor": [1.0] * 4, **rope}
+    model = model_of("plain", max_position_embeddings=8, rope_parameters=rope)
+    with pytest.raises(ValueError, match=f"draft_loops=1 .* not with rope_type='{rope['rope_type']}', whose angles"):
         greedy(model, random_ids(1, 5), draft_loops=1)
 
 
