@@ -1,15 +1,21 @@
 """Decoding on a CPU: products of few rows and attention of single queries, faster than torch computes them.
 
-Results are the same to rounding. MKL multiplies few rows with fp32 weights at a third of the speed of memory, oneDNN
-orders bfloat16 weights anew at every product, and the attention kernel is slow for single queries in bfloat16. Layers
-are those of torch: what is faster is how `project` computes what calling them would give. `fast_paths` is the switch
-of all this and of cpu_gradients.py.
+Results are the same to rounding. Layers are those of torch: what is faster is how `project` computes what calling them
+would give. `fast_paths` is the switch of all this and of cpu_gradients.py. Each way is taken where it was measured to
+gain, by `looped benchmark products`, and elsewhere torch's:
+
+- weights in oneDNN's own order, bfloat16, x86: two thirds of the time; torch orders them anew at every product
+- the same in fp32, on AMD (Zen 5): half the time of MKL's product, with one row a third to as much
+- fp32 weights on the left of 8 rows at most, on Intel: a third of the time; on AMD they would take twice the time
+- attention of single queries in bfloat16: a third of the time
 """
 
+import math
 import os
 import platform
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -25,7 +31,7 @@ FEW_ROWS = 8
 # one row is what MKL is slowest at with AVX512, and what it does well without
 FEWEST_ROWS = 1 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 2
 MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
-MIN_ORDERED_SIZE = 2**16  # elements of weights that gain by being ordered
+MIN_ORDERED_SIZE = {torch.bfloat16: 2**16, torch.float32: 2**17}  # elements of weights that gain by being ordered
 READS_BEFORE_ORDERING = 8  # to order weights takes as long as some ten products with them
 
 
@@ -86,7 +92,7 @@ def decoding(model: nn.Module):
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain(layer)]
         new = [RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)]
-        announce([product.weight for product in new if product.weight.dtype == torch.bfloat16])
+        announce([product.weight for product in new if can_be_ordered(product.weight)])
         products.update((product.layer, product) for product in new)
     token = _products.set(products)
     try:
@@ -98,7 +104,7 @@ def decoding(model: nn.Module):
 def announce(weights: list[torch.Tensor]):
     if weights:
         logger.info(
-            "Decoding keeps bfloat16 weights a second time, in the order that oneDNN reads: up to "
+            "Decoding keeps weights a second time, in the order that oneDNN reads: up to "
             f"{sum(weight.nbytes for weight in weights)} bytes more, until generate returns. {SWITCH}=0 goes without."
         )
 
@@ -135,19 +141,35 @@ def has_global_hooks() -> bool:
         return True
 
 
+@cache
+def maker() -> str:
+    """Of the processor: AMD, Intel, or '' for others and where torch does not say."""
+    try:
+        name = torch.cpu.get_capabilities().get("cpu_name", "")
+    except AttributeError:
+        return ""
+    return next((maker for maker in ("AMD", "Intel") if maker in name), "")
+
+
 def has_faster_product(weight: torch.Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.device.type != "cpu":  # sharded, or elsewhere
         return False
-    return (weight.dtype == torch.float32 and weight.numel() >= MIN_SIZE) or can_be_ordered(weight)
+    return can_be_ordered(weight) or goes_to_the_left(weight)
+
+
+def goes_to_the_left(weight: torch.Tensor) -> bool:
+    return maker() == "Intel" and weight.dtype == torch.float32 and weight.numel() >= MIN_SIZE
 
 
 def can_be_ordered(weight: torch.Tensor) -> bool:
     """Whether oneDNN here has an order of its own for weights of this kind, which gain by it."""
-    if weight.dtype != torch.bfloat16 or weight.numel() < MIN_ORDERED_SIZE:
+    if weight.numel() < MIN_ORDERED_SIZE.get(weight.dtype, math.inf):
         return False
     mkldnn = torch.backends.mkldnn
     if platform.machine() not in ("x86_64", "AMD64") or not (mkldnn.is_available() and mkldnn.enabled):
         return False
+    if weight.dtype == torch.float32:
+        return maker() == "AMD"
     try:
         return operator("mkldnn", "_is_mkldnn_bf16_supported")()
     except NotImplementedError:
@@ -157,14 +179,14 @@ def can_be_ordered(weight: torch.Tensor) -> bool:
 class RepeatedProduct:
     """x W^T + b of one plain layer in one generation.
 
-    Few rows of fp32 are multiplied with the weights on the left. bfloat16 weights that are read often are kept a
-    second time, in the order that oneDNN reads, which takes about two thirds of the time and gives equal results;
-    until the generation ends they take their memory twice.
+    Weights that are ordered are read often first, and kept a second time: until the generation ends they take their
+    memory twice.
     """
 
     def __init__(self, layer: nn.Linear):
         self.layer, self.weight = layer, layer.weight
-        self.reads, self.ordered, self.is_refused = 0, None, False  # by oneDNN
+        self.can_be_ordered, self.goes_to_the_left = can_be_ordered(layer.weight), goes_to_the_left(layer.weight)
+        self.reads, self.ordered = 0, None
 
     def still_applies(self, x: torch.Tensor) -> bool:
         """Whether calling the layer is still this product and nothing else."""
@@ -173,11 +195,11 @@ class RepeatedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """None where torch is as fast."""
-        if x.dtype == torch.float32:
-            rows = x.numel() // self.layer.in_features
-            return multiply_weight_with_rows(self.layer, x) if FEWEST_ROWS <= rows <= FEW_ROWS else None
-        if x.dtype == torch.bfloat16 and not torch.is_grad_enabled() and not self.is_refused:
-            return self.multiply_ordered(x)
+        if self.can_be_ordered:
+            return None if torch.is_grad_enabled() else self.multiply_ordered(x)
+        rows = x.numel() // self.layer.in_features
+        if self.goes_to_the_left and FEWEST_ROWS <= rows <= FEW_ROWS:
+            return multiply_weight_with_rows(self.layer, x)
         return None
 
     def multiply_ordered(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -190,7 +212,7 @@ class RepeatedProduct:
                 self.ordered = operator("mkldnn", "_reorder_linear_weight")(self.weight.detach(), FEW_ROWS)
             return operator("mkldnn", "_linear_pointwise")(x, self.ordered, self.layer.bias, "none", [], "")
         except NotImplementedError:
-            self.is_refused, self.ordered = True, None
+            self.can_be_ordered, self.ordered = False, None
             return None
 
 
