@@ -14,7 +14,7 @@ import math
 import os
 import platform
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from functools import cache
 from typing import TypeGuard
 
@@ -95,6 +95,16 @@ def decoding(model: nn.Module):
         announce([product.weight for product in new if can_be_ordered(product.weight)])
         products.update((product.layer, product) for product in new)
     token = _products.set(products)
+    try:
+        yield
+    finally:
+        _products.reset(token)
+
+
+@contextmanager
+def multiplying_as_in(context: Context):
+    """Generations inside have the products of the one that `context` is in, with the copies of weights that it keeps."""
+    token = _products.set(context.get(_products))
     try:
         yield
     finally:
@@ -209,11 +219,20 @@ class RepeatedProduct:
                 if self.reads < READS_BEFORE_ORDERING:
                     self.reads += 1
                     return None
-                self.ordered = operator("mkldnn", "_reorder_linear_weight")(self.weight.detach(), FEW_ROWS)
-            return operator("mkldnn", "_linear_pointwise")(x, self.ordered, self.layer.bias, "none", [], "")
+                self.ordered = order(self.weight)
+            return multiply_with_ordered(self.ordered, self.layer.bias, x)
         except NotImplementedError:
             self.can_be_ordered, self.ordered = False, None
             return None
+
+
+def order(weight: torch.Tensor) -> torch.Tensor:
+    """The same weights as oneDNN reads them for few rows."""
+    return operator("mkldnn", "_reorder_linear_weight")(weight.detach(), FEW_ROWS)
+
+
+def multiply_with_ordered(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return operator("mkldnn", "_linear_pointwise")(x, weight, bias, "none", [], "")
 
 
 def multiply_weight_with_rows(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
