@@ -4,13 +4,12 @@ Results are the same to rounding. Layers are those of torch: what is faster is h
 would give. `fast_paths` is the switch of all this and of cpu_gradients.py. Each way is taken where it was measured to
 gain, by `looped benchmark products`, and elsewhere torch's:
 
-- weights in oneDNN's own order, bfloat16, x86: two thirds of the time; torch orders them anew at every product
-- the same in fp32, on AMD (Zen 5): half the time of MKL's product, with one row a third to as much
-- fp32 weights on the left of 8 rows at most, on Intel: a third of the time; on AMD they would take twice the time
-- attention of single queries in bfloat16: a third of the time
+- bfloat16 weights in oneDNN's own order, x86: two thirds of the time, since torch orders them anew at every product
+- fp32 weights in that order, AMD (Zen 5): half the time of MKL, one row two thirds; less than on the left by any rows
+- fp32 weights on the left of up to 8 rows, Intel (AVX512): a third of the time of MKL
+- attention of single queries in bfloat16, x86: a third of the time
 """
 
-import math
 import os
 import platform
 from contextlib import contextmanager
@@ -31,7 +30,8 @@ FEW_ROWS = 8
 # one row is what MKL is slowest at with AVX512, and what it does well without
 FEWEST_ROWS = 1 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 2
 MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
-MIN_ORDERED_SIZE = {torch.bfloat16: 2**16, torch.float32: 2**17}  # elements of weights that gain by being ordered
+MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights that gain by being ordered
+MIN_ORDERED_FP32_SIZE = 2**17
 READS_BEFORE_ORDERING = 8  # to order weights takes as long as some ten products with them
 
 
@@ -103,7 +103,7 @@ def decoding(model: nn.Module):
 
 @contextmanager
 def multiplying_as_in(context: Context):
-    """Generations inside have the products of the one that `context` is in, with the copies of weights that it keeps."""
+    """Generations inside share products, and the copies of weights that these keep, with the one of `context`."""
     token = _products.set(context.get(_products))
     try:
         yield
@@ -173,12 +173,15 @@ def goes_to_the_left(weight: torch.Tensor) -> bool:
 
 def can_be_ordered(weight: torch.Tensor) -> bool:
     """Whether oneDNN here has an order of its own for weights of this kind, which gain by it."""
-    if weight.numel() < MIN_ORDERED_SIZE.get(weight.dtype, math.inf):
+    is_fp32 = weight.dtype == torch.float32
+    if weight.dtype != torch.bfloat16 and not is_fp32:
+        return False
+    if weight.numel() < (MIN_ORDERED_FP32_SIZE if is_fp32 else MIN_ORDERED_SIZE):
         return False
     mkldnn = torch.backends.mkldnn
     if platform.machine() not in ("x86_64", "AMD64") or not (mkldnn.is_available() and mkldnn.enabled):
         return False
-    if weight.dtype == torch.float32:
+    if is_fp32:
         return maker() == "AMD"
     try:
         return operator("mkldnn", "_is_mkldnn_bf16_supported")()
@@ -194,14 +197,20 @@ class RepeatedProduct:
     """
 
     def __init__(self, layer: nn.Linear):
-        self.layer, self.weight = layer, layer.weight
+        self.layer, self.weight, self.dtype = layer, layer.weight, layer.weight.dtype
         self.can_be_ordered, self.goes_to_the_left = can_be_ordered(layer.weight), goes_to_the_left(layer.weight)
-        self.reads, self.ordered = 0, None
+        self.reads = 0
+        self.ordered: torch.Tensor | None = None
 
     def still_applies(self, x: torch.Tensor) -> bool:
         """Whether calling the layer is still this product and nothing else."""
         is_same = type(x) is torch.Tensor and self.layer._parameters.get("weight") is self.weight
-        return is_same and x.dtype == self.weight.dtype and is_plain(self.layer) and not may_be_transformed()
+        return (
+            is_same
+            and x.dtype == self.weight.dtype == self.dtype
+            and is_plain(self.layer)
+            and not may_be_transformed()
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """None where torch is as fast."""

@@ -48,7 +48,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--continuation", type=int, default=32, help="positions whose logits loglikelihood needs")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation, products: rows")
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation, products: rows"
+    )
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
     parser.add_argument("--model", help="speculation, sharing: folder of a trained model")

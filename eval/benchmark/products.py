@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from looped_eval.common.timing import least_seconds
-from modeling_looped.cpu import multiply_with_ordered, multiply_weight_with_rows, order
+from modeling_looped.cpu import multiply_weight_with_rows, multiply_with_ordered, order
 
 
-BYTES_OF_WEIGHTS = 2**25
+BYTES_OF_WEIGHTS, MOST_LAYERS = 2**25, 64
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def products(args) -> dict:
 
 def of_shape(inner: int, outer: int, args) -> dict:
     dtype = getattr(torch, args.dtype)
-    count = max(1, BYTES_OF_WEIGHTS // (inner * outer * dtype.itemsize))
+    count = min(MOST_LAYERS, max(1, BYTES_OF_WEIGHTS // (inner * outer * dtype.itemsize)))
     layers = [nn.Linear(inner, outer, bias=False, dtype=dtype) for _ in range(count)]
     ordered = [order(layer.weight) for layer in layers]
     report = {}
