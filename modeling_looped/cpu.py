@@ -1,15 +1,20 @@
 """Decoding on a CPU: products of few rows and attention of single queries, faster than torch computes them.
 
-Results are the same to rounding. MKL multiplies few rows with fp32 weights at a third of the speed of memory, oneDNN
-orders bfloat16 weights anew at every product, and the attention kernel is slow for single queries in bfloat16. Layers
-are those of torch: what is faster is how `project` computes what calling them would give. `fast_paths` is the switch
-of all this and of cpu_gradients.py.
+Results are the same to rounding. Layers are those of torch: what is faster is how `project` computes what calling them
+would give. `fast_paths` is the switch of all this and of cpu_gradients.py. Each way is taken where it was measured to
+gain, by `looped benchmark products`, and elsewhere torch's:
+
+- bfloat16 weights in oneDNN's own order, x86: two thirds of the time, since torch orders them anew at every product
+- fp32 weights in that order, AMD (Zen 5): half the time of MKL, one row two thirds; less than on the left by any rows
+- fp32 weights on the left of up to 8 rows, Intel (AVX512): a third of the time of MKL
+- attention of single queries in bfloat16, x86: a third of the time
 """
 
 import os
 import platform
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -25,7 +30,8 @@ FEW_ROWS = 8
 # one row is what MKL is slowest at with AVX512, and what it does well without
 FEWEST_ROWS = 1 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 2
 MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
-MIN_ORDERED_SIZE = 2**16  # elements of weights that gain by being ordered
+MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights that gain by being ordered
+MIN_ORDERED_FP32_SIZE = 2**17
 READS_BEFORE_ORDERING = 8  # to order weights takes as long as some ten products with them
 
 
@@ -86,9 +92,19 @@ def decoding(model: nn.Module):
     if fast_paths_are_on():
         layers = [layer for layer in model.modules() if layer not in products and is_plain(layer)]
         new = [RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)]
-        announce([product.weight for product in new if product.weight.dtype == torch.bfloat16])
+        announce([product.weight for product in new if can_be_ordered(product.weight)])
         products.update((product.layer, product) for product in new)
     token = _products.set(products)
+    try:
+        yield
+    finally:
+        _products.reset(token)
+
+
+@contextmanager
+def multiplying_as_in(context: Context):
+    """Generations inside share products, and the copies of weights that these keep, with the one of `context`."""
+    token = _products.set(context.get(_products))
     try:
         yield
     finally:
@@ -98,7 +114,7 @@ def decoding(model: nn.Module):
 def announce(weights: list[torch.Tensor]):
     if weights:
         logger.info(
-            "Decoding keeps bfloat16 weights a second time, in the order that oneDNN reads: up to "
+            "Decoding keeps weights a second time, in the order that oneDNN reads: up to "
             f"{sum(weight.nbytes for weight in weights)} bytes more, until generate returns. {SWITCH}=0 goes without."
         )
 
@@ -135,19 +151,38 @@ def has_global_hooks() -> bool:
         return True
 
 
+@cache
+def maker() -> str:
+    """Of the processor: AMD, Intel, or '' for others and where torch does not say."""
+    try:
+        name = torch.cpu.get_capabilities().get("cpu_name", "")
+    except AttributeError:
+        return ""
+    return next((maker for maker in ("AMD", "Intel") if maker in name), "")
+
+
 def has_faster_product(weight: torch.Tensor) -> bool:
     if type(weight) is not nn.Parameter or weight.device.type != "cpu":  # sharded, or elsewhere
         return False
-    return (weight.dtype == torch.float32 and weight.numel() >= MIN_SIZE) or can_be_ordered(weight)
+    return can_be_ordered(weight) or goes_to_the_left(weight)
+
+
+def goes_to_the_left(weight: torch.Tensor) -> bool:
+    return maker() == "Intel" and weight.dtype == torch.float32 and weight.numel() >= MIN_SIZE
 
 
 def can_be_ordered(weight: torch.Tensor) -> bool:
     """Whether oneDNN here has an order of its own for weights of this kind, which gain by it."""
-    if weight.dtype != torch.bfloat16 or weight.numel() < MIN_ORDERED_SIZE:
+    is_fp32 = weight.dtype == torch.float32
+    if weight.dtype != torch.bfloat16 and not is_fp32:
+        return False
+    if weight.numel() < (MIN_ORDERED_FP32_SIZE if is_fp32 else MIN_ORDERED_SIZE):
         return False
     mkldnn = torch.backends.mkldnn
     if platform.machine() not in ("x86_64", "AMD64") or not (mkldnn.is_available() and mkldnn.enabled):
         return False
+    if is_fp32:
+        return maker() == "AMD"
     try:
         return operator("mkldnn", "_is_mkldnn_bf16_supported")()
     except NotImplementedError:
@@ -157,27 +192,33 @@ def can_be_ordered(weight: torch.Tensor) -> bool:
 class RepeatedProduct:
     """x W^T + b of one plain layer in one generation.
 
-    Few rows of fp32 are multiplied with the weights on the left. bfloat16 weights that are read often are kept a
-    second time, in the order that oneDNN reads, which takes about two thirds of the time and gives equal results;
-    until the generation ends they take their memory twice.
+    Weights that are ordered are read often first, and kept a second time: until the generation ends they take their
+    memory twice.
     """
 
     def __init__(self, layer: nn.Linear):
-        self.layer, self.weight = layer, layer.weight
-        self.reads, self.ordered, self.is_refused = 0, None, False  # by oneDNN
+        self.layer, self.weight, self.dtype = layer, layer.weight, layer.weight.dtype
+        self.can_be_ordered, self.goes_to_the_left = can_be_ordered(layer.weight), goes_to_the_left(layer.weight)
+        self.reads = 0
+        self.ordered: torch.Tensor | None = None
 
     def still_applies(self, x: torch.Tensor) -> bool:
         """Whether calling the layer is still this product and nothing else."""
         is_same = type(x) is torch.Tensor and self.layer._parameters.get("weight") is self.weight
-        return is_same and x.dtype == self.weight.dtype and is_plain(self.layer) and not may_be_transformed()
+        return (
+            is_same
+            and x.dtype == self.weight.dtype == self.dtype
+            and is_plain(self.layer)
+            and not may_be_transformed()
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """None where torch is as fast."""
-        if x.dtype == torch.float32:
-            rows = x.numel() // self.layer.in_features
-            return multiply_weight_with_rows(self.layer, x) if FEWEST_ROWS <= rows <= FEW_ROWS else None
-        if x.dtype == torch.bfloat16 and not torch.is_grad_enabled() and not self.is_refused:
-            return self.multiply_ordered(x)
+        if self.can_be_ordered:
+            return None if torch.is_grad_enabled() else self.multiply_ordered(x)
+        rows = x.numel() // self.layer.in_features
+        if self.goes_to_the_left and FEWEST_ROWS <= rows <= FEW_ROWS:
+            return multiply_weight_with_rows(self.layer, x)
         return None
 
     def multiply_ordered(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -187,11 +228,20 @@ class RepeatedProduct:
                 if self.reads < READS_BEFORE_ORDERING:
                     self.reads += 1
                     return None
-                self.ordered = operator("mkldnn", "_reorder_linear_weight")(self.weight.detach(), FEW_ROWS)
-            return operator("mkldnn", "_linear_pointwise")(x, self.ordered, self.layer.bias, "none", [], "")
+                self.ordered = order(self.weight)
+            return multiply_with_ordered(self.ordered, self.layer.bias, x)
         except NotImplementedError:
-            self.is_refused, self.ordered = True, None
+            self.can_be_ordered, self.ordered = False, None
             return None
+
+
+def order(weight: torch.Tensor) -> torch.Tensor:
+    """The same weights as oneDNN reads them for few rows."""
+    return operator("mkldnn", "_reorder_linear_weight")(weight.detach(), FEW_ROWS)
+
+
+def multiply_with_ordered(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return operator("mkldnn", "_linear_pointwise")(x, weight, bias, "none", [], "")
 
 
 def multiply_weight_with_rows(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:

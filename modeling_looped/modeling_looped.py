@@ -452,6 +452,8 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def _makes_keys(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
         """Whether loop t computes keys and values: one bool, or one per row, [rows, 1, 1, 1]."""
+        if not self.config.shares_keys:
+            return True
         if isinstance(loop, int):
             return self.config.makes_keys(loop)
         makes = [self.config.makes_keys(t) for t in loop]

@@ -54,9 +54,12 @@ class RowView:
         self.cache, self.padding, self.end = cache, padding, max(positions) + 1
         cache.reserve(self.end)
         config = cache.model_config
-        self.rows, self.loops, self.positions = rows, list(map(config.stored_loop, loops)), positions
-        # those of a loop that makes keys and values; beside them, some are computed for others in vain
-        self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
+        self.rows, self.loops, self.positions = rows, loops, positions
+        self.writing = list(range(len(rows)))
+        if config.shares_keys:
+            self.loops = list(map(config.stored_loop, loops))
+            # those of a loop that makes keys and values; beside them, some are computed for others in vain
+            self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         together = rows == list(range(num_rows)) and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied

@@ -21,7 +21,7 @@ import torch
 
 from .checks import refuse_if
 from .continuous import ContinuousDecoder, RowTable, tick
-from .cpu import decoding
+from .cpu import decoding, multiplying_as_in
 from .depth import check_count
 
 
@@ -56,7 +56,8 @@ class SharedPasses:
     def generate(self, *args, **kwargs):
         outer = _current.set(self)
         try:
-            with torch.inference_mode(False):  # calls in it and others could not write the same tensors
+            # calls in inference mode and others could not write the same tensors
+            with torch.inference_mode(False), multiplying_as_in(self._context):
                 return self.model.generate(*args, **kwargs)
         finally:
             _current.reset(outer)

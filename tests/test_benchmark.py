@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import platform
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -81,6 +82,13 @@ def test_of_serving(capsys):
     for criterion in ("latent_diff", "kl"):
         assert 1 <= line[criterion]["mean_loops"] <= 3 and 1 <= line[criterion]["rows_in_a_pass"] <= 2
         assert all(ratio > 0 and math.isfinite(ratio) for ratio in ratios(line[criterion]))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's order, on x86")
+def test_of_products(capsys):
+    line = lines_of("products", capsys)["products"]
+    assert line.keys() >= {"64_to_64", "64_to_96", "96_to_64", "64_to_99"}
+    assert all(ratio > 0 and math.isfinite(ratio) for ratio in ratios(line))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM, cpu, cpu_gradients
 from modeling_looped.cpu import RepeatedProduct, decoding, fast_paths, project
 from modeling_looped.cpu_gradients import CausalAttention, RMSNorm
 from modeling_looped.layers import attend_on_cpu
+from modeling_looped.shared_passes import SharedPasses
 
 from .helpers import random_ids, tiny_model
 
@@ -163,6 +164,7 @@ def test_gradients_of_shared_weights_that_have_gradients_themselves(monkeypatch)
 @pytest.fixture
 def few_rows(monkeypatch):
     """Whatever the processor and the size, few rows are multiplied with the weights on the left."""
+    monkeypatch.setattr(cpu, "maker", lambda: "Intel")
     monkeypatch.setattr(cpu, "FEWEST_ROWS", 1)
     monkeypatch.setattr(cpu, "MIN_SIZE", 0)
 
@@ -227,20 +229,57 @@ def has_order(request, monkeypatch):
         pytest.skip("oneDNN with bfloat16 on x86")
 
 
+@pytest.fixture
+def orders_fp32(monkeypatch):
+    """Whatever the processor and the size, fp32 weights are ordered as on those of AMD."""
+    monkeypatch.setattr(cpu, "maker", lambda: "AMD")
+    monkeypatch.setattr(cpu, "MIN_ORDERED_FP32_SIZE", 0)
+
+
 @needs_order
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 67), (8, 67), (16, 1000), (512, 8192)])
-def test_ordered_weights_multiply_as_the_layer_does(shape, bias, monkeypatch):
+def test_ordered_weights_multiply_as_the_layer_does(shape, bias, dtype, orders_fp32, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_ORDERED_SIZE", 0)
     torch.manual_seed(0)
-    layer = Linear(*shape, bias=bias).bfloat16()
+    layer = Linear(*shape, bias=bias).to(dtype)
     for size in [(1,), (1, 1), (3, 1), (2, 5), (40, 1)]:
-        x = torch.randn(*size, shape[0]).bfloat16()
+        x = torch.randn(*size, shape[0]).to(dtype)
         usual = F.linear(x, layer.weight, layer.bias)
         exact = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
         found, kept = read_often(layer, x)
         assert torch.is_tensor(kept) and found.shape == usual.shape
-        assert error(found, exact) < max(1.1 * error(usual, exact), 3e-3)
+        rounding = 3e-3 if dtype == torch.bfloat16 else 1e-6
+        assert error(found, exact) < max(1.1 * error(usual, exact), rounding)
+
+
+@pytest.mark.parametrize(
+    ("maker", "way"), [("AMD", "ordered"), ("Intel", "left"), ("", None)], ids=["AMD", "Intel", "others"]
+)
+def test_fp32_goes_the_way_that_was_measured_to_gain(maker, way, monkeypatch):
+    stand_in(monkeypatch, **OPERATORS)
+    monkeypatch.setattr(cpu, "maker", lambda: maker)
+    layer = Linear(512, 512)
+    assert (cpu.can_be_ordered(layer.weight), cpu.goes_to_the_left(layer.weight)) == (way == "ordered", way == "left")
+    with decoding(layer):
+        assert (layer in cpu._products.get()) == (way is not None)
+
+
+def test_requests_that_share_passes_share_what_is_kept(orders_fp32, monkeypatch):
+    """One copy of each weight, which prompts read too, until the passes end."""
+    stand_in(monkeypatch, **OPERATORS)
+    made, order = [], cpu.order
+    monkeypatch.setattr(cpu, "order", lambda weight: made.append(weight) or order(weight))
+    monkeypatch.setattr(cpu, "READS_BEFORE_ORDERING", 0)
+    model, ids = tiny_model(), random_ids(1, 5)
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with SharedPasses(model) as passes:
+        results = [passes.generate(ids, **settings) for _ in range(2)]
+    assert len(made) == len({id(weight) for weight in made}) == sum(type(m) is Linear for m in model.modules())
+    assert cpu._products.get() is None
+    for result in results:
+        assert torch.equal(result, model.generate(ids, **settings))
 
 
 def test_weights_are_ordered_only_where_they_stay_what_they_are(has_order):

@@ -15,6 +15,7 @@ from .decoding import exits, sharing, speculation
 from .harness import harness
 from .models import build, looped_config, print_line, tokens
 from .options import parse
+from .products import products
 from .serving import serving
 
 
@@ -153,6 +154,7 @@ BENCHMARKS = {
     "speculation": speculation,
     "sharing": sharing,
     "serving": serving,
+    "products": products,
     "harness": harness,
     "_memory": measure_memory,
 }

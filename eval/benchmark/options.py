@@ -9,6 +9,7 @@ exits    speed of decoding with early exit over what the FLOPs of the loops and 
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
 serving  throughput and latency of requests that share passes, with early exit over full depth
+products  time of products of few rows with weights by each way of cpu.py, over that of torch's layer
 harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
 
 Each but `decode` prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in
@@ -24,7 +25,7 @@ from looped_recipes.common.command_line import Parser
 
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
-BENCHMARKS = "train memory depths decode llama exits speculation sharing serving harness _memory".split()
+BENCHMARKS = "train memory depths decode llama exits speculation sharing serving products harness _memory".split()
 
 
 def add_arguments(parser, layers: int, loops: int, batch: int):
@@ -47,7 +48,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--continuation", type=int, default=32, help="positions whose logits loglikelihood needs")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation: rows")
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation, products: rows"
+    )
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
     parser.add_argument("--model", help="speculation, sharing: folder of a trained model")
