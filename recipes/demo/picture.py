@@ -27,7 +27,7 @@ def accuracy_chart(found: dict) -> Chart:
         "loops",
         "share of right answers",
         lines,
-        levels={f"model with one loop, {hops_named(hops)}": found["control"][hops]},
+        levels={f"model with one loop, {hops_named(hops)}": round(found["control"][hops], 2)},
         whole_x=True,
         ends=(0, 1),
     )
