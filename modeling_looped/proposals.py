@@ -12,6 +12,9 @@ from typing import NamedTuple
 SURE = 3.0  # logits between the two best tokens, from which on nothing is proposed a second time
 FEWEST_RECORDS = 8
 MOST_RECORDS = 32
+# of the time of tokens one by one, that a plan may take at most: rows in step take less than the line says, and a batch
+# is done when its slowest row is
+WORTHWHILE = 0.8
 GROWTH = 1.002  # of the least seconds of passes of one size, per pass: they take longer as the text grows
 
 
@@ -64,7 +67,7 @@ class PassSeconds:
 
 
 class Planner:
-    """Chooses the plan of least time per token, or none.
+    """Chooses the plan of least time per token, or none where that is not worthwhile.
 
     first: the depth that was asked for, or None. most_ahead: tokens. readout_cost: of the head, in tokens of a pass.
     """
@@ -81,7 +84,7 @@ class Planner:
 
     def choose(self, rows: int) -> Plan | None:
         line, best = self.seconds.line(), None
-        least = self.plain_time(line, rows)
+        least = WORTHWHILE * self.plain_time(line, rows)
         for first in range(1, self.num_loops) if self.first is None else [self.first]:
             for second in [None, *range(first + 1, self.num_loops)]:
                 probabilities = self.probabilities(first, second)
