@@ -251,7 +251,8 @@ def told(status: int, message: str, kind: str = "invalid_request_error") -> JSON
 
 
 class LimitedSize:
-    """Refuses a body that is too large before it is read and cut into tokens, for which other requests would wait."""
+    """Refuses a body that is too large before it is kept and cut into tokens, for which other requests would wait. What
+    comes of it is let go: a client that still sends would find a closed connection, and not the answer."""
 
     def __init__(self, app, most_bytes: int):
         self.app, self.most_bytes = app, most_bytes
@@ -260,6 +261,8 @@ class LimitedSize:
         length = dict(scope.get("headers", ())).get(b"content-length", b"").decode()
         if scope.get("method") == "POST" and (not length.isdecimal() or int(length) > self.most_bytes):
             reason = f"a request of {length or 'unknown'} bytes: this server takes up to {self.most_bytes}"
+            while (await receive()).get("more_body"):
+                pass
             return await told(413, reason)(scope, receive, send)
         return await self.app(scope, receive, send)
 
