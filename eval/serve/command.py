@@ -251,8 +251,10 @@ def told(status: int, message: str, kind: str = "invalid_request_error") -> JSON
 
 
 class LimitedSize:
-    """Refuses a body that is too large before it is kept and cut into tokens, for which other requests would wait. What
-    comes of it is let go: a client that still sends would find a closed connection, and not the answer."""
+    """Refuses a body that is too large before it is kept and cut into tokens, for which other requests would wait.
+
+    What comes of it is let go: a client that still sends would find a closed connection, and not the answer.
+    """
 
     def __init__(self, app, most_bytes: int):
         self.app, self.most_bytes = app, most_bytes
