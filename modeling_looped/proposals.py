@@ -12,8 +12,8 @@ from typing import NamedTuple
 SURE = 3.0  # logits between the two best tokens, from which on nothing is proposed a second time
 FEWEST_RECORDS = 8
 MOST_RECORDS = 32
-# of the time of tokens one by one, that a plan may take at most: rows in step take less than the line says, and a batch
-# is done when its slowest row is
+# of the time of tokens one by one, that a plan may take at most: rows in step take less than the line says, and a
+# batch is done when its slowest row is
 WORTHWHILE = 0.8
 GROWTH = 1.002  # of the least seconds of passes of one size, per pass: they take longer as the text grows
 
