@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 SURE = 3.0  # logits between the two best tokens, from which on nothing is proposed a second time
 FEWEST_RECORDS = 8
+FEWEST_PLAIN = 2  # tokens of each row
 MOST_RECORDS = 32
 # of the time of tokens one by one, that a plan may take at most: rows in step take less than the line says, and a
 # batch is done when its slowest row is
@@ -75,6 +76,7 @@ class Planner:
     def __init__(self, num_loops: int, first: int | None, most_ahead: int, readout_cost: float):
         self.num_loops, self.first, self.most_ahead, self.readout_cost = num_loops, first, most_ahead, readout_cost
         self.seconds = PassSeconds()
+        self.plain = (0.0, 0)  # seconds in which rows in step said tokens, and how many
         self.records: deque[list[Reading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
         self.plan: Plan | None = Plan(first or max(1, num_loops // 4), None, most_ahead)
 
@@ -82,7 +84,14 @@ class Planner:
         if len(self.records) >= FEWEST_RECORDS:
             self.plan = self.choose(rows)
 
+    def needs_trial(self, rows: int) -> bool:
+        """Whether how fast several rows are without drafts is still to be seen: the line of passes with many tokens is
+        too high for those with few, of which drafts leave none."""
+        return rows > 1 and self.plain[1] < FEWEST_PLAIN * rows
+
     def choose(self, rows: int) -> Plan | None:
+        if self.needs_trial(rows):
+            return None
         line, best = self.seconds.line(), None
         least = WORTHWHILE * self.plain_time(line, rows)
         for first in range(1, self.num_loops) if self.first is None else [self.first]:
@@ -104,6 +113,9 @@ class Planner:
         )
 
     def plain_time(self, line: tuple[float, float], rows: int) -> float:
+        seconds, tokens = self.plain
+        if rows > 1 and tokens:
+            return rows * seconds / tokens
         per_pass, per_token = line
         return per_pass * self.num_loops + per_token * rows * (self.num_loops + self.readout_cost)
 

@@ -85,7 +85,7 @@ class Pipeline:
 
     def tick(self):
         """One loop of every token in flight; what is verified is emitted, what is proposed starts with the next."""
-        start = perf_counter()
+        start, verified = perf_counter(), self.verified
         self.enter_tokens()
         everything = list(range(len(self.flight)))
         tokens, passes = self.tokens(everything), 1
@@ -102,7 +102,11 @@ class Pipeline:
             self.verify(reads, logits)
             self.propose(reads, logits)
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
-        self.planner.seconds.add(work, (perf_counter() - start) / passes)
+        seconds = perf_counter() - start
+        self.planner.seconds.add(work, seconds / passes)
+        if passes > 1:
+            spent, tokens = self.planner.plain
+            self.planner.plain = spent + seconds, tokens + self.verified - verified
         self.held["state"] = self.trunk.to_next_loop(state)
         self.keep([i for i in everything if not self.flight[i].is_dropped])
 
@@ -212,9 +216,9 @@ class Pipeline:
             self.planner.records.append([Reading(id == said, is_sure) for id, is_sure in token.readings])
 
     def choose_plan(self):
-        before, rows = self.planner.plan, len(self.selector.running())
+        rows = len(self.selector.running())
         self.planner.choose_plan(max(rows, 1))
-        if self.planner.plan is None and before is not None and not self.stopped_drafting:
+        if self.planner.plan is None and not self.planner.needs_trial(rows) and not self.stopped_drafting:
             self.stopped_drafting = True
             logger.warning(
                 f"draft_loops={self.engine.options.draft_loops!r} does not pay here, so tokens come one by one: "
