@@ -6,32 +6,16 @@ import subprocess
 import sys
 
 import torch
-from transformers import LlamaConfig
 
 from looped_eval.common.timing import in_turns
 from looped_recipes.common.hardware import measured_rate
 
 from .decoding import exits, sharing, speculation
 from .harness import harness
-from .models import build, looped_config, print_line, tokens
+from .models import build, looped_config, print_line, tokens, unrolled_llama
 from .options import parse
 from .products import products
 from .serving import serving
-
-
-def unrolled_llama(args):
-    return build(
-        args,
-        LlamaConfig(
-            vocab_size=args.vocab,
-            hidden_size=args.width,
-            intermediate_size=args.ff,
-            num_attention_heads=args.width // 64,
-            num_hidden_layers=args.layers * args.num_loops,
-            max_position_embeddings=4096,
-            eos_token_id=None,
-        ),
-    )
 
 
 def training_step(model, batch, **kwargs):

@@ -38,3 +38,19 @@ def print_line(name: str, result: dict, args, digits: int = 5):
         json.dumps({"benchmark": name, **rounded(result, digits), **provenance(args.command), "dtype": args.dtype}),
         flush=True,
     )
+
+
+def unrolled_llama(args) -> LlamaForCausalLM:
+    """Of as many layers as a looped model applies."""
+    return build(
+        args,
+        LlamaConfig(
+            vocab_size=args.vocab,
+            hidden_size=args.width,
+            intermediate_size=args.ff,
+            num_attention_heads=args.width // 64,
+            num_hidden_layers=args.layers * args.num_loops,
+            max_position_embeddings=4096,
+            eos_token_id=None,
+        ),
+    )

@@ -1,5 +1,7 @@
 """What measures over depth say, in one sentence."""
 
+from looped_recipes.common.words import counted
+
 from .curves import Curves
 from .loops_in_words import loops_in_words
 
@@ -23,7 +25,7 @@ def best_depth(name: str, of_series: dict[str, dict]) -> str:
     points = [(sign * value, -depth, series) for series, of in of_series.items() for depth, (value, _) in of.items()]
     value, depth, series = max(points)
     model = f" for {series}" if len(of_series) > 1 else ""
-    at = f"at {-depth} loop{'s' * (depth < -1)}"
+    at = f"at {counted(-depth, 'loop')}"
     if len(points) == 1:
         return f"{name} is {sign * value:.4f} {at}"
     return f"{name} is best{model} {at} ({sign * value:.4f})"

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from looped_eval.common.findings import best_depth, loops
+from looped_eval.common.findings import best_depth
 from looped_eval.common.page import Explanation
 from looped_recipes.common.axis import written
+from looped_recipes.common.words import counted
 
 from .figures import RULE_NAMES, layer_name
 
@@ -51,7 +52,7 @@ def norm_trajectory(result: dict) -> str:
     if count == 1:
         return f"After its one loop the state has the norm {written(result['norm'][-1])}."
     how = "stays" if 0.8 < growth < 1.25 else "grows" if growth > 1 else "falls"
-    return f"The norm of the state {how}: after {loops(count)} it is {times(growth)} that after the first."
+    return f"The norm of the state {how}: after {counted(count, 'loop')} it is {times(growth)} that after the first."
 
 
 def state_dynamics(result: dict) -> str:
@@ -59,7 +60,8 @@ def state_dynamics(result: dict) -> str:
     ratio = last / result["change"][0]
     how = "settles" if ratio < 0.1 else "slows down" if ratio < 0.5 else "goes on moving"
     return (
-        f"Over {loops(len(result['loop']))} the state {how}: the last moves it {times(ratio)} as far as the first, by "
+        f"Over {counted(len(result['loop']), 'loop')} the state {how}: "
+        f"the last moves it {times(ratio)} as far as the first, by "
         f"{share(last / result['state_norm'][-1])} of its norm."
     )
 

@@ -4,9 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
-from transformers import LlamaConfig
 
-from looped_eval.benchmark.models import build, looped_config, tokens
+from looped_eval.benchmark.models import build, looped_config, tokens, unrolled_llama
 from looped_eval.common.timing import in_turns
 from looped_recipes.engine.training import compile_blocks
 
@@ -31,16 +30,7 @@ def shaped(setting: Setting, layers: int, num_loops: int, width: int, **more) ->
 
 def speedup(layers: int, num_loops: int, width: int, setting: Setting) -> dict:
     args = shaped(setting, layers, num_loops, width)
-    llama_config = LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=args.ff,
-        num_attention_heads=args.width // 64,
-        num_hidden_layers=args.layers * args.num_loops,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-    )
-    looped, llama = build(args, looped_config(args)).train(), build(args, llama_config).train()
+    looped, llama = build(args, looped_config(args)).train(), unrolled_llama(args).train()
     if not setting.tiny:
         compile_blocks([*looped.model.core, *llama.model.layers])
     batch = tokens(args)

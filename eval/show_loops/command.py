@@ -10,11 +10,12 @@ from transformers import GenerationConfig
 from looped_eval.common.loops_in_words import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_recipes.common.files import write_whole
+from looped_recipes.common.words import counted
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import ExitRule, exit_rule
 
 from .options import parse
-from .page import Piece, Shown, Token, color, ink, page, plural, visible
+from .page import Piece, Shown, Token, color, ink, page, visible
 
 
 LONGEST_CHARACTER = 4  # bytes, so tokens that only together are text
@@ -139,7 +140,7 @@ def show(args) -> Shown:
     pieces = [Piece(text, [tokens[i] for i in numbers]) for text, numbers in split(tokenizer, prompt, new)]
     sign = "≥" if rule.criterion.exits_above else "≤"
     words = f"a token exits where {rule.name} {sign} {rule.threshold:.4g}" + (
-        f", after {plural(rule.min_loops, 'loop')} at the earliest" if rule.min_loops > 1 else ""
+        f", after {counted(rule.min_loops, 'loop')} at the earliest" if rule.min_loops > 1 else ""
     )
     facts = {"model": args.model, "decoding": f"temperature {args.temperature:g}" if args.temperature else "greedy"}
     threshold = rule.threshold if rule.name == "logit_margin" else None

@@ -4,6 +4,7 @@ from html import escape
 from typing import NamedTuple
 
 from looped_eval.common.page import Explanation, Raw, Section, Table, to_html
+from looped_recipes.common.words import counted
 
 
 # from few loops to many, ever darker, so that it also reads in grey; the same behind light and dark pages
@@ -109,13 +110,9 @@ def card(piece: Piece, top: float, shown: Shown) -> str:
     text = visible(piece.text).replace("\n", "↵").replace(" ", "␣")
     parts = [f'<span class="card"><b class="piece">{escape(text)}</b>']
     for token in piece.tokens:
-        parts.append(f"<span>{plural(token.loops, 'loop')} of {shown.num_loops}</span>")
+        parts.append(f"<span>{counted(token.loops, 'loop')} of {shown.num_loops}</span>")
         parts.append(curve(token, top, shown.threshold))
     return "".join(parts) + "<small>logit margin over loops</small></span>"
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def spans(shown: Shown) -> str:
@@ -174,9 +171,9 @@ def finding(shown: Shown) -> str:
     if not total:
         return "No token was written."
     if counts[usual] == total:
-        return f"Every token took {plural(usual, 'loop')} of {shown.num_loops}."
+        return f"Every token took {counted(usual, 'loop')} of {shown.num_loops}."
     words = f"A token took {shown.mean_loops:.2f} of {shown.num_loops} loops in the mean"
-    return f"{words}; {counts[usual]} of {total} took {plural(usual, 'loop')}."
+    return f"{words}; {counts[usual]} of {total} took {counted(usual, 'loop')}."
 
 
 def page(shown: Shown) -> str:

@@ -3,15 +3,12 @@
 from html import escape
 
 from looped_eval.common.page import Charts, Finding, Section, Table, Text, document
+from looped_recipes.common.words import counted
 from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, hardest
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share in (0, 1) or 0.01 <= share < 0.995 else f"{100 * share:.1f} %"
-
-
-def plural(count, word: str) -> str:
-    return f"{count} {word}{'s' * (str(count) != '1')}"
 
 
 def listed(words: list[str]) -> str:
@@ -21,20 +18,20 @@ def listed(words: list[str]) -> str:
 def answers(found: dict) -> str:
     hops = hardest(found)
     after, alone = found["accuracy"][hops], percent(found["control"][hops])
-    answered = listed([f"{percent(value)} after {plural(loop, 'loop')}" for loop, value in after.items()])
+    answered = listed([f"{percent(value)} after {counted(loop, 'loop')}" for loop, value in after.items()])
     return (
-        f"Of questions of {plural(hops, 'hop')}, its worst, a model with one loop answers {alone}; the looped model, "
+        f"Of questions of {counted(hops, 'hop')}, its worst, a model with one loop answers {alone}; the looped model, "
         f"with as many parameters and the same training questions, answers {answered}."
     )
 
 
 def exits(found: dict) -> str:
     hops, loops = hardest(found), found["exit_loops"]
-    taken = listed([f"{loops[each]:.1f} for {plural(each, 'hop')}" for each in loops])
+    taken = listed([f"{loops[each]:.1f} for {counted(each, 'hop')}" for each in loops])
     right = percent(found["exit_accuracy"][hops])
     return (
         f"Where a question stops as soon as its answer is {percent(found['certainty'])} sure, it takes so many loops "
-        f"on average: {taken}; {right} of those of {plural(hops, 'hop')} are then right."
+        f"on average: {taken}; {right} of those of {counted(hops, 'hop')} are then right."
     )
 
 
@@ -47,8 +44,8 @@ def text_finding(found: dict) -> str:
     bits, trained = found["bits_per_byte"], str(found["loops"])
     best = min(bits, key=bits.get)
     return (
-        f"On text the model of {plural(trained, 'loop')} needs {bits['1']:.3f} bits per byte after the first loop and "
-        f"{bits[trained]:.3f} after the last; the least is {bits[best]:.3f}, after {plural(best, 'loop')}."
+        f"On text the model of {counted(trained, 'loop')} needs {bits['1']:.3f} bits per byte after the first loop "
+        f"and {bits[trained]:.3f} after the last; the least is {bits[best]:.3f}, after {counted(best, 'loop')}."
     )
 
 
@@ -67,7 +64,7 @@ def accuracy_table(found: dict) -> Table:
         + [f"{found[name][hops]:.2f}" for name in ("control", "exit_loops", "exit_accuracy")]
         for hops, at in found["accuracy"].items()
     ]
-    head = ["hops", *(plural(loop, "loop") for loop in loops)]
+    head = ["hops", *(counted(loop, "loop") for loop in loops)]
     return Table([*head, "one-loop model", "loops with exits", "right with exits"], rows)
 
 
@@ -83,7 +80,7 @@ def sections(hops: dict, text: dict) -> list[Section]:
     questions = [
         Text(
             "“cd” says that d follows c; “h2” asks what stands two steps after h. Every hop needs the one before it, "
-            f"and the model has 1 layer, applied up to {plural(hops['loops'], 'time')}."
+            f"and the model has 1 layer, applied up to {counted(hops['loops'], 'time')}."
         ),
         Text(f"One that it has not seen, “{question}”, whose answer is {hops['example']['right']}:"),
         example(hops),
@@ -102,7 +99,7 @@ def sections(hops: dict, text: dict) -> list[Section]:
         Charts([depth_chart(text)]),
     ]
     for depth, words in text["samples"].items():
-        of_text += [Text(f"Written with {plural(depth, 'loop')}:"), Written(words)]
+        of_text += [Text(f"Written with {counted(depth, 'loop')}:"), Written(words)]
     return [Section("The questions", questions), Section("Text", of_text)]
 
 

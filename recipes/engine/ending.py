@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.words import counted
 
 
 LEAST_GAIN = 0.0005  # bits per byte that are worth another word
@@ -23,11 +24,7 @@ def ending(metrics: Path, trained_loops: int) -> str:
     if bits:
         best = min(bits, key=bits.get)
         at = max((depth for depth in bits if depth <= trained_loops), default=best)
-        said += f"; {bits[at]:.3f} bits per byte at {in_words(at)}"
+        said += f"; {bits[at]:.3f} bits per byte at {counted(at, 'loop')}"
         if bits[at] - bits[best] > LEAST_GAIN:
-            said += f", {bits[best]:.3f} at {in_words(best)}"
+            said += f", {bits[best]:.3f} at {counted(best, 'loop')}"
     return said
-
-
-def in_words(loops: int) -> str:
-    return "1 loop" if loops == 1 else f"{loops} loops"
