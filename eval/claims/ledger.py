@@ -7,16 +7,16 @@ from looped_eval.common.page import Charts, Folded, Section, Table, Text, in_mar
 from looped_recipes.common.files import write_whole
 
 from .definition import Beyond, Paper, Row, load, row
-from .rules import AGREES, DISAGREES, LEVEL, OPEN, UNMEASURED, UNREACHABLE, VERDICTS, WEAKER
+from .rules import AGREES, DISAGREES, OPEN, UNMEASURED, UNREACHABLE, VERDICTS, WEAKER
 
 
 HEAD = ["where", "what it says", "the number compared", "our size", "the paper's", "ours", "verdict"]
 HOW = (
-    f"Every number has Student's interval of {LEVEL:.0%} over seeds, a point where all seeds give the same, and a rule "
-    "that its claim states compares the whole of it with the paper's number. An exponent agrees where the interval lies "
-    "within the band that is given. A difference agrees where the interval lies above 0 and reaches half of the paper's "
-    "size; it is weaker where it does not reach that, and disagrees where it holds 0 and not half of the paper's size. "
-    "Open: the interval does not decide, or there is one seed."
+    "Every number has Student's interval of 95 % over seeds, a point where all seeds give the same, and a rule "
+    "that its claim states compares the whole of it with the paper's number. An exponent agrees where the "
+    "interval lies within the band that is given. A difference agrees where the interval lies above 0 and reaches "
+    "half of the paper's size; it is weaker where it does not reach that, and disagrees where it holds 0 and not "
+    "half of the paper's size. Open: the interval does not decide, or there is one seed."
 )
 WORDS = {WEAKER: "weaker", DISAGREES: "disagree", OPEN: "open", UNMEASURED: "not measured", UNREACHABLE: UNREACHABLE}
 

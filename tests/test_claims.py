@@ -1,0 +1,224 @@
+"""The ledger of claims: rules against intervals by hand, made-up results, measuring that resumes."""
+
+import json
+
+import pytest
+import torch
+
+from looped_eval.claims import command, growth, ledger, measuring
+from looped_eval.claims.answers import answer
+from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed
+from looped_eval.claims.papers import PAPERS
+from looped_eval.claims.rules import AtMost, Effect, Estimate, Near, over_seeds, verdict
+from looped_eval.claims.sweeps import shortened
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+
+
+def test_students_interval_of_three_seeds():
+    # by a table: t of 97.5 % and 2 degrees of freedom is 4.3027; the deviation of 1, 2, 3 is 1
+    value, low, high, seeds = over_seeds([1.0, 2.0, 3.0])
+    assert (value, seeds) == (2.0, 3)
+    assert high - value == value - low == pytest.approx(4.3027 / 3**0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rule, low, high, expected",
+    [
+        (Near(1.0, 0.1), 0.95, 1.05, "agrees"),
+        (Near(1.0, 0.1), 0.85, 1.05, "open"),  # the band and more
+        (Near(1.0, 0.1), 0.5, 0.6, "weaker"),
+        (Near(1.0, 0.1), 1.2, 1.3, "disagrees"),
+        (Near(1.0, 0.1), -0.2, 0.1, "disagrees"),
+        (Near(-1.0, 0.1), -0.6, -0.5, "weaker"),
+        (Near(0.0, 0.1), 0.2, 0.3, "disagrees"),
+        (Effect(2.0), 1.5, 2.5, "agrees"),
+        (Effect(2.0), 0.5, 1.5, "agrees"),  # sure of the sign, and half of the size is not excluded
+        (Effect(2.0), 3.0, 4.0, "agrees"),
+        (Effect(2.0), 0.1, 0.3, "weaker"),
+        (Effect(2.0), -0.1, 0.3, "disagrees"),
+        (Effect(2.0), -1.0, 3.0, "open"),
+        (Effect(2.0), 0.0, 0.0, "disagrees"),
+        (Effect(), 0.1, 0.3, "agrees"),
+        (Effect(), -0.1, 0.3, "open"),
+        (Effect(), -0.3, -0.1, "disagrees"),
+        (AtMost(4.0), 1.0, 4.0, "agrees"),
+        (AtMost(4.0), 3.0, 5.0, "open"),
+        (AtMost(4.0), 4.5, 5.0, "disagrees"),
+    ],
+)
+def test_a_rule_sees_the_whole_interval(rule, low, high, expected):
+    assert verdict(rule, Estimate((low + high) / 2, low, high, 3)) == expected
+
+
+def test_one_seed_decides_nothing():
+    assert verdict(Effect(), over_seeds([5.0])) == "open"
+
+
+def paper(rule=None) -> Paper:
+    claim = Claim("table 1", "it grows", "a number", "small", "claims/made_up", each_seed(float), rule or Effect(2.0))
+    return Paper("A paper", [], [claim, Beyond("table 9", "it is large", "a thousand processors")], [])
+
+
+def made_up(folder, values):
+    content = {"command": "looped claims run", "commit": "abc", "seeds": dict(enumerate(values))}
+    (folder / "claims").mkdir(exist_ok=True)
+    (folder / "claims" / "made_up.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "values, expected, said",
+    [
+        ([1.9, 2.0, 2.1], "agrees", "1 of 1 claims that were measured agree; 1 not reachable here."),
+        ([0.3, 0.31, 0.32], "weaker", "0 of 1 claims that were measured agree; 1 weaker, 1 not reachable here."),
+        (
+            [-0.3, -0.31, -0.32],
+            "disagrees",
+            "0 of 1 claims that were measured agree; 1 disagree, 1 not reachable here.",
+        ),
+        ([2.0], "open", "0 of 1 claims that were measured agree; 1 open, 1 not reachable here."),
+        (None, "not measured", "0 of 0 claims that were measured agree; 1 not measured, 1 not reachable here."),
+    ],
+)
+def test_the_ledger_of_made_up_results(tmp_path, values, expected, said):
+    if values is not None:
+        made_up(tmp_path, values)
+    rows = ledger.ledger([paper()], tmp_path)
+    assert [row.verdict for row in rows] == [expected, "not reachable here"]
+    said += ("; " if expected == "agrees" else ", ") + "1 not reachable here."
+    assert ledger.said(rows) == said
+    for path in ledger.write_ledger([paper()], rows, tmp_path):
+        text = path.read_text()
+        assert said in text and expected in text and "a thousand processors" in text
+        assert ("looped claims run" in text and "abc" in text) == (values is not None)
+
+
+def counting(tmp_path, name: str, fails: bool = False) -> Measurement:
+    """Writes a line for each time that it runs, and its number at the end."""
+
+    def commands(setting: Setting, seed: int):
+        folder = setting.of(name, seed)
+        return [["counted", str(folder), str(seed), str(int(fails))]]
+
+    def read(folder):
+        path = folder / "number.json"
+        made_by = {"command": "counted", "commit": "abc", "versions": {}, "hardware": "none"}
+        return {"value": json.loads(path.read_text()), "made_by": made_by} if path.is_file() else None
+
+    return Measurement(name, commands, read)
+
+
+COUNTED = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+with open(folder / "calls", "a") as file:
+    file.write("called ")
+if sys.argv[3] == "1":
+    sys.exit(3)
+(folder / "number.json").write_text(sys.argv[2])
+"""
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    (tmp_path / "counted.py").write_text(COUNTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Setting(tmp_path / "runs", "mine/my.txt")
+
+
+def test_measuring_goes_on_with_what_is_missing(tmp_path, counted, capfd):
+    first, second = counting(tmp_path, "first"), counting(tmp_path, "second")
+    number = tmp_path / "runs" / "first" / "seed_1" / "number.json"
+    number.parent.mkdir(parents=True)
+    number.write_text("7")
+    assert measuring.run([first, second], counted, minutes=1) == []
+    assert not (number.parent / "calls").exists()  # it was measured already
+    measuring.run([first, second], counted, minutes=1)
+    assert (tmp_path / "runs" / "second" / "seed_2" / "calls").read_text() == "called "
+    said = [line.split(": python")[0] for line in capfd.readouterr().out.splitlines()]
+    assert said == ["first, seed 0", "second, seed 0", "second, seed 1", "first, seed 2", "second, seed 2"]
+
+    (path,) = measuring.collect([first], counted, tmp_path / "results")
+    content = json.loads(path.read_text())
+    assert content["seeds"] == {"0": {"value": 0}, "1": {"value": 7}, "2": {"value": 2}}
+    assert content["command"] == "looped claims run runs/claims --only first --text my.txt"
+    assert content["commit"] == "abc"
+
+
+def test_no_time_and_no_luck(tmp_path, counted):
+    first = counting(tmp_path, "first")
+    assert measuring.run([first], counted, minutes=0) == [f"first with seed {seed}" for seed in range(3)]
+    assert measuring.collect([first], counted, tmp_path) == []
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        measuring.run([counting(tmp_path, "bad", fails=True)], counted, minutes=1)
+
+
+def test_every_claim_reads_what_some_measurement_or_file_gives():
+    names = [measurement.name for paper in PAPERS for measurement in paper.measurements]
+    assert len(names) == len(set(names))
+    sources = {claim.source for paper in PAPERS for claim in paper.claims if isinstance(claim, Claim)}
+    earlier = {"growth", "twelve_loops", "injection", "readout", "p_hop", "diagnose/transfer/lr_transfer"}
+    assert sources <= {f"claims/{name}" for name in names} | earlier
+
+
+def test_an_unknown_measurement_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--only ratess: there is no such measurement; they are"):
+        command.main(["run", str(tmp_path), "--only", "ratess"])
+
+
+def test_a_run_of_a_sweep_is_kept_short():
+    metrics = {"validation/loss_at_4": 2.0, "spectral_radius": 0.5, "tokens_per_second": 9.0, "loss": 2.5}
+    line = {"name": "a", "optimizer.lr": 0.1, "loss": None, "diverged": "why", "metrics": metrics, "commit": "abc"}
+    assert shortened(line) == {
+        "name": "a",
+        "optimizer.lr": 0.1,
+        "loss": None,
+        "diverged": "why",
+        "loss_at": {"4": 2.0},
+        "spectral_radius": 0.5,
+    }
+
+
+def small_config(**fields) -> LoopedConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_core_layers": 2}
+    return LoopedConfig.from_preset("residual_scaling", vocab_size=64, **sizes, **fields)
+
+
+def test_layers_drawn_one_by_one_are_those_of_one_stack():
+    """Against the same copies in one model."""
+    config = small_config()
+    ids = growth.random_tokens(config, 1, 8, 0)
+    states = growth.unshared_states(config, 3, 0, ids)
+    stack = growth.built(growth.unshared(config, 3, "none"), 0)
+    one = growth.with_fields(stack.config, num_core_layers=2)
+    stack.model.embed_tokens.load_state_dict(growth.built(one, 0).model.embed_tokens.state_dict())
+    for copy in range(3):
+        drawn = growth.built(one, 1000 * (copy + 1))
+        for layer in range(2):
+            stack.model.core[2 * copy + layer].load_state_dict(drawn.model.core[layer].state_dict())
+    seen = growth.trace(stack, {"input_ids": ids})
+    for state, expected in zip(states, seen.stages[0][::2], strict=True):
+        torch.testing.assert_close(state, expected)
+
+
+def test_answers_of_several_words_and_where_they_stop():
+    """Against the logits, word by word."""
+
+    class Words:
+        def __call__(self, text, return_tensors=None):
+            rows = [[int(word) for word in one.split()] for one in ([text] if isinstance(text, str) else text)]
+            ids = torch.tensor(rows)
+            return type("Encoded", (), {"input_ids": ids if return_tensors else rows[0]})()
+
+    torch.manual_seed(0)
+    model = LoopedForCausalLM(small_config(num_loops=3)).eval()
+    questions = [{"text": "1 2 3", "choices": ["4 5", "6 7"], "answer": i % 2} for i in range(2)]
+    model.lm_head.weight.data.mul_(500)  # sure of what it says
+    found = answer(model, Words(), questions)
+    for loop in range(3):
+        right = []
+        for words in ([4, 5], [6, 7]):
+            logits = model(torch.tensor([[1, 2, 3, *words]]), num_loops=loop + 1, use_cache=False).logits[0]
+            right.append(logits[2].argmax() == words[0] and logits[3].argmax() == words[1])
+        assert found["accuracy"][loop] == sum(map(bool, right)) / 2
+    assert 1 <= found["exit_loops"] <= 3
