@@ -50,8 +50,11 @@ def test_a_rule_sees_the_whole_interval(rule, low, high, expected):
     assert verdict(rule, Estimate((low + high) / 2, low, high, 3)) == expected
 
 
-def test_one_seed_decides_nothing():
+def test_one_seed_decides_nothing_and_seeds_without_a_number_are_left_out():
     assert verdict(Effect(), over_seeds([5.0])) == "open"
+    read = each_seed(lambda content: content["of it"])
+    assert read({"seeds": {"0": {"of it": 5.0}, "1": {"of it": None}}}) == Estimate(5.0, None, None, 1)
+    assert read({"seeds": {"0": {"of it": None}}}) is None
 
 
 def paper(rule=None) -> Paper:
@@ -96,7 +99,7 @@ def counting(tmp_path, name: str, fails: bool = False) -> Measurement:
 
     def commands(setting: Setting, seed: int):
         folder = setting.of(name, seed)
-        return [["counted", str(folder), str(seed), str(int(fails))]]
+        return [["counted", str(folder), str(seed), str(int(fails)), setting.text]]
 
     def read(folder):
         path = folder / "number.json"
@@ -142,6 +145,13 @@ def test_measuring_goes_on_with_what_is_missing(tmp_path, counted, capfd):
     assert content["seeds"] == {"0": {"value": 0}, "1": {"value": 7}, "2": {"value": 2}}
     assert content["command"] == "looped claims run runs/claims --only first --text my.txt"
     assert content["commit"] == "abc"
+
+
+def test_a_command_names_the_text_only_where_it_is_read(tmp_path, counted):
+    first = counting(tmp_path, "first")._replace(commands=lambda setting, seed: [["theorem"]])
+    assert measuring.told(first, counted, [{"commit": "abc", "versions": {}, "hardware": "none"}])["command"] == (
+        "looped claims run runs/claims --only first"
+    )
 
 
 def test_no_time_and_no_luck(tmp_path, counted):

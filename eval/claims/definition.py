@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart
 
-from .rules import UNMEASURED, UNREACHABLE, Estimate, Rule, verdict
+from .rules import OPEN, UNMEASURED, UNREACHABLE, Estimate, Rule, over_seeds, verdict
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Claim:
     number: str  # what is compared, in words
     size: str  # of ours
     source: str  # JSON in results/, without its ending
-    read: Callable[[dict], Estimate]
+    read: Callable[[dict], Estimate | None]
     rule: Rule
 
 
@@ -83,11 +83,15 @@ def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:
     if content is None:
         return Row(paper, claim, UNMEASURED)
     estimate = claim.read(content)
-    return Row(paper, claim, verdict(claim.rule, estimate), estimate, content["command"], content["commit"])
+    judged = OPEN if estimate is None else verdict(claim.rule, estimate)
+    return Row(paper, claim, judged, estimate, content["command"], content["commit"])
 
 
-def each_seed(number: Callable[[dict], float]) -> Callable[[dict], Estimate]:
-    """How most claims are read: a number of every seed that was measured."""
-    from .rules import over_seeds
+def each_seed(number: Callable[[dict], float | None]) -> Callable[[dict], Estimate | None]:
+    """How most claims are read: a number of every seed that was measured; None of a seed that has no such number."""
 
-    return lambda content: over_seeds(number(found) for found in content["seeds"].values())
+    def read(content: dict) -> Estimate | None:
+        values = [value for found in content["seeds"].values() if (value := number(found)) is not None]
+        return over_seeds(values) if values else None
+
+    return read

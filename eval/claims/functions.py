@@ -35,6 +35,12 @@ def frequencies(seed: int, folder: Path) -> dict:
     return {"loss": loss_of_frequencies(next(folder.glob("*/recipe.yaml")).parent)}
 
 
+def probes(seed: int, folder: Path) -> dict:
+    from .probes import probes
+
+    return probes({path.parent.name: path.parent for path in sorted(folder.glob("*/final"))})
+
+
 def answers_of(task: str) -> Callable[[int, Path], dict]:
     def measure(seed: int, folder: Path) -> dict:
         from .answers import answers
@@ -49,6 +55,7 @@ FUNCTIONS: dict[str, Callable[[int, Path], dict]] = {
     "cosines": cosines,
     "theorems": theorems,
     "frequencies": frequencies,
+    "probes": probes,
     **{task: answers_of(task) for task in ("p_hop", "permutation", "addition")},
 }
 

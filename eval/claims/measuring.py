@@ -66,7 +66,8 @@ def collect(measurements: list[Measurement], setting: Setting, results: Path) ->
 
 def told(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dict:
     """Where the numbers come from: the command that makes all of them, and what the runs themselves wrote."""
-    text = f" --text {Path(setting.text).name}" if setting.text != "embedded" else ""
+    reads_text = any(setting.text in part for command in measurement.commands(setting, 0) for part in command)
+    text = f" --text {Path(setting.text).name}" if reads_text and setting.text != "embedded" else ""
     commits = list(dict.fromkeys(one["commit"] for one in made_by))
     return {
         "command": f"looped claims run runs/claims --only {measurement.name}{text}",

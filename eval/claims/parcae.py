@@ -53,10 +53,11 @@ def largest_radius(content: dict) -> float:
     return max(run["spectral_radius"] for run in of_system(content, PARCAE))
 
 
-def radius_beyond_one(content: dict) -> float:
+def radius_beyond_one(content: dict) -> float | None:
     """Of the pre-norm runs that did not train, the least; at their last measurement."""
     radii = [run.get("spectral_radius") for run in of_system(content, BASE) if not has_trained(run, content)]
-    return min((radius for radius in radii if radius is not None), default=0.0) - 1
+    known = [radius - 1 for radius in radii if radius is not None]
+    return min(known) if known else None
 
 
 def rates_charts(content: dict) -> list[Chart]:

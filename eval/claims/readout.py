@@ -1,13 +1,15 @@
 """The readout blind spot."""
 
 import math
+from pathlib import Path
 from statistics import fmean
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
-from .definition import Beyond, Claim, Figure, Measurement, Paper, each_seed
+from .definition import Beyond, Claim, Figure, Measurement, Paper, Setting, each_seed
+from .functions import by_function, result_of
 from .rules import AtMost, Effect, Estimate, over_seeds
-from .sweeps import runs_of, sweep_alone
+from .sweeps import by_sweep, runs_of
 
 
 SIZE = "width 96, 2 layers, 4 loops, 400 steps of 1,024 tokens"
@@ -45,6 +47,73 @@ def gap(content: dict, system: str) -> float:
     """CE(1) - CE(4)."""
     losses = run_of(content, system)["loss_at"]
     return losses["1"] - losses["4"]
+
+
+# the probes of tables 3, 4 and 12
+
+
+def commands(setting: Setting, seed: int) -> list[list[str]]:
+    folder = setting.of("core", seed)
+    return [by_sweep("core", folder, setting.text, seed), by_function("probes", folder, seed)]
+
+
+def read(folder: Path) -> dict | None:
+    found, probes = runs_of(folder), result_of("probes")(folder)
+    if found is None or probes is None:
+        return None
+    probes.pop("made_by")
+    return {**found, "probes": probes}
+
+
+def probe(content: dict, system: str, name: str) -> float:
+    return content["probes"][run_of(content, system)["name"]][name]
+
+
+def raw_over_normed(name: str, order: int = 1):
+    """Logarithm to base 10 of a probe behind the raw readout over that behind the normed one, or the other way."""
+
+    def ratio(content: dict) -> float:
+        values = [abs(probe(content, system, name)) for system in ("per_loop_raw", "per_loop_rmsnorm")]
+        return order * math.log10(values[0] / values[1])
+
+    return each_seed(ratio)
+
+
+def probe_claims() -> list[Claim]:
+    said = "both with a loss at every loop (the paper's 44M)"
+    costs = [
+        Claim(
+            "table 4",
+            f"to hold the scale after the first loop costs next to nothing behind a {kind} readout: {cost} nats",
+            "loss with the scale held less that without",
+            SIZE,
+            SOURCE,
+            each_seed(lambda content, system=system: probe(content, system, "clamp_cost")),
+            AtMost(0.01),
+        )
+        for kind, system, cost in (("normed", "per_loop_rmsnorm", 0.0004), ("raw", "per_loop_raw", 0.0055))
+    ]
+    return [
+        Claim(
+            "table 3",
+            "a normed readout has no gradient along the state: a fraction of 4.7e-9, a raw one 7.2e-2",
+            f"log10 of the ratio of radial fractions, raw over normed, {said}",
+            SIZE,
+            SOURCE,
+            raw_over_normed("radial_fraction"),
+            Effect(math.log10(7.2e-2 / 4.7e-9)),
+        ),
+        Claim(
+            "table 12",
+            "behind a normed readout the scale grows by 258 a loop, behind a raw one by 0.27",
+            f"log10 of the ratio of the growth from loop 10 on, normed over raw, {said}",
+            SIZE,
+            SOURCE,
+            raw_over_normed("growth_per_loop", -1),
+            Effect(math.log10(257.81 / 0.27)),
+        ),
+        *costs,
+    ]
 
 
 def earlier_ratio(content: dict) -> Estimate:
@@ -87,7 +156,7 @@ def worded(system: str) -> str:
 
 READOUT = Paper(
     "The readout blind spot",
-    [Measurement("core", sweep_alone("core"), runs_of)],
+    [Measurement("core", commands, read)],
     [
         ratio_claim(
             "under a loss at every loop the norm drifts behind a normed readout, not behind a raw one",
@@ -139,6 +208,7 @@ READOUT = Paper(
             each_seed(lambda content: abs(gap(content, "per_loop_rmsnorm"))),
             AtMost(0.01),
         ),
+        *probe_claims(),
         Claim(
             "table 2",
             "under a loss at every loop the norm drifts behind a normed readout, not behind a raw one",

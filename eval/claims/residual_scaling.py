@@ -17,7 +17,7 @@ SMALL = "width 64, one layer, 150 steps of 512 tokens"
 TRANSFER = "diagnose/transfer/lr_transfer"
 
 
-def of_rule(rule: str, number: str) -> Callable[[dict], Estimate]:
+def of_rule(rule: str, number: str) -> Callable[[dict], Estimate | None]:
     return each_seed(lambda content: content["rules"][rule][number])
 
 

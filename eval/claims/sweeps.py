@@ -1,10 +1,9 @@
 """Measurements that are sweeps of recipes/claims, one for each seed."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-
-from looped_recipes.common.metrics import read_metrics
 
 from .definition import Setting
 
@@ -25,9 +24,10 @@ def sweep_alone(sweep: str) -> Callable[[Setting, int], list[list[str]]]:
 
 def runs_of(folder: Path) -> dict | None:
     """Every run with its settings, its losses over depth, norms and radius; None until all of them have ended."""
-    lines = read_metrics(folder / "results.jsonl")
-    if not lines:
+    path = folder / "results.jsonl"
+    if not path.is_file():
         return None
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     made_by = {key: lines[-1][key] for key in ("command", "commit", "versions", "hardware")}
     return {"runs": [shortened(line) for line in lines], "made_by": made_by}
 
