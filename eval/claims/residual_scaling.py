@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from statistics import fmean
 
-from looped_recipes.common.chart import Chart, Line, Matrix, ordered
+from looped_recipes.common.chart import Chart, Line, Matrix
 
 from .definition import Beyond, Claim, Figure, Paper, each_seed
 from .functions import function
+from .learning_rates import TRANSFER, transfer_charts, transfer_claims
 from .rules import AtMost, Effect, Estimate, Near, over_seeds
 
 
@@ -14,8 +15,6 @@ RULES = {"none": "eps = 1", "sqrt": "eps = 1/sqrt(N)", "linear": "eps = 1/N"}
 EXPONENTS = {"none": 1.0, "sqrt": 0.5, "linear": 0.0}
 GROWS = {"none": "grows as N", "sqrt": "grows as the root of N", "linear": "stays"}
 WIDE = "width 768, 12 layers, N = 1 to 64, 32 random tokens"
-SMALL = "width 64, one layer, 150 steps of 512 tokens"
-TRANSFER = "diagnose/transfer/lr_transfer"
 
 
 def of_rule(rule: str, number: str) -> Callable[[dict], Estimate | None]:
@@ -117,24 +116,9 @@ def theorem_claims() -> list[Claim]:
     ]  # fmt: skip
 
 
-# earlier measurements: one JSON each, of averages or of one seed
-
-
-def panel(content: dict, rule: str) -> dict:
-    return next(one for one in content["result"]["panels"] if one["rule"] == rule)
-
-
-def gain_at_8(content: dict) -> Estimate:
-    least = [panel(content, rule)["curves"]["8"]["optimum"]["loss"] for rule in ("sqrt", "linear")]
-    return over_seeds([least[0] - least[1]])
-
-
-def shift_at_8(rule: str) -> Callable[[dict], Estimate]:
-    return lambda content: over_seeds([panel(content, rule)["shift_in_octaves"]["8"]])
-
-
 def earlier_claims() -> list[Claim]:
-    on_text = [
+    """Of averages of three seeds, which have no interval."""
+    return [
         Claim(
             "figure 2",
             f"after ten steps too the norm {GROWS[rule]} under {RULES[rule]}",
@@ -146,14 +130,6 @@ def earlier_claims() -> list[Claim]:
         )
         for rule in RULES
     ]
-    return [
-        *on_text,
-        Claim("figure 5 a, b", "at N = 8, eps = 1/N has 0.025 nats less than 1/sqrt(N), each at its best rate",
-              "least loss under 1/sqrt(N) less that under 1/N", SMALL, TRANSFER, gain_at_8, Effect(0.025)),
-        Claim("figure 5 b", "under eps = 1/N the best rate of N = 1 is that of N = 8",
-              "octaves from the best rate of N = 1 to that of N = 8", SMALL, TRANSFER, shift_at_8("linear"),
-              Near(0.0, 0.5)),
-    ]  # fmt: skip
 
 
 # charts
@@ -198,18 +174,6 @@ def theorem_charts(content: dict) -> list[Chart]:
     return [Chart("Theorem 1: squared sum of residuals", "loops", "squared sum", lines, log_x=True, log_y=True)]
 
 
-def transfer_charts(content: dict) -> list[Chart]:
-    charts, rates = [], content["result"]["rates"]
-    for rule in ("sqrt", "linear"):
-        curves = panel(content, rule)["curves"]
-        lines = [
-            Line(f"N = {n}", list(zip(rates, found["loss"])), ordered(i, len(curves)))
-            for i, (n, found) in enumerate(curves.items())
-        ]
-        charts.append(Chart(f"Loss over rates, {RULES[rule]}", "learning rate", "loss", lines, log_x=True))
-    return charts
-
-
 RESIDUAL_SCALING = Paper(
     "On the Residual Scaling of Looped Transformers",
     [function("growth"), function("cosines"), function("theorems")],
@@ -217,6 +181,7 @@ RESIDUAL_SCALING = Paper(
         *growth_claims(),
         *cosine_claims(),
         *theorem_claims(),
+        *transfer_claims(),
         *earlier_claims(),
         Beyond(
             "figures 6 to 8",
