@@ -1,13 +1,14 @@
 """The ledger of claims: rules against intervals by hand, made-up results, measuring that resumes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from looped_eval.claims import command, growth, ledger, measuring
+from looped_eval.claims import command, fully_looped, growth, learning_rates, ledger, measuring, parcae
 from looped_eval.claims.answers import answer
-from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed
+from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load
 from looped_eval.claims.papers import PAPERS
 from looped_eval.claims.rules import AtMost, Effect, Estimate, Near, over_seeds, verdict
 from looped_eval.claims.sweeps import shortened
@@ -187,6 +188,40 @@ def test_a_run_of_a_sweep_is_kept_short():
         "loss_at": {"4": 2.0},
         "spectral_radius": 0.5,
     }
+
+
+def test_published_shifts_of_the_best_rate():
+    """Against the table in results/README.md."""
+    content = load(Path(__file__).parents[1] / "results", "diagnose/transfer/lr_transfer")
+    shift = learning_rates.moved("sqrt", (1, 1), (1, 4), -1)(content)
+    assert [round(number, 2) for number in shift[:3]] == [0.87, 0.33, 1.35]
+    assert learning_rates.moved("none", (1, 1), (1, 8))(content) is None  # no rate trained
+
+
+def test_spikes_and_rates_that_train(tmp_path):
+    losses = [5.0] * 15 + [5.6] + [5.0] * 15
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert parcae.spikes(tmp_path) == 1
+
+    def run(loss, radius, injection="concat"):
+        return {"model.block_norm": "pre", "model.injection": injection, "loss": loss, "spectral_radius": radius}
+
+    runs = [run(6.0, 0.9), run(6.55, 2.0), run(None, 3.0), run(6.0, 0.5, "diagonal"), run(6.1, 0.7, "diagonal")]
+    content = {"runs": runs, "loss_of_frequencies": 6.6}
+    assert [parcae.trained_rates(content, system) for system in (parcae.BASE, parcae.PARCAE)] == [1, 2]
+    assert parcae.radius_beyond_one(content) == pytest.approx(1.0)
+    assert parcae.largest_radius(content) == 0.7
+
+
+def test_runs_of_the_same_seed_are_compared():
+    runs = [
+        {"model.preset": system, "model.num_loops": 12, "training.seed": seed, "loss": loss}
+        for system, seed, loss in (("lt", 0, 6.0), ("lt", 1, 9.0), ("flt", 1, 4.5), ("flt", 0, 4.0), ("lt", 2, 1.0))
+    ]
+    read = fully_looped.between(fully_looped.excess, ("lt", 12), ("flt", 12))
+    estimate = read({"runs": runs})
+    assert estimate.value == pytest.approx(75.0) and estimate.seeds == 2  # of 50 % and 100 %
 
 
 def small_config(**fields) -> LoopedConfig:

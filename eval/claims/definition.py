@@ -24,11 +24,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Beyond:
-    """A claim that cannot be measured on two processor cores in hours."""
+    """A claim without a number: two processor cores do not reach it in hours, or, `later`, it was not run yet."""
 
     where: str
     says: str
     why: str
+    later: bool = False
 
 
 class Figure(NamedTuple):
@@ -78,7 +79,7 @@ def load(results: Path, source: str) -> dict | None:
 
 def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:
     if isinstance(claim, Beyond):
-        return Row(paper, claim, UNREACHABLE)
+        return Row(paper, claim, UNMEASURED if claim.later else UNREACHABLE)
     content = load(results, claim.source)
     if content is None:
         return Row(paper, claim, UNMEASURED)

@@ -202,12 +202,14 @@ PARCAE_PAPER = Paper(
         Beyond(
             "table 5",
             "Parcae has 4.3 to 9.2 % less perplexity than a Transformer of as many parameters and tokens",
-            "sizes from 140M on, trained on 11 to 104 billion tokens; a miniature was not run",
+            "a miniature on two cores is to be run",
+            later=True,
         ),
         Beyond(
             "figures 4 to 6",
             "at more compute, mean depth and tokens grow together by power laws",
-            "needs tens of runs at several budgets, each above an hour here",
+            "tens of runs at several budgets are to be run",
+            later=True,
         ),
     ],
     [Figure("claims/rates", rates_charts), Figure("claims/sampling", sampling_charts)],

@@ -226,7 +226,8 @@ READOUT = Paper(
         Beyond(
             "appendix H",
             "halting by the margin of logits takes 1.00 loops behind a normed readout, 2.16 behind a raw one, 44M",
-            "needs models whose loss gains from the later loops, which 400 steps do not give",
+            "calibrated halting of longer runs is to be measured",
+            later=True,
         ),
     ],
     [Figure(SOURCE, charts)],

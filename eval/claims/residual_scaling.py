@@ -186,7 +186,7 @@ RESIDUAL_SCALING = Paper(
         Beyond(
             "figures 6 to 8",
             "after 20,000 steps increments of loops are still positively correlated",
-            "needs training to the end at width 768",
+            "training to the end at width 768",
         ),
     ],
     [
