@@ -173,6 +173,8 @@ def test_every_claim_reads_what_some_measurement_or_file_gives():
 
 
 def test_an_unknown_measurement_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="measure needs --only and one of growth, .*, got 'core rates'"):
+        command.main(["measure", str(tmp_path), "--only", "core", "rates"])
     with pytest.raises(ValueError, match="--only ratess: there is no such measurement; they are"):
         command.main(["run", str(tmp_path), "--only", "ratess"])
 
@@ -227,6 +229,15 @@ def test_runs_of_the_same_seed_are_compared():
 def small_config(**fields) -> LoopedConfig:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_core_layers": 2}
     return LoopedConfig.from_preset("residual_scaling", vocab_size=64, **sizes, **fields)
+
+
+def test_norms_over_loops_are_those_of_a_pass():
+    found = growth.growth(1, small_config(), (1, 2, 4))
+    for rule in growth.RULES:
+        for loops, norm in zip(found["loops"], found["rules"][rule]["R"][0]):
+            model = growth.built(growth.looped(small_config(), loops, rule), 1)
+            state = growth.trace(model, {"input_ids": growth.random_tokens(model.config, 1, 32, 1)}).states[-1]
+            assert norm == pytest.approx(state.square().mean(-1).sqrt().mean().item(), rel=1e-5)
 
 
 def test_layers_drawn_one_by_one_are_those_of_one_stack():

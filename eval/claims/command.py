@@ -25,9 +25,9 @@ def chosen(names: list[str] | None, seeds: list[int] | None) -> list[Measurement
 
 def measure(args: argparse.Namespace):
     """One function, in the process that `run` starts."""
-    (name,) = args.only or [None]
+    name = " ".join(args.only or [])
     if name not in FUNCTIONS:
-        raise ValueError(f"measure takes --only and one of {', '.join(FUNCTIONS)}, got {name!r}")
+        raise ValueError(f"measure needs --only and one of {', '.join(FUNCTIONS)}, got {name!r}")
     write_json(args.folder / RESULT.format(name), FUNCTIONS[name](args.seed, args.folder), digits=6)
 
 

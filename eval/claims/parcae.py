@@ -50,8 +50,10 @@ def more_rates(than: tuple[str, str]):
     return each_seed(lambda content: trained_rates(content, PARCAE) - trained_rates(content, than))
 
 
-def largest_radius(content: dict) -> float:
-    return max(run["spectral_radius"] for run in of_system(content, PARCAE))
+def largest_radius(content: dict) -> float | None:
+    """None where a run ended before it was measured."""
+    largest = max(run.get("spectral_radius") or math.inf for run in of_system(content, PARCAE))
+    return largest if math.isfinite(largest) else None
 
 
 def radius_beyond_one(content: dict) -> float | None:
@@ -103,11 +105,17 @@ def read_sampling(folder: Path) -> dict | None:
 
 
 def loss_at(content: dict, per: str, depth: int) -> float:
-    return next(run["loss_at"][str(depth)] for run in content["runs"] if run["depth.per"] == per)
+    """Infinite where the run diverged."""
+    losses = next(run["loss_at"] for run in content["runs"] if run["depth.per"] == per)
+    return losses.get(str(depth)) or math.inf
 
 
 def gained_at(depth: int):
-    return each_seed(lambda content: loss_at(content, "batch", depth) - loss_at(content, "sequence", depth))
+    def gain(content: dict) -> float | None:
+        found = loss_at(content, "batch", depth) - loss_at(content, "sequence", depth)
+        return found if math.isfinite(found) else None
+
+    return each_seed(gain)
 
 
 PAPER_LOSSES = {  # perplexities of the 100M models at 1, 4, 8 and 16 loops
