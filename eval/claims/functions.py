@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from .definition import Measurement
+from .definition import Measurement, Setting
 
 
 RESULT = "{}.json"
@@ -65,9 +65,13 @@ def by_function(name: str, folder: Path, seed: int) -> list[str]:
     return ["looped_eval.claims", "measure", str(folder), "--only", name, "--seed", str(seed)]
 
 
-def function(name: str) -> Measurement:
+def function(name: str, seeds: int = 3) -> Measurement:
     """One of them as a measurement of its own."""
-    return Measurement(name, lambda setting, seed: [by_function(name, setting.of(name, seed), seed)], result_of(name))
+
+    def commands(setting: Setting, seed: int) -> list[list[str]]:
+        return [by_function(name, setting.of(name, seed), seed)]
+
+    return Measurement(name, commands, result_of(name), tuple(range(seeds)))
 
 
 def result_of(name: str) -> Callable[[Path], dict | None]:

@@ -51,16 +51,16 @@ def transfer_claims() -> list[Claim]:
     over_loops = "octaves from the best rate of N = 1 to that of N ="
     stays = Near(0.0, SAME)
     return [
-        Claim("figure 5 a, b", "at N = 8, eps = 1/N has 0.025 nats less than 1/sqrt(N), each at its best rate",
+        Claim("figure 5 a and b", "at N = 8, eps = 1/N has 0.025 nats less than 1/sqrt(N), each at its best rate",
               "least loss under 1/sqrt(N) less that under 1/N", SMALL, TRANSFER, gain_at_8, Effect(0.025)),
         Claim("figure 5 a", "under eps = 1/sqrt(N) the best rate shifts with N", f"{over_loops} 4, downwards", SMALL,
               TRANSFER, moved("sqrt", (1, 1), (1, 4), -1), Effect()),
         Claim("figure 5 b", "under eps = 1/N it stays", f"{over_loops} 4", SMALL, TRANSFER,
               moved("linear", (1, 1), (1, 4)), stays),
-        Claim("figure 5 c, d", "under eps = 1/(N sqrt L) it stays over N too", f"{over_loops} 4, 6 layers",
+        Claim("figure 5 c and d", "under eps = 1/(N sqrt L) it stays over N too", f"{over_loops} 4, 6 layers",
               STACKED, FACTORED, moved("factored", (6, 1), (6, 4)), stays),
         *(
-            Claim("figure 5 c, d", "and, with the correction for depth, over L",
+            Claim("figure 5 c and d", "and, with the correction for depth, over L",
                   f"octaves from the best base rate of 3 layers to that of 12, N = {n}", STACKED, FACTORED,
                   moved("factored", (3, n), (12, n)), stays)
             for n in (1, 4)

@@ -39,6 +39,19 @@ def summary(rows: list[Row]) -> Table:
     return Table(["", *VERDICTS], lines)
 
 
+def in_short(rows: list[Row]) -> str:
+    """A line for each paper: what README shows."""
+    lines = []
+    for title in titles(rows):
+        measured = [one for one in rows if one.paper == title and one.estimate]
+        parts = [f"{sum(one.verdict == AGREES for one in measured)} of {len(measured)} agree"]
+        for verdict in (WEAKER, DISAGREES, OPEN):
+            where = [one.claim.where for one in measured if one.verdict == verdict]
+            parts += [f"{len(where)} {WORDS[verdict]} ({', '.join(dict.fromkeys(where))})"] if where else []
+        lines.append(f"- {title}: {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
 def titles(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(one.paper for one in rows))
 
@@ -63,7 +76,7 @@ def sources(rows: list[Row]) -> Table:
 
 
 def markdown(rows: list[Row]) -> str:
-    parts = ["# The papers' claims, measured again", f"**{said(rows)}**", in_markdown(HOW), summary(rows).markdown()]
+    parts = ["# The papers' claims, measured again", f"**{said(rows)}**", in_short(rows), in_markdown(HOW)]
     parts.append("Made by `looped claims`; the page with the curves is [claims/index.html](claims/index.html).")
     for title in titles(rows):
         of_paper = [one for one in rows if one.paper == title]

@@ -176,7 +176,7 @@ def theorem_charts(content: dict) -> list[Chart]:
 
 RESIDUAL_SCALING = Paper(
     "On the Residual Scaling of Looped Transformers",
-    [function("growth"), function("cosines"), function("theorems")],
+    [function("growth"), function("cosines"), function("theorems", seeds=10)],
     [
         *growth_claims(),
         *cosine_claims(),
