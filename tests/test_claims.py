@@ -15,6 +15,9 @@ from looped_eval.claims.sweeps import shortened
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
+RESULTS = Path(__file__).parents[1] / "results"
+
+
 def test_students_interval_of_three_seeds():
     # by a table: t of 97.5 % and 2 degrees of freedom is 4.3027; the deviation of 1, 2, 3 is 1
     value, low, high, seeds = over_seeds([1.0, 2.0, 3.0])
@@ -172,6 +175,14 @@ def test_every_claim_reads_what_some_measurement_or_file_gives():
     assert sources <= {f"claims/{name}" for name in names} | earlier
 
 
+def test_the_ledger_in_results_is_that_of_its_json():
+    rows = ledger.ledger(PAPERS, RESULTS)
+    assert (RESULTS / "CLAIMS.md").read_text(encoding="utf-8") == ledger.markdown(rows)
+    drawn = [(figure, load(RESULTS, figure.source)) for paper in PAPERS for figure in paper.figures]
+    for figure, content in drawn:
+        assert content is None or not any(chart.is_empty for chart in figure.draw(content)), figure.source
+
+
 def test_an_unknown_measurement_is_refused(tmp_path):
     with pytest.raises(ValueError, match="measure needs --only and one of growth, .*, got 'core rates'"):
         command.main(["measure", str(tmp_path), "--only", "core", "rates"])
@@ -194,7 +205,7 @@ def test_a_run_of_a_sweep_is_kept_short():
 
 def test_published_shifts_of_the_best_rate():
     """Against the table in results/README.md."""
-    content = load(Path(__file__).parents[1] / "results", "diagnose/transfer/lr_transfer")
+    content = load(RESULTS, "diagnose/transfer/lr_transfer")
     shift = learning_rates.moved("sqrt", (1, 1), (1, 4), -1)(content)
     assert [round(number, 2) for number in shift[:3]] == [0.87, 0.33, 1.35]
     assert learning_rates.moved("none", (1, 1), (1, 8))(content) is None  # no rate trained
