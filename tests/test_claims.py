@@ -166,6 +166,11 @@ def test_no_time_and_no_luck(tmp_path, counted):
         measuring.run([counting(tmp_path, "bad", fails=True)], counted, minutes=1)
 
 
+def test_a_command_is_ended_with_its_time(tmp_path, counted):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    assert not measuring.run_command(["slow"], seconds=0.5)
+
+
 def test_every_claim_reads_what_some_measurement_or_file_gives():
     names = [measurement.name for paper in PAPERS for measurement in paper.measurements]
     assert len(names) == len(set(names))

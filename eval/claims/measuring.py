@@ -1,7 +1,5 @@
 """Measures what is missing, a seed of a measurement at a time, and keeps the numbers of those that are whole."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -36,18 +34,26 @@ def seeds_of(measurements: list[Measurement]) -> list[int]:
 
 def run_command(command: list[str], seconds: float) -> bool:
     """Whether it ended by itself. A training that is told to end saves a checkpoint, from which it goes on."""
-    process = subprocess.Popen([sys.executable, "-m", *command], env=os.environ)
+    process = subprocess.Popen([sys.executable, "-m", *command])
     try:
         status = process.wait(seconds)
-    except BaseException as reason:  # its time is over, or Ctrl-C
-        process.send_signal(signal.SIGTERM)
-        process.wait(GRACE)
-        if not isinstance(reason, subprocess.TimeoutExpired):
-            raise
+    except subprocess.TimeoutExpired:
+        stop(process)
         return False
+    except BaseException:
+        stop(process)
+        raise
     if status:
         raise RuntimeError(f"python -m {' '.join(command)} ended with status {status}: see what it said above")
     return True
+
+
+def stop(process: subprocess.Popen):
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def collect(measurements: list[Measurement], setting: Setting, results: Path) -> list[Path]:
