@@ -1,4 +1,4 @@
-"""What generate of a looped model takes beyond the arguments of transformers, and which of it goes together."""
+"""What `generate` of a looped model takes beyond the arguments of transformers, and which of it goes together."""
 
 from dataclasses import dataclass, fields
 
@@ -199,7 +199,7 @@ def without_exits(fields: dict) -> dict:
 
 
 def differ(value, other) -> bool:
-    """Of fields, of which depths may be tensors."""
+    """Whether two values of a field differ; depths may be tensors."""
     return from_tensor(value) != from_tensor(other)
 
 

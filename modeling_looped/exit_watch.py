@@ -31,7 +31,7 @@ class ExitWatch:
         return bool(self.token_loops.all())
 
     def exits(self, loop: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
-        """Who is stopped by the criterion or by the limit after `loop` loops."""
+        """Which tokens or rows stop after `loop` loops, by the criterion or at their limit."""
         exits = limits <= loop
         if self.rule.reads_at(loop) and not exits.all():
             score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)

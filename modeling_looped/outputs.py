@@ -1,4 +1,4 @@
-"""What a looped model returns beyond what transformers' models do, and which runs of its blocks are recorded."""
+"""What a looped model returns beyond what transformers' models do, and what a pass must keep for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
 
 
 def unrecorded(run: Callable, *arguments):
-    """What `run` returns; its blocks are not among those that output_hidden_states and output_attentions show."""
+    """What `run` returns, without its blocks among those that output_hidden_states and output_attentions show."""
     recorded = recorded_states()
     lengths = [len(states) for states in recorded]
     result = run(*arguments)
@@ -66,7 +66,7 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
 
 
 class NeededOfPass(NamedTuple):
-    """What the loss and the outputs that are asked for are made of, of every loop."""
+    """What a pass must keep of every loop, for the loss and the outputs that are asked for."""
 
     hidden_states: bool
     readout_states: bool
@@ -75,7 +75,7 @@ class NeededOfPass(NamedTuple):
 
 
 class AskedOutputs(NamedTuple):
-    """Arguments of the causal LM's forward, by their names."""
+    """Which outputs a call of the causal LM asks for, under the names of its arguments."""
 
     output_loop_logits: bool
     output_loop_hidden_states: bool
