@@ -224,16 +224,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self._keep_depth_fields()
         return super().save_pretrained(*args, **kwargs)
 
-    def parameter_groups(
-        self,
-        lr: float,
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        keep_decay_product: bool = False,
-        correct_for_depth: bool = True,
-    ) -> list[dict]:
-        """Optimizer groups under which rates transfer over depth, see optimization.py."""
-        return parameter_groups(self, lr, weight_decay, eps, keep_decay_product, correct_for_depth)
+    parameter_groups = parameter_groups
 
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         return self.model.sample_initial_state(batch_size, length, generator)
