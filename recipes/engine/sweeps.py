@@ -145,8 +145,9 @@ def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
 
 
 def charts_of(results: list[dict], plot: dict) -> list[Chart]:
-    """One for each combination of the settings that `panel` names, with a line for each value of `curve`; the best
-    point is named, and a bar beside it is the interval of the optimum. A run that diverged has no point."""
+    """One for each combination of the settings that `panel` names, with a line for each value of `curve`, named
+    with its best point; a dashed line at that height is the interval of the optimum. A run that diverged has no
+    point."""
     charts = []
     for panel, members in panels_of(results, plot).items():
         curves, lines = curves_of(members, plot["x"], plot["curve"]), []
@@ -154,11 +155,11 @@ def charts_of(results: list[dict], plot: dict) -> list[Chart]:
             points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
             if points:
                 color = ordered(i, len(curves))
-                best = min(points, key=lambda point: point[1])
-                labels = [f"best: {x:g}" if (x, y) == best else "" for x, y in points]
-                lines.append(Line(f"{plot['curve'].split('.')[-1]} = {value}", points, color, labels=labels))
+                best_x, least = min(points, key=lambda point: point[1])
+                name = f"{plot['curve'].split('.')[-1]} = {value}, best: {best_x:g}"
                 interval = optimum(list(losses), list(losses.values())).get("interval") or ()
-                lines.append(Line("", [(end, best[1]) for end in interval], color, dashed=True, dots=False))
+                lines.append(Line(name, points, color))
+                lines.append(Line("", [(end, least) for end in interval], color, dashed=True, dots=False))
         charts.append(Chart(", ".join(map(str, panel)), plot["x"], "validation loss", lines, log_x=True))
     return on_one_scale(charts)
 
