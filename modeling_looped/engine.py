@@ -114,12 +114,6 @@ def read_logits(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> t
     return model.logits(model.model.readout(model.model.run_coda(state, context), loops))
 
 
-def rotary_by_kind(parts: list[Tokens]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """As `trunk.rotary` gives it."""
-    tables = of_all(parts, "rotary").unbind(2)
-    return dict(zip(parts[0].engine.trunk.ropes, zip(tables[::2], tables[1::2])))
-
-
 def pass_context(parts: list[Tokens], loops: list[int]) -> PassContext:
     trunk, views, start = parts[0].engine.trunk, [], 0
     for part in parts:
@@ -132,7 +126,7 @@ def pass_context(parts: list[Tokens], loops: list[int]) -> PassContext:
         num_rows=len(loops),
         masks=view.masks(trunk.dtype if eager else None),
         position_ids=None,
-        position_embeddings=rotary_by_kind(parts) if trunk.ropes else {},
+        position_embeddings={} if parts[0].rotary is None else parts[0].engine.rotary_by_kind(of_all(parts, "rotary")),
         value_embeddings=trunk.value_embeddings(of_all(parts, "ids")) if trunk.config.value_embeddings else {},
         past_key_values=view,
         site=trunk.site,
@@ -216,6 +210,13 @@ class RowEngine:
 
     def stacked_rotary(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return torch.stack([table for pair in self.trunk.rotary(x, positions).values() for table in pair], dim=2)
+
+    def rotary_by_kind(self, stacked: torch.Tensor | None) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What was stacked, as `trunk.rotary` gives it."""
+        if stacked is None:
+            return {}
+        tables = stacked.unbind(2)
+        return dict(zip(self.trunk.ropes, zip(tables[::2], tables[1::2])))
 
     def compute_last_tokens(self):
         """Of rows that ended before others, whose places in the cache have been passed: as deep as a prompt's."""
