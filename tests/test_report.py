@@ -206,7 +206,7 @@ def test_norms_over_training(tmp_path):
         record |= {f"state_norm/loop_{k}": 8.0 * k for k in (1, 2, 3)}
     records[1]["gradient_norm"] = 0.25
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    blocks = ["head", "layer 1, mlp", "layer 2, mlp", "layer 2, attention"]
+    blocks = ["head", "layer 1, MLP", "layer 2, mlp", "layer 2, attention"]
     states = ["State after the first loop", "State after the last loop"]
     assert page_of(run).charts[-6:] == states + [f"Gradient of {block}" for block in blocks]
     shallow = make_run(tmp_path / "shallow", loops=2)
