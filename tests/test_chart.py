@@ -157,7 +157,8 @@ def test_depths_that_are_the_same_are_not_ranked():
 
 def test_numbers_that_are_read_together_have_as_many_digits():
     assert alike([2.3, 2.31, 2.32]) == ["2.30", "2.31", "2.32"]
-    assert alike([0, 20, 100]) == ["0", "20", "100"] and alike([-0.5, 0.25]) == ["−0.50", "0.25"]
+    assert alike([0, 20, 100]) == ["0", "20", "100"] and alike([0, 0.5, 1]) == ["0", "0.5", "1.0"]
+    assert alike([9.842, 17.16], 3) == ["9.8", "17.2"] and alike([-0.5, 0.25]) == ["−0.50", "0.25"]
     assert alike([0.0012, 350]) == ["0.0012", "350"] and alike([1e-9, 2e-9]) == ["10⁻⁹", "2×10⁻⁹"]
 
 

@@ -19,6 +19,8 @@ from looped_eval.chat import command as chat
 from looped_eval.common.conclusion import best_depths
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.options import described
+from looped_eval.halting import options as halting_options
+from looped_eval.halting.command import next_command
 from looped_eval.halting.conclusion import conclusion
 from looped_eval.harness.command import as_lm_eval_spells
 from looped_recipes import convert
@@ -317,6 +319,14 @@ def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
 )
 def test_what_early_exit_is_worth(fixed, tokens, said):
     assert said in conclusion(fixed, tokens, 0.01, 4)
+
+
+def test_halting_goes_on_with_what_is_worth_it():
+    args = halting_options.parse(["m"])
+    assert next_command(args, at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5)) == "looped halting m --write"
+    assert next_command(args, at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5)) == "looped chat m --num-loops 2"
+    args = halting_options.parse(["m", "--write"])
+    assert next_command(args, at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5)) == "looped chat m"
 
 
 def test_the_best_depth_in_a_sentence():

@@ -27,7 +27,7 @@ def writable(text: str) -> str:
 
 
 def in_cell(words: str) -> str:
-    return escape(words).replace(" ± ", "&nbsp;±&nbsp;")
+    return escape(words).replace(" ± ", "&nbsp;±&nbsp;").replace(" %", "&nbsp;%")
 
 
 @dataclass
@@ -165,6 +165,9 @@ class Folded:
         return ""
 
 
+MANY_PARTS = 3
+
+
 @dataclass
 class Section:
     title: str
@@ -175,8 +178,22 @@ class Section:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
     def html(self) -> str:
-        blocks = "\n".join(block.html() for block in self.blocks)
-        return f'<h2 id="{self.anchor}">{escape(self.title)}</h2>\n{blocks}'
+        """With contents of its own where it has many parts."""
+        links, blocks = [], []
+        for block in self.blocks:
+            if isinstance(block, Heading):
+                anchor = f"{self.anchor}-{len(links) + 1}"
+                links.append((anchor, block.words))
+                blocks.append(f'<span id="{anchor}"></span>')
+            blocks.append(block.html())
+        inner = [contents(links, f"parts of {self.title}")] if len(links) > MANY_PARTS else []
+        return "\n".join([f'<h2 id="{self.anchor}">{escape(self.title)}</h2>', *inner, *blocks])
+
+
+def contents(links: list[tuple[str, str]], label: str) -> str:
+    """links: (anchor, words)."""
+    items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
+    return f'<nav aria-label="{escape(label)}"><ul>{items}</ul></nav>'
 
 
 STYLE = (
@@ -217,11 +234,10 @@ def to_html(title: str, sections: list[Section], findings: list[str] = (), style
 
     style: rules for what is on this page alone.
     """
-    links = "".join(f'<li><a href="#{part.anchor}">{escape(part.title)}</a></li>' for part in sections)
+    links = contents([(part.anchor, part.title) for part in sections], "contents")
     first = "\n".join(block.html() for block in (*map(Finding, findings), *opening))
-    contents = f'<nav aria-label="contents"><ul>{links}</ul></nav>'
     body = "\n".join(part.html() for part in sections)
-    return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{contents}\n{body}", style)
+    return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{links}\n{body}", style)
 
 
 def document(title: str, body: str, style: str = "") -> str:

@@ -30,6 +30,11 @@ def share(value: float) -> str:
     return "less than 1 %" if value < 0.005 else f"{100 * value:.0f} %"
 
 
+def hundredths(value: float) -> str:
+    """Of a cosine or an exponent."""
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+
+
 def amount(value: float) -> str:
     return f"less than {NOTHING:g}" if abs(value) < NOTHING else written(value, 3)
 
@@ -61,9 +66,9 @@ def state_dynamics(result: dict) -> str:
     last = result["change"][-1]
     ratio = last / result["change"][0]
     how = "settles" if ratio < 0.1 else "slows down" if ratio < 0.5 else "goes on moving"
+    moves = "hardly moves it" if ratio < NOTHING else f"moves it {times(ratio)} as far as the first"
     return (
-        f"Over {counted(len(result['loop']), 'loop')} the state {how}: "
-        f"the last moves it {'not at all' if ratio < NOTHING else times(ratio) + ' as far as the first'}, by "
+        f"Over {counted(len(result['loop']), 'loop')} the state {how}: the last {moves}, by "
         f"{share(last / result['state_norm'][-1])} of its norm."
     )
 
@@ -90,12 +95,12 @@ def loop_cosine(result: dict) -> str:
     how = (
         "push the same way" if off["mean"] > 0.2 else "undo each other" if off["mean"] < -0.2 else "go their own ways"
     )
-    return f"The loops of this model {how}: the mean cosine between their increments is {written(off['mean'], 2)}."
+    return f"The loops of this model {how}: the mean cosine between their increments is {hundredths(off['mean'])}."
 
 
 def loop_cosine_fresh(result: dict) -> str:
     shared, apart = (
-        written(result[name]["off_diagonal"]["mean"], 2) if name in result else None for name in ("looped", "unshared")
+        hundredths(result[name]["off_diagonal"]["mean"]) if name in result else None for name in ("looped", "unshared")
     )
     beside = f", with layers of their own {apart}" if apart else ""
     return f"With shared layers the mean cosine between loops is {shared}{beside}."
@@ -177,7 +182,7 @@ def exponents(by_rule: dict, what: str) -> str:
     parts = []
     for rule, curves in by_rule.items():
         slope, theory = curves["slope"]["first_step"]["slope"], curves["slope"]["theory"]
-        found = "no power of N" if slope is None else f"N^{written(slope, 2)}"
+        found = "no power of N" if slope is None else f"N^{hundredths(slope)}"
         parts.append(f"{found} under {RULE_NAMES[rule]}" + ("" if theory is None else f" (theory {theory:g})"))
     return f"{what} goes as {', '.join(parts)}."
 
@@ -207,7 +212,7 @@ def lr_transfer(result: dict) -> str:
 
 def of_alphas(by_alpha: dict, key: str) -> str:
     slopes = [(alpha.replace("alpha=", "α = "), found[key]["deep"]["slope"]) for alpha, found in by_alpha.items()]
-    return ", ".join(f"N^{slope:.2f} at {alpha}" for alpha, slope in slopes if slope is not None)
+    return ", ".join(f"N^{hundredths(slope)} at {alpha}" for alpha, slope in slopes if slope is not None)
 
 
 def theorem_1(result: dict) -> str:

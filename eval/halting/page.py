@@ -92,7 +92,7 @@ def findings(content: dict) -> list[str]:
     of_tokens = conclusion(
         result["fixed"], result["tokens"], result["tokens"][0]["budget"], result["fixed"][-1]["loops"]
     )
-    return [f"Tokens: {of_tokens}", f"Sequences: {finding(result)}"]
+    return [f"Tokens: {in_words(of_tokens)}", f"Sequences: {finding(result)}"]
 
 
 def charts(result: dict) -> list[Chart]:

@@ -16,6 +16,15 @@ from .page import finding, write_page
 from .run_table import Table, collect, read_table, write_table
 
 
+THEN = {  # what the same table may tell next
+    "isoflop": "parametric",
+    "parametric": "unified",
+    "test_time": "conditioning",
+    "conditioning": "unified",
+    "unified": "conditioning",
+}
+
+
 def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit | None]:
     restarts = {} if args.restarts is None else {"restarts": args.restarts}
     if law == "isoflop":
@@ -128,7 +137,7 @@ def main(arguments: list[str]) -> int:
         if result.get("converged", True):
             write_page(args.law, result, part, fitted, output / name)
             print(f"the page: {output / name}.html")
-            print(f"\n{finding(args.law, result)}")
+            say_result(finding(args.law, result), f"looped laws {THEN[args.law]} {args.inputs[0]}")
         else:
             failed = True
             print(f"\nNo law was found: {result.get('reason', 'the fit did not converge')}.")

@@ -175,14 +175,14 @@ def best_depths(runs: list[RunFolder]) -> list[str]:
 
 
 def best_run(runs: list[RunFolder]) -> list[str]:
-    """Which run has the fewest bits per byte at its own depth, and whether that is more than chance."""
+    """Which run has the fewest bits per byte at its own depth, and where the difference may be chance."""
     known = [(bits, run) for run in runs if (bits := last_validation(run, BITS_AT).get(run.trained_loops)) is not None]
     if len(known) < 2:
         return []
     (least, first), (second, other) = sorted(known, key=lambda each: each[0])[:2]
     error = max(run.last("validation/bits_per_byte_error") or 0 for run in (first, other))
-    seen = "" if second - least > 2 * error else ", which is no clear difference"
-    errors = f" (each ± {error:.3f}{seen})" if error else ""
+    unclear = "" if second - least > 2 * error else ": `looped budget` tells whether that is more than chance"
+    errors = f" (each ± {error:.3f} over texts{unclear})" if error else ""
     fewer = f"{second - least:.3f} fewer than {other.name}"
     return [f"{first.name} needs the fewest bits per byte: {least:.3f}, {fewer}{errors}."]
 

@@ -22,13 +22,13 @@ def written(value: float, digits: int = 4) -> str:
 
 
 def alike(values: list[float], digits: int = 4) -> list[str]:
-    """Numbers that are read together, with as many digits after the point, where they are of similar size."""
-    texts = [written(value, digits) for value in values]
-    decimals = max((len(text.partition(".")[2]) for text in texts), default=0)
-    largest = max(map(abs, values), default=0)
-    if any(text[-1] in "⁰¹²³⁴⁵⁶⁷⁸⁹" for text in texts) or largest * 10**decimals >= 1e5:
+    """Numbers that are read together, with as many digits after the point where they are of similar size."""
+    texts, sizes = [written(value, digits) for value in values], [abs(value) for value in values if value]
+    if not sizes or max(sizes) > 100 * min(sizes) or any(text[-1] in "⁰¹²³⁴⁵⁶⁷⁸⁹" for text in texts):
         return texts
-    return [f"{value:,.{decimals}f}".replace("-", "−") for value in values]
+    most = max(len(text.partition(".")[2]) for text in texts)
+    decimals = min(most, max(0, digits - 1 - math.floor(math.log10(max(sizes)) + 1e-9)))
+    return [f"{value:,.{decimals}f}".replace("-", "−") if value else "0" for value in values]
 
 
 def width_of(text: str, size: float = 11) -> float:

@@ -166,7 +166,8 @@ class Chart:
             parts.append(self.rule(f"M{left:.1f} {up.place(level):.1f}H{WIDTH - RIGHT}", name, level))
         for name, mark in self.marks.items():
             parts.append(self.rule(f"M{across.place(mark):.1f} {top}V{bottom}", name, mark))
-        taken = []
+        dots = [(across.place(x), up.place(y)) for line in lines if len(line.points) <= 40 for x, y in line.points]
+        taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
         for line in lines:
             parts += self.drawn(line, across, up, taken)
         return parts, bottom + 40
@@ -199,7 +200,7 @@ class Chart:
 
 
 def placed(label: str, x: float, y: float, bottom: float, taken: list) -> list[str]:
-    """A label beside a point, where no other one is."""
+    """A label beside a point, where no other label or point is."""
     wide = width_of(label)
     for left, base in ((x + 6, y - 5), (x - wide - 6, y - 5), (x + 6, y + 13), (x - wide - 6, y + 13)):
         right, top, low = left + wide, base - 10, base + 3
