@@ -157,7 +157,8 @@ def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsy
     assert of.where["text"] == f"validation split of {run_folder} ({run_folder / 'held_out.jsonl'})"
     options = ["--rows", "3", "--length", "16", "--output", str(tmp_path)]
     diagnose.main(["token_norms", str(run_folder / "final"), *options])
-    assert f"text: {of.where['text']}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"text: {of.where['text']}\n" in said and f"next: looped diagnose all {run_folder}" in said
     assert json.loads((tmp_path / "token_norms.json").read_text())["text"] == of.where["text"]
 
     with pytest.raises(ValueError, match=r"holds 481 tokens, fewer than 31 rows of 16: ask for fewer"):

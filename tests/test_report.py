@@ -196,6 +196,26 @@ def test_what_other_commands_left_is_shown(tmp_path):
     )
 
 
+def test_runs_are_compared_as_far_as_their_errors_allow(tmp_path):
+    runs = [make_run(tmp_path / name, loops) for name, loops in (("first", 3), ("second", 4))]
+
+    def first_sentence(error=None) -> str:
+        for run in runs:
+            records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            if error:
+                records[-1]["validation/bits_per_byte_error"] = error
+            (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return report.headlines(report.open_runs(runs))[0]
+
+    said = "second needs the fewest bits per byte: 1.750, 0.062 fewer than first"  # 2 - 4/16 and 2 - 3/16
+    assert first_sentence() == f"{said}."
+    assert first_sentence(0.03) == f"{said} (each ± 0.030 over texts)."
+    assert first_sentence(0.04) == (
+        f"{said} (each ± 0.040 over texts: `looped budget` tells whether that is more than chance)."
+    )
+    assert report.best_run(report.open_runs(runs[:1])) == []
+
+
 def test_norms_over_training(tmp_path):
     """Of the layer that is asked for, before clipping or after."""
     run = make_run(tmp_path / "run")
@@ -206,7 +226,7 @@ def test_norms_over_training(tmp_path):
         record |= {f"state_norm/loop_{k}": 8.0 * k for k in (1, 2, 3)}
     records[1]["gradient_norm"] = 0.25
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    blocks = ["head", "layer 1, mlp", "layer 2, mlp", "layer 2, attention"]
+    blocks = ["head", "layer 1, MLP", "layer 2, MLP", "layer 2, attention"]
     states = ["State after the first loop", "State after the last loop"]
     assert page_of(run).charts[-6:] == states + [f"Gradient of {block}" for block in blocks]
     shallow = make_run(tmp_path / "shallow", loops=2)

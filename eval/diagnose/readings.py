@@ -19,17 +19,24 @@ class Reading(NamedTuple):
     fresh: bool = False  # of models that the measure makes anew from the config
 
 
+NOTHING = 1e-4  # of losses and sizes of about 1: less is rounding, or not worth a word
+
+
 def times(value: float) -> str:
-    return f"{written(value, 3)} times"
+    return f"{value:.2f} times" if 0.1 <= value < 10 else f"{written(value, 3)} times"
 
 
 def share(value: float) -> str:
-    return f"{100 * value:.0f} %"
+    return "less than 1 %" if value < 0.005 else f"{100 * value:.0f} %"
 
 
-def below(value: float) -> str:
-    """A fraction that may be rounding alone."""
-    return "none" if abs(value) < 1e-6 else written(value, 2)
+def hundredths(value: float) -> str:
+    """Of a cosine or an exponent."""
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+
+
+def amount(value: float) -> str:
+    return f"less than {NOTHING:g}" if abs(value) < NOTHING else written(value, 3)
 
 
 # Findings
@@ -51,7 +58,7 @@ def norm_trajectory(result: dict) -> str:
     count = len(result["norm"]) - 1
     if count == 1:
         return f"After its one loop the state has the norm {written(result['norm'][-1])}."
-    how = "stays" if 0.8 < growth < 1.25 else "grows" if growth > 1 else "falls"
+    how = "stays of one size" if 0.8 < growth < 1.25 else "grows" if growth > 1 else "falls"
     return f"The norm of the state {how}: after {counted(count, 'loop')} it is {times(growth)} that after the first."
 
 
@@ -59,9 +66,9 @@ def state_dynamics(result: dict) -> str:
     last = result["change"][-1]
     ratio = last / result["change"][0]
     how = "settles" if ratio < 0.1 else "slows down" if ratio < 0.5 else "goes on moving"
+    moves = "hardly moves it" if ratio < NOTHING else f"moves it {times(ratio)} as far as the first"
     return (
-        f"Over {counted(len(result['loop']), 'loop')} the state {how}: "
-        f"the last moves it {times(ratio)} as far as the first, by "
+        f"Over {counted(len(result['loop']), 'loop')} the state {how}: the last {moves}, by "
         f"{share(last / result['state_norm'][-1])} of its norm."
     )
 
@@ -88,54 +95,57 @@ def loop_cosine(result: dict) -> str:
     how = (
         "push the same way" if off["mean"] > 0.2 else "undo each other" if off["mean"] < -0.2 else "go their own ways"
     )
-    return f"The loops of this model {how}: the mean cosine between their increments is {off['mean']:.2f}."
+    return f"The loops of this model {how}: the mean cosine between their increments is {hundredths(off['mean'])}."
 
 
 def loop_cosine_fresh(result: dict) -> str:
-    words = f"With shared layers the mean cosine between loops is {result['looped']['off_diagonal']['mean']:.2f}"
-    if "unshared" in result:
-        return f"{words}, with layers of their own {result['unshared']['off_diagonal']['mean']:.2f}."
-    return f"{words}."
+    shared, apart = (
+        hundredths(result[name]["off_diagonal"]["mean"]) if name in result else None for name in ("looped", "unshared")
+    )
+    beside = f", with layers of their own {apart}" if apart else ""
+    return f"With shared layers the mean cosine between loops is {shared}{beside}."
 
 
 def premises(result: dict) -> str:
-    found, orthogonal = result["increment_overlap"], result["loops_orthogonal"]
-    return f"Loops overlap by {found:.2f}, where 1 is all alike and {orthogonal:.2f} is orthogonal."
+    whole, orthogonal = result["increment_overlap"], result["loops_orthogonal"]
+    branches = [branch["residual_overlap"] for branch in result["branches"].values()]
+    return (
+        f"What a branch adds overlaps between loops by {min(branches):.2f} to {max(branches):.2f}, and what a whole "
+        f"loop adds by {whole:.2f}, where 1 is all alike and {orthogonal:.2f} is orthogonal."
+    )
 
 
 def radial_gradient(result: dict) -> str:
     last = result["final_r"]
-    if last < 1e-4:
-        return (
-            f"The last readout does not see the state's scale: {written(last, 2)} of its gradient is along the state."
-        )
-    return f"The last readout sees the state's scale: {written(last, 2)} of its gradient is along the state."
+    sees = "does not see" if last < NOTHING else "sees"
+    return f"The last readout {sees} the state's scale: {written(last, 2)} of its gradient is along the state."
 
 
 def scale_sweep(result: dict) -> str:
     low, high = min(result["alpha"]), max(result["alpha"])
     flat = result["ce_range"] < 0.01
     what = "does not matter to the readout" if flat else "matters to the readout"
-    change = written(result["ce_range"], 3)
-    return f"The state's scale {what}: between α = {low:g} and {high:g} the loss changes by {change}."
+    return (
+        f"The state's scale {what}: between α = {low:g} and {high:g} the loss changes by {amount(result['ce_range'])}."
+    )
 
 
 def radial_clamp(result: dict) -> str:
     held = result["freeze"]
     cost = held["delta_ce"]
-    return (
-        f"Holding the scale of the first loop {'costs' if cost >= 0 else 'gains'} {abs(cost):.4f} in cross-entropy, "
-        f"at {times(held['norm_ratio'])} the norm."
-    )
+    how = f"{'costs' if cost >= 0 else 'gains'} {amount(abs(cost))} in cross-entropy"
+    return f"Holding the scale of the first loop {how}, at {times(held['norm_ratio'])} the norm."
 
 
 def update_decomposition(result: dict) -> str:
     table = result["table"]
     growth, update = table["a_rad"], table["b"]
     how = "grows by" if growth > 0 else "falls by"
+    if update < NOTHING:
+        return f"Once settled, the state stays where it is: updates are of size {written(update, 2)}."
     return (
         f"Once settled, the state's scale {how} {written(abs(growth), 3)} in each loop, of updates of size "
-        f"{written(update, 3)}: {share(abs(growth) / update) if update else 'none'} of them is along the state."
+        f"{written(update, 3)}: {share(abs(growth) / update)} of them is along the state."
     )
 
 
@@ -151,9 +161,12 @@ def token_norms(result: dict) -> str:
 def future_signal(result: dict) -> str:
     if result["largest_future"] is None:
         return "With one loop there is no later loss."
+    own, later = result["largest_immediate"], result["largest_future"]
+    if max(own, later) < NOTHING:
+        return "No loss sees the scale of any loop: neither its own nor those of later loops change with it."
     return (
-        f"Of a loop's scale its own loss sees {below(result['largest_immediate'])} at most, the losses of later loops "
-        f"{below(result['largest_future'])}."
+        f"The scale of a loop moves its own loss by up to {amount(own)} for each unit of log scale, and those of "
+        f"later loops by up to {amount(later)}."
     )
 
 
@@ -169,13 +182,13 @@ def exponents(by_rule: dict, what: str) -> str:
     parts = []
     for rule, curves in by_rule.items():
         slope, theory = curves["slope"]["first_step"]["slope"], curves["slope"]["theory"]
-        found = "no exponent" if slope is None else f"N^{slope:.2f}"
+        found = "no power of N" if slope is None else f"N^{hundredths(slope)}"
         parts.append(f"{found} under {RULE_NAMES[rule]}" + ("" if theory is None else f" (theory {theory:g})"))
-    return f"{what} grows as {', '.join(parts)}."
+    return f"{what} goes as {', '.join(parts)}."
 
 
 def residual_norm(result: dict) -> str:
-    return exponents(result["looped"], "With shared layers the state")
+    return exponents(result["looped"], "With shared layers the norm of the state")
 
 
 def update_size(result: dict) -> str:
@@ -189,16 +202,17 @@ def lr_transfer(result: dict) -> str:
         known = {n: rate for n, rate in best.items() if rate is not None}
         where = f"{RULE_NAMES[panel['rule']]}, {panel['layers']} layer{'s' * (panel['layers'] != 1)}"
         if len(known) < 2:
-            parts.append(f"{where}: the rates tried do not bracket enough optima to compare")
+            parts.append(f"{where}: the best rates lie at the ends of those tried, so they cannot be compared")
             continue
         moved = abs(math.log2(max(known.values()) / min(known.values())))
         parts.append(f"{where}: the best rate moves by {moved:.1f} octaves over N = {', '.join(known)}")
-    return "; ".join(parts) + "."
+    words = "; ".join(parts)
+    return f"{words[0].upper()}{words[1:]}."
 
 
 def of_alphas(by_alpha: dict, key: str) -> str:
     slopes = [(alpha.replace("alpha=", "α = "), found[key]["deep"]["slope"]) for alpha, found in by_alpha.items()]
-    return ", ".join(f"N^{slope:.2f} at {alpha}" for alpha, slope in slopes if slope is not None)
+    return ", ".join(f"N^{hundredths(slope)} at {alpha}" for alpha, slope in slopes if slope is not None)
 
 
 def theorem_1(result: dict) -> str:

@@ -32,6 +32,7 @@ from looped_recipes.common.axis import written
 from looped_recipes.common.chart import Chart, Line, named, on_one_scale
 from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
+from looped_recipes.common.words import counted
 
 from .options import parse
 
@@ -80,7 +81,7 @@ def architecture(config: dict) -> str:
         return "–"
     layers, loops = config["num_core_layers"], config.get("trained_num_loops") or config["num_loops"]
     parts = [
-        f"{layers} layer{'s' * (layers != 1)} x {loops} loop{'s' * (loops != 1)}",
+        f"{counted(layers, 'layer')} × {counted(loops, 'loop')}",
         f"width {config['hidden_size']}",
         f"injection {config.get('injection', 'none')}",
     ]
@@ -99,7 +100,7 @@ def about(runs: list[RunFolder]) -> Section:
             blocks.append(
                 Text(f"{run.name}: metrics.jsonl is cut off; its last {run.unread_lines} line(s) could not be read.")
             )
-    return Section("Runs", blocks)
+    return Section("Runs" if len(runs) > 1 else "The run", blocks)
 
 
 def differences(runs: list[RunFolder]) -> Section | None:
@@ -159,7 +160,11 @@ def last_validation(run: RunFolder, prefix: str) -> dict[int, float]:
 
 
 def headlines(runs: list[RunFolder]) -> list[str]:
-    """The best depth of each run."""
+    """The best run, and the best depth of each."""
+    return [*best_run(runs), *best_depths(runs)]
+
+
+def best_depths(runs: list[RunFolder]) -> list[str]:
     found = []
     for run in runs:
         for unit, prefix in UNITS.items():
@@ -167,6 +172,19 @@ def headlines(runs: list[RunFolder]) -> list[str]:
                 found.append(said(best_depth(values, run.trained_loops, unit), run, runs).words)
                 break
     return found
+
+
+def best_run(runs: list[RunFolder]) -> list[str]:
+    """Which run has the fewest bits per byte at its own depth, and where the difference may be chance."""
+    known = [(bits, run) for run in runs if (bits := last_validation(run, BITS_AT).get(run.trained_loops)) is not None]
+    if len(known) < 2:
+        return []
+    (least, first), (second, other) = sorted(known, key=lambda each: each[0])[:2]
+    error = max(run.last("validation/bits_per_byte_error") or 0 for run in (first, other))
+    unclear = "" if second - least > 2 * error else ": `looped budget` tells whether that is more than chance"
+    errors = f" (each ± {error:.3f} over texts{unclear})" if error else ""
+    fewer = f"{second - least:.3f} fewer than {other.name}"
+    return [f"{first.name} needs the fewest bits per byte: {least:.3f}, {fewer}{errors}."]
 
 
 def over_depth(runs: list[RunFolder]) -> Section:
@@ -182,7 +200,7 @@ def over_depth(runs: list[RunFolder]) -> Section:
         )
     trained = {run.trained_loops for run in runs}
     charts = curves.charts(found, trained=trained.pop() if len(trained) == 1 else None)
-    return Section("Loss over depth", [*map(Finding, headlines(runs)), Charts(charts), depth_table(found), DEPTH])
+    return Section("Loss over depth", [*map(Finding, best_depths(runs)), Charts(charts), depth_table(found), DEPTH])
 
 
 def depth_table(found: curves.Curves) -> Table:
@@ -193,7 +211,7 @@ def depth_table(found: curves.Curves) -> Table:
         for measure, series in found.items()
         for name, points in series.items()
     ]
-    return Table(["measure", "run", *(f"{k} loop{'s' * (k != 1)}" for k in depths)], rows)
+    return Table(["measure", "run", *(counted(k, "loop") for k in depths)], rows)
 
 
 NORMS = Explanation(
@@ -363,7 +381,7 @@ def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
 def harness(run: RunFolder) -> str:
     return (
         f"looped eval --model looped --model_args pretrained={run.folder / 'final'},"
-        f"num_loops=1..{run.trained_loops or 4} --tasks TASK,... --output_path {run.folder / 'results'}"
+        f"num_loops=1..{run.trained_loops or 4} --tasks looped_offline --output {run.folder / 'results'}"
     )
 
 
@@ -380,8 +398,7 @@ def halting(runs: list[RunFolder]) -> Section:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             parts = halting_page.sections(content)
-            blocks.append(Finding(halting_page.finding(content["result"])))
-            blocks += parts[0].blocks
+            blocks += [*map(Finding, halting_page.findings(content)), *parts[0].blocks]
             blocks += [block for part in parts[1:] for block in (Heading(part.title), *part.blocks)]
         except (ValueError, KeyError, TypeError):  # of another version, or not whole
             blocks += left_behind(path)
@@ -392,7 +409,11 @@ def diagnostics(runs: list[RunFolder]) -> list[Section]:
     """Those of the models themselves, and those of fresh models of their configs."""
     own, fresh = [], []
     for run in runs:
-        files = sorted(run.results("diagnose").glob("*.json"))
+        order = list(READINGS)
+        files = sorted(
+            run.results("diagnose").glob("*.json"),
+            key=lambda path: (order.index(path.stem) if path.stem in order else len(order), path.stem),
+        )
         if not files:
             own.append(missing(f"{run.name} has no diagnostics.", f"looped diagnose all {run.folder}"))
         suffix = f", {run.name}" if len(runs) > 1 else ""
@@ -472,4 +493,13 @@ def main(arguments: list[str]):
         print(f"Markdown: {args.markdown}")
     else:
         print(about(runs).blocks[0].markdown())
-    say_result(f"the page: {output}", f"looped chat {runs[0].folder}")
+    print(f"\nthe page: {output}")
+    say_result("\n".join(headlines(runs)) or "No validation was logged yet.", *next_commands(runs[0]))
+
+
+def next_commands(run: RunFolder) -> list[str]:
+    """What the page of this run lacks, or else what its model is for."""
+    lacking = {f"looped diagnose all {run.folder}": "diagnose", f"looped halting {run.folder}": "halting.json"}
+    return [command for command, name in lacking.items() if not run.results(name).exists()] or [
+        f"looped chat {run.folder}"
+    ]
