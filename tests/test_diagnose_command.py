@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from looped_eval.common.page import Charts
 from looped_eval.common.run_folder import RunFolder
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
@@ -76,7 +77,7 @@ def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
     diagnose.main(["spectral", str(run_folder), *options])
     assert "While the model trained" in (run_folder / "eval/diagnose/spectral.svg").read_text()
     own, fresh = report.diagnostics([RunFolder(run_folder, "run")])
-    drawn = [chart.title for block in own.blocks if isinstance(block, report.Charts) for chart in block.charts]
+    drawn = [chart.title for block in own.blocks if isinstance(block, Charts) for chart in block.charts]
     assert drawn[:3] == [
         "The linear maps of a loop",
         "What A does to the states that occur",
