@@ -16,13 +16,7 @@ from .page import finding, write_page
 from .run_table import Table, collect, read_table, write_table
 
 
-THEN = {  # what the same table may tell next
-    "isoflop": "parametric",
-    "parametric": "unified",
-    "test_time": "conditioning",
-    "conditioning": "unified",
-    "unified": "conditioning",
-}
+THEN = {"isoflop": "parametric", "parametric": "unified", "test_time": "conditioning", "unified": "conditioning"}
 
 
 def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit | None]:
@@ -83,7 +77,7 @@ def enough_for(rows: list[dict]) -> tuple[str, str | None]:
     """In words, the law that so many runs can be fitted with; and its command."""
     looped = [row for row in rows if not is_fixed_depth(row)]
     curves = Counter(row["run"] for row in looped)  # losses of each run
-    differ = all(len({row[column] for row in looped}) > 1 for column in ("effective_parameters", "tokens"))
+    differ = all(len({row.get(name) for row in looped}) > 1 for name in ("effective_parameters", "tokens"))
     needed, depths = len(PARAMETRIC.names) + 1, len(TEST_TIME["exponential"].names) + 1
     if len(curves) >= needed and differ:
         return "enough for the law of training", "parametric"
@@ -91,6 +85,13 @@ def enough_for(rows: list[dict]) -> tuple[str, str | None]:
     if max(curves.values(), default=0) >= depths:
         return f"enough for curves over test depth, but the law of training needs {asked}", "test_time"
     return f"too few for a law: that of training needs {asked}, a curve over test depth {depths} depths of a run", None
+
+
+def next_law(law: str, table: Table, path: str) -> list[str]:
+    """The command of what the same table is enough to tell too."""
+    then = THEN.get(law)
+    known = then == "parametric" or any("test_depth" in row for row in table.rows)
+    return [f"looped laws {then} {path}"] if then and known and enough_for(table.rows)[1] == "parametric" else []
 
 
 def counted(table: Table, args) -> Table:
@@ -137,7 +138,7 @@ def main(arguments: list[str]) -> int:
         if result.get("converged", True):
             write_page(args.law, result, part, fitted, output / name)
             print(f"the page: {output / name}.html")
-            say_result(finding(args.law, result), f"looped laws {THEN[args.law]} {args.inputs[0]}")
+            say_result(finding(args.law, result), *next_law(args.law, part, args.inputs[0]))
         else:
             failed = True
             print(f"\nNo law was found: {result.get('reason', 'the fit did not converge')}.")
