@@ -46,8 +46,8 @@ def is_fixed(cache) -> bool:
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
-    """A looped language model. `forward` and `generate` take the number of loops; `from_pretrained` opens models of this
-    family and published ones; `from_dense` makes one of a Llama and its like."""
+    """A looped language model. `forward` and `generate` take `num_loops`, `from_pretrained` opens models of this
+    family and published ones, and `from_dense` makes one of a Llama."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
