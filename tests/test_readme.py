@@ -21,7 +21,7 @@ from tests.helpers import tiny_config, tiny_model
 
 
 ROOT = Path(__file__).parent.parent
-GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDE = [ROOT / "README.md", ROOT / "MODEL_CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [
     *GUIDE,
     *ROOT.glob("*.md"),
