@@ -9,7 +9,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "MODEL_CARD.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/*.md", "examples/README.md"]
-PAGES += ["recipes/*/README.md", "examples/*.ipynb"]
+PAGES += ["recipes/*/README.md", "recipes/parcae/RUN_1.3B.md", "examples/*.ipynb"]
 
 
 def pages() -> dict[str, str]:
