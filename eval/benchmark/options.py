@@ -5,6 +5,7 @@ memory   peak memory of a per-loop training step over a terminal one
 depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
 decode   all of the following, the last two if there is a --model
 llama    tokens/s of cached greedy decoding over transformers' Llama of the same unrolled depth
+bandwidth   tokens/s of greedy decoding of one row over both limits of bandwidth, of memory and of the cache
 exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
@@ -25,7 +26,8 @@ from looped_recipes.common.command_line import Parser
 
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
-BENCHMARKS = "train memory depths decode llama exits speculation sharing serving products harness _memory".split()
+BENCHMARKS = ["train", "memory", "depths", "decode", "llama", "bandwidth", "exits", "speculation", "sharing"]
+BENCHMARKS += ["serving", "products", "harness", "_memory"]
 
 
 def add_arguments(parser, layers: int, loops: int, batch: int):
