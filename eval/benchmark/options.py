@@ -10,7 +10,7 @@ exits    speed of decoding with early exit over what the FLOPs of the loops and 
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
 serving  throughput and latency of requests that share passes, with early exit over full depth
-products  time of products of few rows with weights by each way of cpu.py, over that of torch's layer
+products  time of products of few rows, attention, decoding and training by the ways of cpu.py, over that by torch's
 harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
 
 Each but `decode` prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in
