@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from .device_numbers import numbers_on
 from .engine import RowEngine, Tokens, enter, of_all, read_logits, run_loop
 from .exit_criteria import ABSENT, INITIAL, ExitRule
 
@@ -58,13 +59,13 @@ class RowTable(dict):
             if len(rows) < self.num_rows:
                 if name not in self:
                     self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
-                values = self[name].index_copy(0, torch.tensor(rows, device=values.device), values)
+                values = self[name].index_copy(0, numbers_on(values.device, rows), values)
             self[name] = values
 
     def forget(self, rows: list[int]):
         """What criteria remember of them."""
         for name in self.keys() & INITIAL.keys():
-            self[name] = self[name].index_fill(0, torch.tensor(rows, device=self[name].device), INITIAL[name])
+            self[name] = self[name].index_fill(0, numbers_on(self[name].device, rows), INITIAL[name])
 
     def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
         """To what it held, but for some rows."""
@@ -76,7 +77,7 @@ class RowTable(dict):
 
 def some(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
     """These, in ascending order, of all rows of a tensor."""
-    return tensor if len(rows) == len(tensor) else tensor[torch.tensor(rows, device=tensor.device)]
+    return tensor if len(rows) == len(tensor) else tensor[numbers_on(tensor.device, rows)]
 
 
 class ContinuousDecoder:
@@ -236,5 +237,7 @@ def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list
     remembered, model = table.take(rows, criterion.remembers), places[0].decoder.engine.model
     score, remembered = criterion.after_loop(model, some(members, state)[:, 0], lambda: logits, remembered)
     table.put(rows, remembered)
+    if not any(rule.checks_at(places[i].loops) for i in members):
+        return []  # without waiting for the device
     passes = zip(members, rule.exits(score).tolist())
     return [i for i, passed in passes if passed and rule.checks_at(places[i].loops)]

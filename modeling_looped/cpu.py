@@ -1,8 +1,8 @@
 """Decoding on a CPU: products of few rows and attention of single queries, faster than torch computes them.
 
 A reader can skip this file: `project(layer, x)` is `layer(x)` and `attend_single_query` is attention, to rounding.
-`fast_paths` is the switch of all this and of cpu_gradients.py. Each way is taken where `looped benchmark products` shows
-a gain, else torch's. Of torch's time it takes, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
+`fast_paths` is the switch of all this and of cpu_gradients.py. A way is taken where `looped benchmark products` shows
+gain. Of torch's time each takes, with 1 to 8 rows, on AMD (Zen 5) and Intel (AVX512):
 
 - bfloat16 weights in oneDNN's order, since torch orders them anew at every product: AMD .46 to .72, Intel two thirds
 - fp32 weights in that order: AMD .56 to .73 with one row, .12 to .53 with more; off on Intel

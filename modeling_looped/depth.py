@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .borrowed import found
+from .device_numbers import numbers_on
 
 
 BlockMask: Any = found("torch.nn.attention.flex_attention", "BlockMask", ())
@@ -138,7 +139,7 @@ def depth_tensor(depths: int | list[int], batch_size: int, device) -> torch.Tens
     """[batch]"""
     if isinstance(depths, int):
         return torch.full((batch_size,), depths, device=device)
-    return torch.tensor(depths, device=device)
+    return numbers_on(device, depths)
 
 
 def deepest(depths: int | list[int]) -> int:

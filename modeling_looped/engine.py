@@ -15,6 +15,7 @@ from .cache import LoopedCache
 from .checks import check_length, refuse_if
 from .context import PassContext
 from .depth import check_depths
+from .device_numbers import numbers_on
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .row_view import JointView, Padding, RowView
@@ -82,7 +83,7 @@ def enter(parts: list[Tokens]) -> torch.Tensor:
     trunk, ids = parts[0].engine.trunk, of_all(parts, "ids")
     places = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
     check_length(trunk.config, max(max(part.places) for part in parts) + 1)
-    positions = torch.tensor([place for of_part in places for place in of_part], device=ids.device)[:, None]
+    positions = numbers_on(ids.device, [place for of_part in places for place in of_part])[:, None]
     x = trunk.embed(trunk.embed_tokens(ids), positions)
     for part, of_part, its_positions in zip(parts, places, positions.split([len(of_part) for of_part in places])):
         part.rotary = part.engine.rotary(x, its_positions, max(of_part))

@@ -20,6 +20,7 @@ from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_count, check_depths
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
+from .device_numbers import numbers_on
 from .engine import RowEngine, obstacle_to_row_engine
 from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
@@ -217,7 +218,7 @@ class LoopedGenerationMixin(Generative):
     def _depths(self, input_ids, model_kwargs: dict) -> torch.Tensor:
         """[rows]"""
         depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
-        return torch.tensor(depths, device=input_ids.device)
+        return numbers_on(input_ids.device, depths)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
         """Depths are those of this model, not of its assistant, which drafts at its own."""

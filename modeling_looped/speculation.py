@@ -18,6 +18,7 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
+from .device_numbers import numbers_on
 from .engine import RowEngine, Tokens, enter, read_logits, run_all_loops, run_loop
 from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
 
@@ -129,7 +130,7 @@ class Pipeline:
         if not new:
             return
         self.entries += 1
-        ids = torch.tensor([[token.id] for token in new], device=self.selector.ids.device)
+        ids = numbers_on(self.selector.ids.device, [[token.id] for token in new])
         tokens = Tokens(self.engine, [token.row for token in new], [token.place for token in new], ids)
         embedded = enter([tokens])
         held = {"state": self.trunk.initial_state(embedded, None), "ids": ids, "embedded": embedded}
@@ -143,7 +144,7 @@ class Pipeline:
         """In the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
-            index = torch.tensor(members, device=held["ids"].device)
+            index = numbers_on(held["ids"].device, members)
             held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
         rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
         return Tokens(self.engine, rows, places, held["ids"], held["embedded"], held.get("rotary"))
@@ -151,7 +152,7 @@ class Pipeline:
     def keep(self, members: list[int]):
         if len(members) < len(self.flight):
             self.flight = [self.flight[i] for i in members]
-            index = torch.tensor(members, dtype=torch.long, device=self.held["state"].device)
+            index = numbers_on(self.held["state"].device, members, torch.long)
             self.held = {name: tensor[index] for name, tensor in self.held.items()}
 
     def drop(self, row: int, first: int):
