@@ -16,7 +16,7 @@ import torch
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import options as options_of_benchmark
 from looped_eval.chat import command as chat
-from looped_eval.common.conclusion import best_depths
+from looped_eval.common.findings import best_depths
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.options import described
 from looped_eval.halting.conclusion import conclusion

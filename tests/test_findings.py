@@ -9,6 +9,7 @@ from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
 from looped_eval.laws import page as laws_page
 from looped_recipes.common.chart import Chart
+from looped_recipes.common.words import percent
 
 
 def test_every_measure_is_explained_and_drawn():
@@ -130,3 +131,19 @@ def test_laws_in_words():
     assert laws_page.finding("test_time", {"forms": {}}) == "No form fits all curves."
     best = {"best": "one", "forms": {"one": {"formula": "f", "huber": 0.001}}}
     assert laws_page.finding("conditioning", best) == "f fits best, with a total Huber loss of 0.001."
+
+
+@pytest.mark.parametrize(
+    "share,words",
+    [
+        (0, "0 %"),
+        (0.0123, "1.2 %"),
+        (-0.005, "-0.5 %"),
+        (0.384, "38 %"),
+        (0.9951, "99.5 %"),
+        (1, "100 %"),
+        (1.034, "103 %"),
+    ],
+)
+def test_shares_are_as_exact_as_they_need_to_be(share, words):
+    assert percent(share) == words

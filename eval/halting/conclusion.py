@@ -1,6 +1,6 @@
 """What was found, in one sentence."""
 
-from looped_eval.common.loops_in_words import loops_in_words
+from looped_eval.common.findings import loops_in_words
 
 
 def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: int) -> str:

@@ -7,6 +7,7 @@ from looped_eval.common.page import Charts, Explanation, Section, Table, Text, t
 from looped_recipes.common.axis import written
 from looped_recipes.common.chart import Chart, Line, named, save_charts
 from looped_recipes.common.files import write_whole
+from looped_recipes.common.words import percent
 
 
 EXPLANATION = Explanation(
@@ -34,10 +35,6 @@ COLUMNS = {
 
 def in_words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 def cell(key: str, value) -> str:

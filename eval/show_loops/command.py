@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from looped_eval.common.loops_in_words import loops_in_words
+from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted

@@ -318,6 +318,7 @@ def stacked(charts: list, columns: int = 1) -> str:
     )
 
 
-def save_charts(charts: list, path):
-    """One below the other, as one SVG file."""
-    write_whole(path, stacked(charts).encode(errors="replace"))  # names of files may hold bytes that are no text
+def save_charts(charts: list, path, columns: int = 1):
+    """As one SVG file, in rows of so many."""
+    svg = stacked(charts, columns)
+    write_whole(path, svg.encode(errors="replace"))  # names of files may hold bytes that are no text

@@ -3,12 +3,8 @@
 from html import escape
 
 from looped_eval.common.page import Charts, Finding, Section, Table, Text, document
-from looped_recipes.common.words import counted
+from looped_recipes.common.words import counted, percent
 from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, hardest
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %" if share in (0, 1) or 0.01 <= share < 0.995 else f"{100 * share:.1f} %"
 
 
 def listed(words: list[str]) -> str:
