@@ -40,6 +40,14 @@ def first_batchwise_part(processors, criteria) -> str | None:
     return None
 
 
+def cannot_stop(criterion, length: int) -> bool:
+    """Whether it stops no sequence of this length, and has no warning to give: asked, it makes a GPU be waited for."""
+    if type(criterion) is not stopping_criteria.MaxLengthCriteria:
+        return False
+    known = criterion.max_position_embeddings
+    return length < criterion.max_length and (known is None or length <= known)
+
+
 def by_number(numbers: list[int]):
     """Of each number, where it stands."""
     groups: dict[int, list[int]] = {}
@@ -192,8 +200,10 @@ class TokenSelector:
             return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
         stops = stopped or [False] * len(rows)
         for length, members in self.by_length(rows):
-            sequences = self.ids[self.index([rows[i] for i in members]), :length]
             for criterion in self.sequence_criteria:
+                if cannot_stop(criterion, length):
+                    continue
+                sequences = self.ids[self.index([rows[i] for i in members]), :length]
                 for i, stop in zip(members, criterion(sequences, None).tolist()):
                     stops[i] |= stop
         return stops
