@@ -1,8 +1,8 @@
 """Training on a CPU: gradients of causal attention in bfloat16, faster than torch's kernel computes them.
 
 They are the same to rounding. `fast_paths` in cpu.py is the switch. Forward and backward take .53 to .73 of torch's
-time over 192 to 767 tokens on AMD (Zen 5), 2 to 8 % of a step with 256 tokens and width 512. From 768 tokens on the kernel
-itself takes larger blocks, and is as fast.
+time over 192 to 767 tokens on AMD (Zen 5), 2 to 8 % of a step with 256 tokens and width 512. From 768 tokens on the
+kernel itself takes larger blocks, and is as fast.
 """
 
 import math

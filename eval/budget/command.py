@@ -175,4 +175,4 @@ def main(arguments: list[str] | None = None):
     write_json(args.output / "budget.json", record, args.command)
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
-    say_result(best_depths(curves))
+    say_result(best_depths(curves), f"looped halting {next(iter(models.values()))[0]}")
