@@ -10,11 +10,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "MODEL_CARD.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/*.md", "examples/README.md"]
-<<<<<<< HEAD
-PAGES += ["recipes/*/README.md", "recipes/parcae/RUN_1.3B.md", "examples/*.ipynb"]
-=======
 PAGES += ["recipes/*/*.md", "examples/*.ipynb"]
->>>>>>> main
 
 
 def pages() -> dict[str, str]:
