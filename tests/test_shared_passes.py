@@ -298,12 +298,12 @@ def test_a_pass_that_fails_for_all(stage, monkeypatch):
     asked = requests(model, 10, ways=[*WAYS[:5], {"exit_criterion": "entropy_diff", "exit_threshold": 0.01}])
     alone, failed = [model.generate(**request) for request in asked], []
 
-    def fails_together(parts, *args):
-        if len(parts) > 1 and len(failed) % 3 < 2:
+    def fails_together(tokens, *args):
+        if len(tokens.parts) > 1 and len(failed) % 3 < 2:
             failed.append(None)
             raise RuntimeError("out of memory")
         failed.append(None)
-        return compute(parts, *args)
+        return compute(tokens, *args)
 
     monkeypatch.setattr(continuous, stage, fails_together)
     with SharedPasses(model) as passes:
