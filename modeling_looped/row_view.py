@@ -68,7 +68,8 @@ class RowView:
         self.by_row = self.goes_by_row and not together
         in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
         self.one_loop = self.loops[0] if in_step else None
-        is_filled = len(set(rows)) < len(rows) and 4 * len(rows) >= num_rows * cache.num_stored_loops
+        # below that, what is read in vain takes longer than a call for each token
+        is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops
         self.in_grid = in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
         self.places, self.spans_by_kind, self.masks_by_window = {}, {}, {}
         # where tokens are in the grid of rows and loops, and places
