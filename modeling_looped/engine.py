@@ -66,7 +66,7 @@ class Tokens:
 
     parts: list[RowsOfEngine]
     ids: torch.Tensor
-    embedded: torch.Tensor | None = None
+    embedded: torch.Tensor
     rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, 1, 2 kinds, 1, head_dim]
 
     @property
@@ -87,8 +87,9 @@ def enter(parts: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     positions = torch.tensor([place for of_part in places for place in of_part], device=ids.device)[:, None]
     x = trunk.embed(trunk.embed_tokens(ids), positions)
     its_positions = positions.split([len(of_part) for of_part in places])
-    tables = [part.engine.rotary(x, *its) for part, *its in zip(parts, its_positions, map(max, places))]
-    tokens = Tokens(parts, ids, rotary=torch.cat(tables) if trunk.ropes else None)
+    tables = [part.engine.rotary(x, its, max(of_part)) for part, its, of_part in zip(parts, its_positions, places)]
+    rotary = torch.cat([table for table in tables if table is not None]) if trunk.ropes else None
+    tokens = Tokens(parts, ids, x, rotary)
     tokens.embedded = trunk.run_prelude(x, pass_context(tokens, [0] * len(ids)) if len(trunk.prelude) else None)
     return tokens
 

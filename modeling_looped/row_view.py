@@ -168,8 +168,8 @@ class RowView:
         return states if len(states) == len(self.writing) else states[self.writing]
 
     def spans(self, slot: int) -> list[tuple]:
-        """Of each row's token in a buffer, what it sees, [1, heads, 2, tokens, head_dim], and its own place, [heads, 2,
-        head_dim]: shapes, strides and offsets."""
+        """Of each row's token, what it sees in a buffer, [1, heads, 2, tokens, head_dim], and its own place there,
+        [heads, 2, head_dim]: shapes, strides and offsets."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         kind = *buffer.shape, window
         if kind not in self.spans_by_kind:  # the same in all layers of a kind
@@ -224,7 +224,7 @@ class RowView:
 
 
 def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-    """Attention of one query per row of all views, [rows, heads, 1, head_dim], to what each sees, of different lengths.
+    """Attention of one query per row of all views, [rows, heads, 1, head_dim], to what each sees, however long.
 
     In bfloat16 a row is copied to fp32 first, all rows into the same memory, which stays in the processor's cache.
     """
@@ -242,7 +242,9 @@ def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, sc
         for seen, _ in spans:
             held = buffer.as_strided(*seen)
             keys, values = (view.in_fp32(held) if exact else view.cache.as_read(held)).unbind(2)
-            outputs.append(scaled_dot_product_attention(next(of_rows), keys, values, scale=scaling, enable_gqa=grouped))
+            outputs.append(
+                scaled_dot_product_attention(next(of_rows), keys, values, scale=scaling, enable_gqa=grouped)
+            )
     return torch.cat(outputs).to(queries.dtype)
 
 

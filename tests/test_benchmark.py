@@ -75,7 +75,9 @@ def test_of_decoding_by_a_trained_model(tmp_path, capsys):
     assert lines["sharing"]["last"]["cache_bytes"] * 3 == lines["sharing"]["none"]["cache_bytes"]
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2, "tie_word_embeddings": True}], ids=["plain", "shared"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_key_value_heads": 2, "tie_word_embeddings": True}], ids=["plain", "shared"]
+)
 def test_a_wider_model_computes_the_same(fields):
     model = tiny_model(**fields)
     wide, ids = widened(model, 3), torch.tensor([[5, 3, 8, 13, 21, 34]])
