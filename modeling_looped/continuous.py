@@ -122,6 +122,16 @@ class ContinuousDecoder:
         self.loops, self.starting = loops, starting
         return True
 
+    def new_tokens(self) -> tuple[RowsOfEngine, torch.Tensor]:
+        """Of the rows that start, and their ids, [rows, 1]."""
+        for row in self.starting:
+            self.loops[row] = 0
+        rows, self.starting = self.starting, []
+        return self.part(rows), self.selector.last_tokens(rows)
+
+    def part(self, rows: list[int]) -> RowsOfEngine:
+        return RowsOfEngine(self.engine, rows, self.engine.last_places(rows))
+
     def emit(self, rows: list[int], logits: torch.Tensor):
         """The next tokens of `rows`, which exit; those that have got theirs begin the next."""
         loops = [self.loops[row] for row in rows]
@@ -168,12 +178,8 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder]):
 def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
     """Of the rows that start."""
     places = [Place(decoder, row) for decoder in decoders for row in decoder.starting]
-    ids = torch.cat([decoder.selector.last_tokens(decoder.starting) for decoder in decoders])
-    for decoder in decoders:
-        for row in decoder.starting:
-            decoder.loops[row] = 0
-        decoder.starting = []
-    tokens, rows = enter(rows_of_engines(places), ids), in_table(places)
+    parts, ids = zip(*(decoder.new_tokens() for decoder in decoders))
+    tokens, rows = enter(list(parts), torch.cat(ids)), in_table(places)
     table.put(rows, {name: getattr(tokens, name) for name in OF_TOKENS})
     cold = [i for i, place in enumerate(places) if place.decoder.engine.warm_state is None]
     if cold:
@@ -182,13 +188,9 @@ def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
     table.forget(rows)
 
 
-def rows_of_engines(places: list[Place]) -> list[RowsOfEngine]:
-    of_decoders = by_decoder(places).items()
-    return [RowsOfEngine(decoder.engine, rows, decoder.engine.last_places(rows)) for decoder, rows in of_decoders]
-
-
 def tokens_at(table: RowTable, places: list[Place]) -> Tokens:
-    return Tokens(rows_of_engines(places), **table.take(in_table(places), OF_TOKENS))
+    parts = [decoder.part(rows) for decoder, rows in by_decoder(places).items()]
+    return Tokens(parts, **table.take(in_table(places), OF_TOKENS))
 
 
 def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor) -> bool:
