@@ -49,6 +49,20 @@ def report_misfits(path, model_name: str, missing, unexpected, mismatched):
         )
 
 
+def refuse_layers_without_scales(model, missing):
+    """Of a layer that its blocks do not divide a quantiser keeps the weight, but saves it as one that is quantised."""
+    layers = dict(model.named_modules())
+    parts = [name.rpartition(".") for name in missing] if getattr(model, "hf_quantizer", None) is not None else []
+    found = {layer: layers[layer] for layer, _, part in parts if part == "weight_scale_inv" and layer in layers}
+    if found:
+        shown = ", ".join(f"{name} {tuple(layer.weight.shape)}" for name, layer in found.items())
+        names = ["lm_head", *dict.fromkeys(name.rpartition(".")[2] for name in found)]
+        raise ValueError(
+            f"the blocks of quantization_config do not divide {shown}, which would be wrong once the model was saved "
+            f"and opened: leave such layers as they are, with modules_to_not_convert={names} in quantization_config"
+        )
+
+
 class StrictLoadingMixin:
     base_model_prefix: str  # of the model that this is mixed into
 
@@ -96,6 +110,8 @@ class StrictLoadingMixin:
                 f"weights of the checkpoint {pretrained_model_name_or_path} are a pickle of more than tensors, which "
                 "is not read, or no pickle at all"
             ) from error
+        if refuses:
+            refuse_layers_without_scales(model, info["missing_keys"])
         if public is not None:
             public.finish(model, cls, info, refuses)
         elif refuses:
