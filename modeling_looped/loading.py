@@ -1,6 +1,7 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
@@ -13,6 +14,7 @@ from .names import UnknownNameError
 # What reads layouts that are not ours ("public", "dense"): filled by formats/ where the package is installed. The code
 # beside a saved model does without.
 OPENERS: dict[str, Callable] = {}
+STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 
 
 class LoopedCheckpointError(ValueError, RuntimeError):
@@ -90,6 +92,7 @@ class StrictLoadingMixin:
         refuses = strict and has_path and not wants_info and not kwargs.get("ignore_mismatched_sizes")
         if refuses:
             kwargs["ignore_mismatched_sizes"] = True  # the error is ours, and says which sizes
+        before = STRICTLY.set((str(pretrained_model_name_or_path), cls.__name__) if refuses else None)
         try:
             of_transformers: Any = super(StrictLoadingMixin, loader)  # pyrefly: ignore[invalid-argument]
             load = of_transformers.from_pretrained  # of PreTrainedModel, beside this class
@@ -110,6 +113,8 @@ class StrictLoadingMixin:
                 f"weights of the checkpoint {pretrained_model_name_or_path} are a pickle of more than tensors, which "
                 "is not read, or no pickle at all"
             ) from error
+        finally:
+            STRICTLY.reset(before)
         if refuses:
             refuse_layers_without_scales(model, info["missing_keys"])
         if public is not None:
@@ -117,6 +122,19 @@ class StrictLoadingMixin:
         elif refuses:
             cls._refuse_misfits(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _finalize_model_loading(cls, model, *args, **kwargs):
+        """transformers' own makes tensors for what did not fit, for which an absurd config leaves no memory: what will
+        be refused for certain is refused before."""
+        info = next((each for each in (*args, *kwargs.values()) if hasattr(each, "mismatched_keys")), None)
+        if info is not None and (loaded := STRICTLY.get()):
+            sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
+            missing = sum(sizes.get(name, 0) for name in info.missing_keys)
+            most = info.missing_keys if missing > sum(sizes.values()) / 2 else ()
+            report_misfits(*loaded, most, (), info.mismatched_keys)
+        of_transformers: Any = super()
+        return of_transformers._finalize_model_loading(model, *args, **kwargs)
 
     @classmethod
     def from_dense(cls, pretrained_model_name_or_path, **options):

@@ -163,7 +163,10 @@ def _split_override(override: str) -> tuple[str, typing.Any]:
     key, equals, value = override.partition("=")
     if not equals or not all(key.partition(".")):
         raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")
-    return key, parse_yaml(value, f"{override!r} is not an override: {value!r}")
+    parsed = parse_yaml(value, f"{override!r} is not an override: {value!r}")
+    if isinstance(parsed, str) and parsed != value.strip() and value.strip()[0] not in "'\"":
+        raise RecipeError(f"{override!r} stands for {parsed!r} in YAML: put the value in quotes, or correct it")
+    return key, parsed
 
 
 def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = False) -> Recipe:
