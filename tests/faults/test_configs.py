@@ -7,7 +7,7 @@ from tests.faults.campaign_configs import trials
 
 
 def test_sizes_that_a_saved_model_does_not_have_are_refused(tmp_path):
-    assert_good(trials(0, tmp_path), 24)
+    assert_good(trials(0, tmp_path), 16)
 
 
 @pytest.mark.slow
