@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
-from looped_recipes.common.files import remove_leftovers, sync, write_whole
+from looped_recipes.common.files import remove, remove_leftovers, sync, write_whole
 from looped_recipes.common.provenance import provenance
 
 from .distributed import bare, to_shards
@@ -200,7 +200,7 @@ def remove_old(folder: Path, saved: str, keep_last: int):
         if path.name not in kept or is_again:
             gone = folder / f".deleting-{path.name}"
             os.rename(path, gone)  # first, so that what is half deleted has no name
-            shutil.rmtree(gone)
+            remove(gone)
 
 
 # Finding
