@@ -10,7 +10,8 @@ import torch
 
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.optimum import optimum
-from looped_recipes.engine import training
+from looped_recipes.engine import run_checkpoints, training
+from looped_recipes.engine import step as step_module
 from looped_recipes.engine.checkpoint import read_marker
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import Divergence
@@ -20,8 +21,8 @@ from tests.helpers import tiny_model
 
 
 def poison(monkeypatch, name: str, call: int, harm):
-    """Do `harm` to the optimizers' parameters at the n-th call of a function of the training loop."""
-    original, calls = getattr(training, name), []
+    """Do `harm` to the optimizers' parameters at the n-th call of a function of the step."""
+    original, calls = getattr(step_module, name), []
 
     def wrapper(optimizers, *arguments):
         result = original(optimizers, *arguments)
@@ -30,7 +31,7 @@ def poison(monkeypatch, name: str, call: int, harm):
             harm(optimizers)
         return result
 
-    monkeypatch.setattr(training, name, wrapper)
+    monkeypatch.setattr(step_module, name, wrapper)
 
 
 def nan_gradient(optimizers):
@@ -83,15 +84,15 @@ def test_weights_that_are_no_numbers_are_not_saved(runs, tmp_path, monkeypatch):
 def test_a_checkpoint_of_an_older_version_that_holds_them_is_passed_over(runs, monkeypatch):
     place = runs.copy(runs.half, "older")
     with monkeypatch.context() as patch:
-        patch.setattr(training.Pretraining, "nonfinite_part", lambda self: None)
-        spoil = training.save_checkpoint
+        patch.setattr(run_checkpoints.RunCheckpoints, "nonfinite_part", lambda self: None)
+        spoil = run_checkpoints.save_checkpoint
 
         def save(folder, step, model, *arguments, **options):
             with torch.no_grad():
                 next(model.parameters()).fill_(math.nan)
             return spoil(folder, step, model, *arguments, **options)
 
-        patch.setattr(training, "save_checkpoint", save)
+        patch.setattr(run_checkpoints, "save_checkpoint", save)
         runs.train(place, "training.stop_after=4", "evaluation.every=100")
     said = runs.train(place)
     assert "step-00000004 is not taken: the weight" in said and "step-00000003 is taken instead" in said
