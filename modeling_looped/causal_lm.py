@@ -16,6 +16,7 @@
 from functools import reduce
 from inspect import signature
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
@@ -85,6 +86,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: bool = False,
         output_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
+        label_positions: np.ndarray | None = None,
         **kwargs,
     ) -> LoopedCausalLMOutputWithPast:
         r"""
@@ -93,6 +95,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         exit_rule: let each token (or, `per_sequence`, each row) stop at the loop where its criterion is met;
             `num_loops` is then the most it runs. `after_all` runs all loops, and reads each token out at its exit.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
+        label_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
+            for to know, so a numpy array, which stays on the host.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
         output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.
@@ -164,7 +168,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         if has_loss and not loop_losses and self._has_plain_loss(logits, labels):
             loss = self._plain_loss(logits, labels, num_items_in_batch)
         elif has_loss:
-            terms = outputs, gates, depths, labels, num_items_in_batch
+            terms = outputs, gates, depths, labels, num_items_in_batch, label_positions
             if self.config.loop_loss == "exit_weighted_logits":
                 mixed = self._exit_weighted(readouts, exit_probabilities, depths)
                 loss = self._loop_loss(*terms, mixed)[0]
@@ -316,6 +320,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         depths: int | list[int],
         labels,
         num_items_in_batch,
+        label_positions,
         mixed=None,
         objective=None,
         every_loop=True,
@@ -338,6 +343,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             num_items_in_batch,
             objective,
             every_loop,
+            label_positions,
         )
 
     def _latent_targets(self, labels):

@@ -36,7 +36,7 @@ from .clients import check_for_engine, register_with_peft, warn_of_another_loss
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
-from .depth import DepthPlan, plan_depths
+from .depth import DepthPlan, placed, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
 from .injection import INJECTIONS, LoopChangeGate
@@ -439,7 +439,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if isinstance(depth, int):
             return self.config.residual_factor(depth)
         factors = [self.config.residual_factor(loops) for loops in depth]
-        return torch.tensor(factors, device=like.device, dtype=like.dtype)[:, None, None]
+        return placed(factors, like.device, like.dtype)[:, None, None]
 
     def _at_first_loop(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
         """Whether t = 0, as injections and the gate ask: one bool, or one per row, [rows, 1, 1]."""
@@ -448,7 +448,7 @@ class LoopedModel(LoopedPreTrainedModel):
         first = [t == 0 for t in loop]
         if not self.looks_at_first or all(first) or not any(first):
             return first[0]
-        return torch.tensor(first, device=like.device)[:, None, None]
+        return placed(first, like.device)[:, None, None]
 
     def _makes_keys(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
         """Whether loop t computes keys and values: one bool, or one per row, [rows, 1, 1, 1]."""
@@ -458,7 +458,7 @@ class LoopedModel(LoopedPreTrainedModel):
             return self.config.makes_keys(loop)
         makes = [self.config.makes_keys(t) for t in loop]
         same = all(makes) or not any(makes)
-        return makes[0] if same else torch.tensor(makes, device=like.device)[:, None, None, None]
+        return makes[0] if same else placed(makes, like.device)[:, None, None, None]
 
     def _positions(self, inputs_embeds, attention_mask, past_key_values):
         """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""

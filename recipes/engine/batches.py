@@ -7,6 +7,7 @@ still computes this one.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -14,11 +15,13 @@ from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
 from looped_recipes.data.shards import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
+from modeling_looped.losses import shift
 
 
 class MicroBatch(NamedTuple):
     number: int  # what dropout is seeded with
     batch: dict[str, torch.Tensor]
+    label_positions: np.ndarray  # where the next token has a label
     depths: list[int]
     noise: torch.Tensor | None
 
@@ -26,7 +29,12 @@ class MicroBatch(NamedTuple):
 class ReadAhead(NamedTuple):
     step: int
     batches: list[dict[str, torch.Tensor]]  # on the CPU, pinned where a GPU copies them without waiting
-    num_labels: int  # of this process's rows
+    label_positions: list[np.ndarray]
+
+    @property
+    def num_labels(self) -> int:
+        """Of this process's rows."""
+        return sum(map(len, self.label_positions))
 
 
 class Batches:
@@ -35,7 +43,7 @@ class Batches:
     def __init__(self, recipe: Recipe, model: LoopedForCausalLM, rows: PackedRows, accelerator: Accelerator):
         self.recipe, self.model, self.rows, self.accelerator = recipe, model, rows, accelerator
         self.mean_depth, self.backprop_loops = recipe.mean_depth(model.config), recipe.backprop_loops(model.config)
-        self.read_ahead = ReadAhead(-1, [], 0)
+        self.read_ahead = ReadAhead(-1, [], [])
         self.check_groups()
 
     def check_groups(self):
@@ -54,20 +62,21 @@ class Batches:
     def of_step(self, step: int) -> Iterator[MicroBatch]:
         """This process's rows of a step; every process makes equally many micro batches."""
         depths = self.depths(step)  # of the rows of the global batch
-        for (number, rows), batch in zip(self.groups(depths), self.read(step).batches):
+        _, batches, label_positions = self.read(step)
+        for (number, rows), batch, positions in zip(self.groups(depths), batches, label_positions):
             batch = {key: value.to(self.accelerator.device, non_blocking=True) for key, value in batch.items()}
-            yield MicroBatch(number, batch, [depths[row] for row in rows], self.noise(step, rows))
+            yield MicroBatch(number, batch, positions, [depths[row] for row in rows], self.noise(step, rows))
 
     def read(self, step: int) -> ReadAhead:
         """This process's rows of a step."""
         if self.read_ahead.step != step:
             pin = self.accelerator.device.type == "cuda"
-            data_rows, batches, num_labels = self.data_rows(step), [], 0
+            data_rows, batches, label_positions = self.data_rows(step), [], []
             for _, rows in self.groups(self.depths(step)):
                 batch = self.rows.batch([data_rows[row] for row in rows])
-                num_labels += int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
+                label_positions.append(np.flatnonzero(shift(batch["labels"]).numpy() != IGNORE_INDEX))
                 batches.append({key: value.pin_memory() if pin else value for key, value in batch.items()})
-            self.read_ahead = ReadAhead(step, batches, num_labels)
+            self.read_ahead = ReadAhead(step, batches, label_positions)
         return self.read_ahead
 
     def data_rows(self, step: int) -> list[int]:

@@ -18,6 +18,11 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; change one"
         )
+    if training.compile == "cuda_graphs" and accelerator.device.type != "cuda":
+        raise RecipeError(
+            f"training.compile='cuda_graphs' needs a GPU, but this run is on {accelerator.device.type!r}: set "
+            "training.compile=true"
+        )
     check_trackers(recipe, accelerator)
     check_start(recipe)
 

@@ -17,6 +17,7 @@ from modeling_looped import generator_of
 
 from .batches import Batches
 from .behind import Behind
+from .compiling import begin_step
 from .distributed import bare, fill_missing_gradients
 from .interruption import Interruption
 from .monitor import Monitor, StateNorms
@@ -51,6 +52,7 @@ class Steps:
     def compute(self, step: int, monitor: Monitor | None, interruption: Interruption) -> Report:
         """Loss and gradients of a step. monitor: measures states and gradients too."""
         accelerator, config = self.accelerator, bare(self.model).config
+        begin_step(self.recipe.training.compile == "cuda_graphs")
         depths = self.batches.depths(step)
         watch_states = monitor is not None and depths_in_one_pass(config)
         norms = StateNorms(max(depths), accelerator.device) if watch_states else None
@@ -81,7 +83,7 @@ class Steps:
         _, window = self.batches.depth_settings(step)
         labelled = self.labels_of(step)
         total = torch.zeros((), device=accelerator.device)
-        for i, (number, batch, depths, noise) in enumerate(micro_batches):
+        for i, (number, batch, label_positions, depths, noise) in enumerate(micro_batches):
             set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
             last = i == len(micro_batches) - 1
             with accelerator.no_sync(self.model) if not last else nullcontext():
@@ -92,6 +94,7 @@ class Steps:
                     initial_state=noise,
                     # gradients are averaged over processes, so each divides by its share of the labels
                     num_items_in_batch=labelled / accelerator.num_processes,
+                    label_positions=label_positions,
                     output_logits=False,
                     output_loop_hidden_states=norms is not None,
                     use_cache=False,

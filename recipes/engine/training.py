@@ -20,6 +20,7 @@ from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch
+from looped_recipes.engine.compiling import blocks_of, compile_blocks
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
 from looped_recipes.engine.distributed import prepare as distribute
 from looped_recipes.engine.ending import ending
@@ -71,7 +72,7 @@ class Pretraining:
             # its name from transformers 5.23 on, and before
             getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
         if training.compile:
-            compile_blocks([*self.model.model.prelude, *self.model.model.core, *self.model.model.coda])
+            compile_blocks(blocks_of(self.model), cuda_graphs=training.compile == "cuda_graphs")
         self.model, self.optimizers = distribute(
             self.accelerator,
             self.model,
@@ -110,7 +111,7 @@ class Pretraining:
         """What the taper is fitted to: the rows of this step, without dropout."""
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
-        for _, batch, depths, noise in self.batches.of_step(self.step):
+        for _, batch, _, depths, noise in self.batches.of_step(self.step):
             arguments = {"num_loops": depths, "initial_state": noise, "output_logits": False, "use_cache": False}
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             outputs = self.model(**inputs, **arguments, output_loop_readout_states=True)
@@ -254,14 +255,6 @@ class Pretraining:
         if self.accelerator.is_main_process:
             print(f"saved {final}; {ending(self.metrics.path, self.config.trained_depth)}")
         return final
-
-
-def compile_blocks(blocks):
-    """Each by itself, all with one code, of which sections, row counts and gradients want variants: beyond torch's
-    limit of 8 the rest would run uncompiled."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for block in blocks:
-        block.compile()
 
 
 def flat(nested: dict, prefix: str = "") -> dict:

@@ -123,7 +123,8 @@ class TrainingConfig:
     count_embedding: bool = True  # among the parameters of tokens_per_parameter
     rows_per_step: int = 64  # sequences per optimizer step, over all processes
     micro_batch_size: int = 8  # sequences per process and forward pass
-    compile: bool = False  # compile the blocks, once for all loops
+    # compile the blocks, once for all loops; cuda_graphs: and record what they do, for a GPU that waits for the CPU
+    compile: bool | Literal["cuda_graphs"] = False
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     initialize_from: str | None = None  # a saved model to start from
     freeze_all_but_gate: bool = False  # Ouro's stage II
@@ -135,7 +136,8 @@ class TrainingConfig:
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
-    # steps of a run whose loss or gradients are no numbers that are left out, without an update; one more stops it
+    # steps of a run whose loss or gradients are no numbers that are left out, without an update; one more stops it.
+    # Above 0 a GPU is waited for in every step
     skip_nonfinite_steps: int = 0
     max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end

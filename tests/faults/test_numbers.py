@@ -38,8 +38,15 @@ def nan_gradient(optimizers):
     optimizers[0].param_groups[0]["params"][0].grad.view(-1)[3] = math.nan
 
 
+@pytest.fixture(params=[False, True], ids=["at_once", "behind"])
+def reads_behind(request, monkeypatch):
+    """Whether steps are read at once, as on a CPU, or when the next one is on its way."""
+    monkeypatch.setattr(step_module.Steps, "reads_behind", request.param)
+
+
+@pytest.mark.usefixtures("reads_behind")
 @pytest.mark.parametrize("clip", ["1.0", pytest.param("null", marks=pytest.mark.slow)])
-def test_a_gradient_that_is_no_number_stops_the_run_before_the_step(runs, tmp_path, monkeypatch, clip):
+def test_a_gradient_that_is_no_number_stops_the_run_before_it_is_saved(runs, tmp_path, monkeypatch, clip):
     """With one checkpoint kept: it is from before, and the run goes on from it as if nothing had been."""
     with monkeypatch.context() as patch:
         poison(patch, "fill_missing_gradients", 4, nan_gradient)
@@ -50,6 +57,17 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_the_step(runs, tmp_pa
     if clip == "1.0":
         runs.train(tmp_path)
         assert runs.why_other(tmp_path) is None
+
+
+@pytest.mark.usefixtures("reads_behind")
+def test_a_bad_step_between_checkpoints_is_found_before_the_next(runs, monkeypatch):
+    place = runs.copy(runs.half, "between")
+    with monkeypatch.context() as patch:
+        poison(patch, "fill_missing_gradients", 1, nan_gradient)
+        with pytest.raises(Divergence, match="gradient norm of step 3 is nan"):
+            runs.train(place, "training.save_every=100", "evaluation.every=100")
+    runs.train(place)
+    assert runs.why_other(place) is None
 
 
 def test_bad_steps_are_left_out_counted_and_limited(runs, tmp_path, monkeypatch):

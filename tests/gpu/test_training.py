@@ -64,6 +64,26 @@ def same_bits(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("recipe", ["parcae", "ouro", "huginn"])
+def test_a_step_waits_for_nothing(recipe, device, training_text, tmp_path):
+    if device != "cuda":
+        pytest.skip("torch tells of waiting on CUDA alone; tests/test_waiting.py shows the same without a device")
+    pytest.importorskip("datasets", reason="training reads its text through datasets, which is not installed")
+    from looped_recipes.engine.interruption import Interruption
+    from looped_recipes.engine.training import Pretraining
+    from looped_recipes.settings.recipe import load_recipe
+
+    run = Pretraining(load_recipe(SMOKE / f"{recipe}.yaml", smoke_settings(training_text, tmp_path)))
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            report = run.steps.compute(step, None, Interruption())
+            run.steps.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(map(math.isfinite, report.read()))
+
+
 @pytest.mark.usefixtures("same_bits")
 @pytest.mark.parametrize("recipe", ["parcae", "flt"])
 def test_a_run_goes_on_bit_for_bit(recipe, device, training_text, tmp_path):
