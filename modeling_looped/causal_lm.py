@@ -13,7 +13,8 @@
 # limitations under the License.
 """The language model: logits after every loop, the losses over them, the exit gate."""
 
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 from inspect import signature
 
 import numpy as np
@@ -57,6 +58,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
         gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
+        self.loss_kernel: Callable | None = None  # one of loss_kernels.py
         self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
         self.post_init()
         # of the trunk's own, which has no gate: here a gate that has no place is an error
@@ -344,7 +346,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             objective,
             every_loop,
             label_positions,
+            None if self.loss_kernel is None else partial(self._losses_of_kernel, has_readout=one is not None),
         )
+
+    def _losses_of_kernel(self, hidden, loop: int, labels, has_readout: bool):
+        """Cross-entropies of tokens from what `decode` reads, or from what the head reads."""
+        hidden = hidden if has_readout else self._read_out(hidden, loop, None)
+        return self.loss_kernel(hidden, self.lm_head.weight, labels, self.config.logit_softcap)
 
     def _latent_targets(self, labels):
         """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""

@@ -144,8 +144,17 @@ def weighted_cross_entropy(
     weights: torch.Tensor,  # [loops, tokens]
     compared: list[torch.Tensor] | None,  # per loop the tokens that ran it; None if all did
     vocab_size: int,
+    kernel: Callable | None = None,  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
+    if kernel is not None:
+        losses = []
+        for k, state in enumerate(states):
+            tokens = slice(None) if compared is None else compared[k]
+            of_loop = kernel(state.flatten(0, 1)[positions[tokens]], k, labels[tokens]).to(weights.dtype)
+            losses.append(of_loop if compared is None else torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
+        losses = torch.stack(losses)
+        return (losses * weights).sum(), losses.detach()
     if parameters is None or torch.compiler.is_compiling():
 
         def cross_entropy(state, k):
@@ -180,6 +189,7 @@ def loop_loss(
     objective: str | None = None,  # another than the configured
     every_loop: bool = True,  # also compare the readouts that the loss does not read
     label_positions: np.ndarray | None = None,  # where labels has any, see `LoopedForCausalLM`
+    kernel: Callable | None = None,  # see `weighted_cross_entropy`
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
     nan where nothing was compared, and that of every token, [loops, batch, length], 0 where there is no label."""
@@ -235,7 +245,7 @@ def loop_loss(
     cross_entropy_trains = torch.is_grad_enabled() and objective != "gate"
     with torch.set_grad_enabled(cross_entropy_trains):
         total, losses = weighted_cross_entropy(
-            decode, parameters, readouts, positions, targets, weights, compared, config.vocab_size
+            decode, parameters, readouts, positions, targets, weights, compared, config.vocab_size, kernel
         )
     if objective == "gate":
         assert gates is not None

@@ -490,6 +490,24 @@ def test_units_of_accelerate_give_the_losses_of_one_process(tmp_path):
         assert_close(result["losses"], train([0, 3], **each)["losses"], relative)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes, mesh", [(2, None), (4, (2, 2))], ids=["fsdp2", "hsdp"])
+def test_blocks_as_units_give_the_losses_of_one_process(num_processes, mesh, tmp_path):
+    """Gathered in every loop; also as two replicas of two shards each. Muon shares its matrices out."""
+    parcae = {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1}
+    settings = [PER_LOOP, {"optimizer": MUON, "model": parcae}, {"optimizer": NORMUON, "model": parcae}]
+    tasks = [
+        {"steps": [0, 3], "fsdp": True, "blocks_as_units": units, "mesh": mesh, **each}
+        for each in settings
+        for units in (True, False)
+    ]
+    results = iter(launch(tmp_path, tasks, num_processes))
+    for each in settings:
+        expected = train([0, 3], **each)["losses"]
+        for _ in range(2):
+            assert_close(next(results)["losses"], expected, rounding(each))
+
+
 VARIANTS = {
     # depths and gradient windows that differ between the processes, and accumulation
     "parcae": {

@@ -1,5 +1,6 @@
 """What a launch must agree with, and the model that a run begins with."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -7,8 +8,10 @@ from accelerate import Accelerator
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
-from looped_recipes.settings.recipe import Recipe, RecipeError
+from looped_recipes.engine.distributed import check_units
+from looped_recipes.settings.recipe import Recipe, RecipeError, TrainingConfig
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.loss_kernels import LOSS_KERNELS
 
 
 def check_launch(recipe: Recipe, accelerator: Accelerator):
@@ -18,11 +21,7 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; change one"
         )
-    if training.compile == "cuda_graphs" and accelerator.device.type != "cuda":
-        raise RecipeError(
-            f"training.compile='cuda_graphs' needs a GPU, but this run is on {accelerator.device.type!r}: set "
-            "training.compile=true"
-        )
+    check_units(accelerator, recipe.depth)
     check_trackers(recipe, accelerator)
     check_start(recipe)
 
@@ -80,6 +79,29 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         model.requires_grad_(False)
         model.exit_gate.requires_grad_(True)
     return model
+
+
+def take_kernels(model: LoopedForCausalLM, training: TrainingConfig, device: str):
+    """The kernels that the recipe names."""
+    on_gpus = {"compile": training.compile == "cuda_graphs", "attention": training.attention is not None}
+    on_gpus["cross_entropy"] = training.cross_entropy is not None
+    for name in [name for name, is_named in on_gpus.items() if is_named]:
+        if device != "cuda":
+            raise RecipeError(
+                f"training.{name}={getattr(training, name)!r} needs a GPU, but this run is on {device!r}: leave it out"
+            )
+    if training.attention is not None:
+        try:
+            model.set_attn_implementation(training.attention)
+        except (ImportError, ValueError) as error:
+            raise RecipeError(f"training.attention={training.attention!r}: {' '.join(str(error).split())}") from error
+    if training.cross_entropy is not None:
+        if find_spec(training.cross_entropy) is None:
+            raise RecipeError(
+                f"training.cross_entropy={training.cross_entropy!r} is not installed: install it (pip install "
+                f"{training.cross_entropy.replace('_', '-')}), or leave it out"
+            )
+        model.loss_kernel = LOSS_KERNELS[training.cross_entropy]
 
 
 def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:

@@ -3,7 +3,8 @@
 Under FSDP2 the whole model is one unit: its weights are gathered once per pass, not once per layer and loop, and kept
 until the backward pass has used them. Gradients, optimizer states and the weights between steps are sharded. Looped
 models have few weights for their compute, and processes whose rows run to different depths never wait for each other
-in the middle of a loop, where they would gather different layers.
+in the middle of a loop, where they would gather different layers. For weights that are too many for one GPU,
+fsdp_auto_wrap_policy makes every block a unit, which is gathered and reduced in every loop.
 """
 
 import functools
@@ -13,10 +14,11 @@ from collections.abc import Callable
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import DepthConfig, RecipeError
 
 
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
@@ -63,12 +65,25 @@ def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     mesh = getattr(accelerator, "torch_device_mesh", None)
     if mesh is not None:
         mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
     # no mp_policy: autocast keeps the residual stream in fp32, as on one process
-    fully_shard(model, mesh=mesh, offload_policy=plugin.cpu_offload)
-    if hasattr(model, "set_reduce_scatter_unused_params"):
-        model.set_reduce_scatter_unused_params(True)
+    for unit in [*filter(is_unit, model.modules()), model]:
+        gather_again = plugin.reshard_after_forward if unit is not model else None
+        fully_shard(unit, mesh=mesh, offload_policy=plugin.cpu_offload, reshard_after_forward=gather_again)
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True)
     model.forward = with_autocast(accelerator, model.forward)
     return model
+
+
+def check_units(accelerator: Accelerator, depth: DepthConfig):
+    """Blocks that are gathered by themselves are gathered in every loop, by all processes together."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.auto_wrap_policy is not None and depth.per != "batch":
+        raise RecipeError(
+            f"with depth.per={depth.per!r} processes run different numbers of loops, and would wait for each other's "
+            "blocks for ever: set fsdp_auto_wrap_policy to NO_WRAP, or depth.per to 'batch'"
+        )
 
 
 def with_autocast(accelerator: Accelerator, forward: Callable) -> Callable:

@@ -19,7 +19,7 @@ from looped_recipes.common.orphans import end_with
 from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.batches import Batches
-from looped_recipes.engine.beginning import build_model, check_launch
+from looped_recipes.engine.beginning import build_model, check_launch, take_kernels
 from looped_recipes.engine.compiling import blocks_of, compile_blocks
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
 from looped_recipes.engine.distributed import prepare as distribute
@@ -68,6 +68,7 @@ class Pretraining:
         self.total_steps = recipe.num_steps(sizes(self.config), self.flops_per_token, len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
+        take_kernels(self.model, training, self.accelerator.device.type)
         if training.gradient_checkpointing:
             # its name from transformers 5.23 on, and before
             getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()

@@ -125,6 +125,10 @@ class TrainingConfig:
     micro_batch_size: int = 8  # sequences per process and forward pass
     # compile the blocks, once for all loops; cuda_graphs: and record what they do, for a GPU that waits for the CPU
     compile: bool | Literal["cuda_graphs"] = False
+    # a kernel of another package, on a GPU; None is our own, which works on a chunk of logits at a time
+    cross_entropy: Literal["cut_cross_entropy"] | None = None
+    # a kernel of attention, on a GPU: with no mask in memory where documents share a row; None is that of torch
+    attention: Literal["flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     initialize_from: str | None = None  # a saved model to start from
     freeze_all_but_gate: bool = False  # Ouro's stage II
