@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import PreTrainedModel
@@ -169,6 +170,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if config._attn_implementation == "sglang" and config.exit_gate != "none":
             self.exit_gate = linear(config.state_size, 1, "gate", bias=True)  # it wants a place for every tensor
         self.gradient_checkpointing = False
+        self.checkpoints_loops = False  # keep the state of every loop alone, and compute again what is between
         self.post_init()
 
     def _blocks(
@@ -325,7 +327,11 @@ class LoopedModel(LoopedPreTrainedModel):
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
-                x = self.core_pass(running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context)
+                inputs = running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context
+                if self.checkpoints_loops and self.training and torch.is_grad_enabled():
+                    x = checkpoint(self.core_pass, *inputs, use_reentrant=False)
+                else:
+                    x = self.core_pass(*inputs)
                 if every_loop:
                     ticks.append(x)
                 if tick.next_rows < tick.rows:

@@ -31,7 +31,7 @@ def test_accelerate_knows_every_key(name):
     assert config.mixed_precision == "bf16" and config.main_training_function == "main"
 
 
-@pytest.mark.parametrize("name", ["fsdp2.yaml", "multi_node.yaml"])
+@pytest.mark.parametrize("name", ["fsdp2.yaml", "multi_node.yaml", "hsdp.yaml"])
 def test_fsdp_configs_are_those_that_the_recipes_take(name, monkeypatch):
     settings = yaml.safe_load((CONFIGS / name).read_text())["fsdp_config"]
     known = {key.removeprefix("fsdp_") for key in settings}

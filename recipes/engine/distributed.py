@@ -10,10 +10,17 @@ fsdp_auto_wrap_policy makes every block a unit, which is gathered and reduced in
 import functools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    patch_environment,
+)
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -30,7 +37,10 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes > 1 and not torch.accelerator.is_available():
         kwargs["cpu"] = True
-    accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
+    has_mesh = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    # its check of a mesh knows no CPUs
+    with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false") if kwargs.get("cpu") else nullcontext():
+        accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
     if accelerator.num_processes != num_processes:
         raise RecipeError(
             f"{num_processes} processes were launched, but they do not find each other: accelerate counts "
@@ -42,6 +52,11 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
         if accelerator.distributed_type == DistributedType.MULTI_CPU:
             accelerator.state.distributed_type = DistributedType.FSDP
             accelerator.state.fsdp_plugin = plugin
+            if has_mesh:
+                accelerator.state.parallelism_config = ParallelismConfig()
+                accelerator.state.device_mesh = accelerator.parallelism_config.get_device_mesh("cpu")
+    if accelerator.parallelism_config is not None:
+        _check_mesh(accelerator.parallelism_config)
     return accelerator
 
 
@@ -132,6 +147,16 @@ def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+def _check_mesh(config: ParallelismConfig):
+    others = {name: getattr(config, f"{name}_size") for name in ("tp", "cp", "sp")}
+    others = {f"parallelism_config_{name}_size": size for name, size in others.items() if size > 1}
+    if others:
+        raise RecipeError(
+            f"{others} would be dropped: training shards by data alone (parallelism_config_dp_replicate_size and "
+            "_dp_shard_size, see recipes/accelerate/hsdp.yaml)"
+        )
 
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin):

@@ -18,6 +18,7 @@ from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.orphans import end_with
 from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
+from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch, take_kernels
 from looped_recipes.engine.compiling import blocks_of, compile_blocks
@@ -30,6 +31,7 @@ from looped_recipes.engine.interruption import Interrupted, Interruption
 from looped_recipes.engine.monitor import Monitor
 from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
 from looped_recipes.engine.peers import main_process_first
+from looped_recipes.engine.profiling import Profile
 from looped_recipes.engine.publish import create_repository, model_card, push
 from looped_recipes.engine.reports import StepReports
 from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints, settings_of_run
@@ -70,8 +72,7 @@ class Pretraining:
         self.model.train()
         take_kernels(self.model, training, self.accelerator.device.type)
         if training.gradient_checkpointing:
-            # its name from transformers 5.23 on, and before
-            getattr(self.model, "activation_checkpointing_enable", self.model.gradient_checkpointing_enable)()
+            keep_fewer_activations(self.model, training.gradient_checkpointing)
         if training.compile:
             compile_blocks(blocks_of(self.model), cuda_graphs=training.compile == "cuda_graphs")
         self.model, self.optimizers = distribute(
@@ -177,8 +178,11 @@ class Pretraining:
             self.total_steps,
             self.flops_per_token,
         )
+        first = self.step + recipe.logging.profile_from
+        profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
         while self.step < self.total_steps and not self.leaves_off:
-            self.take_step(self.step, reports)
+            with profile.of_step(self.step):
+                self.take_step(self.step, reports)
             done = self.step == self.total_steps
             evaluates = done or self.step % recipe.evaluation.every == 0
             if evaluates or done or self.leaves_off or self.step % recipe.training.save_every == 0:
@@ -189,6 +193,7 @@ class Pretraining:
                 if done or self.leaves_off or self.step % recipe.training.save_every == 0:
                     self.save()
                 reports.start_clock()
+        profile.write()
 
     def take_step(self, step: int, reports: StepReports):
         watch = step % self.recipe.logging.monitor_every == 0

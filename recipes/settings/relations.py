@@ -54,6 +54,8 @@ def idle(recipe) -> Iterator[tuple[str, list[str], str]]:
         yield "schedule", decay, "schedule.name='cosine', which falls until the last step"
     if recipe.training.tokens_per_parameter is None:
         yield "training", ["count_embedding"], "no training.tokens_per_parameter"
+    if not recipe.logging.profile_steps:
+        yield "logging", ["profile_from"], "no logging.profile_steps"
     if not recipe.logging.trackers:
         yield "logging", ["project"], "no logging.trackers"
 

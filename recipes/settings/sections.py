@@ -129,7 +129,9 @@ class TrainingConfig:
     cross_entropy: Literal["cut_cross_entropy"] | None = None
     # a kernel of attention, on a GPU: with no mask in memory where documents share a row; None is that of torch
     attention: Literal["flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
-    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
+    # compute activations again instead of keeping them: all but the input of every block, or the state of every loop;
+    # selective: keep what costs most; offload: keep inputs of blocks in the memory of the host
+    gradient_checkpointing: bool | Literal["loops", "selective", "offload"] = False
     initialize_from: str | None = None  # a saved model to start from
     freeze_all_but_gate: bool = False  # Ouro's stage II
     taper_start: float = 0.05  # model.readout_norm taper: where the norm begins to go, as a part of all steps
@@ -162,6 +164,9 @@ class LoggingConfig:
     # where metrics go besides
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     project: str = "looped"  # name of trackers
+    # so many steps are traced into profile/ of output_dir: what CPU and GPU do when; 0 is none
+    profile_steps: int = 0
+    profile_from: int = 5  # the first of them, counted from where the run begins or goes on
 
 
 SECTIONS = {

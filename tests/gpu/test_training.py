@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from looped_recipes.engine.activations import keep_fewer_activations
 from tests.helpers import random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE, logged_losses, smoke_settings
 
@@ -25,10 +26,13 @@ def loss_and_gradients(model, ids, **how):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("num_loops", [3, [2, 4]], ids=["one_depth", "mixed_depths"])
-def test_gradient_checkpointing_changes_nothing(system, num_loops, device):
+@pytest.mark.parametrize("way", [True, "loops", "selective", "offload"], ids=str)
+def test_gradient_checkpointing_changes_nothing(way, system, num_loops, device):
+    if (way, device) == ("offload", "cpu"):
+        pytest.skip("activations lie in the memory of the host anyway")
     model, ids = tiny_model(**SYSTEMS[system]).to(device).train(), random_ids(2, 8).to(device)
     expected, gradients = loss_and_gradients(model, ids, num_loops=num_loops)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    keep_fewer_activations(model, way)
     found, found_gradients = loss_and_gradients(model, ids, num_loops=num_loops)
     torch.testing.assert_close(found, expected)
     for name, gradient in gradients.items():
