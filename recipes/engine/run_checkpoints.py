@@ -10,6 +10,7 @@ from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.provenance import provenance
 from looped_recipes.settings.recipe import Recipe, RecipeError
 
+from .background import Background
 from .checkpoint import (
     METRICS,
     check_space,
@@ -50,6 +51,7 @@ class RunCheckpoints:
         self.monitor, self.metrics, self.compared = monitor, metrics, compared
         self.output = Path(recipe.training.output_dir)
         self.folder = self.output / "checkpoints"
+        self.background = Background() if recipe.training.save_in_background else None
 
     def start(self) -> tuple[Progress, Path | None]:
         """Load the newest whole checkpoint, or begin."""
@@ -133,7 +135,13 @@ class RunCheckpoints:
             is_best=is_best and self.recipe.training.keep_best,
             config=self.compared,
             metrics=self.metrics.path,
+            background=self.background,
         )
+
+    def wait(self):
+        """Until what was saved is whole."""
+        if self.background is not None:
+            self.background.wait()
 
 
 def settings_of_run(recipe: Recipe, model_config, data, precision: str, has_dropout: bool) -> dict:

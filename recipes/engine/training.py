@@ -135,7 +135,10 @@ class Pretraining:
             self.interruption,
             tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar,
         ):
-            self.take_steps(bar)
+            try:
+                self.take_steps(bar)
+            finally:
+                self.checkpoints.wait()
         if self.recipe.logging.trackers:
             self.accelerator.end_training()
         if self.step == self.total_steps:

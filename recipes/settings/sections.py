@@ -137,6 +137,8 @@ class TrainingConfig:
     taper_start: float = 0.05  # model.readout_norm taper: where the norm begins to go, as a part of all steps
     taper_end: float = 1.0  # model.readout_norm taper: where it is gone
     save_every: int = 500  # steps between checkpoints
+    # write checkpoints while the training goes on, from a copy in the memory of the host
+    save_in_background: bool = False
     keep_last: int = 2  # checkpoints that are kept
     keep_best: bool = True  # beside them the best of the checkpoints at whose step the model was evaluated
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
