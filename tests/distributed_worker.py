@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
+from looped_recipes.engine.background import Background
 from looped_recipes.engine.checkpoint import load_checkpoint, save_checkpoint
 from looped_recipes.engine.distributed import (
     bare,
@@ -61,6 +62,7 @@ def train(
     micro_batches: int = 1,
     load: str | None = None,
     save: str | None = None,
+    in_background: bool = False,  # saving
     export: str | None = None,
     disk_full_on: int | None = None,  # the process whose disk is full when it saves
 ) -> dict:
@@ -126,7 +128,10 @@ def train(
         evaluate(wrapped)
         with full_disk(0) if disk_full_on == accelerator.process_index else nullcontext():
             try:
-                save_checkpoint(save, steps[1], wrapped, optimizers, extra={})
+                background = Background() if in_background else None
+                save_checkpoint(save, steps[1], wrapped, optimizers, extra={}, background=background)
+                if background is not None:
+                    background.wait()
             except CheckpointError as failure:
                 error = str(failure)
     if export is not None:

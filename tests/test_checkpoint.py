@@ -429,8 +429,9 @@ def two_processes(tmp_path_factory):
     """The same run under DDP and FSDP2, and where they saved."""
     folder = tmp_path_factory.mktemp("two-processes")
     names = {fsdp: str(folder / ("fsdp2" if fsdp else "ddp")) for fsdp in (False, True)}
+    how = {"steps": [0, 3], **PER_LOOP}
     tasks = [
-        {"steps": [0, 3], "fsdp": fsdp, "save": names[fsdp], "export": names[fsdp] + "-export", **PER_LOOP}
+        {"fsdp": fsdp, "save": names[fsdp], "in_background": fsdp, "export": names[fsdp] + "-export", **how}
         for fsdp in (False, True)
     ]
     return names, dict(zip((False, True), launch(folder, tasks)))
