@@ -346,13 +346,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             objective,
             every_loop,
             label_positions,
-            None if self.loss_kernel is None else partial(self._losses_of_kernel, has_readout=one is not None),
+            None if self.loss_kernel is None else partial(self._losses_of, self.loss_kernel, one is not None),
         )
 
-    def _losses_of_kernel(self, hidden, loop: int, labels, has_readout: bool):
-        """Cross-entropies of tokens from what `decode` reads, or from what the head reads."""
-        hidden = hidden if has_readout else self._read_out(hidden, loop, None)
-        return self.loss_kernel(hidden, self.lm_head.weight, labels, self.config.logit_softcap)
+    def _losses_of(self, kernel: Callable, is_read_out: bool, hidden, loop: int, labels):
+        """Cross-entropies of tokens from what the head reads, or from what `decode` reads."""
+        hidden = hidden if is_read_out else self._read_out(hidden, loop, None)
+        return kernel(hidden, self.lm_head.weight, labels, self.config.logit_softcap)
 
     def _latent_targets(self, labels):
         """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""

@@ -150,9 +150,9 @@ def weighted_cross_entropy(
     if kernel is not None:
         losses = []
         for k, state in enumerate(states):
-            tokens = slice(None) if compared is None else compared[k]
+            tokens = torch.arange(len(labels), device=labels.device) if compared is None else compared[k]
             of_loop = kernel(state.flatten(0, 1)[positions[tokens]], k, labels[tokens]).to(weights.dtype)
-            losses.append(of_loop if compared is None else torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
+            losses.append(torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
         losses = torch.stack(losses)
         return (losses * weights).sum(), losses.detach()
     if parameters is None or torch.compiler.is_compiling():

@@ -45,6 +45,13 @@ def machine(number: int, port: int, arguments: list[str]) -> subprocess.Popen:
     )  # fmt: skip
 
 
+def switch_off(launcher: subprocess.Popen):
+    """With its process, which has a session of its own and would save when its launcher is gone."""
+    children = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
+    for number in [launcher.pid, *map(int, children.stdout.split())]:
+        os.kill(number, signal.SIGKILL)
+
+
 def job(arguments: list[str], lose=None) -> tuple[list[int], str]:
     """Exit codes of both machines, and what they said. lose: asked until it says that the second is to be lost."""
     port = free_port()
@@ -54,13 +61,13 @@ def job(arguments: list[str], lose=None) -> tuple[list[int], str]:
             assert all(each.poll() is None for each in machines), machines[0].communicate()[0]
             time.sleep(0.02)
         if lose is not None:
-            os.killpg(machines[1].pid, signal.SIGKILL)
+            switch_off(machines[1])
         said = "".join(each.communicate(timeout=200)[0] for each in machines)
         return [each.returncode for each in machines], said
     finally:
         for each in machines:
             if each.poll() is None:
-                os.killpg(each.pid, signal.SIGKILL)
+                switch_off(each)
 
 
 @pytest.mark.slow

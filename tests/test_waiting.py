@@ -19,7 +19,8 @@ from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
 from looped_recipes.engine.step import Steps
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
-from tests.helpers import quick_and_slow
+from modeling_looped.losses import shift
+from tests.helpers import quick_and_slow, random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE
 
 
@@ -92,3 +93,20 @@ def test_reading_would_be_found(accelerator):
     batch = next(steps.batches.of_step(0)).batch
     with pytest.raises((NotImplementedError, RuntimeError), match="nonzero"):
         steps.model(**batch, output_logits=False)
+
+
+@pytest.mark.parametrize("depths", [3, [3, 1, 2]], ids=["one_depth", "mixed_depths"])
+def test_positions_of_labels_change_nothing(depths):
+    model, ids = tiny_model(loop_loss="last_third", num_loops=3).train(), random_ids(3, 9)
+    labels = ids.clone()
+    labels[0, 2:6] = labels[1, :] = -100
+    inputs = {"input_ids": ids, "labels": labels, "num_loops": depths, "use_cache": False, "output_logits": False}
+    positions = np.flatnonzero(shift(labels).numpy() != -100)
+    assert 0 < len(positions) < 16
+    found = []
+    for more in ({}, {"label_positions": positions}):
+        model.zero_grad()
+        loss = model(**inputs, **more).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))

@@ -21,7 +21,7 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; change one"
         )
-    check_units(accelerator, recipe.depth)
+    check_units(accelerator, recipe)
     check_trackers(recipe, accelerator)
     check_start(recipe)
 

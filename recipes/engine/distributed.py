@@ -25,7 +25,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from looped_recipes.settings.recipe import DepthConfig, RecipeError
+from looped_recipes.settings.recipe import Recipe, RecipeError
 
 
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
@@ -91,13 +91,20 @@ def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model
 
 
-def check_units(accelerator: Accelerator, depth: DepthConfig):
+def check_units(accelerator: Accelerator, recipe: Recipe):
     """Blocks that are gathered by themselves are gathered in every loop, by all processes together."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.auto_wrap_policy is not None and depth.per != "batch":
+    if plugin is None or plugin.auto_wrap_policy is None:
+        return
+    if recipe.depth.per != "batch":
         raise RecipeError(
-            f"with depth.per={depth.per!r} processes run different numbers of loops, and would wait for each other's "
-            "blocks for ever: set fsdp_auto_wrap_policy to NO_WRAP, or depth.per to 'batch'"
+            f"with depth.per={recipe.depth.per!r} processes run different numbers of loops, and would wait for each "
+            "other's blocks for ever: set fsdp_auto_wrap_policy to NO_WRAP, or depth.per to 'batch'"
+        )
+    if recipe.training.gradient_checkpointing == "loops":
+        raise RecipeError(
+            "training.gradient_checkpointing='loops' computes blocks again that fsdp_auto_wrap_policy would have to "
+            "gather by themselves: set it to true, or fsdp_auto_wrap_policy to NO_WRAP"
         )
 
 
