@@ -115,7 +115,7 @@ def test_a_depth_is_compiled_once():
 
 
 @pytest.mark.slow
-@quickly("plain", "parcae")
+@quickly("plain")
 def test_blocks_are_compiled_once_for_all_loops_and_layers(system):
     counts = set()
     for num_loops, num_layers in ((2, 1), (6, 1), (6, 4)):

@@ -77,12 +77,12 @@ def assert_nothing_is_read(steps: Steps):
         assert report.numbers.shape == (3,)
 
 
-@pytest.mark.parametrize("name", quick_and_slow(NAMES, "parcae", "ouro"))
+@pytest.mark.parametrize("name", quick_and_slow(NAMES, "ouro"))
 def test_a_step_of_a_system(accelerator, name):
     assert_nothing_is_read(steps_on_meta(accelerator, name))
 
 
-@pytest.mark.parametrize("settings", quick_and_slow(SETTINGS, "muon", "mixed"))
+@pytest.mark.parametrize("settings", quick_and_slow(SETTINGS, "mixed"))
 def test_a_step_with_settings(accelerator, settings):
     assert_nothing_is_read(steps_on_meta(accelerator, "flt", *SETTINGS[settings]))
 

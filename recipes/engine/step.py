@@ -1,8 +1,8 @@
 """One step: forward, backward and update on all its rows.
 
-Nothing in a step waits for the device: what it says of itself (`Report`) is read when the next one is on its way. A
-step that must be left out if it came to no numbers is read before the update; so is every one on a CPU, which has
-computed a number when it returns it.
+Nothing in a step waits for the device, but where the monitor measures: what it says of itself (`Report`) is read when
+the next one is on its way. A step that must be left out if it came to no numbers is read before the update; so is
+every one on a CPU, which has computed a number when it returns it.
 """
 
 import math

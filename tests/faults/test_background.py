@@ -49,6 +49,7 @@ def test_a_kill_while_a_checkpoint_is_written(runs, monkeypatch):
     assert runs.why_other(place) is None
 
 
+@pytest.mark.slow
 def test_an_error_of_writing_ends_the_run(runs, monkeypatch):
     place = runs.copy(runs.half, "full")
 

@@ -59,8 +59,8 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_it_is_saved(runs, tmp
         assert runs.why_other(tmp_path) is None
 
 
-@pytest.mark.usefixtures("reads_behind")
-def test_a_bad_step_between_checkpoints_is_found_before_the_next(runs, monkeypatch):
+def test_a_bad_step_that_is_read_behind_is_found_before_the_next_checkpoint(runs, monkeypatch):
+    monkeypatch.setattr(step_module.Steps, "reads_behind", True)
     place = runs.copy(runs.half, "between")
     with monkeypatch.context() as patch:
         poison(patch, "fill_missing_gradients", 1, nan_gradient)
