@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None):
     path = parser.parse_args(arguments).file
     from looped_recipes.common.optimum import in_words, optimum, shifts
 
-    saved = json.loads(Path(path).read_text())
+    saved = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
     if saved.get("measure") != "lr_transfer":
         raise ValueError(f"{path!r} holds no learning rates; `looped diagnose lr_transfer` measures them")
     result = saved["result"]

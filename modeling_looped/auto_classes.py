@@ -15,5 +15,5 @@ AUTO_CLASSES = {
 
 
 def auto_map() -> dict[str, str]:
-    """The table as config.json spells it, file by file; transformers adds AutoConfig itself."""
+    """The same table as config.json has it, "file.Class" by name; transformers adds AutoConfig itself."""
     return {auto: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}" for auto, cls in AUTO_CLASSES.items()}

@@ -20,15 +20,15 @@ from inspect import signature
 import numpy as np
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache
 
-from .borrowed import found, tuples_on_request
+from .borrowed import tuples_on_request
 from .checks import check_inputs
 from .configuration_looped import LoopedConfig
 from .cpu import project
-from .depth import deepest, depth_per_row, depth_tensor, read_depths
+from .depth import depth_tensor, read_depths
 from .exit_criteria import ExitRule
-from .exit_watch import SequenceExits, TokenExits, chosen_after, refuse_with_exits, token_by_token
+from .exit_watch import forward_with_exits, refuse_with_exits
 from .generation import LoopedGenerationMixin
 from .layers import linear, with_role
 from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
@@ -36,15 +36,7 @@ from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .names import check_arguments
 from .optimization import parameter_groups
-from .outputs import LoopedCausalLMOutputWithPast, kept_positions
-
-
-LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
-
-
-def is_fixed(cache) -> bool:
-    """Whether the last token's keys and values cannot be taken back."""
-    return isinstance(cache, (StaticCache, found("transformers.cache_utils", "QuantizedCache", ())))
+from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, kept_positions
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
@@ -107,6 +99,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         """
         check_arguments(kwargs, ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
+        depths = read_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         inputs = {
             "input_ids": input_ids,
             "inputs_embeds": inputs_embeds,
@@ -117,139 +110,62 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "num_loops": num_loops,
             "initial_state": initial_state,
         }
-        depths = read_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
-        if exit_rule is not None:
-            refuse_with_exits(
-                labels=labels,
-                shift_labels=kwargs.get("shift_labels"),
-                backprop_loops=backprop_loops,
-                output_loop_logits=output_loop_logits,
-                output_loop_hidden_states=output_loop_hidden_states,
-                output_loop_readout_states=output_loop_readout_states,
-                output_loop_losses=output_loop_losses,
-                output_exit_probabilities=output_exit_probabilities,
-                output_exit_logits=output_exit_logits,
-            )
-            return self._forward_with_exits(exit_rule, inputs, depths, logits_to_keep, output_logits, kwargs)
-
-        # not a named argument: the Trainer would take it for a label that every batch must have
-        labels = self._shifted_labels(labels, kwargs.pop("shift_labels", None), shape)
-        has_loss = labels is not None
-        loop_losses = output_loop_losses or self.config.loop_loss != "terminal"
-        reads_exits = output_exit_probabilities or output_exit_logits
-        all_readouts = (
-            output_loop_logits or output_loop_readout_states or output_exit_logits or (has_loss and loop_losses)
+        asked = AskedOutputs(
+            output_loop_logits,
+            output_loop_hidden_states,
+            output_loop_readout_states,
+            output_loop_losses,
+            output_exit_probabilities,
+            output_exit_logits,
         )
-        all_gates = reads_exits or (has_loss and self.config.loop_loss in LOSSES_OF_GATES)
-        all_states = output_loop_hidden_states or all_gates or (has_loss and bool(self.config.state_losses))
-        if reads_exits and self.exit_gate is None:
-            name = "output_exit_probabilities" if output_exit_probabilities else "output_exit_logits"
-            raise ValueError(f"{name} needs an exit gate, but this model has exit_gate='none'")
-        if output_loop_losses and not has_loss:
-            raise ValueError("output_loop_losses needs labels to compare with: pass labels or shift_labels")
+        # not a named argument: the Trainer would take it for a label that every batch must have
+        shift_labels = kwargs.pop("shift_labels", None)
+        if exit_rule is not None:
+            of_losses = {"labels": labels, "shift_labels": shift_labels, "backprop_loops": backprop_loops}
+            refuse_with_exits(**of_losses, **asked._asdict())
+            return forward_with_exits(self, exit_rule, inputs, depths, logits_to_keep, output_logits, kwargs)
 
+        labels = self._shifted_labels(labels, shift_labels, shape)
+        needed = asked.needed(self.config, has_loss=labels is not None)
         outputs = self.model(
             **inputs,
             backprop_loops=backprop_loops,
-            output_loop_hidden_states=all_states,
-            output_loop_readout_states=all_readouts,
-            has_loss=has_loss,
+            output_loop_hidden_states=needed.hidden_states,
+            output_loop_readout_states=needed.readout_states,
+            has_loss=labels is not None,
             **kwargs,
         )
-        states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
         keep = kept_positions(logits_to_keep)
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
-        gates = torch.stack([self.gate(state) for state in states]) if all_gates else None  # [loops, batch, length]
+        of_labels = num_items_in_batch, label_positions
+        return self._output(outputs, asked, needed, logits, keep, depths, labels, of_labels)
 
-        exit_probabilities = None
-        if gates is not None and (reads_exits or (has_loss and self.config.loop_loss == "exit_weighted_logits")):
-            last_loop = depth_tensor(depths, shape[0], gates.device)[:, None] - 1
-            exit_probabilities = exit_log_probabilities(gates, last_loop).exp()  # [loops, batch, length]
+    def _output(
+        self, outputs, asked: AskedOutputs, needed: NeededOfPass, logits, keep, depths, labels, of_labels: tuple
+    ):
+        """From what the trunk returns to losses, exits and what was asked for.
 
+        keep: positions of logits; of_labels: their number in all, and where they stand.
+        """
+        gates = self._gates(outputs) if needed.gates else None
+        exits = self._exit_probabilities(gates, depths) if needed.exit_probabilities else None
         loss, losses, token_losses = None, None, None
-        if has_loss and not loop_losses and self._has_plain_loss(logits, labels):
-            loss = self._plain_loss(logits, labels, num_items_in_batch)
-        elif has_loss:
-            terms = outputs, gates, depths, labels, num_items_in_batch, label_positions
-            if self.config.loop_loss == "exit_weighted_logits":
-                mixed = self._exit_weighted(readouts, exit_probabilities, depths)
-                loss = self._loop_loss(*terms, mixed)[0]
-                if output_loop_losses:
-                    with torch.no_grad():
-                        _, losses, token_losses = self._loop_loss(*terms, objective="per_loop")
-            else:
-                loss, losses, token_losses = self._loop_loss(*terms, every_loop=output_loop_losses)
-        loop_logits, exit_logits = None, None
-        if output_loop_logits:
-            loop_logits = tuple(self.decode(state[:, keep], k, depths) for k, state in enumerate(readouts))
-        if output_exit_logits and exit_probabilities is not None:
-            kept = [state[:, keep] for state in readouts]
-            exit_logits = self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], depths))
-        returned = exit_probabilities if output_exit_probabilities else None
+        if labels is not None:
+            terms = outputs, gates, depths, labels, *of_labels
+            loss, losses, token_losses = self._losses(logits, exits, terms, asked.output_loop_losses)
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            loop_hidden_states=states if output_loop_hidden_states else None,
-            loop_readout_states=readouts if output_loop_readout_states else None,
-            loop_logits=loop_logits,
-            exit_probabilities=None if returned is None else returned.movedim(0, -1),
-            exit_logits=exit_logits,
+            loop_hidden_states=outputs.loop_hidden_states if asked.output_loop_hidden_states else None,
+            loop_readout_states=outputs.loop_readout_states if asked.output_loop_readout_states else None,
+            loop_logits=self._loop_logits(outputs, keep, depths) if asked.output_loop_logits else None,
+            exit_probabilities=exits.movedim(0, -1) if exits is not None and asked.output_exit_probabilities else None,
+            exit_logits=self._exit_logits(outputs, keep, exits, depths) if asked.output_exit_logits else None,
             loop_losses=losses,
-            loop_token_losses=token_losses if output_loop_losses else None,
-        )
-
-    def _forward_with_exits(
-        self,
-        exit_rule: ExitRule,
-        inputs: dict,
-        depths: int | list[int],
-        logits_to_keep,
-        output_logits: bool,
-        options: dict,
-    ):
-        """Each sequence stops at a loop of its own and leaves the batch, or each token does; what a token leaves at
-        its exit lives in a cache, so there is one."""
-        given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
-        keep, length = kept_positions(logits_to_keep), given.shape[1]
-        if exit_rule.after_all:
-            return chosen_after(self, exit_rule, inputs, depth_per_row(depths, len(given)), logits_to_keep, options)
-        if exit_rule.per_sequence:
-            names = ("past_key_values", "attention_mask")
-            refuse_with_exits(**{name: inputs[name] for name in names}, **options)
-            watch = SequenceExits(self, exit_rule, depth_per_row(depths, len(given)), length, given.device)
-            inputs = {**inputs, "num_loops": deepest(depths), "use_cache": False}
-            states = self.model(**inputs, exit_watch=watch).last_hidden_state
-            logits = None
-            if output_logits:
-                logits = self.logits(states[:, keep]) if watch.final_logits is None else watch.final_logits[:, keep]
-            return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
-
-        cache = inputs["past_key_values"]
-        returns_cache = cache is not None or inputs["use_cache"] is not False
-        cache = DynamicCache(config=self.config) if cache is None else cache
-        returned = cache if returns_cache else None
-        if len(self.model.coda) and exit_rule.criterion.needs == "logits":  # each check overwrites what the last wrote
-            refuse_with_exits(**{type(cache).__name__: is_fixed(cache)})
-            if length > 1:  # the check of a token reads what the token before left at its exit
-                tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids")}
-                mask, past = inputs["attention_mask"], int(cache.get_seq_length())
-                arguments = {"past_key_values": cache, "num_loops": depths, "exit_rule": exit_rule, **options}
-                outputs = token_by_token(self, tokens, mask, past, length, logits_to_keep, arguments)
-                outputs.past_key_values = returned
-                return outputs
-
-        watch = TokenExits(self, exit_rule, depth_per_row(depths, len(given)), length, given.device)
-        inputs = {**inputs, "past_key_values": cache, "num_loops": deepest(depths)}
-        outputs = self.model(**inputs, exit_watch=watch, **options)
-        return LoopedCausalLMOutputWithPast(
-            logits=self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
-            past_key_values=returned,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            token_loops=watch.token_loops,
+            loop_token_losses=token_losses,
         )
 
     def _get_resized_lm_head(self, old_lm_head, *args, **kwargs):
@@ -280,14 +196,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         depth = [min(loop + 1, depth) for depth in depths] if isinstance(depths, list) else loop + 1
         return self.model.readout(readout_states, depth)
 
-    def _exit_weighted(self, readouts, exit_probabilities, depths: int | list[int]):
-        """sum_k p_k of what the head reads after loop k, [batch, length, hidden]. The head is linear: from here come
-        the exit-weighted logits."""
-        terms = (
-            probability.unsqueeze(-1) * self._read_out(state, loop, depths)
-            for loop, (state, probability) in enumerate(zip(readouts, exit_probabilities))
-        )
-        return reduce(torch.add, terms).to(readouts[0].dtype)
+    def _loop_logits(self, outputs, keep, depths: int | list[int]) -> tuple[torch.Tensor, ...]:
+        readouts = outputs.loop_readout_states
+        return tuple(self.decode(state[:, keep], loop, depths) for loop, state in enumerate(readouts))
 
     def gate(self, state):
         """Gate logit of H: [batch, length]."""
@@ -297,23 +208,55 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             state = state.detach()
         return project(self.exit_gate, state).squeeze(-1)
 
+    def _gates(self, outputs) -> torch.Tensor:
+        """Gate logits after every loop, [loops, batch, length]."""
+        return torch.stack([self.gate(state) for state in outputs.loop_hidden_states])
+
+    def _exit_probabilities(self, gates, depths: int | list[int]) -> torch.Tensor:
+        """[loops, batch, length]"""
+        last_loop = depth_tensor(depths, gates.shape[1], gates.device)[:, None] - 1
+        return exit_log_probabilities(gates, last_loop).exp()
+
+    def _exit_weighted(self, readouts, exit_probabilities, depths: int | list[int]):
+        """sum_k p_k of what the head reads after loop k, [batch, length, hidden]. The head is linear: from here come
+        the exit-weighted logits."""
+        terms = (
+            probability.unsqueeze(-1) * self._read_out(state, loop, depths)
+            for loop, (state, probability) in enumerate(zip(readouts, exit_probabilities))
+        )
+        return reduce(torch.add, terms).to(readouts[0].dtype)
+
+    def _exit_logits(self, outputs, keep, exit_probabilities, depths: int | list[int]):
+        kept = [state[:, keep] for state in outputs.loop_readout_states]
+        return self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], depths))
+
     def save_pretrained(self, *args, **kwargs):
         self._keep_depth_fields()
         return super().save_pretrained(*args, **kwargs)
 
-    def parameter_groups(
-        self,
-        lr: float,
-        weight_decay: float = 0.0,
-        eps: float = 1e-8,
-        keep_decay_product: bool = False,
-        correct_for_depth: bool = True,
-    ) -> list[dict]:
-        """Optimizer groups under which rates transfer over depth, see optimization.py."""
-        return parameter_groups(self, lr, weight_decay, eps, keep_decay_product, correct_for_depth)
+    parameter_groups = parameter_groups
 
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         return self.model.sample_initial_state(batch_size, length, generator)
+
+    def _losses(self, logits, exit_probabilities, terms: tuple, every_loop: bool):
+        """The loss; and without gradients, the cross-entropies after every loop: their means, and of every token.
+
+        terms: outputs of the trunk, gates, depths, labels, num_items_in_batch, label_positions.
+        """
+        outputs, _, depths, labels, num_items_in_batch, _ = terms
+        if not every_loop and self._has_plain_loss(logits, labels):
+            return self._plain_loss(logits, labels, num_items_in_batch), None, None
+        if self.config.loop_loss != "exit_weighted_logits":
+            loss, losses, token_losses = self._loop_loss(*terms, every_loop=every_loop)
+            return loss, losses, token_losses if every_loop else None
+        mixed = self._exit_weighted(outputs.loop_readout_states, exit_probabilities, depths)
+        loss = self._loop_loss(*terms, mixed=mixed)[0]
+        if not every_loop:
+            return loss, None, None
+        with torch.no_grad():
+            _, losses, token_losses = self._loop_loss(*terms, objective="per_loop")
+        return loss, losses, token_losses
 
     def _loop_loss(
         self,

@@ -11,7 +11,7 @@ def refuse_if(stands: bool, message: str):
 
 
 def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
-    """The one that is given."""
+    """Whichever of the two is given; both or neither is refused."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(
             f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
@@ -49,7 +49,7 @@ def packs_requests(implementation: str | None) -> bool:
 
 
 def check_softcap(softcap: float | None, implementation: str):
-    """Kernels without a softcap on scores, of which some would leave it out unsaid."""
+    """Refuses kernels without a softcap on scores, some of which would leave it out silently."""
     if softcap is not None and ("sdpa" in implementation or implementation in ("paged|eager", "sglang")):
         raise ValueError(
             f"attn_implementation={implementation!r} has no softcap on scores, and attention_softcap={softcap}: use "
@@ -60,7 +60,9 @@ def check_softcap(softcap: float | None, implementation: str):
 def check_pass(
     config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
 ):
-    """recording: keyword arguments among which output_hidden_states and output_attentions may be."""
+    """Refuses arguments of a pass that do not go together, or not with this model.
+
+    recording: keyword arguments among which output_hidden_states and output_attentions may be."""
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     if not packs_requests(config._attn_implementation):
         check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device

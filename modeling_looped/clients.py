@@ -1,5 +1,5 @@
 """What other libraries are told: which layers PEFT adapts by default, what a trainer's own loss leaves out, and what
-serving engines would pass over unsaid."""
+serving engines would leave out silently."""
 
 import sys
 

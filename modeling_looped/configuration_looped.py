@@ -13,10 +13,9 @@
 # limitations under the License.
 """The configuration of a looped language model: every axis of the published systems is one field."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict, validated_field
 from transformers.configuration_utils import PreTrainedConfig
@@ -24,26 +23,17 @@ from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
 from .config_errors import LoopedConfigError, raise_value_errors
-from .config_relations import LAYER_TYPES, SHARED_ROPE, check_relations
+from .config_plans import fsdp_plan, tensor_parallel_plan
+from .config_relations import check_relations
+from .config_ropes import RopeOfLayers
 from .names import FIELD_OF, SPELLINGS_OF_EPS, meant
+from .names import KEYS_OF_TOOLS as OF_TOOLS
 from .presets import PRESETS, preset_fields
 
 
 logger = logging.get_logger(__name__)
 
 FORMAT_VERSION = 2
-# keys that transformers and its tools write into any config.json, or read from the arguments of any config
-OF_TOOLS = frozenset(
-    """
-    attn_implementation experts_implementation auto_map custom_pipelines quantization_config torch_dtype name_or_path
-    model_type num_labels rope_theta partial_rotary_factor per_layer_config tie_last_hidden_states
-    transformers_weights is_decoder add_cross_attention tie_encoder_decoder torchscript pruned_heads use_bfloat16
-    finetuning_task task_specific_params tokenizer_class prefix cls_token_id sep_token_id mask_token_id unk_token_id
-    return_unused_kwargs decoder_start_token_id pretraining_tp unsloth_version unsloth_fixed trust_remote_code
-    mlp_layer_types tf_legacy_loss
-    """.split()
-)
-
 # readout_norm: what the head reads below the trained depth, and from there on
 READOUTS = {
     "rmsnorm": ("norm", "norm"),
@@ -57,19 +47,6 @@ READOUTS = {
 }
 
 
-class BlockSizes(NamedTuple):
-    """Sizes of the blocks of one section: prelude, core or coda."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    num_sets: int = 0  # of parameters per loop
-    delta_rank: int | None = None  # of what each loop adds to the linear layers
-    num_norm_sets: int | None = None  # num_sets where norms have a weight for each loop
-    is_modulated: bool = False
-
-
 def check_format_version(version: int):
     if not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
@@ -80,7 +57,7 @@ def check_format_version(version: int):
 
 
 def pattern_of_version_1(values: Mapping[str, Any]) -> str | None:
-    """The window_pattern that means now what it meant in version 1: there, the last layer was always full."""
+    """The window_pattern that means now what this one meant in version 1, where the last layer was always full."""
     pattern, sizes = values.get("window_pattern"), ("num_prelude_layers", "num_core_layers", "num_coda_layers")
     layers = [values.get(name, getattr(LoopedConfig, name)) for name in sizes]
     if not isinstance(pattern, str) or not all(isinstance(count, int) for count in layers):
@@ -90,7 +67,7 @@ def pattern_of_version_1(values: Mapping[str, Any]) -> str | None:
 
 @raise_value_errors
 @strict
-class LoopedConfig(PreTrainedConfig):
+class LoopedConfig(RopeOfLayers):
     r"""
     Configuration of the Looped family: a decoder whose core layers are applied `num_loops` times.
 
@@ -320,43 +297,12 @@ class LoopedConfig(PreTrainedConfig):
         if self.format_version == 1:
             self.format_version, self.window_pattern = FORMAT_VERSION, pattern_of_version_1(vars(self))
         # of the class in transformers' annotations, of each config here: plans name the layers that exist
-        self.base_model_tp_plan = self._tensor_parallel_plan()  # pyrefly: ignore[read-only]
-        self.base_model_fsdp_plan = self._fsdp_plan()  # pyrefly: ignore[read-only]
+        self.base_model_tp_plan = tensor_parallel_plan(self)  # pyrefly: ignore[read-only]
+        self.base_model_fsdp_plan = fsdp_plan(self)  # pyrefly: ignore[read-only]
         super().__post_init__(**kwargs)
         # beside a depth of training, that many slots may have been saved before num_loops was edited
         if num_hidden_layers is not None and num_hidden_layers != self.num_slots(self.trained_depth):
             self.num_hidden_layers = num_hidden_layers
-
-    def _sections(self) -> list[str]:
-        sizes = {"prelude": self.num_prelude_layers, "core": self.num_core_layers, "coda": self.num_coda_layers}
-        return [section for section, size in sizes.items() if size > 0]
-
-    def _tensor_parallel_plan(self) -> dict[str, str]:
-        """How the matrices of the layers that exist are split over ranks."""
-        styles = {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
-        if self.mlp_gated:
-            styles["mlp.gate_proj"] = "colwise"
-        # a norm over all heads cannot meet some of them, and of the value tables a plan cannot name single ones
-        has_whole_layers = self.value_embeddings and self.loop_lora_rank is not None
-        splits_attention = self.qk_norm != "all_heads" and not has_whole_layers
-        if splits_attention:
-            styles |= dict.fromkeys(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "colwise")
-            styles["self_attn.o_proj"] = "rowwise"
-            if self.qk_norm == "learned":  # a rank knows the gradient from its own heads
-                styles |= dict.fromkeys(["self_attn.q_norm", "self_attn.k_norm"], "replicated_with_grad_allreduce")
-        # what a loop adds to a layer is whole, and meets no parts of it
-        sections = [name for name in self._sections() if name != "core" or self.loop_lora_rank is None]
-        plan = {f"{section}.*.{name}": style for section in sections for name, style in styles.items()}
-        if self.value_embeddings and splits_attention:  # each rank reads its own heads of a table
-            gated = self._by_section([self.has_value_embedding(layer) for layer in range(self.num_layers)])
-            names = [name for name, layers in zip(("prelude", "core", "coda"), gated) if any(layers)]
-            plan |= {f"{section}.*.self_attn.value_gate": "colwise" for section in names}
-            plan["value_embeds.*"] = "replicated_with_grad_allreduce"
-        return plan
-
-    def _fsdp_plan(self) -> dict[str, str]:
-        modules = ["embed_tokens", *(f"{section}.*" for section in self._sections())]
-        return dict.fromkeys(modules, "free_full_weight")
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "LoopedConfig":
@@ -390,166 +336,6 @@ class LoopedConfig(PreTrainedConfig):
             self._check_names({name: value}, "nothing in the model reads it" if name in SPELLINGS_OF_EPS else None)
         super().__setattr__(name, value)
 
-    # Derived sizes
-
-    @property
-    def num_layers(self) -> int:
-        """Unique layers: L = P + C + Q."""
-        return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
-
-    def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, so that the last one has one; layers counted once, whatever the depth."""
-        return self.value_embeddings and layer % 2 == (self.num_layers - 1) % 2
-
-    @property
-    def trained_depth(self) -> int:
-        """Loops in training: of a config that no model was saved with, those that a new model would be trained at."""
-        return self.num_loops if self.trained_num_loops is None else self.trained_num_loops
-
-    @property
-    def state_size(self) -> int:
-        """Width of the state that is carried from loop to loop."""
-        return self.hidden_size if self.core_hidden_size is None else self.core_hidden_size
-
-    def block_sizes(self, section: str) -> BlockSizes:
-        heads, key_value_heads = self.num_attention_heads, self.num_key_value_heads
-        assert key_value_heads is not None  # since __post_init__
-        if section != "core":
-            return BlockSizes(self.hidden_size, self.intermediate_size, heads, key_value_heads)
-        core_heads = heads if self.core_num_attention_heads is None else self.core_num_attention_heads
-        core_mlp = self.intermediate_size if self.core_intermediate_size is None else self.core_intermediate_size
-        return BlockSizes(
-            self.state_size,
-            core_mlp,
-            core_heads,
-            core_heads * key_value_heads // heads,
-            num_sets=self.num_loop_sets,
-            delta_rank=self.loop_lora_rank,
-            num_norm_sets=self.num_loop_sets if self.loop_norms else None,
-            is_modulated=self.loop_embedding == "modulation",
-        )
-
-    @property
-    def num_loop_sets(self) -> int:
-        """Sets of what loops have of their own, where they have something."""
-        return self.trained_depth if self.num_loop_parameters is None else self.num_loop_parameters
-
-    @property
-    def has_sets_in_core(self) -> bool:
-        return self.loop_lora_rank is not None or self.loop_norms
-
-    @property
-    def reads_run_depth(self) -> str | None:
-        """The setting by which a loop depends on how many are run, so that a depth-k prefix is no depth-k run."""
-        if self.residual_depth == "run":
-            return "residual_depth='run'"
-        return f"loop_embedding={self.loop_embedding!r}" if self.loop_embedding in ("time", "modulation") else None
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Key/value slots of a pass at the configured depth: P + Q + C * num_loops, of loops that have some."""
-        return self.num_slots(self.num_loops)
-
-    @num_hidden_layers.setter
-    def num_hidden_layers(self, value: int):
-        if value != self.num_hidden_layers:
-            raise LoopedConfigError(
-                f"num_hidden_layers={value} does not fit: it is derived from num_prelude_layers + num_coda_layers + "
-                f"num_core_layers * {'(loops with keys and values)' if self.shares_keys else 'num_loops'} = "
-                f"{self.num_prelude_layers} + {self.num_coda_layers} + {self.num_core_layers} * "
-                f"{self.num_stored_loops(self.num_loops)} = {self.num_hidden_layers}. Set those fields instead."
-            )
-
-    @property
-    def layer_types(self) -> list[str]:
-        """Attention type of every slot. Absent without windows, so that no consumer sees any."""
-        if not self.has_windows:
-            raise AttributeError("layer_types exists only with a window_pattern or a sliding_window")
-        prelude, core, coda = self.section_layer_types()
-        return prelude + coda + core * self.num_stored_loops(self.num_loops)
-
-    @property
-    def has_windows(self) -> bool:
-        return self.window_pattern is not None or self.sliding_window is not None
-
-    def section_layer_types(self) -> tuple[list[str], list[str], list[str]]:
-        """Attention types of the layers of prelude, core and coda: the pattern as it is if it has a letter for each of
-        them, else tiled over all, the last one full."""
-        pattern = self.window_pattern or ("S" if self.has_windows else "L")
-        letters = self._tiled(pattern)
-        if self.window_pattern is not None and len(pattern) != self.num_layers:
-            letters[-1:] = "L"
-        return self._by_section([LAYER_TYPES[letter] for letter in letters])
-
-    def section_ropes(self) -> tuple[list[str | None], list[str | None], list[str | None]]:
-        """The rotary tables that the layers of each section read, see `rope_kinds`; None where they read none."""
-        if self.position_embedding != "rope":
-            return self._by_section([None] * self.num_layers)
-        types = sum(self.section_layer_types(), [])
-        names = types if self.rope_kinds() else [SHARED_ROPE] * self.num_layers
-        letters = self._tiled(self.rope_pattern or "R")
-        return self._by_section([name if letter == "R" else None for name, letter in zip(names, letters)])
-
-    def _tiled(self, pattern: str) -> list[str]:
-        """A letter for each layer."""
-        return [pattern[i % len(pattern)] for i in range(self.num_layers)]
-
-    def _by_section(self, of_layers: list) -> tuple[list, list, list]:
-        core, coda = self.num_prelude_layers, self.num_prelude_layers + self.num_core_layers
-        return of_layers[:core], of_layers[core:coda], of_layers[coda:]
-
-    def rope_kinds(self) -> list[str]:
-        """The layer types that `rope_parameters` has a dict for; none where one dict is that of all layers."""
-        parameters = self.rope_parameters or {}
-        return [kind for kind in LAYER_TYPES.values() if isinstance(parameters.get(kind), dict)]
-
-    def with_rope_of(self, kind: str) -> "LoopedConfig":
-        """This config with the rotary parameters of one kind of `section_ropes` for all layers."""
-        if kind == SHARED_ROPE:
-            return self
-        config = copy.copy(self)
-        config.rope_parameters = (self.rope_parameters or {})[kind]
-        return config
-
-    # Where a layer keeps its keys and values: a slot is an index into a transformers cache. More loops only append.
-    #     prelude 0..P-1 | coda P..P+Q-1 | loop 0: P+Q.. | loop 1: P+Q+C.. | ...
-    # Here loops are counted as they are stored: of those that share keys and values, the first one.
-
-    @property
-    def shares_keys(self) -> bool:
-        """Whether there are loops without keys and values of their own."""
-        return self.key_value_interval > 1 or self.num_key_value_loops is not None
-
-    def stored_loop(self, loop: int) -> int:
-        """Whose keys and values a loop reads, as it is stored."""
-        stored = loop // self.key_value_interval
-        return stored if self.num_key_value_loops is None else min(stored, self.num_key_value_loops - 1)
-
-    def makes_keys(self, loop: int) -> bool:
-        """Whether a loop computes keys and values, which it and those after it read."""
-        return loop == 0 or self.stored_loop(loop) > self.stored_loop(loop - 1)
-
-    def num_stored_loops(self, num_loops: int) -> int:
-        return self.stored_loop(num_loops - 1) + 1
-
-    def num_slots(self, num_loops: int) -> int:
-        return self.core_slot(self.num_stored_loops(num_loops))
-
-    def core_slot(self, loop: int, layer: int = 0) -> int:
-        return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers + layer
-
-    def split_slot(self, slot: int) -> tuple[int, int]:
-        """A slot as that of its layer in the first loop, and the loop; prelude and coda are at loop 0."""
-        first = self.core_slot(0)
-        if slot < first:
-            return slot, 0
-        loop, layer = divmod(slot - first, self.num_core_layers)
-        return first + layer, loop
-
-    def slot_at(self, first_slot: int, loop: int) -> int:
-        """The inverse of `split_slot`."""
-        return first_slot + loop * self.num_core_layers
-
     @property
     def has_readout_norm(self) -> bool:
         return "norm" in READOUTS[self.readout_norm]
@@ -560,20 +346,9 @@ class LoopedConfig(PreTrainedConfig):
 
     @property
     def state_losses(self) -> dict[str, float]:
-        """Weights of the losses that read states, of those that are on."""
+        """The losses that read states, with their weights; only those that are on."""
         names = ("norm_penalty", "scale_anchor", "latent_loss", "latent_anchor")
         return {name: getattr(self, name) for name in names if getattr(self, name)}
-
-    def residual_factor(self, num_loops: int) -> float:
-        """eps of the residual scaling rule for layers that are applied `num_loops` times."""
-        if self.residual_scaling == "none":
-            return 1.0
-        divisor = {
-            "sqrt": num_loops**0.5,
-            "linear": num_loops,
-            "factored": num_loops * (self.num_layers / self.residual_reference_layers) ** 0.5,
-        }[self.residual_scaling]
-        return self.residual_scale / divisor
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
@@ -625,45 +400,6 @@ class LoopedConfig(PreTrainedConfig):
         if type(self) is LoopedConfig:  # a subclass has models of its own
             self.auto_map = {**(getattr(self, "auto_map", None) or {}), **auto_map()}
         super().save_pretrained(*args, **kwargs)
-
-    # Relations between fields; types and single values are checked by @strict.
-
-    def validate_rope(self):
-        if self.position_embedding != "rope":  # transformers fills in rope_parameters, and checks them, regardless
-            return
-        try:
-            self._for_each_rope(super().validate_rope)
-        except KeyError as error:
-            raise ValueError(f"rope_parameters={self.rope_parameters} lack a key. {error.args[0]}") from error
-
-    def standardize_rope_params(self):
-        self._for_each_rope(super().standardize_rope_params)
-
-    def convert_rope_params_to_dict(self, *args, **kwargs):
-        convert, left = super().convert_rope_params_to_dict, kwargs
-
-        def convert_one():
-            nonlocal left
-            left = convert(*args, **kwargs)
-
-        self._for_each_rope(convert_one)
-        return left
-
-    def _for_each_rope(self, action: Callable[[], Any]):
-        """What transformers does with one dict of rotary parameters, with that of each layer type."""
-        given, kinds = self.rope_parameters, self.rope_kinds()
-        if not kinds:
-            action()
-            return
-        assert given is not None  # it has kinds
-        done = dict(given)
-        try:
-            for kind in kinds:
-                self.rope_parameters = dict(given[kind])
-                action()
-                done[kind] = self.rope_parameters
-        finally:
-            self.rope_parameters = done
 
     def validate_architecture(self):
         check_relations(self)

@@ -1,4 +1,4 @@
-"""What generate of a looped model takes beyond the arguments of transformers, and which of it goes together."""
+"""What `generate` of a looped model takes beyond the arguments of transformers, and which of it goes together."""
 
 from dataclasses import dataclass, fields
 
@@ -54,10 +54,16 @@ class DepthOptions:
         return cls(**held), asked
 
     @property
+    def change_of_decoding(self) -> str | None:
+        """The first field that asks for more than the depth of plain decoding, e.g. "warm_start=True"."""
+        stopping = None if self.reads_after_all else self.exit_criterion
+        changes = {"exit_criterion": stopping, "draft_loops": self.draft_loops, "warm_start": self.warm_start}
+        changes["cache_dtype"] = self.cache_dtype
+        return next((f"{name}={value!r}" for name, value in changes.items() if value not in (None, False)), None)
+
+    @property
     def changes_decoding(self) -> bool:
-        """Whether anything but the depth of plain decoding is asked for."""
-        stops = self.exit_criterion is not None and self.exit_selection == "stop"
-        return stops or self.draft_loops is not None or self.warm_start or self.cache_dtype is not None
+        return self.change_of_decoding is not None
 
     @property
     def shares_passes(self) -> bool:
@@ -108,16 +114,14 @@ class DepthOptions:
         else:
             reason = f"draft_tokens={self.draft_tokens} without draft_loops: say at how many loops to draft"
             refuse_if(asked.get("draft_tokens") is not None, reason)
-        others = {"warm_start=True": self.warm_start is True, f"cache_dtype={self.cache_dtype!r}": self.is_int8}
-        for name, stands in others.items():
-            refuse_if(
-                stands and self.reads_after_all,
-                f"exit_selection='after' goes with plain decoding, and not with {name}: leave one out",
-            )
-        if self.state_seed is not None:
-            self.check_state_seed(model_config)
         if not isinstance(self.warm_start, bool):
             raise TypeError(f"warm_start must be True or False, got {self.warm_start!r}")
+        refuse_if(
+            self.reads_after_all and self.changes_decoding,
+            f"exit_selection='after' goes with plain decoding, and not with {self.change_of_decoding}: leave one out",
+        )
+        if self.state_seed is not None:
+            self.check_state_seed(model_config)
         if self.warm_start:
             refuse_if(self.draft_loops is not None, "warm_start cannot be drafted: leave out draft_loops")
             refuse_if(has_depths, "warm_start needs one num_loops for all rows")
@@ -174,14 +178,10 @@ class DepthOptions:
 
     def refuse_for(self, mode: str):
         """Refuse what another way of decoding cannot do."""
-        if not self.changes_decoding:
-            return
-        for name in ("exit_criterion", "draft_loops", "warm_start", "cache_dtype"):
-            value = getattr(self, name)
-            refuse_if(
-                value not in (None, False),
-                f"{name}={value!r} goes with greedy decoding and sampling, and not with {mode}: leave one out, or "
-                f"pass {name}=None",
+        if (change := self.change_of_decoding) is not None:
+            raise ValueError(
+                f"{change} goes with greedy decoding and sampling, and not with {mode}: leave one out, or pass "
+                f"{change.partition('=')[0]}=None"
             )
 
 
@@ -199,7 +199,7 @@ def without_exits(fields: dict) -> dict:
 
 
 def differ(value, other) -> bool:
-    """Of fields, of which depths may be tensors."""
+    """Whether two values of a field differ; depths may be tensors."""
     return from_tensor(value) != from_tensor(other)
 
 

@@ -32,7 +32,7 @@ ABSENT: Any = None
 
 
 class Reading(NamedTuple):
-    """What a criterion may look at, with any leading dimensions; only what it needs is there."""
+    """What a criterion may look at after a loop; only what it needs is there. Leading dimensions are any."""
 
     logits: torch.Tensor = ABSENT  # [..., vocabulary]
     state: torch.Tensor = ABSENT  # H, [..., hidden]

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from transformers.cache_utils import DynamicCache, StaticCache
 
+from .borrowed import found
 from .context import PassContext
+from .depth import deepest, depth_per_row
 from .exit_criteria import ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
 
@@ -28,7 +31,7 @@ class ExitWatch:
         return bool(self.token_loops.all())
 
     def exits(self, loop: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
-        """Who is stopped by the criterion or by the limit after `loop` loops."""
+        """Which tokens or rows stop after `loop` loops, by the criterion or at their limit."""
         exits = limits <= loop
         if self.rule.reads_at(loop) and not exits.all():
             score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
@@ -87,7 +90,53 @@ class SequenceExits(ExitWatch):
         return state[going], going
 
 
-def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], logits_to_keep, options: dict):
+def forward_with_exits(
+    model, rule: ExitRule, inputs: dict, depths: int | list[int], logits_to_keep, output_logits: bool, options: dict
+):
+    """A pass of the causal LM in which tokens, or sequences, stop at loops of their own."""
+    given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
+    keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
+    if rule.after_all:
+        return chosen_after(model, rule, inputs, of_rows, keep, options)
+    inputs = {**inputs, "num_loops": deepest(depths)}
+    if rule.per_sequence:
+        refuse_with_exits(**{name: inputs[name] for name in ("past_key_values", "attention_mask")}, **options)
+        watch = SequenceExits(model, rule, of_rows, given.shape[1], given.device)
+        states = model.model(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
+        logits = None
+        if output_logits:
+            logits = model.logits(states[:, keep]) if watch.final_logits is None else watch.final_logits[:, keep]
+        return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
+
+    # what a token leaves at its exit lives in a cache, so there is one
+    cache = DynamicCache(config=model.config) if inputs["past_key_values"] is None else inputs["past_key_values"]
+    returned = None if inputs["past_key_values"] is None and inputs["use_cache"] is False else cache
+    inputs["past_key_values"] = cache
+    if len(model.model.coda) and rule.criterion.needs == "logits":  # each check overwrites what the last wrote
+        refuse_with_exits(**{type(cache).__name__: is_fixed(cache)})
+        if given.shape[1] > 1:  # the check of a token reads what the token before left at its exit
+            arguments = {"past_key_values": cache, "num_loops": depths, "exit_rule": rule, **options}
+            outputs = token_by_token(model, inputs, given.shape[1], keep, arguments)
+            outputs.past_key_values = returned
+            return outputs
+
+    watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
+    outputs = model.model(**inputs, exit_watch=watch, **options)
+    return LoopedCausalLMOutputWithPast(
+        logits=model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
+        past_key_values=returned,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+        token_loops=watch.token_loops,
+    )
+
+
+def is_fixed(cache) -> bool:
+    """Whether the last token's keys and values cannot be taken back."""
+    return isinstance(cache, (StaticCache, found("transformers.cache_utils", "QuantizedCache", ())))
+
+
+def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, options: dict):
     """A pass of the causal LM at full depth, whose cache holds all loops; then each token is read out where the rule
     would have let it exit. depths: of rows."""
     outputs = model.model(**inputs, output_loop_hidden_states=True, output_loop_readout_states=True, **options)
@@ -106,7 +155,6 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], logits_
             loops = torch.where(exits, loop, loops)
             chosen = torch.where(exits.unsqueeze(-1), readout, chosen)
             running = running & ~exits
-    keep = kept_positions(logits_to_keep)
     return LoopedCausalLMOutputWithPast(
         logits=model.logits(model.model.readout(chosen, loops)[:, keep]),
         past_key_values=outputs.past_key_values,
@@ -121,17 +169,19 @@ def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, par
     return whole.index_copy(0, rows, parts)
 
 
-def token_by_token(model, inputs: dict, attention_mask, past: int, length: int, logits_to_keep, arguments: dict):
+def token_by_token(model, inputs: dict, length: int, keep, arguments: dict):
     """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache."""
+    tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids")}
+    attention_mask, past = inputs["attention_mask"], int(inputs["past_key_values"].get_seq_length())
     if attention_mask is not None and not (torch.is_tensor(attention_mask) and attention_mask.ndim == 2):
         refuse_with_exits(**{"a prepared attention_mask": True})
     outputs = []
     for i in range(length):
-        pieces = {name: value[:, i : i + 1] for name, value in inputs.items() if value is not None}
+        pieces = {name: value[:, i : i + 1] for name, value in tokens.items() if value is not None}
         mask = None if attention_mask is None else attention_mask[:, : past + i + 1]
         outputs.append(model(**pieces, attention_mask=mask, **arguments))
     return LoopedCausalLMOutputWithPast(
-        logits=torch.cat([output.logits for output in outputs], dim=1)[:, kept_positions(logits_to_keep)],
+        logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
     )
 

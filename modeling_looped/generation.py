@@ -6,6 +6,7 @@ depth, to transformers' own loops.
 """
 
 import copy
+from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -172,12 +173,9 @@ class LoopedGenerationMixin(Generative):
         shared, obstacle = shared_passes_of(self) if options.shares_passes else None, None
         if shared is not None or options.changes_decoding:
             obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
+        make_engine = partial(RowEngine, self, input_ids, *rules, streamer, model_kwargs)
         if shared is not None and obstacle is None:
-
-            def engine():
-                return RowEngine(self, input_ids, *rules, streamer, model_kwargs)
-
-            return shared.decode(engine, len(input_ids), generation_config.max_length)
+            return shared.decode(make_engine, len(input_ids), generation_config.max_length)
         if not options.changes_decoding:
             if hasattr(streamer, "put_loops"):
                 streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
@@ -185,7 +183,7 @@ class LoopedGenerationMixin(Generative):
             return self._by_passes(super()._sample, None, input_ids, *rules, **settings)
         if obstacle is not None:
             options.refuse_for(obstacle)
-        engine = RowEngine(self, input_ids, *rules, streamer, model_kwargs)
+        engine = make_engine()
         if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
             logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
         return decode_continuously(engine) if options.draft_loops is None else speculate(engine)
@@ -271,7 +269,12 @@ class LoopedGenerationMixin(Generative):
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
         check_softcap(self.config.attention_softcap, "paged|eager")
         if generation_config not in (None, self.generation_config):
-            self._refuse_in_batches(beside_defaults(generation_config))
+            if fields := beside_defaults(generation_config):
+                raise ValueError(
+                    "continuous batching of transformers runs every sequence at "
+                    f"config.num_loops={self.config.num_loops} and does not take {listed(fields)}: use "
+                    "generate_batch, generate or SharedPasses"
+                )
         saved = beside_defaults(self.generation_config)
         if (depth := saved.pop("num_loops", None)) not in (None, self.config.num_loops):
             raise ValueError(
@@ -285,13 +288,6 @@ class LoopedGenerationMixin(Generative):
                 f"model's generation_config says: {listed(saved)}."
             )
         return super().init_continuous_batching(generation_config, *args, **kwargs)
-
-    def _refuse_in_batches(self, fields: dict):
-        if fields:
-            raise ValueError(
-                f"continuous batching of transformers runs every sequence at config.num_loops={self.config.num_loops} "
-                f"and does not take {listed(fields)}: use generate_batch, generate or SharedPasses"
-            )
 
 
 def check_prompt(prompt):

@@ -60,7 +60,7 @@ def linear(in_features: int, out_features: int, role: str, bias: bool = False, w
 
 
 def with_role(module: LinearOrTable, role: str, width: int | None = None) -> LinearOrTable:
-    """The module, which the init schemes can ask what it is for."""
+    """The same module, marked with what it is for, which the init schemes ask."""
     vars(module).update(init_role=role, init_width=width)
     return module
 
@@ -197,7 +197,7 @@ class LoopedAttention(LoopedLayer):
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
     def compared(self, part: str, x: torch.Tensor, position_embeddings, loop) -> torch.Tensor:
-        """Queries ("q") or keys ("k") as they meet: normed and rotated, [rows, heads, length, head_dim]."""
+        """Queries ("q") or keys ("k") that attention compares: normed and rotated, [rows, heads, length, head_dim]."""
         projected = self.project(f"{part}_proj", x, loop)
         norm: Any = getattr(self, f"{part}_norm", None)
         heads = self.heads(norm(projected, loop) if self.qk_norm == "all_heads" else projected)

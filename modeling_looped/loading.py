@@ -29,7 +29,7 @@ def refuse_arguments_of_generate(kwargs: dict):
 
 
 def report_misfits(path, model_name: str, missing, unexpected, mismatched):
-    """Refuse a checkpoint of which any tensor does not fit."""
+    """Refuses a checkpoint if any of its tensors does not fit."""
     misfits = {
         "missing from it": missing,
         "not in the model": unexpected,

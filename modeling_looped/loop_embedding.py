@@ -1,4 +1,4 @@
-"""Which loop it is, said to the layers: added to the stream, or as factors on the branches of the core.
+"""Tells the layers which loop it is: added to the stream, or as factors on the branches of the core.
 
 Every embedding takes `loop`, the loop t counted from 0, and `depth`, the loops of the run; each an int for all rows,
 or one per row. It gives [rows, 1, state], with one row where all are alike.

@@ -228,12 +228,8 @@ class LoopedModel(LoopedPreTrainedModel):
         check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
         if self.training and torch.is_grad_enabled() and not has_loss:
             warn_of_another_loss(self.config)
-        check_inputs(input_ids, inputs_embeds)
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        elif self.config.value_embeddings:
-            raise ValueError("value_embeddings are looked up by token: pass input_ids instead of inputs_embeds")
-        batch_size, length = inputs_embeds.shape[:2]
+        inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
+        batch_size = inputs_embeds.shape[0]
         plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_pass(self.config, plan, inputs_embeds, past_key_values, initial_state, every_loop, kwargs)
@@ -276,23 +272,28 @@ class LoopedModel(LoopedPreTrainedModel):
         else:
             final, ticks = self.loop_with_exits(embedded, state, plan, context, exit_watch), []
 
-        loop_hidden_states = plan.spread(ticks) if output_loop_hidden_states else None
-        loop_readout_states = None
-        if output_loop_readout_states:
-            shallower = [unrecorded(self.run_coda, state, context) for state in ticks[:-1]]
-            loop_readout_states = plan.spread([*shallower, self.run_coda(ticks[-1], context)])
-            final = loop_readout_states[-1]
-        else:
+        loop_readout_states = self.run_coda_after_all(ticks, plan, context) if output_loop_readout_states else None
+        if loop_readout_states is None:
             final = plan.unsort(self.run_coda(final, context))
+        else:
+            final = loop_readout_states[-1]
         if isinstance(view, CacheView):
             view.finish()
         return LoopedModelOutputWithPast(
             last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
             past_key_values=past_key_values,
-            loop_hidden_states=loop_hidden_states,
+            loop_hidden_states=plan.spread(ticks) if output_loop_hidden_states else None,
             loop_readout_states=loop_readout_states,
             first_state=plan.unsort(state) if output_loop_hidden_states else None,
         )
+
+    def _input_embeddings(self, input_ids, inputs_embeds: Any) -> torch.Tensor:
+        check_inputs(input_ids, inputs_embeds)
+        if inputs_embeds is None:
+            return self.embed_tokens(input_ids)
+        if self.config.value_embeddings:
+            raise ValueError("value_embeddings are looked up by token: pass input_ids instead of inputs_embeds")
+        return inputs_embeds
 
     def embed(self, inputs_embeds, position_ids):
         """The input of the first layer."""
@@ -400,6 +401,11 @@ class LoopedModel(LoopedPreTrainedModel):
             assert context is not None
             state = context.of_first_rows(state.shape[0]).run(block, state, scale)
         return state
+
+    def run_coda_after_all(self, ticks: list, plan: DepthPlan, context: PassContext):
+        """What the readout norm reads after every loop; recorded is the run of the last."""
+        shallower = [unrecorded(self.run_coda, state, context) for state in ticks[:-1]]
+        return plan.spread([*shallower, self.run_coda(ticks[-1], context)])
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
         """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""

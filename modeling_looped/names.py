@@ -1,6 +1,6 @@
-"""Names that nobody here knows: what other libraries call a thing is answered with what it is called here.
+"""Unknown names of fields and arguments: what other libraries call a thing is answered with its name here.
 
-A misspelt or foreign name that is passed over would run a model at its defaults unheard. Names that stand for
+A misspelt or foreign name that is ignored would silently run a model at its defaults. Names that stand for
 something here are refused; any other unknown one is passed over with a warning, since tools pass on what only they and
 their attention kernels read.
 """
@@ -103,6 +103,18 @@ FIELD_OF, ARGUMENT_OF = by_foreign_name(FIELDS), by_foreign_name(ARGUMENTS)
 # tools that serve all models set, and save, every one of them; so they are only warned of
 SPELLINGS_OF_EPS = frozenset(FIELDS["rms_norm_eps"].split())
 
+# keys that transformers and its tools write into any config.json, or read from the arguments of any config
+KEYS_OF_TOOLS = frozenset(
+    """
+    attn_implementation experts_implementation auto_map custom_pipelines quantization_config torch_dtype name_or_path
+    model_type num_labels rope_theta partial_rotary_factor per_layer_config tie_last_hidden_states
+    transformers_weights is_decoder add_cross_attention tie_encoder_decoder torchscript pruned_heads use_bfloat16
+    finetuning_task task_specific_params tokenizer_class prefix cls_token_id sep_token_id mask_token_id unk_token_id
+    return_unused_kwargs decoder_start_token_id pretraining_tp unsloth_version unsloth_fixed trust_remote_code
+    mlp_layer_types tf_legacy_loss
+    """.split()
+)
+
 # what transformers, trainers and serving engines pass to any model's forward, and forward need not know
 OF_TOOLS = frozenset(
     """
@@ -119,7 +131,7 @@ class UnknownNameError(TypeError, ValueError):
 
 
 def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | None:
-    """What a name probably stands for here."""
+    """The name here, or the advice, that an unknown name probably stands for."""
     if name.lower() in foreign:
         return foreign[name.lower()]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -127,14 +139,16 @@ def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | N
 
 
 def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):
-    """Of names that something else may still know, those that stand for one of `known`."""
+    """Refuses those of `names` that stand for one of `known`; others may mean something elsewhere."""
     for name in names:
         if name not in known and (advice := meant(name, known, ARGUMENT_OF)):
             raise UnknownNameError(f"{what} has no argument `{name}`; did you mean `{advice}`?")
 
 
 def check_arguments(given: Iterable[str], known: Collection[str], what: str, compiling: bool):
-    """`given`: names beyond those of the signature, `known`. What is compiled warns of nothing."""
+    """Refuses arguments that have another name here, and warns of others that nothing reads.
+
+    given: names beyond those of the signature, `known`. compiling: then without warnings."""
     for name in given:
         if name not in OF_TOOLS and name not in known:
             refuse_foreign([name], known, what)

@@ -1,7 +1,8 @@
-"""What a looped model returns beyond what transformers' models do, and which runs of its blocks are recorded."""
+"""What a looped model returns beyond what transformers' models do, and what a pass must keep for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
@@ -10,13 +11,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .borrowed import recorded_states
 
 
+LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
+
+
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
     """As an index: a number of last positions, 0 for all of them, or the positions that are named."""
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 
 def unrecorded(run: Callable, *arguments):
-    """What `run` returns; its blocks are not among those that output_hidden_states and output_attentions show."""
+    """What `run` returns, without its blocks among those that output_hidden_states and output_attentions show."""
     recorded = recorded_states()
     lengths = [len(states) for states in recorded]
     result = run(*arguments)
@@ -59,6 +63,45 @@ class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
     loop_losses: torch.Tensor | None = None
     loop_token_losses: torch.Tensor | None = None
     token_loops: torch.Tensor | None = None
+
+
+class NeededOfPass(NamedTuple):
+    """What a pass must keep of every loop, for the loss and the outputs that are asked for."""
+
+    hidden_states: bool
+    readout_states: bool
+    gates: bool
+    exit_probabilities: bool
+
+
+class AskedOutputs(NamedTuple):
+    """Which outputs a call of the causal LM asks for, under the names of its arguments."""
+
+    output_loop_logits: bool
+    output_loop_hidden_states: bool
+    output_loop_readout_states: bool
+    output_loop_losses: bool
+    output_exit_probabilities: bool
+    output_exit_logits: bool
+
+    def needed(self, config, has_loss: bool) -> NeededOfPass:
+        reads_exits = self.output_exit_probabilities or self.output_exit_logits
+        if reads_exits and config.exit_gate == "none":
+            name = "output_exit_probabilities" if self.output_exit_probabilities else "output_exit_logits"
+            raise ValueError(f"{name} needs an exit gate, but this model has exit_gate='none'")
+        if self.output_loop_losses and not has_loss:
+            raise ValueError("output_loop_losses needs labels to compare with: pass labels or shift_labels")
+        loss = config.loop_loss if has_loss else None
+        gates = reads_exits or loss in LOSSES_OF_GATES
+        reads_loops = self.output_loop_losses or loss not in (None, "terminal")
+        return NeededOfPass(
+            hidden_states=self.output_loop_hidden_states or gates or (has_loss and bool(config.state_losses)),
+            readout_states=(
+                self.output_loop_logits or self.output_loop_readout_states or self.output_exit_logits or reads_loops
+            ),
+            gates=gates,
+            exit_probabilities=reads_exits or loss == "exit_weighted_logits",
+        )
 
 
 @dataclass

@@ -38,14 +38,6 @@ def first_batchwise_part(processors, criteria) -> str | None:
     return None
 
 
-def cannot_stop(criterion, length: int) -> bool:
-    """Whether it stops no sequence of this length, and has no warning to give."""
-    if type(criterion) is not stopping_criteria.MaxLengthCriteria:
-        return False
-    known = criterion.max_position_embeddings
-    return length < criterion.max_length and (known is None or length <= known)
-
-
 def by_number(numbers: list[int]):
     """Of each number, where it stands."""
     groups: dict[int, list[int]] = {}
@@ -197,10 +189,8 @@ class TokenSelector:
         for criterion in self.token_criteria:
             stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]
         for length, members in self.by_length(rows):
+            sequences = self.ids[self.index([rows[i] for i in members]), :length]
             for criterion in self.sequence_criteria:
-                if cannot_stop(criterion, length):
-                    continue
-                sequences = self.ids[self.index([rows[i] for i in members]), :length]
                 for i, stop in zip(members, criterion(sequences, None).tolist()):
                     stops[i] |= stop
         return stops

@@ -8,7 +8,7 @@ import pytest
 
 from looped_eval.common.curves import chance_of
 from looped_eval.common.findings import best_depth
-from looped_recipes.common.axis import Axis, width_of, written
+from looped_recipes.common.axis import Axis, alike, width_of, written
 from looped_recipes.common.chart import MANY, Bars, Chart, Line, Matrix, on_one_scale, ordered, save_charts, thinned
 from looped_recipes.common.chart_style import GROUND, NAMED, RAMP, STEPS, between
 
@@ -145,6 +145,21 @@ def test_the_best_depth_in_words():
         == "2 loops are best here: 2.020 bits, as trained; 1 loop costs 0.480."
     )
     assert best_depth({1: 2.0}, None, "bits") == "1 loop is best here: 2.000 bits."
+
+
+def test_depths_that_are_the_same_are_not_ranked():
+    same = best_depth({1: 3.9262, 2: 3.9258, 3: 3.9259}, 3, "bits")
+    assert same == "1 loop is enough here: 3.926 bits; 3 loops as trained are no better."
+    assert best_depth({1: 2.5, 2: 2.0006, 4: 2.0}, 4, "bits") == (
+        "2 loops are enough here: 2.001 bits; 4 loops as trained are no better; 1 loop costs 0.499."
+    )
+
+
+def test_numbers_that_are_read_together_have_as_many_digits():
+    assert alike([2.3, 2.31, 2.32]) == ["2.30", "2.31", "2.32"]
+    assert alike([0, 20, 100]) == ["0", "20", "100"] and alike([0, 0.5, 1]) == ["0", "0.5", "1.0"]
+    assert alike([9.842, 17.16], 3) == ["9.8", "17.2"] and alike([-0.5, 0.25]) == ["−0.50", "0.25"]
+    assert alike([0.0012, 350]) == ["0.0012", "350"] and alike([1e-9, 2e-9]) == ["10⁻⁹", "2×10⁻⁹"]
 
 
 def test_chance_is_that_of_the_task():

@@ -16,9 +16,11 @@ import torch
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import options as options_of_benchmark
 from looped_eval.chat import command as chat
-from looped_eval.common.conclusion import best_depths
+from looped_eval.common.findings import best_depths
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.options import described
+from looped_eval.halting import options as halting_options
+from looped_eval.halting.command import next_command
 from looped_eval.halting.conclusion import conclusion
 from looped_eval.harness.command import as_lm_eval_spells
 from looped_recipes import convert
@@ -29,7 +31,7 @@ from looped_recipes.engine.finite import Divergence
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.estimates import activations_per_token, estimates, memory
 from looped_recipes.settings.help import help_of_recipes, meanings
-from looped_recipes.settings.paths import recipe_file
+from looped_recipes.settings.paths import recipe_file, similar_recipe
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.sections import SECTIONS
 from modeling_looped import LoopedForCausalLM
@@ -319,6 +321,14 @@ def test_what_early_exit_is_worth(fixed, tokens, said):
     assert said in conclusion(fixed, tokens, 0.01, 4)
 
 
+def test_halting_goes_on_with_what_is_worth_it():
+    args = halting_options.parse(["m"])
+    assert next_command(args, at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5)) == "looped halting m --write"
+    assert next_command(args, at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5)) == "looped chat m --num-loops 2"
+    args = halting_options.parse(["m", "--write"])
+    assert next_command(args, at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5)) == "looped chat m"
+
+
 def test_the_best_depth_in_a_sentence():
     curves = {
         "a acc": {"": {1: (0.2, None), 2: (0.4, None), 4: (0.4, None)}},
@@ -330,6 +340,45 @@ def test_the_best_depth_in_a_sentence():
         "With exits: 1.00 of 4 loops, 75 % of them saved."
     )
     assert best_depths({"a loss": {"": {4: (1.5, None)}}}) == "a loss is 1.5000 at 4 loops."
+
+
+def test_so_few_questions_name_no_best_depth():
+    curves = {"a acc": {"": {1: (0.25, 0.1), 2: (0.15, 0.08)}}, "b acc": {"": {1: (0.2, 0.03), 2: (0.9, 0.03)}}}
+    assert best_depths(curves) == (
+        "a acc is 0.2500 ± 0.1000 at best, at 1 loop, and nowhere clearly worse; b acc is best at 2 loops (0.9000)."
+    )
+    text = {f"t {name}": {"": {1: (2.0, None), 2: (1.0, None)}} for name in ("word_perplexity", "bits_per_byte")}
+    assert best_depths(text) == "t bits_per_byte is best at 2 loops (1.0000)."
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("diagnose dept_curve x", "there is no 'dept_curve'; did you mean 'depth_curve'?"),
+        ("benchmark trian", "there is no 'trian'; did you mean 'train'?"),
+        ("benchmark zzz", "there is no 'zzz'; choose one of train, memory"),
+        ("laws parametrik x", "there is no 'parametrik'; did you mean 'parametric'?"),
+    ],
+)
+def test_a_mistyped_name_is_answered_with_what_was_meant(typed, said, capsys):
+    command, *arguments = typed.split()
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"looped_eval.{command}.options").parse(arguments)
+    error = capsys.readouterr().err
+    assert said in error and "_memory" not in error
+
+
+@pytest.mark.parametrize(
+    "typed, kind, meant",
+    [
+        ("smoke/ftl.yaml", "recipe", "smoke/flt.yaml"),
+        ("recipes/smoke/flt", "recipe", "smoke/flt.yaml"),
+        ("transfer.yaml", "sweep", "residual_scaling/transfer.sweep.yaml"),
+        ("mine/other.yaml", "recipe", None),
+    ],
+)
+def test_a_mistyped_recipe(typed, kind, meant):
+    assert similar_recipe(Path(typed), kind) == meant
 
 
 def test_a_run_ends_with_what_it_has_come_to(tmp_path):

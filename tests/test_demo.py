@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.demo import __main__ as main_file
 from looped_recipes.demo import command, hops, options
-from looped_recipes.demo.page import finding, page, text_finding
+from looped_recipes.demo.page import finding, page, path_of, text_finding
 from looped_recipes.demo.picture import picture
 from looped_recipes.demo.text import by_depth
 from tests.helpers import tiny_config
@@ -56,22 +56,37 @@ FOUND = {
 
 def test_the_finding_is_that_of_the_numbers():
     said = finding(FOUND["hops"])
-    assert "questions of 4 hops" in said and "25 % after 1 loop, 99.6 % after 2 loops and 100 % after 3 loops" in said
-    assert "Of questions of 4 hops, its worst, a model with one loop answers 40 %" in said
+    assert "25 % after 1 loop, 99.6 % after 2 loops and 100 % after 3 loops" in said
+    assert "are those of 4 hops: a model with one loop answers 40 % of them" in said
     assert "1.0 for 1 hop and 2.3 for 4 hops" in said and "95 % of those of 4 hops are then right" in said
     changed = deepcopy(FOUND["hops"])
     changed["accuracy"]["4"]["1"], changed["control"]["4"] = 0.5, 0.75
     assert "50 % after 1 loop" in finding(changed) and "one loop answers 75 %" in finding(changed)
-    assert "2.500 bits per byte after the first loop and 2.250 after the last" in text_finding(FOUND["text"])
-    assert "the least is 2.250, after 2 loops" in text_finding(FOUND["text"])
+    changed["accuracy"]["4"]["2"] = 1.0
+    assert "answers 50 % after 1 loop and 100 % after 2 loops or more." in finding(changed)
+
+
+def test_the_finding_on_text_ranks_no_depths_that_are_the_same():
+    assert text_finding(FOUND["text"]) == (
+        "On text the model needs 2.500 bits per byte after the first loop and 2.250 after the 2 loops that it was "
+        "trained with."
+    )
+    better = {"loops": 2, "bits_per_byte": {"1": 2.5, "2": 2.3, "3": 2.25, "4": 2.4}}
+    assert text_finding(better).endswith("trained with; the least is 2.250, after 3 loops.")
+    flat = {"loops": 2, "bits_per_byte": {"1": 2.5, "2": 2.252, "3": 2.25}}
+    assert text_finding(flat).endswith("trained with; after 2 loops or more it is the same within 0.005.")
+
+
+def test_the_steps_of_a_question():
+    assert path_of("bg eb ad fe df ca gh hc ; b4") == "b → g → h → c → a"
 
 
 def test_the_page_opens_with_the_picture_and_needs_nothing_else():
     shown = page(FOUND)
     assert shown.index("<h1>") < shown.index("a model with one loop answers") < shown.index("<svg")
-    assert shown.index("<svg") < shown.index("<h2") and shown.count("<svg") == 3
+    assert shown.index("<svg") < shown.index("<nav") < shown.index("<h2") and shown.count("<svg") == 3
     assert "prefers-color-scheme: dark" in shown and "&lt;f&gt;" in shown
-    assert not re.search(r"<script|<link|src=|href=|@import", shown)
+    assert not re.search(r"<script|<link|src=|href=.[^#]|@import", shown)
 
 
 def test_points_lie_where_their_values_are():
@@ -81,7 +96,7 @@ def test_points_lie_where_their_values_are():
     heights = [[float(point.split(",")[1]) for point in line] for line in lines]
     assert len(set(heights[0])) == 1  # 1 hop: always right
     low, high = heights[1][0], heights[1][2]
-    zero = high + (low - high) / 0.75  # 0.25 and 1.0 span three quarters of the scale
+    zero = high + (low - high) / 0.75  # 25 and 100 % span three quarters of the scale
     across = [each.get("d") for each in root.iter(f"{space}path") if each.get("class") == "rule"]
     level = [float(y) for d in across for y in re.findall(r" (\S+)H", d)]
     assert level == pytest.approx([zero - 0.4 * (zero - heights[0][0])], abs=0.2)
@@ -164,7 +179,8 @@ def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys):
         str(depth): pytest.approx(bits, rel=1e-5) for depth, bits in after.items()
     }
     assert found["hops"]["control_flops"] < 0.5 * found["hops"]["training_flops"]
-    assert (output / "demo.html").read_text(encoding="utf-8") == page(json.loads((output / "demo.json").read_text()))
+    saved = json.loads((output / "demo.json").read_text())
+    assert (output / "demo.html").read_text(encoding="utf-8") == page(saved, output)
     capsys.readouterr()
     hops.ask(output / "hops/final", "")
     assert capsys.readouterr().out.count("after 1 loop:") == len(hops.HOPS)

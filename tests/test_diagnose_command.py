@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from looped_eval.common.page import Charts
 from looped_eval.common.run_folder import RunFolder
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
@@ -76,7 +77,7 @@ def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
     diagnose.main(["spectral", str(run_folder), *options])
     assert "While the model trained" in (run_folder / "eval/diagnose/spectral.svg").read_text()
     own, fresh = report.diagnostics([RunFolder(run_folder, "run")])
-    drawn = [chart.title for block in own.blocks if isinstance(block, report.Charts) for chart in block.charts]
+    drawn = [chart.title for block in own.blocks if isinstance(block, Charts) for chart in block.charts]
     assert drawn[:3] == [
         "The linear maps of a loop",
         "What A does to the states that occur",
@@ -157,7 +158,8 @@ def test_a_trained_model_reads_what_its_run_held_out(run_folder, tmp_path, capsy
     assert of.where["text"] == f"validation split of {run_folder} ({run_folder / 'held_out.jsonl'})"
     options = ["--rows", "3", "--length", "16", "--output", str(tmp_path)]
     diagnose.main(["token_norms", str(run_folder / "final"), *options])
-    assert f"text: {of.where['text']}\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"text: {of.where['text']}\n" in said and f"next: looped diagnose all {run_folder}" in said
     assert json.loads((tmp_path / "token_norms.json").read_text())["text"] == of.where["text"]
 
     with pytest.raises(ValueError, match=r"holds 481 tokens, fewer than 31 rows of 16: ask for fewer"):

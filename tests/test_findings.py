@@ -9,6 +9,7 @@ from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
 from looped_eval.laws import page as laws_page
 from looped_recipes.common.chart import Chart
+from looped_recipes.common.words import percent
 
 
 def test_every_measure_is_explained_and_drawn():
@@ -29,8 +30,12 @@ def test_every_measure_is_explained_and_drawn():
         ("spectral", {"A": {"spectral_radius": 0.8}}, "radius 0.8, below 1: it forgets"),
         ("spectral", {"A": {"spectral_radius": 1.0}}, "radius 1, 1: it keeps"),
         ("spectral", {"A": {"spectral_radius": 1.2}}, "radius 1.2, above 1: it amplifies"),
-        ("norm_trajectory", {"norm": [1, 2, 6], "growth": 3.0}, "grows: after 2 loops it is 3 times that after"),
-        ("norm_trajectory", {"norm": [1, 2, 2.1], "growth": 1.05}, "stays: after 2 loops"),
+        ("norm_trajectory", {"norm": [1, 2, 6], "growth": 3.0}, "grows: after 2 loops it is 3.00 times that after"),
+        (
+            "norm_trajectory",
+            {"norm": [1, 2, 2.1], "growth": 1.05},
+            "stays of one size: after 2 loops it is 1.05 times",
+        ),
         ("norm_trajectory", {"norm": [1, 2], "growth": None}, "is not finite"),
         (
             "scale_sweep",
@@ -45,7 +50,12 @@ def test_every_measure_is_explained_and_drawn():
             {"freeze": {"delta_ce": 0.0055, "norm_ratio": 0.53}},
             "costs 0.0055 in cross-entropy, at 0.53",
         ),
-        ("radial_clamp", {"freeze": {"delta_ce": -0.01, "norm_ratio": 0.5}}, "gains 0.0100"),
+        ("radial_clamp", {"freeze": {"delta_ce": -0.01, "norm_ratio": 0.5}}, "gains 0.01 in cross-entropy"),
+        (
+            "radial_clamp",
+            {"freeze": {"delta_ce": -2e-7, "norm_ratio": 1.0}},
+            "gains less than 0.0001 in cross-entropy, at 1.00 times",
+        ),
         ("token_norms", {"median": 8, "mean": 42, "max": 390}, "a few tokens carry it"),
         (
             "state_dynamics",
@@ -65,6 +75,18 @@ def test_every_measure_is_explained_and_drawn():
         ),
         ("update_decomposition", {"table": {"a_rad": 0.27, "b": 0.28}}, "96 % of them is along the state"),
         ("depth_curve", {"loop": [1, 2], "ce": [2.0, None], "trained_loops": 2}, "1 loop is best here: 2.000"),
+        (
+            "update_decomposition",
+            {"table": {"a_rad": -6e-11, "b": 1e-7}},
+            "the state stays where it is: updates are of",
+        ),
+        ("future_signal", {"largest_immediate": 2e-8, "largest_future": 1e-9}, "No loss sees the scale of any loop"),
+        ("future_signal", {"largest_immediate": 0.3, "largest_future": 0.02}, "own loss by up to 0.3 for each unit"),
+        (
+            "premises",
+            {"increment_overlap": 0.4, "loops_orthogonal": 0.25, "branches": {"a": {"residual_overlap": 0.9}}},
+            "between loops by 0.90 to 0.90, and what a whole loop adds by 0.40",
+        ),
         ("premises", {"increment_overlap": None, "loops_orthogonal": 0.5}, "not a finite number"),
     ],
 )
@@ -74,7 +96,7 @@ def test_measures_in_words(name, result, words):
 
 def test_layers_are_counted_from_one_as_people_do():
     assert layer_name("model.core.0.self_attn") == "layer 1, attention"
-    assert layer_name("core_1.mlp") == "layer 2, mlp" and layer_name("lm_head") == "head"
+    assert layer_name("core_1.mlp") == "layer 2, MLP" and layer_name("lm_head") == "head"
 
 
 def halted(fixed: list[tuple], rows: list[tuple]) -> dict:
@@ -100,7 +122,7 @@ def test_halting_in_words():
     )
     flat = halting_page.finding(halted([(1.001, 3.0), (1.0, 1.0)], [("kl", 1.03, 2.0, 1.0)]))
     assert "for 3 % more perplexity, beyond the 1 % that were calibrated for." in flat
-    assert flat.endswith("1 loop for all text: 3.00 times as fast, within 1 %.")
+    assert flat.endswith("1 loop for all text: 3.00 times as fast, within 1 %. Exits gain nothing over that.")
     slow = halting_page.finding(halted(depths, [("kl", 1.0, 0.7, 2.9)]))
     assert slow == (
         "No criterion pays within 1 % of perplexity: kl, the fastest, scores text 0.70 times as fast as 3 loops."
@@ -130,3 +152,19 @@ def test_laws_in_words():
     assert laws_page.finding("test_time", {"forms": {}}) == "No form fits all curves."
     best = {"best": "one", "forms": {"one": {"formula": "f", "huber": 0.001}}}
     assert laws_page.finding("conditioning", best) == "f fits best, with a total Huber loss of 0.001."
+
+
+@pytest.mark.parametrize(
+    "share,words",
+    [
+        (0, "0 %"),
+        (0.0123, "1.2 %"),
+        (-0.005, "-0.5 %"),
+        (0.384, "38 %"),
+        (0.9951, "99.5 %"),
+        (1, "100 %"),
+        (1.034, "103 %"),
+    ],
+)
+def test_shares_are_as_exact_as_they_need_to_be(share, words):
+    assert percent(share) == words

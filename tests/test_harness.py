@@ -17,7 +17,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from looped_eval.harness import command as harness
-from looped_eval.harness.looped_lm import LoopedLM, parse_depths
+from looped_eval.harness.looped_lm import LoopedLM
+from looped_recipes.common.command_line import parse_depths
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents, words
 from tests.helpers_processes import run_clean

@@ -681,6 +681,26 @@ def test_runs_of_several_sweeps_keep_apart(tmp_path):
     assert list(read_table(tmp_path / "runs.csv").by("run")) == sorted(folders)
 
 
+@pytest.mark.parametrize(
+    "rows, law",
+    [
+        ([(run, 4, 1e6 * run, 1e5) for run in range(1, 7)], None),  # all of the same tokens
+        ([(run, 4, 1e6 * run, 1e5 * run) for run in range(1, 7)], "parametric"),
+        ([(run, 4, 1e6 * run, 1e5 * run) for run in range(1, 6)], None),
+        ([(run, 1, 1e6 * run, 1e5 * run) for run in range(1, 7)], None),  # without loops
+        ([(1, depth, 1e6, 1e5) for depth in (1, 2, 4, 8)], "test_time"),
+    ],
+)
+def test_which_law_a_table_is_enough_for(rows, law):
+    table = [
+        {"run": str(run), "mean_depth": min(depth, 4) if law is None else 4, "test_depth": depth}
+        | {"effective_parameters": n, "tokens": tokens}
+        for run, depth, n, tokens in rows
+    ]
+    words, found = laws.enough_for(table)
+    assert found == law and ("too few" in words) == (law is None)
+
+
 def test_bad_arguments(tmp_path):
     for arguments, words in (
         (["parametric", "a.csv", "b.csv"], "reads one table, got a.csv, b.csv"),

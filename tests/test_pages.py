@@ -14,8 +14,10 @@ from looped_eval.laws import command as laws
 from looped_eval.laws.run_table import write_table
 from looped_eval.report import command as report
 from looped_eval.show_loops import command as show_loops
+from looped_recipes.demo import page as demo
 from tests.helpers import random_ids, tiny_model, tiny_tokenizer
 from tests.helpers_browser import CHROMIUM, photographed, seen
+from tests.test_demo import FOUND as MEASURED_DEMO
 from tests.test_laws import SMALL, TRUE_FORMS, curve_rows, isoflop_rows, training_rows
 from tests.test_report import add_results, make_run
 
@@ -69,7 +71,13 @@ def a_law(name, rows):
     return made
 
 
+def a_demo(folder):
+    (folder / "demo.html").write_text(demo.page(MEASURED_DEMO, folder), encoding="utf-8")
+    return folder / "demo.html"
+
+
 PAGES = {
+    "demo": a_demo,
     "report": a_report,
     "diagnose": a_diagnosis,
     "halting": a_halting,

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from looped_recipes import sweep
+from looped_recipes.common.axis import written
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
 from looped_recipes.engine.sweeps import optima
 from looped_recipes.settings.costs import plan
@@ -460,7 +461,11 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
             assert result["model.residual_scaling"] == "linear"
     (panel, _) = json.loads((tmp_path / "runs" / "optima.json").read_text())["optima"]
     assert panel["model.residual_scaling"] == "none" and set(panel["best"]) == set(panel["shift"]) == {"1", "2"}
-    assert (tmp_path / "runs" / "results.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "runs" / "results.svg").read_text()
+    for result in results:  # every run that has a loss is a point
+        said = f"num_loops = {result['model.num_loops']}, best: 0.01: optimizer.lr 0.01, validation loss "
+        assert (result["loss"] is None) or f"{said}{written(result['loss'])}<" in drawn
+    assert "optimizer.lr 10,000" not in drawn
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     sweep.main(arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")} == before and len(before) == 6

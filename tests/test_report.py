@@ -10,6 +10,8 @@ import yaml
 
 from looped_eval.common.run_folder import RunError, RunFolder, open_runs
 from looped_eval.report import command as report
+from looped_eval.report.measured import results_of
+from looped_eval.report.training import best_run, clip_shares, gradient_blocks
 from looped_recipes.common.flops import sizes
 from looped_recipes.settings.recipe import recipe_from_dict
 from modeling_looped import LoopedConfig
@@ -152,7 +154,7 @@ def test_task_results_of_every_depth(tmp_path):
     add_results(run, 4, 0.75, where="plain", model_args="pretrained=x,num_loops=4")
     add_results(run, 5, 0.625, where="plain", model_args={"pretrained": "x", "num_loops": 5})
     (run / "results" / "results_broken.json").write_text('{"results": ')
-    found, chance, unread = report.results_of(RunFolder(run, "first"))
+    found, chance, unread = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}
     assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 1
     assert chance == {"hop acc": 0.5, "hop acc_norm": 0.5}
@@ -196,6 +198,26 @@ def test_what_other_commands_left_is_shown(tmp_path):
     )
 
 
+def test_runs_are_compared_as_far_as_their_errors_allow(tmp_path):
+    runs = [make_run(tmp_path / name, loops) for name, loops in (("first", 3), ("second", 4))]
+
+    def first_sentence(error=None) -> str:
+        for run in runs:
+            records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            if error:
+                records[-1]["validation/bits_per_byte_error"] = error
+            (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return report.headlines(report.open_runs(runs))[0]
+
+    said = "second needs the fewest bits per byte: 1.750, 0.062 fewer than first"  # 2 - 4/16 and 2 - 3/16
+    assert first_sentence() == f"{said}."
+    assert first_sentence(0.03) == f"{said} (each ± 0.030 over texts)."
+    assert first_sentence(0.04) == (
+        f"{said} (each ± 0.040 over texts: `looped budget` tells whether that is more than chance)."
+    )
+    assert best_run(report.open_runs(runs[:1])) == []
+
+
 def test_norms_over_training(tmp_path):
     """Of the layer that is asked for, before clipping or after."""
     run = make_run(tmp_path / "run")
@@ -206,7 +228,7 @@ def test_norms_over_training(tmp_path):
         record |= {f"state_norm/loop_{k}": 8.0 * k for k in (1, 2, 3)}
     records[1]["gradient_norm"] = 0.25
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    blocks = ["head", "layer 1, mlp", "layer 2, mlp", "layer 2, attention"]
+    blocks = ["head", "layer 1, MLP", "layer 2, MLP", "layer 2, attention"]
     states = ["State after the first loop", "State after the last loop"]
     assert page_of(run).charts[-6:] == states + [f"Gradient of {block}" for block in blocks]
     shallow = make_run(tmp_path / "shallow", loops=2)
@@ -215,9 +237,9 @@ def test_norms_over_training(tmp_path):
     html = report.make_report([run, shallow]).read_text()
     assert "<title>run: step 3, ‖h‖ 24</title>" in html and "<title>shallow: step 0, ‖h‖ 10</title>" in html
     folder = RunFolder(run, "run")
-    assert report.gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
-    assert report.gradient_blocks(folder, 3)[2:] == ["core.2.mlp", "core.2.self_attn"]
-    assert report.clip_shares(folder, [0, 1]) == pytest.approx([1 / 1.5, 1], rel=1e-5)  # recipes clip at 1
+    assert gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
+    assert gradient_blocks(folder, 3)[2:] == ["core.2.mlp", "core.2.self_attn"]
+    assert clip_shares(folder, [0, 1]) == pytest.approx([1 / 1.5, 1], rel=1e-5)  # recipes clip at 1
     report.main([str(run), "--layer", "3", "--clipped", "--output", str(tmp_path / "page.html")])
     assert "Gradients after clipping." in Page((tmp_path / "page.html").read_text()).text
     with pytest.raises(RunError, match="--layer 4: run has layers 1 to 3"):

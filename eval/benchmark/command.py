@@ -142,6 +142,13 @@ BENCHMARKS = {
     "harness": harness,
     "_memory": measure_memory,
 }
+IN_WORDS = {
+    "train": "A training step is {speedup_over_llama:.2f} times as fast as that of transformers' Llama.",
+    "llama": "Decoding is {speedup_over_llama:.2f} times as fast as with transformers' Llama.",
+    "memory": "A loss at every loop takes {per_loop_over_terminal:.2f} times the memory of one at the last.",
+    "depths": "The logits of every depth take {all_depths_over_one:.2f} times as long as those of the last, and "
+    "{predicted_by_flops:.2f} times as many operations.",
+}
 SHAPE = ("device", "dtype", "width", "ff", "layers", "num_loops", "vocab", "batch_size", "length")
 OF_DECODING = ("llama", "exits")
 OF_TRAINED_MODELS = ("speculation", "sharing")
@@ -154,4 +161,7 @@ def main(arguments: list[str]):
         names = [*OF_DECODING, *(OF_TRAINED_MODELS if args.model else ())]
     for name in names:
         torch.manual_seed(0)
-        print_line(name, BENCHMARKS[name](args), args, 3 if name == "harness" else 4)
+        result = BENCHMARKS[name](args)
+        print_line(name, result, args, 3 if name == "harness" else 4)
+        if name in IN_WORDS:  # not among the lines of JSON
+            print(IN_WORDS[name].format(**result), file=sys.stderr)

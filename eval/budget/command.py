@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 from lm_eval.tasks import TaskManager
 
-from looped_eval.common.conclusion import best_depths
 from looped_eval.common.curves import Curves, draw, table
+from looped_eval.common.findings import best_depths
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.command import core_scores
 from looped_eval.harness.command import TASKS, curves_of, results_by_depth
-from looped_eval.harness.looped_lm import LoopedLM, check_question, parse_depths
-from looped_recipes.common.command_line import say_result
+from looped_eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.question import check_question
+from looped_recipes.common.command_line import parse_depths, say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 
@@ -174,4 +175,4 @@ def main(arguments: list[str] | None = None):
     write_json(args.output / "budget.json", record, args.command)
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
-    say_result(best_depths(curves))
+    say_result(best_depths(curves), f"looped halting {next(iter(models.values()))[0]}")

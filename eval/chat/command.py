@@ -5,7 +5,7 @@ import sys
 import torch
 from transformers import TextStreamer
 
-from looped_eval.common.loops_in_words import loops_in_words
+from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from modeling_looped import LoopedForCausalLM
 

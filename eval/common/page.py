@@ -27,7 +27,7 @@ def writable(text: str) -> str:
 
 
 def in_cell(words: str) -> str:
-    return escape(words).replace(" ± ", "&nbsp;±&nbsp;")
+    return escape(words).replace(" ± ", "&nbsp;±&nbsp;").replace(" %", "&nbsp;%")
 
 
 @dataclass
@@ -78,6 +78,20 @@ class Missing(Text):
 
     def markdown(self) -> str:
         return f"{in_markdown(self.words)} `{one_line(self.command).replace('`', ' ')}`"
+
+
+@dataclass
+class Commands:
+    """What may be typed, and what it does."""
+
+    commands: list[tuple[str, str]]
+
+    def html(self) -> str:
+        items = (f"<dt><code>{escape(command)}</code></dt><dd>{escape(does)}</dd>" for command, does in self.commands)
+        return f'<dl class="commands">{"".join(f"<div>{item}</div>" for item in items)}</dl>'
+
+    def markdown(self) -> str:
+        return "\n".join(f"- `{one_line(command)}`: {in_markdown(does)}" for command, does in self.commands)
 
 
 @dataclass
@@ -151,6 +165,9 @@ class Folded:
         return ""
 
 
+MANY_PARTS = 3
+
+
 @dataclass
 class Section:
     title: str
@@ -161,8 +178,22 @@ class Section:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
     def html(self) -> str:
-        blocks = "\n".join(block.html() for block in self.blocks)
-        return f'<h2 id="{self.anchor}">{escape(self.title)}</h2>\n{blocks}'
+        """With contents of its own where it has many parts."""
+        links, blocks = [], []
+        for block in self.blocks:
+            if isinstance(block, Heading):
+                anchor = f"{self.anchor}-{len(links) + 1}"
+                links.append((anchor, block.words))
+                blocks.append(f'<span id="{anchor}"></span>')
+            blocks.append(block.html())
+        inner = [contents(links, f"parts of {self.title}")] if len(links) > MANY_PARTS else []
+        return "\n".join([f'<h2 id="{self.anchor}">{escape(self.title)}</h2>', *inner, *blocks])
+
+
+def contents(links: list[tuple[str, str]], label: str) -> str:
+    """links: (anchor, words)."""
+    items = "".join(f'<li><a href="#{anchor}">{escape(words)}</a></li>' for anchor, words in links)
+    return f'<nav aria-label="{escape(label)}"><ul>{items}</ul></nav>'
 
 
 STYLE = (
@@ -174,15 +205,21 @@ h1 { font-size: 1.35rem } h2 { font-size: 1.2rem; margin: 2.6rem 0 .6rem; paddin
        border-top: 1px solid var(--line) } h3 { font-size: 1rem; margin: 1.6rem 0 .4rem }
 h1, h2, h3 { line-height: 1.25; font-weight: 650 } p { max-width: 46rem } a { color: var(--accent) }
 .finding { font-size: 1.1rem; font-weight: 550; line-height: 1.4; margin: .5rem 0 1rem }
-nav ul { list-style: none; padding: 0; margin: 1.2rem 0; columns: 15rem; gap: 1.5rem; font-size: 15px }
-nav li { padding: .2rem 0; break-inside: avoid } .missing, small, footer { color: var(--quiet) }
+nav ul { list-style: none; padding: 0; margin: 1.2rem 0; display: flex; flex-wrap: wrap; gap: .3rem 1.3rem;
+       font-size: 15px } .missing, small, footer { color: var(--quiet) }
 dl { font-size: 15px; margin: .8rem 0; display: grid; gap: .6rem 1.8rem;
        grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)) }
 dt { font-weight: 600 } dd { margin: 0 }
 svg.chart { display: block; width: 100%; height: auto }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); gap: 1.4rem 1.8rem;
        margin: 1rem 0; align-items: start } figure { margin: 0; max-width: 30rem }
-.wide { overflow-x: auto; margin: .8rem 0 } table { border-collapse: collapse; font-size: 14px }
+.commands { grid-template-columns: 1fr } .commands dt { font-weight: 400 }
+.wide { overflow-x: auto; margin: .8rem 0; background: var(--paper);
+       background: linear-gradient(90deg, var(--paper) 50%, transparent) 0 0 / 2.5rem 100% no-repeat local,
+       linear-gradient(270deg, var(--paper) 50%, transparent) 100% 0 / 2.5rem 100% no-repeat local,
+       linear-gradient(90deg, var(--line), transparent) 0 0 / 1rem 100% no-repeat scroll,
+       linear-gradient(270deg, var(--line), transparent) 100% 0 / 1rem 100% no-repeat scroll } /* more at this side */
+table { border-collapse: collapse; font-size: 14px }
 th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line);
        overflow-wrap: normal } td { font-variant-numeric: tabular-nums; max-width: 28rem }
 pre { overflow-x: auto; background: var(--panel); padding: .8rem; font-size: 13px; border-radius: 6px }
@@ -192,13 +229,15 @@ details { margin: .8rem 0 } summary { cursor: pointer; color: var(--quiet); padd
 )
 
 
-def to_html(title: str, sections: list[Section], findings: list[str] = (), style: str = "") -> str:
-    """findings: the sentences that the whole page comes down to; style: rules for what is on this page alone."""
-    links = "".join(f'<li><a href="#{part.anchor}">{escape(part.title)}</a></li>' for part in sections)
+def to_html(title: str, sections: list[Section], findings: list[str] = (), style: str = "", opening: list = ()) -> str:
+    """findings: the sentences that the whole page comes down to; opening: blocks between them and the contents.
+
+    style: rules for what is on this page alone.
+    """
+    links = contents([(part.anchor, part.title) for part in sections], "contents")
+    first = "\n".join(block.html() for block in (*map(Finding, findings), *opening))
     body = "\n".join(part.html() for part in sections)
-    first = "\n".join(Finding(words).html() for words in findings)
-    contents = f'<nav aria-label="contents"><ul>{links}</ul></nav>'
-    return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{contents}\n{body}", style)
+    return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{links}\n{body}", style)
 
 
 def document(title: str, body: str, style: str = "") -> str:

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from looped_eval.common.conclusion import best_depths
 from looped_eval.common.curves import Curves, table
-from looped_eval.harness.looped_lm import LoopedLM, check_question
+from looped_eval.common.findings import best_depths
+from looped_eval.harness.looped_lm import LoopedLM
+from looped_eval.harness.question import check_question
 from looped_recipes.common.command_line import say_result
 from looped_recipes.common.provenance import write_json
 

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -106,21 +107,24 @@ def run_measure(
     return result, picture
 
 
-def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> Path:
+def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> tuple[list[str], Path]:
+    """What the page begins with, and where it lies."""
     results, left_out = {}, {}
     measures = {name: measure for name, measure in MEASURES.items() if measure.reads_a_model}
-    for name, measure in progress(measures.items(), "measures"):
+    bar = progress(measures.items(), "measures")
+    for name, measure in bar:
         try:
             results[name], _ = run_measure(name, of, folder, {}, command, **measure.quick)
-            print(f"{name}: {folder / (name + '.json')}")
+            bar.write(f"{name}: {' '.join(page.findings(name, results[name]))}")
         except ValueError as reason:
             left_out[name] = str(reason)
-            print(f"{name}: left out, {reason}")
+            bar.write(f"{name}: left out, {reason}")
     where = Section("How it was measured", [page.numbers({**of.where, **provenance(command)})])
     path = folder / "index.html"
     title = "A fresh model, before any training" if of.is_fresh else "What this looped model does"
-    write_whole(path, to_html(title, [*page.sections(results, left_out), where], page.headlines(results)))
-    return path
+    found = page.headlines(results)
+    write_whole(path, to_html(title, [*page.sections(results, left_out), where], found))
+    return found, path
 
 
 def read_result(path: str) -> dict:
@@ -151,8 +155,9 @@ def main(arguments: list[str]):
     folder = Path(args.output) if args.output else default_folder(target)
     if args.measure == "all":
         print(f"text: {of.where['text']}")
-        page = run_all(of, folder, args.command)
-        say_result(f"The measures are on one page: {page}", *report_of(target))
+        found, path = run_all(of, folder, args.command)
+        print(f"\nthe page: {path}")
+        say_result(" ".join(found), *report_of(target))
         return
     measure_and_say(args, of, folder, beside)
 
@@ -164,6 +169,8 @@ def measure_and_say(args: argparse.Namespace, of: ModelAndText | None, folder: P
         print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
     print(folder / f"{args.measure}.json", picture, sep="\n")
+    then = [] if of is None else [f"looped diagnose all {shlex.join(args.model)}"]
+    say_result(" ".join(page.findings(args.measure, result)), *then)
 
 
 def report_of(target: str) -> list[str]:

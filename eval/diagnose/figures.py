@@ -85,7 +85,7 @@ def layer_name(name: str) -> str:
     """Of a block, a stage or a branch: in words, layers counted from 1."""
     words = re.sub(r"core[_.](\d+)", lambda match: f"layer {int(match[1]) + 1}", name.removeprefix("model."))
     words = re.sub(r"prelude[_.](\d+)", lambda match: f"prelude layer {int(match[1]) + 1}", words)
-    return words.replace("lm_head", "head").replace("self_attn", "attention").replace(".", ", ")
+    return words.replace("lm_head", "head").replace("self_attn", "attention").replace("mlp", "MLP").replace(".", ", ")
 
 
 def premises(result: dict) -> list:
@@ -281,7 +281,10 @@ def radial_clamp(result: dict) -> list:
     held = {name: words for name, words in CLAMPS.items() if name != "unclamped"}
     return [
         Bars(
-            "Cost of clamping", "change of cross-entropy", {words: result[n]["delta_ce"] for n, words in held.items()}
+            "Cost of clamping",
+            "change of cross-entropy",
+            {words: result[n]["delta_ce"] for n, words in held.items()},
+            ends=(0.01,),  # rounding is not drawn as a cost
         ),
         Bars(
             "Norm under the clamp", "‖H‖, as it is: 1", {words: result[n]["norm_ratio"] for n, words in held.items()}
@@ -347,10 +350,10 @@ def training(series: dict[str, dict]) -> list:
     """What a run's metrics.jsonl says of the same quantity over its steps."""
     lines = []
     for i, (name, points) in enumerate(series.items()):
-        words = layer_name(name).replace("/", ", ").replace("_", " ")
+        of, _, part = name.partition("/")  # gradient_norm/core.0.mlp, or state_change
         color = ordered(i, len(series)) if "/loop_" in name else named(i)
-        lines.append(Line(words, list(zip(points["step"], points["value"])), color))
-    y = lines[0].name.split(",")[0] if lines else ""
+        lines.append(Line(layer_name(part).replace("_", " "), list(zip(points["step"], points["value"])), color))
+    y = of.replace("_", " ") if lines else ""
     log = spread(*(points["value"] for points in series.values()))
     return [Chart("While the model trained", "step", y, lines, log_y=log)]
 

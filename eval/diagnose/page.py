@@ -23,6 +23,11 @@ def said(reading: Reading, result: dict) -> str:
         return "Some of what was measured is not a finite number."
 
 
+def findings(name: str, result: dict) -> list[str]:
+    """What a measure found, a sentence for each of its readings."""
+    return [said(READINGS[part], result) for part in parts(name, result)]
+
+
 def charts_of(name: str, result: dict, beside: dict[str, dict] | None = None) -> list:
     """Everything that is drawn of a result."""
     drawn = [chart for part in parts(name, result) for chart in figures.CHARTS[part](result)]

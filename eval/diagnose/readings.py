@@ -1,15 +1,11 @@
-"""What every measure is called, how it is read, and the sentence that says what it found."""
+"""What every measure is called, how it is read, and which sentence says what it found."""
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from looped_eval.common.findings import best_depth
 from looped_eval.common.page import Explanation
-from looped_recipes.common.axis import written
-from looped_recipes.common.words import counted
 
-from .figures import RULE_NAMES, layer_name
+from . import sentences
 
 
 class Reading(NamedTuple):
@@ -19,215 +15,11 @@ class Reading(NamedTuple):
     fresh: bool = False  # of models that the measure makes anew from the config
 
 
-def times(value: float) -> str:
-    return f"{written(value, 3)} times"
-
-
-def share(value: float) -> str:
-    return f"{100 * value:.0f} %"
-
-
-def below(value: float) -> str:
-    """A fraction that may be rounding alone."""
-    return "none" if abs(value) < 1e-6 else written(value, 2)
-
-
-# Findings
-
-
-def depth_curve(result: dict) -> str:
-    known = {k: ce for k, ce in zip(result["loop"], result["ce"]) if ce is not None}
-    return (
-        best_depth(known, result["trained_loops"], "cross-entropy")
-        if known
-        else "The loss is not a number at any depth."
-    )
-
-
-def norm_trajectory(result: dict) -> str:
-    growth = result["growth"]
-    if growth is None:
-        return "The norm of the state is not finite."
-    count = len(result["norm"]) - 1
-    if count == 1:
-        return f"After its one loop the state has the norm {written(result['norm'][-1])}."
-    how = "stays" if 0.8 < growth < 1.25 else "grows" if growth > 1 else "falls"
-    return f"The norm of the state {how}: after {counted(count, 'loop')} it is {times(growth)} that after the first."
-
-
-def state_dynamics(result: dict) -> str:
-    last = result["change"][-1]
-    ratio = last / result["change"][0]
-    how = "settles" if ratio < 0.1 else "slows down" if ratio < 0.5 else "goes on moving"
-    return (
-        f"Over {counted(len(result['loop']), 'loop')} the state {how}: "
-        f"the last moves it {times(ratio)} as far as the first, by "
-        f"{share(last / result['state_norm'][-1])} of its norm."
-    )
-
-
-def spectral(result: dict) -> str:
-    radius = result["A"]["spectral_radius"]
-    sense = "below 1: it forgets" if radius < 0.999 else "1: it keeps" if radius < 1.001 else "above 1: it amplifies"
-    return f"The injection's map of the state has the spectral radius {written(radius)}, {sense} what came before."
-
-
-def gradient_norms(result: dict) -> str:
-    known = {
-        name: block["oscillation"] for name, block in result["blocks"].items() if block["oscillation"] is not None
-    }
-    if not known:
-        return "The gradients are zero or not finite."
-    worst = max(known, key=known.get)
-    factor = math.exp(known[worst])
-    return f"From step to step gradients change by a factor of {factor:.2f} as a rule, most in {layer_name(worst)}."
-
-
-def loop_cosine(result: dict) -> str:
-    off = result["model"]["off_diagonal"]
-    how = (
-        "push the same way" if off["mean"] > 0.2 else "undo each other" if off["mean"] < -0.2 else "go their own ways"
-    )
-    return f"The loops of this model {how}: the mean cosine between their increments is {off['mean']:.2f}."
-
-
-def loop_cosine_fresh(result: dict) -> str:
-    words = f"With shared layers the mean cosine between loops is {result['looped']['off_diagonal']['mean']:.2f}"
-    if "unshared" in result:
-        return f"{words}, with layers of their own {result['unshared']['off_diagonal']['mean']:.2f}."
-    return f"{words}."
-
-
-def premises(result: dict) -> str:
-    found, orthogonal = result["increment_overlap"], result["loops_orthogonal"]
-    return f"Loops overlap by {found:.2f}, where 1 is all alike and {orthogonal:.2f} is orthogonal."
-
-
-def radial_gradient(result: dict) -> str:
-    last = result["final_r"]
-    if last < 1e-4:
-        return (
-            f"The last readout does not see the state's scale: {written(last, 2)} of its gradient is along the state."
-        )
-    return f"The last readout sees the state's scale: {written(last, 2)} of its gradient is along the state."
-
-
-def scale_sweep(result: dict) -> str:
-    low, high = min(result["alpha"]), max(result["alpha"])
-    flat = result["ce_range"] < 0.01
-    what = "does not matter to the readout" if flat else "matters to the readout"
-    change = written(result["ce_range"], 3)
-    return f"The state's scale {what}: between α = {low:g} and {high:g} the loss changes by {change}."
-
-
-def radial_clamp(result: dict) -> str:
-    held = result["freeze"]
-    cost = held["delta_ce"]
-    return (
-        f"Holding the scale of the first loop {'costs' if cost >= 0 else 'gains'} {abs(cost):.4f} in cross-entropy, "
-        f"at {times(held['norm_ratio'])} the norm."
-    )
-
-
-def update_decomposition(result: dict) -> str:
-    table = result["table"]
-    growth, update = table["a_rad"], table["b"]
-    how = "grows by" if growth > 0 else "falls by"
-    return (
-        f"Once settled, the state's scale {how} {written(abs(growth), 3)} in each loop, of updates of size "
-        f"{written(update, 3)}: {share(abs(growth) / update) if update else 'none'} of them is along the state."
-    )
-
-
-def token_norms(result: dict) -> str:
-    ratio = result["mean"] / result["median"]
-    how = "a few tokens carry it" if ratio > 2 else "tokens are alike"
-    return (
-        f"The median token has the norm {written(result['median'])}, the mean {written(result['mean'])}, the largest "
-        f"{written(result['max'])}: {how}."
-    )
-
-
-def future_signal(result: dict) -> str:
-    if result["largest_future"] is None:
-        return "With one loop there is no later loss."
-    return (
-        f"Of a loop's scale its own loss sees {below(result['largest_immediate'])} at most, the losses of later loops "
-        f"{below(result['largest_future'])}."
-    )
-
-
-def exit_weighted(result: dict) -> str:
-    mean = sum(k * p for k, p in zip(result["loop"], result["exit"]))
-    return (
-        f"The gate exits after {mean:.2f} of {result['num_loops']} loops in the mean; mixed by it the loss is "
-        f"{result['ce']:.3f}, that of the last loop alone {result['last_ce']:.3f}."
-    )
-
-
-def exponents(by_rule: dict, what: str) -> str:
-    parts = []
-    for rule, curves in by_rule.items():
-        slope, theory = curves["slope"]["first_step"]["slope"], curves["slope"]["theory"]
-        found = "no exponent" if slope is None else f"N^{slope:.2f}"
-        parts.append(f"{found} under {RULE_NAMES[rule]}" + ("" if theory is None else f" (theory {theory:g})"))
-    return f"{what} grows as {', '.join(parts)}."
-
-
-def residual_norm(result: dict) -> str:
-    return exponents(result["looped"], "With shared layers the state")
-
-
-def update_size(result: dict) -> str:
-    return exponents(result["looped"], "What an optimizer step changes")
-
-
-def lr_transfer(result: dict) -> str:
-    parts = []
-    for panel in result["panels"]:
-        best = {n: curve["optimum"].get("lr") for n, curve in panel["curves"].items()}
-        known = {n: rate for n, rate in best.items() if rate is not None}
-        where = f"{RULE_NAMES[panel['rule']]}, {panel['layers']} layer{'s' * (panel['layers'] != 1)}"
-        if len(known) < 2:
-            parts.append(f"{where}: the rates tried do not bracket enough optima to compare")
-            continue
-        moved = abs(math.log2(max(known.values()) / min(known.values())))
-        parts.append(f"{where}: the best rate moves by {moved:.1f} octaves over N = {', '.join(known)}")
-    return "; ".join(parts) + "."
-
-
-def of_alphas(by_alpha: dict, key: str) -> str:
-    slopes = [(alpha.replace("alpha=", "α = "), found[key]["deep"]["slope"]) for alpha, found in by_alpha.items()]
-    return ", ".join(f"N^{slope:.2f} at {alpha}" for alpha, slope in slopes if slope is not None)
-
-
-def theorem_1(result: dict) -> str:
-    arrangements = result["arrangements"]
-    shared, apart = (of_alphas(arrangements[n], "slope_of_sum_squared") for n in ("shared", "independent"))
-    return f"The sum of residuals grows as {shared} with one matrix, as {apart} with a matrix for each loop."
-
-
-def theorem_2(result: dict) -> str:
-    return f"One update changes the state by {of_alphas(result['alphas'], 'slope')}."
-
-
-def theorem_3(result: dict) -> str:
-    over_n, over_l = (
-        [fit["deep"]["slope"] for name, fit in result[key].items() if name != "theory"]
-        for key in ("slope_over_loops", "slope_over_layers")
-    )
-    n, layers = (f"{min(found):.2f} to {max(found):.2f}" for found in (over_n, over_l))
-    return f"The sum of all branches grows with exponents {n} over N (theory 2) and {layers} over L (theory 1)."
-
-
-# How each is read
-
-
 SCALE_PAPER = "Readout Blind Spot"
 READINGS = {
     "depth_curve": Reading(
         "Loss over depth",
-        depth_curve,
+        sentences.depth_curve,
         Explanation(
             "Cross-entropy of held-out text after every loop, up to twice the trained depth.",
             "It falls until the trained depth and does not rise much beyond it; a flat curve makes no use of loops.",
@@ -237,7 +29,7 @@ READINGS = {
     ),
     "norm_trajectory": Reading(
         "Norm over loops",
-        norm_trajectory,
+        sentences.norm_trajectory,
         Explanation(
             "The norm of the state before the first loop and after each.",
             "It stays of one size, also beyond the trained depth.",
@@ -247,7 +39,7 @@ READINGS = {
     ),
     "state_dynamics": Reading(
         "State and change",
-        state_dynamics,
+        sentences.state_dynamics,
         Explanation(
             "How far each loop moves the state, and its norm at every stage of a loop.",
             "Changes shrink with every loop: the state settles, and more loops do no harm.",
@@ -256,7 +48,7 @@ READINGS = {
     ),
     "spectral": Reading(
         "Injection",
-        spectral,
+        sentences.spectral,
         Explanation(
             "The loop's linear maps h → A h + B e and, into the coda, C h.",
             "A spectral radius of A below 1: what came before fades, and the state cannot explode by it.",
@@ -265,7 +57,7 @@ READINGS = {
     ),
     "loop_cosine": Reading(
         "Directions of loops",
-        loop_cosine,
+        sentences.loop_cosine,
         Explanation(
             "Cosines between what different loops add to the state.",
             "No loop undoes another. The more alike they are, the faster the state grows without residual scaling.",
@@ -274,7 +66,7 @@ READINGS = {
     ),
     "premises": Reading(
         "Overlap of branches",
-        premises,
+        sentences.premises,
         Explanation(
             "How much what attention and MLP add agrees between loops, and how their last matrix scales it.",
             "Theorem 1 holds where loops overlap whatever their number; theorem 3 where layers do not.",
@@ -283,7 +75,7 @@ READINGS = {
     ),
     "radial_gradient": Reading(
         "What readouts see of scale",
-        radial_gradient,
+        sentences.radial_gradient,
         Explanation(
             "The part of each readout's gradient that points along the state.",
             "Above about 0.01; or, where it is 0, a norm or a penalty that holds the scale, as this loss cannot.",
@@ -292,7 +84,7 @@ READINGS = {
     ),
     "scale_sweep": Reading(
         "Loss of a rescaled state",
-        scale_sweep,
+        sentences.scale_sweep,
         Explanation(
             "Cross-entropy of the last readout when the state is multiplied by α.",
             "Flat with a norm before the head; a valley at α = 1 without one.",
@@ -301,7 +93,7 @@ READINGS = {
     ),
     "radial_clamp": Reading(
         "What growth of scale is worth",
-        radial_clamp,
+        sentences.radial_clamp,
         Explanation(
             "Loss when every token keeps the scale of its first loop, or only what turns the state is added.",
             "No cost: then predictions do not hang on a growing norm.",
@@ -310,7 +102,7 @@ READINGS = {
     ),
     "update_decomposition": Reading(
         "Updates along and across",
-        update_decomposition,
+        sentences.update_decomposition,
         Explanation(
             "What each of 30 loops adds, along the state and across it.",
             "Small updates that mostly turn the state; a large part along it only makes it longer.",
@@ -320,7 +112,7 @@ READINGS = {
     ),
     "token_norms": Reading(
         "Norms of tokens",
-        token_norms,
+        sentences.token_norms,
         Explanation(
             "The norm of the last state, token by token, and by what the token is.",
             "Mean and median are close, and no kind of token stands out.",
@@ -330,7 +122,7 @@ READINGS = {
     ),
     "future_signal": Reading(
         "What later losses see",
-        future_signal,
+        sentences.future_signal,
         Explanation(
             "How the loss after a loop, and those after later loops, change with the state's scale.",
             "Some signal, or a norm or penalty: only then is the scale trained.",
@@ -339,7 +131,7 @@ READINGS = {
     ),
     "exit_weighted": Reading(
         "The exit gate",
-        exit_weighted,
+        sentences.exit_weighted,
         Explanation(
             "Loss of the logits mixed by the exit gate's probabilities, and where the gate exits.",
             "Mixed logits are no worse than the last loop's, and exits are not all at one loop.",
@@ -349,7 +141,7 @@ READINGS = {
     ),
     "gradient_norms": Reading(
         "Gradients",
-        gradient_norms,
+        sentences.gradient_norms,
         Explanation(
             "Gradients of single blocks before clipping, over a few optimizer steps of a copy.",
             "Of one size in all blocks, and steady from step to step.",
@@ -359,7 +151,7 @@ READINGS = {
     ),
     "residual_norm": Reading(
         "Norm over the number of loops",
-        residual_norm,
+        sentences.residual_norm,
         Explanation(
             "The norm of the last state of models of N loops, in their first optimizer steps.",
             "It does not grow with N: then a model can be made deeper at the same settings.",
@@ -369,7 +161,7 @@ READINGS = {
     ),
     "update_size": Reading(
         "Updates over the number of loops",
-        update_size,
+        sentences.update_size,
         Explanation(
             "How far one optimizer step moves the last state of models of N loops.",
             "It does not grow with N: then one learning rate serves every depth.",
@@ -379,7 +171,7 @@ READINGS = {
     ),
     "loop_cosine_fresh": Reading(
         "Directions of loops, fresh",
-        loop_cosine_fresh,
+        sentences.loop_cosine_fresh,
         Explanation(
             "Cosines between what passes add, with the same layers in each pass and with layers of their own.",
             "Alike with shared layers, orthogonal with layers of their own: this is why looped models grow faster.",
@@ -389,7 +181,7 @@ READINGS = {
     ),
     "lr_transfer": Reading(
         "Learning rates",
-        lr_transfer,
+        sentences.lr_transfer,
         Explanation(
             "Held-out loss of short runs over the learning rate, for several N.",
             "The best rate stays where it is when N grows.",
@@ -399,7 +191,7 @@ READINGS = {
     ),
     "theorem_1": Reading(
         "Theorem 1",
-        theorem_1,
+        sentences.theorem_1,
         Explanation(
             "Growth of the sum of residuals in the theorem's own model, residual scale N^-α.",
             "Exponents as in theory where the theorem's premises hold.",
@@ -409,7 +201,7 @@ READINGS = {
     ),
     "theorem_2": Reading(
         "Theorem 2",
-        theorem_2,
+        sentences.theorem_2,
         Explanation(
             "What one update of the shared matrix changes in the theorem's own model.",
             "Exponents as in theory where the theorem's premises hold.",
@@ -419,7 +211,7 @@ READINGS = {
     ),
     "theorem_3": Reading(
         "Theorem 3",
-        theorem_3,
+        sentences.theorem_3,
         Explanation(
             "Growth of the sum of all branches over loops and layers in the theorem's own model.",
             "Exponents as in theory.",

@@ -17,7 +17,6 @@ NEEDED = {
     "transformers": "everything",
     "accelerate": "training",
     "datasets": "training",
-    "matplotlib": "figures",
     "pytest": "tests",
     "hypothesis": "tests",
     "lm_eval": "nothing of this check",

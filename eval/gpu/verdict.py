@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from looped_eval.common.page import Finding, Folded, Heading, Section, Table, Text, single_numbers, to_html
+from looped_eval.common.page import Folded, Heading, Section, Table, Text, single_numbers, to_html
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 
@@ -65,7 +65,9 @@ def write_page(setting: Setting, ledger: Ledger, command: str):
     aims = {f"{one.piece}/{one.measurement}: {one.aim.words}": [one.value, one.is_met] for one in said.judged}
     content = {"verdict": said.sentence, "tiny": setting.tiny, "aims": aims, "pieces": pieces}
     write_json(setting.out / "check.json", content, command)
-    write_whole(setting.out / "index.html", to_html("Looped on a GPU", sections(setting, ledger, said)))
+    write_whole(
+        setting.out / "index.html", to_html("Looped on a GPU", sections(setting, ledger, said), [said.sentence])
+    )
 
 
 def of_piece(piece: Piece, ledger: Ledger) -> dict:
@@ -76,7 +78,7 @@ def of_piece(piece: Piece, ledger: Ledger) -> dict:
 
 def sections(setting: Setting, ledger: Ledger, said: Verdict) -> list[Section]:
     tiny = [Text("These are sizes for a CPU: they prove the code, and their numbers tell nothing.")] * setting.tiny
-    first = Section("Verdict", [Finding(said.sentence), *tiny])
+    first = Section("Aims", tiny)
     if said.judged:
         rows = [
             [
@@ -88,7 +90,7 @@ def sections(setting: Setting, ledger: Ledger, said: Verdict) -> list[Section]:
             for one in said.judged
         ]
         first.blocks.append(Table(["aim", "measured", "value", ""], rows))
-    return [first, *(of_one(piece, ledger) for piece in PIECES)]
+    return [*([first] if first.blocks else []), *(of_one(piece, ledger) for piece in PIECES)]
 
 
 def of_one(piece: Piece, ledger: Ledger) -> Section:
@@ -97,7 +99,9 @@ def of_one(piece: Piece, ledger: Ledger) -> Section:
     section = Section(piece.name.replace("_", " "), [Text(f"{piece.what}; {state}")])
     for name, result in results.items():
         numbers = single_numbers(result)
-        table = Table(["", name], [[key, shown(value)] for key, value in numbers.items()])
+        table = Table(
+            ["", name], [[key.replace("_", " ").replace(".", ", "), shown(value)] for key, value in numbers.items()]
+        )
         section.blocks += [Heading(name), table] if len(numbers) < 12 else [Folded(name, table)]
         said = result.get("said")
         section.blocks += [Folded("what was said", "\n".join(said))] if said else []

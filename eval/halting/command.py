@@ -21,7 +21,7 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
-from .conclusion import conclusion
+from .conclusion import conclusion, exits_gain, shallowest_depth
 from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
 from .options import BEST, parse
 from .page import write_page
@@ -230,6 +230,15 @@ def table(rows: list[dict]) -> str:
     return "\n".join("  " + "  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines)
 
 
+def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
+    """What makes use of the finding: exits where they gain, else the fixed depth that is enough."""
+    if args.write is not None:
+        return f"looped chat {args.model}"
+    if exits_gain(fixed, tokens, args.budget[0]):
+        return f"looped halting {args.model} --write"
+    return f"looped chat {args.model} --num-loops {shallowest_depth(fixed, args.budget[0])}"
+
+
 def exits(unit: str, rows: list[dict]) -> list[dict]:
     return [{"exits": f"each {unit}", **row} for row in rows]
 
@@ -264,11 +273,9 @@ def run(args) -> Path:
     name = folder.resolve().parent.name if folder.name == "final" else folder.resolve().name
     write_page(name, content, output)
     print("", *(output / f"halting.{kind}" for kind in ("json", "svg", "html")), sep="\n")
-    then = f"looped halting {args.model} --write"
     if args.write is not None:
         print(write_threshold(model, folder, args.write, tokens, args))
-        then = f"looped chat {args.model}"
-    say_result(conclusion(fixed, tokens, args.budget[0], args.num_loops), then)
+    say_result(conclusion(fixed, tokens, args.budget[0], args.num_loops), next_command(args, fixed, tokens))
     return output
 
 

@@ -1,6 +1,21 @@
 """What was found, in one sentence."""
 
-from looped_eval.common.loops_in_words import loops_in_words
+from looped_eval.common.findings import loops_in_words
+
+
+def shallowest_depth(fixed: list[dict], budget: float) -> int:
+    """The fewest loops, the same for all text, that keep the budget."""
+    return min(row["loops"] for row in fixed if row["ratio"] <= 1 + budget)
+
+
+def cheapest(tokens: list[dict]) -> dict:
+    return max(tokens, key=lambda row: row["predicted_speedup"])
+
+
+def exits_gain(fixed: list[dict], tokens: list[dict], budget: float) -> bool:
+    """Whether the cheapest criterion takes fewer loops than any fixed depth within the budget, and pays its checks."""
+    best = cheapest(tokens)
+    return best["predicted_speedup"] > 1 and best["mean_loops"] < shallowest_depth(fixed, budget)
 
 
 def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: int) -> str:
@@ -9,8 +24,7 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
     fixed: perplexity at each depth; tokens: of each criterion, what its calibrated threshold gave on other text.
     """
     within = f"within {100 * budget:g} % of the perplexity at {num_loops} loops"
-    shallowest = min(row["loops"] for row in fixed if row["ratio"] <= 1 + budget)
-    best = max(tokens, key=lambda row: row["predicted_speedup"])
+    shallowest, best = shallowest_depth(fixed, budget), cheapest(tokens)
     if best["predicted_speedup"] <= 1:
         if shallowest == num_loops:
             return f"No exit and no smaller depth pays {within}: this model needs its {num_loops} loops."
@@ -20,5 +34,5 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
         found += f" (on the other text it is {100 * best['ratio'] - 100:.2f} % worse)"
     if shallowest == num_loops:
         return f"{found}; no smaller fixed depth is."
-    verdict = "exits gain over that" if best["mean_loops"] < shallowest else "exits gain nothing over that"
+    verdict = "exits gain over that" if exits_gain(fixed, tokens, budget) else "exits gain nothing over that"
     return f"{found}; so is a fixed depth of {shallowest}: {verdict}."

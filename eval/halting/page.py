@@ -3,10 +3,13 @@
 import math
 from pathlib import Path
 
-from looped_eval.common.page import Charts, Explanation, Section, Table, Text, to_html
+from looped_eval.common.page import Charts, Explanation, Folded, Section, Table, Text, to_html
 from looped_recipes.common.axis import written
 from looped_recipes.common.chart import Chart, Line, named, save_charts
 from looped_recipes.common.files import write_whole
+from looped_recipes.common.words import counted, percent
+
+from .conclusion import conclusion
 
 
 EXPLANATION = Explanation(
@@ -36,10 +39,6 @@ def in_words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
-
-
 def cell(key: str, value) -> str:
     if isinstance(value, str):
         return in_words(value)
@@ -47,7 +46,8 @@ def cell(key: str, value) -> str:
         return "never"
     if key == "budget":
         return percent(value)
-    return f"{value:,.0f}" if key == "tokens_per_second" else f"{value:.4f}" if key == "ratio" else written(value)
+    digits = {"tokens_per_second": 0, "ratio": 4, "threshold": None, "loops": None}.get(key, 2)
+    return written(value) if digits is None else f"{value:,.{digits}f}"
 
 
 def table(rows: list[dict]) -> Table:
@@ -75,8 +75,20 @@ def finding(result: dict) -> str:
     shallow = next(row for row in fixed if row["ratio"] <= 1 + budget)
     if shallow["loops"] == full:
         return f"{words}. No fixed depth below {full} stays within {percent(budget)}."
-    count = f"{shallow['loops']} loop{'s' * (shallow['loops'] != 1)}"
-    return f"{words}. {count} for all text: {shallow['speedup']:.2f} times as fast, within {percent(budget)}."
+    verdict = "Exits gain over that" if speed > shallow["speedup"] else "Exits gain nothing over that"
+    return (
+        f"{words}. {counted(shallow['loops'], 'loop')} for all text: {shallow['speedup']:.2f} times as fast, within "
+        f"{percent(budget)}. {verdict}."
+    )
+
+
+def findings(content: dict) -> list[str]:
+    """Of tokens, as generate lets them exit, and of sequences that are scored. content: of halting.json."""
+    result = content["result"]
+    of_tokens = conclusion(
+        result["fixed"], result["tokens"], result["tokens"][0]["budget"], result["fixed"][-1]["loops"]
+    )
+    return [f"Tokens: {in_words(of_tokens)}", f"Sequences: {finding(result)}"]
 
 
 def charts(result: dict) -> list[Chart]:
@@ -86,7 +98,7 @@ def charts(result: dict) -> list[Chart]:
     def points(rows: list[dict]) -> list[tuple[float, float]]:
         return [(row["tokens_per_second"], row["perplexity"]) for row in rows]
 
-    depths = [f"{row['loops']} loop{'s' * (row['loops'] != 1)}" for row in fixed]
+    depths = [counted(row["loops"], "loop") for row in fixed]
     lines = [Line("fixed depth", points(fixed), "ink", labels=depths)]
     for i, name in enumerate(dict.fromkeys(row["criterion"] for row in result["halting"])):
         rows = [row for row in result["halting"] if row["criterion"] == name]
@@ -106,11 +118,16 @@ def charts(result: dict) -> list[Chart]:
 def sections(content: dict) -> list[Section]:
     """content: of halting.json."""
     result = content["result"]
+    budget = result["halting"][0]["budget"]
+    first, others = ([row for row in result["halting"] if (row["budget"] == budget) == own] for own in (True, False))
     parts = [
         Section("Exits and fixed depths", [Charts(charts(result)), EXPLANATION]),
         Section("Fixed depth", [table(result["fixed"])]),
-        Section("Sequences that leave their batch", [table(result["halting"])]),
-        Section("Tokens that exit by themselves", [table(result["tokens"])]),
+        Section("Tokens that exit by themselves, as in generate", [table(result["tokens"])]),
+        Section(
+            "Sequences that leave their batch",
+            [table(first), *([Folded("Other budgets", table(others))] if others else [])],
+        ),
     ]
     where = f"{content['sequences']} sequences of {content['length']} tokens in each slice, {content['text']}."
     notes = [Text(f"{note[0].upper()}{note[1:]}.") for note in content.get("notes", [])]
@@ -120,5 +137,5 @@ def sections(content: dict) -> list[Section]:
 def write_page(name: str, content: dict, folder: Path):
     """halting.html and, of its charts alone, halting.svg."""
     save_charts(charts(content["result"]), folder / "halting.svg")
-    page = to_html(f"Early exit of {name}", sections(content), [finding(content["result"])])
+    page = to_html(f"Early exit of {name}", sections(content), findings(content))
     write_whole(folder / "halting.html", page)

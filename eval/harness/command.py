@@ -13,15 +13,16 @@ from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import handle_non_serializable, setup_logging
 
-from looped_eval.common.conclusion import best_depths
 from looped_eval.common.curves import Curves, chance_of, draw, table
+from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_recipes.common.command_line import device_of, say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
 
-from .looped_lm import LoopedLM, check_question
+from .looped_lm import LoopedLM
+from .question import check_question
 
 
 TASKS = Path(__file__).parents[1] / "tasks"

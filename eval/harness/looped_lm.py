@@ -22,62 +22,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import PreTrainedConfig
 
-from looped_recipes.common.checksums import check_folder
-from looped_recipes.common.command_line import parse_depths
-from modeling_looped import LoopedConfig, generator_of, register_public_formats
+from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_takes_initial_state
-from modeling_looped.exit_criteria import ExitRule, exit_rule
-from modeling_looped.formats.registry import is_published
+from modeling_looped.exit_criteria import ExitRule
 
-
-class Question(NamedTuple):
-    """What is asked of a model, with all that config.json can refuse."""
-
-    depths: list[int]
-    rule: ExitRule | None
-
-
-def check_question(
-    pretrained, num_loops=None, exit_criterion=None, exit_threshold=None, min_loops: int = 1, revision: str = "main"
-) -> Question:
-    """Reads config.json alone, so that a mistake costs no loading."""
-    depths = None if num_loops is None else parse_depths(num_loops)
-    if isinstance(pretrained, str):
-        try:
-            fields, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
-        except OSError as error:
-            raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found") from error
-        if is_published(fields) and "model_type" not in fields:
-            raise ValueError(
-                f"pretrained={pretrained!r} is a published model whose config.json has no model_type, by which "
-                "lm-eval would open it: `looped convert` makes a folder of it that opens"
-            )
-        if "model_type" not in fields:
-            raise ValueError(f"pretrained={pretrained!r} is not a model folder: no config.json was found")
-        if fields["model_type"] != LoopedConfig.model_type and not is_published(fields):
-            raise ValueError(
-                f"pretrained={pretrained!r} has model_type {fields['model_type']!r}, which has no loops: use "
-                "--model hf"
-            )
-        check_folder(pretrained)
-        config = LoopedConfig.from_pretrained(pretrained, revision=revision)
-    else:
-        config = pretrained.config
-    depths = depths or [config.num_loops]
-    if len(depths) > 1 and config.reads_run_depth:
-        raise ValueError(
-            f"num_loops={num_loops}: with {config.reads_run_depth} the first loops of a deeper run are not a "
-            "shallower run, so these depths cannot share a pass: evaluate one depth at a time"
-        )
-    if exit_criterion is None:
-        if exit_threshold is not None or min_loops != 1:
-            raise ValueError(
-                "exit_threshold and min_loops go with an exit_criterion, e.g. exit_criterion=logit_margin"
-            )
-        return Question(depths, None)
-    return Question(depths, exit_rule(config, exit_criterion, exit_threshold, min_loops, num_loops=depths[0]))
+from .question import check_question
 
 
 class Answer(NamedTuple):
@@ -103,7 +53,7 @@ class LoopedLM(HFLM):
     ):
         """As `HFLM`, and:
 
-        num_loops: depths, see `parse_depths`; by default the model's own.
+        num_loops: depths, such as 4 or 1..4; by default the model's own.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
         answers: file in which answers are kept, one for each process.
         state_seed: draws the first state of every row that is scored, and of every position that is generated; without

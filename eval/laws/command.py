@@ -1,28 +1,22 @@
 """Scaling laws of looping from a table of runs."""
 
+from collections import Counter
 from pathlib import Path
 
+from looped_recipes.common import words
 from looped_recipes.common.command_line import say_result
 from looped_recipes.common.provenance import write_json
 
 from .analyses import conditioning, isoflop, parametric, test_time, unified
 from .fitting import Fit, FitError
+from .forms import PARAMETRIC, TEST_TIME
 from .frontier import is_fixed_depth
 from .options import parse
-from .page import write_page
+from .page import finding, write_page
 from .run_table import Table, collect, read_table, write_table
 
 
-# Parabolas at fixed FLOPs
-
-
-# Laws of many runs
-
-
-# Test-time curves, one run at a time
-
-
-# Command line
+THEN = {"isoflop": "parametric", "parametric": "unified", "test_time": "conditioning", "unified": "conditioning"}
 
 
 def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit | None]:
@@ -74,8 +68,30 @@ def collect_all(folders: list[str], output: str | None):
     ]
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)
-    runs = f"{len(folders)} run{'s' * (len(folders) > 1)}"
-    say_result(f"{len(rows)} rows of {runs}: {path}", f"looped laws parametric {path}")
+    enough, law = enough_for(rows)
+    then = f"looped laws {law} {path}" if law else f"looped report {folders[0]}"
+    say_result(f"{len(rows)} losses of {words.counted(len(folders), 'run')} are in {path}: {enough}.", then)
+
+
+def enough_for(rows: list[dict]) -> tuple[str, str | None]:
+    """In words, the law that so many runs can be fitted with; and its command."""
+    looped = [row for row in rows if not is_fixed_depth(row)]
+    curves = Counter(row["run"] for row in looped)  # losses of each run
+    differ = all(len({row.get(name) for row in looped}) > 1 for name in ("effective_parameters", "tokens"))
+    needed, depths = len(PARAMETRIC.names) + 1, len(TEST_TIME["exponential"].names) + 1
+    if len(curves) >= needed and differ:
+        return "enough for the law of training", "parametric"
+    asked = f"{needed} looped runs of different effective parameters and tokens"
+    if max(curves.values(), default=0) >= depths:
+        return f"enough for curves over test depth, but the law of training needs {asked}", "test_time"
+    return f"too few for a law: that of training needs {asked}, a curve over test depth {depths} depths of a run", None
+
+
+def next_law(law: str, table: Table, path: str) -> list[str]:
+    """The command of what the same table is enough to tell too."""
+    then = THEN.get(law)
+    known = then == "parametric" or any("test_depth" in row for row in table.rows)
+    return [f"looped laws {then} {path}"] if then and known and enough_for(table.rows)[1] == "parametric" else []
 
 
 def counted(table: Table, args) -> Table:
@@ -118,9 +134,12 @@ def main(arguments: list[str]) -> int:
         result |= {"seed": args.seed}
         write_json(output / f"{name}.json", result, args.command)
         show(result)
+        print(f"written: {output / name}.json")
         if result.get("converged", True):
             write_page(args.law, result, part, fitted, output / name)
+            print(f"the page: {output / name}.html")
+            say_result(finding(args.law, result), *next_law(args.law, part, args.inputs[0]))
         else:
             failed = True
-        print(f"written: {output / name}.json")
+            print(f"\nNo law was found: {result.get('reason', 'the fit did not converge')}.")
     return int(failed)

@@ -156,6 +156,13 @@ def cell(value: dict | None) -> str:
     return f"{value['mean']:,.{digits}f}{deviation}"
 
 
+def least_perplexity(systems: dict[str, dict]) -> str:
+    """Which system is best, and by how much beside what differs between seeds."""
+    found = sorted((s["perplexity"]["mean"], name) for name, s in systems.items() if "perplexity" in s)
+    said = [f"{name}, {cell(systems[name]['perplexity'])}" for _, name in found[:2]]
+    return f"The least perplexity has {'; then comes '.join(said)}."
+
+
 def main(arguments: list[str] | None = None) -> dict:
     args = parse(arguments)
     if args.batch_size < 1:
@@ -185,7 +192,6 @@ def main(arguments: list[str] | None = None) -> dict:
     result = {"dtype": args.dtype, "systems": of_systems, "runs": measured}
     write_json(output / "readout_table.json", result, args.command, digits=6)
     write_whole(output / "readout_table.md", table(of_systems) + "\n")
-    means = {name: found["perplexity"]["mean"] for name, found in of_systems.items() if "perplexity" in found}
-    best = min(means, key=means.get)
-    say_result(f"{best} has the least perplexity, {means[best]:.2f}: {output / 'readout_table.md'}")
+    print(f"written: {output / 'readout_table.md'} and readout_table.json")
+    say_result(least_perplexity(of_systems), f"looped report {' '.join(str(run.folder) for run in runs[:4])}")
     return result

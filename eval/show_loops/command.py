@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from looped_eval.common.loops_in_words import loops_in_words
+from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from modeling_looped import LoopedForCausalLM
@@ -151,8 +152,9 @@ def main(arguments: list[str]) -> Shown:
     args = parse(arguments)
     shown = show(args)
     print(painted(shown) if has_colors(sys.stdout) else plain(shown))
-    print(f"{loops_in_words(shown.mean_loops, shown.num_loops)} in the mean; {shown.rule}")
     output = Path(args.output)
     write_whole(output, page(shown))
-    print(output)
+    print(f"\nthe page: {output}")
+    mean = f"In the mean a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."
+    say_result(mean, f"looped halting {args.model}")
     return shown

@@ -7,7 +7,7 @@ import torch
 
 
 class ShapeError(ValueError):
-    """A stored tensor cannot be ours."""
+    """A stored tensor whose shape fits no parameter of this model."""
 
 
 class Change:

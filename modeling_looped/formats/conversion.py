@@ -55,6 +55,6 @@ def loading_class(model_class: type, layout: Layout) -> type:
 
 
 def leave_loading_class(model, model_class: type):
-    """What a loaded model keeps nothing of."""
+    """Makes a loaded model one of its own class again; nothing of the class for loading is kept."""
     model.__class__ = model_class
     vars(model).pop("_weight_conversions", None)

@@ -144,7 +144,7 @@ def of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> di
 
 
 def check_layer_types(plain: LoopedConfig, choice: LayerChoice, fields: dict):
-    """The layers slide as they did."""
+    """Refuses a choice of layers whose attention windows would not be those that the dense layers had."""
     pattern = fields.get("window_pattern")
     if pattern is not None:
         types = [kind for section in plain.section_layer_types() for kind in section]
@@ -223,7 +223,7 @@ def of_each_loop(layers: dict, choice: LayerChoice) -> list[dict[str, torch.Tens
 
 
 def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """In at least fp32."""
+    """The mean, taken in at least fp32."""
     if len(tensors) == 1:
         return tensors[0]
     wide = torch.promote_types(tensors[0].dtype, torch.float32)

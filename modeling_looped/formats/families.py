@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..configuration_looped import LAYER_TYPES
+from ..config_relations import LAYER_TYPES
 
 
 class Family(NamedTuple):
@@ -57,7 +57,7 @@ POST = {"post_attention_layernorm": "attention_output_norm", "post_feedforward_l
 
 
 def family_of(config) -> Family:
-    """The entry of a dense config."""
+    """The family that a dense config is of."""
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
         raise ValueError(
@@ -99,7 +99,7 @@ def shared_fields(config, *read: str) -> dict[str, Any]:
 
 
 def windows(config) -> dict[str, Any]:
-    """Of a family that lists the attention type of every layer."""
+    """Fields of windows, for a family that lists the attention type of every layer."""
     letters = {layer_type: letter for letter, layer_type in LAYER_TYPES.items()}
     types, window = config.layer_types, config.sliding_window
     refuse(config, [f"layer_types={others}" for others in [sorted(set(types) - set(letters))] if others])

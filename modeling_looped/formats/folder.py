@@ -101,7 +101,7 @@ def weight_names(variant: str | None) -> list[str]:
 
 
 def check_indices(path, hub: dict, variant: str | None = None):
-    """Indices that transformers will read say what they must."""
+    """Refuses indices of shards that transformers could not read."""
     path, hub = model_place(path, hub)
     for name in weight_names(variant):
         if (index := find_file(path, SHARDS.format(name), hub)) is not None:

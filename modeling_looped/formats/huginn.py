@@ -108,7 +108,7 @@ class Raven(Layout):
         return {**LOOP, **sizes}
 
     def embedding_scale(self, values: dict, width: int) -> float:
-        """values: init_values of its config."""
+        """What embeddings are multiplied by. values: init_values of its config."""
         return sqrt(width)
 
     def read_first_state(self, mode: str) -> str:

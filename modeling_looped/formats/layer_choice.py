@@ -39,7 +39,7 @@ def choose_layers(
     layers: list[int] | dict[str, list[int]] | None,
     core_init: str,
 ) -> LayerChoice:
-    """See `from_dense`."""
+    """Which dense layers the looped layers come from; the arguments are those of `from_dense`."""
     counts = {"prelude": prelude, "core": core, "coda": coda}
     for name, value in {**counts, "num_loops": num_loops}.items():
         least = 1 if name in ("core", "num_loops") else 0

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
-from ..configuration_looped import OF_TOOLS, LoopedConfig, LoopedConfigError
+from ..configuration_looped import LoopedConfig, LoopedConfigError
+from ..names import KEYS_OF_TOOLS
 from .changes import Change
 
 
@@ -152,7 +153,7 @@ class Fields:
             if name in generation and not name.startswith("_"):
                 fields[name] = value
             elif value is not None and not (
-                name.startswith("_") or name in OF_TOOLS or hasattr(PreTrainedConfig, name)
+                name.startswith("_") or name in KEYS_OF_TOOLS or hasattr(PreTrainedConfig, name)
             ):
                 unknown.append(f"{name}={value!r}")
         if unknown:

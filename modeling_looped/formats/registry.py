@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 def candidates(config: dict) -> list[Layout]:
-    """The layouts that a config.json may be of."""
+    """The layouts in which a config.json may be written."""
     kinds = ((), (".norm_3.",), (".q_norm.",))  # what tells layouts of one model_type apart
     return [layout for layout in READABLE if any(layout.recognises(config, names) for names in kinds)]
 

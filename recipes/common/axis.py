@@ -21,6 +21,16 @@ def written(value: float, digits: int = 4) -> str:
     return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
 
 
+def alike(values: list[float], digits: int = 4) -> list[str]:
+    """Numbers that are read together, with as many digits after the point where they are of similar size."""
+    texts, sizes = [written(value, digits) for value in values], [abs(value) for value in values if value]
+    if not sizes or max(sizes) > 100 * min(sizes) or any(text[-1] in "⁰¹²³⁴⁵⁶⁷⁸⁹" for text in texts):
+        return texts
+    most = max(len(text.partition(".")[2]) for text in texts)
+    decimals = min(most, max(0, digits - 1 - math.floor(math.log10(max(sizes)) + 1e-9)))
+    return [f"{value:,.{decimals}f}".replace("-", "−") if value else "0" for value in values]
+
+
 def width_of(text: str, size: float = 11) -> float:
     """About how wide a text is; rather too wide."""
     return sum(0.35 if letter in " .,:;|il'()" else 0.95 if letter in "mwMW@—" else 0.62 for letter in text) * size
@@ -75,15 +85,16 @@ class Axis:
             for step in steps
         ]
 
-    def ticks(self, label=written, room: float | None = None, most: int = 7) -> list[tuple[float, str]]:
+    def ticks(self, room: float | None = None, most: int = 7) -> list[tuple[float, str]]:
         """(place, label): the largest set without an overlap. room: of every label; by default as wide as it is."""
         for ticks in self.candidates():
             inside = [tick for tick in ticks if self.low - 1e-9 <= self.scaled(tick) <= self.high + 1e-9]
-            places = [(self.place(tick), label(tick)) for tick in inside]
+            labels = map(written, inside) if self.log else alike(inside)
+            places = list(zip(map(self.place, inside), labels))
             rooms = [room or width_of(text) + 8 for _, text in places]
             apart = all(
                 abs(b[0] - a[0]) >= (ra + rb) / 2 for a, b, ra, rb in zip(places, places[1:], rooms, rooms[1:])
             )
             if places and apart and len(places) <= most:
                 return places
-        return [(self.place(value), label(value)) for value in self.at or [] if value == min(self.at)]
+        return [(self.place(value), written(value)) for value in self.at or [] if value == min(self.at)]

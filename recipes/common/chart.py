@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field, replace
 from html import escape
 
-from looped_recipes.common.axis import Axis, width_of, written
+from looped_recipes.common.axis import Axis, alike, width_of, written
 from looped_recipes.common.chart_style import STEPS, STYLE
 from looped_recipes.common.files import write_whole
 
@@ -166,7 +166,8 @@ class Chart:
             parts.append(self.rule(f"M{left:.1f} {up.place(level):.1f}H{WIDTH - RIGHT}", name, level))
         for name, mark in self.marks.items():
             parts.append(self.rule(f"M{across.place(mark):.1f} {top}V{bottom}", name, mark))
-        taken = []
+        dots = [(across.place(x), up.place(y)) for line in lines if len(line.points) <= 40 for x, y in line.points]
+        taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
         for line in lines:
             parts += self.drawn(line, across, up, taken)
         return parts, bottom + 40
@@ -199,7 +200,7 @@ class Chart:
 
 
 def placed(label: str, x: float, y: float, bottom: float, taken: list) -> list[str]:
-    """A label beside a point, where no other one is."""
+    """A label beside a point, where no other label or point is."""
     wide = width_of(label)
     for left, base in ((x + 6, y - 5), (x - wide - 6, y - 5), (x + 6, y + 13), (x - wide - 6, y + 13)):
         right, top, low = left + wide, base - 10, base + 3
@@ -241,18 +242,19 @@ class Bars:
         left = 12 + max(map(width_of, names.values()))
         ends = [*values.values(), *self.levels.values(), *self.ends]
         ends.append(min(ends) / 3 if log else 0.0)
-        axis = Axis(ends, left, WIDTH - 8 - max(width_of(written(v, 3)) for v in values.values()), log, margin=0)
+        labels = [written(v, 3) for v in values.values()] if log else alike(list(values.values()), 3)
+        axis = Axis(ends, left, WIDTH - 8 - max(map(width_of, labels)), log, margin=0)
         dotted = "".join(f"; dotted: {name} ({written(level)})" for name, level in self.levels.items())
         said = wrapped(f"{self.y}{', logarithmic' if log else ''}{dotted}", WIDTH - 8, 11)
         parts += [text(4, top + 12 + 14 * i, line) for i, line in enumerate(said)]
         top += 8 + 14 * len(said)
         start = left if log else axis.place(0)
-        for i, (name, value) in enumerate(values.items()):
+        for i, ((name, value), label) in enumerate(zip(values.items(), labels)):
             y, end = top + 22 * i, axis.place(value)
             parts.append(text(left - 6, y + 14, names[name], "end key"))
             wide, said = max(abs(end - start), 1.5), f"{name}: {written(value, 6)}"
             parts.append(box(self.colors.get(name, "c0"), min(start, end), y + 3, wide, 15, said))
-            parts.append(text(max(start, end) + 5, y + 14, written(value, 3)))
+            parts.append(text(max(start, end) + 5, y + 14, label))
         for name, level in self.levels.items():
             parts.append(Chart.rule(f"M{axis.place(level):.1f} {top:.0f}V{top + 22 * len(values):.0f}", name, level))
         return drawing(parts, top + 22 * len(values) + 8, self.title or self.y)
@@ -318,6 +320,7 @@ def stacked(charts: list, columns: int = 1) -> str:
     )
 
 
-def save_charts(charts: list, path):
-    """One below the other, as one SVG file."""
-    write_whole(path, stacked(charts).encode(errors="replace"))  # names of files may hold bytes that are no text
+def save_charts(charts: list, path, columns: int = 1):
+    """As one SVG file, in rows of so many."""
+    svg = stacked(charts, columns)
+    write_whole(path, svg.encode(errors="replace"))  # names of files may hold bytes that are no text

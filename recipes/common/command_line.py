@@ -5,12 +5,13 @@ options of commands, import neither torch nor what does.
 """
 
 import argparse
+import difflib
 import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 
 from .errors import CommandError
@@ -22,7 +23,19 @@ INTERRUPTED = 128 + 2  # the status of a process that Ctrl-C ended
 TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Advice on a name that is not known; what begins with _ is for the program itself."""
+    known = [each for each in known if not each.startswith("_")]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+
+
 class OneLineErrors(argparse.ArgumentParser):
+    def _check_value(self, action, value):  # argparse names all that there are
+        if action.choices is not None and value not in action.choices:
+            advice = did_you_mean(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {advice}")
+
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
 

@@ -1,6 +1,5 @@
 """`looped`: training and evaluation by one command, from any folder."""
 
-import difflib
 import runpy
 import sys
 
@@ -46,8 +45,7 @@ def main():
         return
     name, *rest = arguments
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        advice = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
+        advice = command_line.did_you_mean(name, COMMANDS)
         raise SystemExit(f"looped: there is no command {name!r}; {advice}")
     command_line.PROGRAM = f"looped {name}"
     sys.argv = [command_line.PROGRAM, *rest]

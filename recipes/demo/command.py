@@ -11,7 +11,7 @@ from looped_recipes.common.command_line import run_command
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 from looped_recipes.demo import hops, text
-from looped_recipes.demo.page import finding, page, text_finding
+from looped_recipes.demo.page import finding, next_commands, page, text_finding
 from looped_recipes.demo.picture import picture
 from looped_recipes.engine.training import Divergence
 
@@ -73,7 +73,7 @@ def run_demo(
     write_json(output / "demo.json", found, digits=6)
     found = json.loads((output / "demo.json").read_text(encoding="utf-8"))
     write_whole(output / "demo.svg", picture(found["hops"]))
-    write_whole(output / "demo.html", page(found))
+    write_whole(output / "demo.html", page(found, output))
     print(finding(found["hops"]), text_finding(found["text"]), sep="\n")
     return found
 
@@ -83,13 +83,8 @@ def as_json(result: dict) -> dict:
 
 
 def next_steps(output: Path):
-    given = "" if output == Path("runs/demo") else f" --output {output}"
     print(f"\nopen {output / 'demo.html'}, then try:")
-    table_of = [
-        (f"looped demo --ask{given}", "questions, and the answer after every loop"),
-        (f"looped chat {output / 'final'}", "let the text model complete what you type"),
-        (f"looped report {output}", "the text model's training on one page"),
-    ]
+    table_of = next_commands(output)
     width = max(len(command) for command, _ in table_of)
     for command, about in table_of:
         print(f"  {command.ljust(width)}  {about}")

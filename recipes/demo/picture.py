@@ -12,24 +12,24 @@ def hops_named(hops: str) -> str:
     return f"{hops} hop{'s' * (hops != '1')}"
 
 
-def points(by_loops: dict[str, float]) -> list[tuple[float, float]]:
-    return [(int(loops), value) for loops, value in by_loops.items()]
+def points(by_loops: dict[str, float], times: float = 1) -> list[tuple[float, float]]:
+    return [(int(loops), times * value) for loops, value in by_loops.items()]
 
 
 def accuracy_chart(found: dict) -> Chart:
     accuracy, hops = found["accuracy"], hardest(found)
     lines = [
-        Line(hops_named(each), points(after), ordered(i, len(accuracy)))
+        Line(hops_named(each), points(after, 100), ordered(i, len(accuracy)))
         for i, (each, after) in enumerate(accuracy.items())
     ]
     return Chart(
         "Right answers after so many loops",
         "loops",
-        "share of right answers",
+        "right answers, %",
         lines,
-        levels={f"model with one loop, {hops_named(hops)}": round(found["control"][hops], 2)},
+        levels={f"model with one loop, {hops_named(hops)}": round(100 * found["control"][hops])},
         whole_x=True,
-        ends=(0, 1),
+        ends=(0, 100),
     )
 
 
@@ -37,7 +37,9 @@ def exits_chart(found: dict) -> Bars:
     taken = {hops_named(hops): loops for hops, loops in found["exit_loops"].items()}
     colors = {name: ordered(i, len(taken)) for i, name in enumerate(taken)}
     sure = f"{found['certainty']:.0%}".replace("%", " %")
-    return Bars(f"Loops until {sure} sure of the answer", "loops, on average", taken, colors, ends=(found["loops"],))
+    return Bars(
+        f"Loops until {sure} sure of the answer", "loops, on average", taken, colors, {"without exits": found["loops"]}
+    )
 
 
 def depth_chart(found: dict) -> Chart:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from looped_recipes.common.canvas import canvas
+from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save_charts
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.optimum import in_words, optimum, shifts
@@ -144,32 +144,29 @@ def panels_of(results: list[dict], plot: dict) -> dict[tuple, list[dict]]:
     return dict(panels)
 
 
-def draw(results: list[dict], plot: dict, path: Path):
-    """A panel for each combination of the settings that `panel` names; the last of them goes along a row."""
-    panels = panels_of(results, plot)
-    columns = len({panel[-1:] for panel in panels})
-    with canvas(path, len(panels), columns, size=(4.5, 3.6), dpi=150, share=True) as axes:
-        for i, (axis, (panel, members)) in enumerate(zip(axes, panels.items())):
-            for value, losses in curves_of(members, plot["x"], plot["curve"]).items():
-                points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
-                if points:
-                    (line,) = axis.plot(*zip(*points), marker="o", label=f"{plot['curve'].split('.')[-1]} = {value}")
-                    draw_optimum(axis, optimum(list(losses), list(losses.values())), points, line.get_color())
-            axis.set(xscale="log", title=", ".join(map(str, panel)))
-            if axis.lines:  # else all of them diverged
-                axis.legend()
-            if i + columns >= len(panels):
-                axis.set_xlabel(plot["x"])
-            if i % columns == 0:
-                axis.set_ylabel("validation loss")
+def charts_of(results: list[dict], plot: dict) -> list[Chart]:
+    """One for each combination of the settings that `panel` names, with a line for each value of `curve`, named
+    with its best point; a dashed line at that height is the interval of the optimum. A run that diverged has no
+    point."""
+    charts = []
+    for panel, members in panels_of(results, plot).items():
+        curves, lines = curves_of(members, plot["x"], plot["curve"]), []
+        for i, (value, losses) in enumerate(curves.items()):
+            points = [(x, fmean(of_x)) for x, of_x in losses.items() if None not in of_x]
+            if points:
+                color = ordered(i, len(curves))
+                best_x, least = min(points, key=lambda point: point[1])
+                name = f"{plot['curve'].split('.')[-1]} = {value}, best: {best_x:g}"
+                interval = optimum(list(losses), list(losses.values())).get("interval") or ()
+                lines.append(Line(name, points, color))
+                lines.append(Line("", [(end, least) for end in interval], color, dashed=True, dots=False))
+        charts.append(Chart(", ".join(map(str, panel)), plot["x"], "validation loss", lines, log_x=True))
+    return on_one_scale(charts)
 
 
-def draw_optimum(axis, found: dict, points: list[tuple[float, float]], color):
-    """A star at the best point, and a bar over the interval of the optimum below it."""
-    best = min(points, key=lambda point: point[1])
-    axis.plot(*best, marker="*", markersize=14, color=color)
-    if found.get("interval"):
-        axis.plot(found["interval"], [best[1]] * 2, color=color, alpha=0.4, linewidth=4)
+def columns_of(results: list[dict], plot: dict) -> int:
+    """The last setting of `panel` goes along a row."""
+    return len({panel[-1:] for panel in panels_of(results, plot)})
 
 
 def run_sweep(path: str, overrides: list[str]):
@@ -184,7 +181,7 @@ def run_sweep(path: str, overrides: list[str]):
     write_whole(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))
     plot = read_sweep(path).plot
     if plot:
-        draw(results, plot, folder / "results.png")
+        save_charts(charts_of(results, plot), folder / "results.svg", columns_of(results, plot))
         found = []
         for panel, members in panels_of(results, plot).items():
             best = optima(members, plot["x"], plot["curve"])
@@ -193,4 +190,4 @@ def run_sweep(path: str, overrides: list[str]):
                 where = ", ".join(map(str, (*panel, f"{plot['curve']} {value}")))
                 print(f"best {plot['x']}, {where}: {in_words(of_curve)}")
         write_json(folder / "optima.json", {"optima": found})
-        print(f"drawn: {folder / 'results.png'}")
+        print(f"drawn: {folder / 'results.svg'}")

@@ -8,7 +8,7 @@ import difflib
 from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_looped import LoopedConfig
-from modeling_looped.configuration_looped import LAYER_TYPES
+from modeling_looped.config_relations import LAYER_TYPES
 
 from .ranges import MOST_DEPTH
 from .sections import RecipeError

@@ -1,5 +1,6 @@
 """Paths as people write them: `~` is their home, everywhere."""
 
+import difflib
 import os
 from pathlib import Path
 
@@ -32,3 +33,14 @@ def recipe_file(path: str | Path) -> Path:
     parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     own = INSTALLED.joinpath(*parts)
     return own if own.is_file() else path
+
+
+def similar_recipe(path: Path, kind: str) -> str | None:
+    """The recipe or sweep of this package that whoever typed `path` may have meant."""
+    ending = ".sweep.yaml" if kind == "sweep" else ".yaml"
+    files = [file.relative_to(INSTALLED).as_posix() for file in INSTALLED.rglob(f"*{ending}")]
+    known = sorted(name.removesuffix(ending) for name in files if kind == "sweep" or ".sweep." not in name)
+    typed = path.as_posix().removeprefix("recipes/").removesuffix(".yaml").removesuffix(".sweep")
+    same = [name for name in known if typed in (name, name.rpartition("/")[2])]
+    close = same or difflib.get_close_matches(typed, known, n=1, cutoff=0.75)
+    return close[0] + ending if close else None

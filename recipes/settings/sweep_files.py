@@ -13,7 +13,7 @@ from .yaml_files import read_yaml, shortly
 
 MOST_RUNS = 10_000
 LONGEST_NAME = 200  # bytes; file systems take 255
-WRITTEN = ("results.jsonl", "results.png", "optima.json")  # beside the folders of the runs
+WRITTEN = ("results.jsonl", "results.svg", "optima.json")  # beside the folders of the runs
 OUTPUT = "training.output_dir"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from .paths import recipe_file
+from .paths import recipe_file, similar_recipe
 from .sections import RecipeError
 
 
@@ -94,7 +94,13 @@ def read_yaml(path: str | Path, kind: str = "recipe") -> dict:
     try:
         path = recipe_file(path)
         if not path.is_file():
-            raise RecipeError(f"there is no {kind} {path}, here or among those that `looped pretrain --help` lists")
+            similar = similar_recipe(path, kind)
+            advice = (
+                f"; did you mean {similar!r}?"
+                if similar
+                else ", here or among those that `looped pretrain --help` lists"
+            )
+            raise RecipeError(f"there is no {kind} {path}{advice}")
         if path.stat().st_size > LARGEST_FILE:
             raise RecipeError(f"{path} has {path.stat().st_size} bytes, which is no {kind}: name a YAML file")
         text = path.read_text(encoding="utf-8")

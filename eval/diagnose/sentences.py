@@ -1,0 +1,221 @@
+"""The sentence that says what each measure found. Each takes the result as it stands in the JSON."""
+
+import math
+
+from looped_eval.common.findings import best_depth
+from looped_recipes.common.axis import written
+from looped_recipes.common.words import counted
+
+from .figures import RULE_NAMES, layer_name
+
+
+NOTHING = 1e-4  # of losses and sizes of about 1: less is rounding, or not worth a word
+
+
+def times(value: float) -> str:
+    return f"{value:.2f} times" if 0.1 <= value < 10 else f"{written(value, 3)} times"
+
+
+def share(value: float) -> str:
+    return "less than 1 %" if value < 0.005 else f"{100 * value:.0f} %"
+
+
+def hundredths(value: float) -> str:
+    """Of a cosine or an exponent."""
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")
+
+
+def amount(value: float) -> str:
+    return f"less than {NOTHING:g}" if abs(value) < NOTHING else written(value, 3)
+
+
+def depth_curve(result: dict) -> str:
+    known = {k: ce for k, ce in zip(result["loop"], result["ce"]) if ce is not None}
+    return (
+        best_depth(known, result["trained_loops"], "cross-entropy")
+        if known
+        else "The loss is not a number at any depth."
+    )
+
+
+def norm_trajectory(result: dict) -> str:
+    growth = result["growth"]
+    if growth is None:
+        return "The norm of the state is not finite."
+    count = len(result["norm"]) - 1
+    if count == 1:
+        return f"After its one loop the state has the norm {written(result['norm'][-1])}."
+    how = "stays of one size" if 0.8 < growth < 1.25 else "grows" if growth > 1 else "falls"
+    return f"The norm of the state {how}: after {counted(count, 'loop')} it is {times(growth)} that after the first."
+
+
+def state_dynamics(result: dict) -> str:
+    last = result["change"][-1]
+    ratio = last / result["change"][0]
+    how = "settles" if ratio < 0.1 else "slows down" if ratio < 0.5 else "goes on moving"
+    moves = "hardly moves it" if ratio < NOTHING else f"moves it {times(ratio)} as far as the first"
+    return (
+        f"Over {counted(len(result['loop']), 'loop')} the state {how}: the last {moves}, by "
+        f"{share(last / result['state_norm'][-1])} of its norm."
+    )
+
+
+def spectral(result: dict) -> str:
+    radius = result["A"]["spectral_radius"]
+    sense = "below 1: it forgets" if radius < 0.999 else "1: it keeps" if radius < 1.001 else "above 1: it amplifies"
+    return f"The injection's map of the state has the spectral radius {written(radius)}, {sense} what came before."
+
+
+def gradient_norms(result: dict) -> str:
+    known = {
+        name: block["oscillation"] for name, block in result["blocks"].items() if block["oscillation"] is not None
+    }
+    if not known:
+        return "The gradients are zero or not finite."
+    worst = max(known, key=known.get)
+    factor = math.exp(known[worst])
+    return f"From step to step gradients change by a factor of {factor:.2f} as a rule, most in {layer_name(worst)}."
+
+
+def loop_cosine(result: dict) -> str:
+    off = result["model"]["off_diagonal"]
+    how = (
+        "push the same way" if off["mean"] > 0.2 else "undo each other" if off["mean"] < -0.2 else "go their own ways"
+    )
+    return f"The loops of this model {how}: the mean cosine between their increments is {hundredths(off['mean'])}."
+
+
+def loop_cosine_fresh(result: dict) -> str:
+    shared, apart = (
+        hundredths(result[name]["off_diagonal"]["mean"]) if name in result else None for name in ("looped", "unshared")
+    )
+    beside = f", with layers of their own {apart}" if apart else ""
+    return f"With shared layers the mean cosine between loops is {shared}{beside}."
+
+
+def premises(result: dict) -> str:
+    whole, orthogonal = result["increment_overlap"], result["loops_orthogonal"]
+    branches = [branch["residual_overlap"] for branch in result["branches"].values()]
+    return (
+        f"What a branch adds overlaps between loops by {min(branches):.2f} to {max(branches):.2f}, and what a whole "
+        f"loop adds by {whole:.2f}, where 1 is all alike and {orthogonal:.2f} is orthogonal."
+    )
+
+
+def radial_gradient(result: dict) -> str:
+    last = result["final_r"]
+    sees = "does not see" if last < NOTHING else "sees"
+    return f"The last readout {sees} the state's scale: {written(last, 2)} of its gradient is along the state."
+
+
+def scale_sweep(result: dict) -> str:
+    low, high = min(result["alpha"]), max(result["alpha"])
+    flat = result["ce_range"] < 0.01
+    what = "does not matter to the readout" if flat else "matters to the readout"
+    return (
+        f"The state's scale {what}: between α = {low:g} and {high:g} the loss changes by {amount(result['ce_range'])}."
+    )
+
+
+def radial_clamp(result: dict) -> str:
+    held = result["freeze"]
+    cost = held["delta_ce"]
+    how = f"{'costs' if cost >= 0 else 'gains'} {amount(abs(cost))} in cross-entropy"
+    return f"Holding the scale of the first loop {how}, at {times(held['norm_ratio'])} the norm."
+
+
+def update_decomposition(result: dict) -> str:
+    table = result["table"]
+    growth, update = table["a_rad"], table["b"]
+    how = "grows by" if growth > 0 else "falls by"
+    if update < NOTHING:
+        return f"Once settled, the state stays where it is: updates are of size {written(update, 2)}."
+    return (
+        f"Once settled, the state's scale {how} {written(abs(growth), 3)} in each loop, of updates of size "
+        f"{written(update, 3)}: {share(abs(growth) / update)} of them is along the state."
+    )
+
+
+def token_norms(result: dict) -> str:
+    ratio = result["mean"] / result["median"]
+    how = "a few tokens carry it" if ratio > 2 else "tokens are alike"
+    return (
+        f"The median token has the norm {written(result['median'])}, the mean {written(result['mean'])}, the largest "
+        f"{written(result['max'])}: {how}."
+    )
+
+
+def future_signal(result: dict) -> str:
+    if result["largest_future"] is None:
+        return "With one loop there is no later loss."
+    own, later = result["largest_immediate"], result["largest_future"]
+    if max(own, later) < NOTHING:
+        return "No loss sees the scale of any loop: neither its own nor those of later loops change with it."
+    return (
+        f"The scale of a loop moves its own loss by up to {amount(own)} for each unit of log scale, and those of "
+        f"later loops by up to {amount(later)}."
+    )
+
+
+def exit_weighted(result: dict) -> str:
+    mean = sum(k * p for k, p in zip(result["loop"], result["exit"]))
+    return (
+        f"The gate exits after {mean:.2f} of {result['num_loops']} loops in the mean; mixed by it the loss is "
+        f"{result['ce']:.3f}, that of the last loop alone {result['last_ce']:.3f}."
+    )
+
+
+def exponents(by_rule: dict, what: str) -> str:
+    parts = []
+    for rule, curves in by_rule.items():
+        slope, theory = curves["slope"]["first_step"]["slope"], curves["slope"]["theory"]
+        found = "no power of N" if slope is None else f"N^{hundredths(slope)}"
+        parts.append(f"{found} under {RULE_NAMES[rule]}" + ("" if theory is None else f" (theory {theory:g})"))
+    return f"{what} goes as {', '.join(parts)}."
+
+
+def residual_norm(result: dict) -> str:
+    return exponents(result["looped"], "With shared layers the norm of the state")
+
+
+def update_size(result: dict) -> str:
+    return exponents(result["looped"], "What an optimizer step changes")
+
+
+def lr_transfer(result: dict) -> str:
+    parts = []
+    for panel in result["panels"]:
+        best = {n: curve["optimum"].get("lr") for n, curve in panel["curves"].items()}
+        known = {n: rate for n, rate in best.items() if rate is not None}
+        where = f"{RULE_NAMES[panel['rule']]}, {panel['layers']} layer{'s' * (panel['layers'] != 1)}"
+        if len(known) < 2:
+            parts.append(f"{where}: the best rates lie at the ends of those tried, so they cannot be compared")
+            continue
+        moved = abs(math.log2(max(known.values()) / min(known.values())))
+        parts.append(f"{where}: the best rate moves by {moved:.1f} octaves over N = {', '.join(known)}")
+    words = "; ".join(parts)
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def of_alphas(by_alpha: dict, key: str) -> str:
+    slopes = [(alpha.replace("alpha=", "α = "), found[key]["deep"]["slope"]) for alpha, found in by_alpha.items()]
+    return ", ".join(f"N^{hundredths(slope)} at {alpha}" for alpha, slope in slopes if slope is not None)
+
+
+def theorem_1(result: dict) -> str:
+    arrangements = result["arrangements"]
+    shared, apart = (of_alphas(arrangements[n], "slope_of_sum_squared") for n in ("shared", "independent"))
+    return f"The sum of residuals grows as {shared} with one matrix, as {apart} with a matrix for each loop."
+
+
+def theorem_2(result: dict) -> str:
+    return f"One update changes the state by {of_alphas(result['alphas'], 'slope')}."
+
+
+def theorem_3(result: dict) -> str:
+    over_n, over_l = (
+        [fit["deep"]["slope"] for name, fit in result[key].items() if name != "theory"]
+        for key in ("slope_over_loops", "slope_over_layers")
+    )
+    n, layers = (f"{min(found):.2f} to {max(found):.2f}" for found in (over_n, over_l))
+    return f"The sum of all branches grows with exponents {n} over N (theory 2) and {layers} over L (theory 1)."

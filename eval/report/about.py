@@ -1,0 +1,108 @@
+"""What a run is: the facts that a model card says, settings that differ, and what all sections of the page share."""
+
+import math
+
+from looped_eval.common import curves
+from looped_eval.common.page import Missing, Section, Table, Text
+from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunFolder
+from looped_recipes.common.words import counted
+
+
+def number(value, digits: int = 4) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else "infinite"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.{digits}g}" if abs(value) < 1 else f"{value:.{digits}f}"
+
+
+def facts(run: RunFolder) -> dict[str, str]:
+    """What a model card says of a run."""
+    tokens = run.tokens_per_step and run.steps * run.tokens_per_step
+    optimizer, schedule = run.setting("optimizer.name"), run.setting("schedule.name")
+    trained = run.trained_loops
+    mean_depth = run.setting("depth.mean") or trained or "–"
+    losses, bits = run.last_by_number(LOSS_AT), run.last_by_number(BITS_AT)
+    speed = run.last("tokens_per_second")
+    return {
+        "state": run.status,
+        "made by": f"looped pretrain {run.folder / 'recipe.yaml'}" if run.recipe else "–",
+        "parameters": number(run.num_parameters),
+        "architecture": architecture(run.config),
+        "depth in training": f"{run.setting('depth.sampler', 'fixed')}, mean {mean_depth}",
+        "data": f"{run.setting('data.source', '–')}, {number(tokens)} tokens seen",
+        "training": f"{number(run.steps)} steps, {optimizer or '–'}, {schedule or '–'} schedule, "
+        f"seed {run.setting('training.seed', '–')}",
+        "training loss at the end": number(run.last("loss")),
+        "validation loss": number(losses.get(trained, run.last("validation/loss"))),
+        "bits per byte": number(bits.get(trained)),
+        "tokens per second": number(round(speed) if speed and math.isfinite(speed) else None),
+    }
+
+
+def architecture(config: dict) -> str:
+    if not config:
+        return "–"
+    layers, loops = config["num_core_layers"], config.get("trained_num_loops") or config["num_loops"]
+    parts = [
+        f"{counted(layers, 'layer')} × {counted(loops, 'loop')}",
+        f"width {config['hidden_size']}",
+        f"injection {config.get('injection', 'none')}",
+    ]
+    for side in ("prelude", "coda"):
+        if config.get(f"num_{side}_layers"):
+            parts.insert(1, f"{config[f'num_{side}_layers']} {side}")
+    return ", ".join(parts)
+
+
+def about(runs: list[RunFolder]) -> Section:
+    columns = [facts(run) for run in runs]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    blocks = [Table(["", *(run.name for run in runs)], rows)]
+    for run in runs:
+        if run.unread_lines:
+            blocks.append(
+                Text(f"{run.name}: metrics.jsonl is cut off; its last {run.unread_lines} line(s) could not be read.")
+            )
+    return Section("Runs" if len(runs) > 1 else "The run", blocks)
+
+
+def differences(runs: list[RunFolder]) -> Section | None:
+    """Settings that are not the same in all runs."""
+    if len(runs) < 2:
+        return None
+    settings = [
+        {f"{part}.{key}": value for part, values in run.recipe.items() for key, value in (values or {}).items()}
+        for run in runs
+    ]
+    keys = sorted({key for each in settings for key in each} - {"training.output_dir"})
+    rows = [
+        [key, *(number(each.get(key)) for each in settings)]
+        for key in keys
+        if any(each.get(key) != settings[0].get(key) for each in settings)
+    ]
+    words = "Settings that differ" if rows else "These runs have the same settings."
+    return Section("Comparison", [Table([words, *(run.name for run in runs)], rows) if rows else Text(words)])
+
+
+def pretrain(run: RunFolder) -> str:
+    return f"looped pretrain {run.folder / 'recipe.yaml'}"
+
+
+def missing(words: str, command: str) -> Missing:
+    return Missing(f"{words} This makes it:", command)
+
+
+def depth_table(found: curves.Curves) -> Table:
+    """Rows: measure and run; columns: depths."""
+    depths = sorted({k for series in found.values() for points in series.values() for k in points})
+    rows = [
+        [measure, name, *(curves.cell(*points[k]) if k in points else "" for k in depths)]
+        for measure, series in found.items()
+        for name, points in series.items()
+    ]
+    return Table(["measure", "run", *(counted(k, "loop") for k in depths)], rows)

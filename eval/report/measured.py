@@ -1,0 +1,156 @@
+"""What other commands left in the folder of a run: lm-eval's results, early exit, diagnostics."""
+
+import json
+import re
+from pathlib import Path
+
+from looped_eval.common import curves
+from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, single_numbers
+from looped_eval.common.run_folder import RunFolder
+from looped_eval.diagnose import page as diagnose_page
+from looped_eval.diagnose.readings import READINGS
+from looped_eval.halting import page as halting_page
+
+from .about import depth_table, missing, number
+
+
+def results_of(run: RunFolder) -> tuple[dict[str, dict[int, curves.Point]], dict[str, float], list[str]]:
+    """lm-eval's metrics over depth, {task and metric: {depth: (value, standard error)}}, what guessing scores, and
+    files that were not understood."""
+    found, chance, unread = {}, {}, []
+    for path in sorted(run.folder.rglob("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            tasks = {**content["results"], **content.get("groups", {})}
+        except (ValueError, KeyError, TypeError):
+            unread.append(f"{path} holds no lm-eval results.")
+            continue
+        depth = depth_of_results(path, content) or run.trained_loops or 1
+        for task, metrics in tasks.items():
+            for key, value in metrics.items():
+                metric, _, kind = key.partition(",")
+                if kind and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+                    error = metrics.get(f"{metric}_stderr,{kind}")
+                    name = f"{task} {metric}" + (f" ({kind})" if kind != "none" else "")
+                    point = (value, error if isinstance(error, (int, float)) else None)
+                    found.setdefault(name, {})[depth] = point  # the newest file wins
+                    if (level := curves.chance_of(name, content.get("configs"))) is not None:
+                        chance[name] = level
+    return found, chance, unread
+
+
+def depth_of_results(path: Path, content: dict) -> int | None:
+    """The depth of a result set: of its folder (loops_4), or of the model's arguments."""
+    for part in reversed(path.parts):
+        if match := re.fullmatch(r"loops_(\d+)", part):
+            return int(match[1])
+    arguments = (content.get("config") or {}).get("model_args") or ""
+    match = re.search(r"num_loops['\"]?\s*[=:]\s*(\d+)", str(arguments))
+    return int(match[1]) if match else None
+
+
+def accuracy(runs: list[RunFolder]) -> Section:
+    found: curves.Curves = {}
+    chance: dict[str, float] = {}
+    blocks = []
+    for run in runs:
+        measures, levels, unread = results_of(run)
+        chance |= levels
+        blocks += map(Text, unread)
+        for measure, points in measures.items():
+            found.setdefault(measure, {})[run.name] = dict(sorted(points.items()))
+        if not measures:
+            blocks.append(missing(f"{run.name} has no lm-eval results.", harness(run)))
+    if found:
+        findings = [Finding(words) for words in above_chance(found, chance)]
+        blocks = [*findings, Charts(curves.charts(found, chance)), depth_table(found), *blocks]
+    return Section("Tasks over depth", blocks)
+
+
+def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
+    """For each run: how many of the accuracies are two standard errors above guessing at their best depth."""
+    sentences = []
+    for run in dict.fromkeys(name for series in found.values() for name in series):
+        known = [
+            (max(series[run].values()), chance[m]) for m, series in found.items() if run in series and m in chance
+        ]
+        above = sum(value - 2 * (error or 0) > level for (value, error), level in known)
+        if known:
+            which = f"{above} of {len(known)} accuracies {'is' if above == 1 else 'are'}"
+            sentences.append(f"{run}: {which} above chance at the best depth.")
+    return sentences
+
+
+def harness(run: RunFolder) -> str:
+    return (
+        f"looped eval --model looped --model_args pretrained={run.folder / 'final'},"
+        f"num_loops=1..{run.trained_loops or 4} --tasks looped_offline --output {run.folder / 'results'}"
+    )
+
+
+def halting(runs: list[RunFolder]) -> Section:
+    """Early exit: what looped halting measured, and perplexity against mean loops."""
+    blocks = []
+    for run in runs:
+        path = run.results("halting.json")
+        if not path.is_file():
+            command = f"looped halting {run.folder}"
+            blocks.append(missing(f"{run.name} has no halting.json.", command))
+            continue
+        blocks += [Heading(run.name)] if len(runs) > 1 else []
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            parts = halting_page.sections(content)
+            blocks += [*map(Finding, halting_page.findings(content)), *parts[0].blocks]
+            blocks += [block for part in parts[1:] for block in (Heading(part.title), *part.blocks)]
+        except (ValueError, KeyError, TypeError):  # of another version, or not whole
+            blocks += left_behind(path)
+    return Section("Early exit", blocks)
+
+
+def diagnostics(runs: list[RunFolder]) -> list[Section]:
+    """Those of the models themselves, and those of fresh models of their configs."""
+    own, fresh = [], []
+    for run in runs:
+        order = list(READINGS)
+        files = sorted(
+            run.results("diagnose").glob("*.json"),
+            key=lambda path: (order.index(path.stem) if path.stem in order else len(order), path.stem),
+        )
+        if not files:
+            own.append(missing(f"{run.name} has no diagnostics.", f"looped diagnose all {run.folder}"))
+        suffix = f", {run.name}" if len(runs) > 1 else ""
+        for path in files:
+            try:
+                result = json.loads(path.read_text(encoding="utf-8"))["result"]
+                parts = [
+                    (READINGS[part], diagnose_page.measured(part, result))
+                    for part in diagnose_page.parts(path.stem, result)
+                ]
+            except (ValueError, KeyError, TypeError, AttributeError):  # of another version, or not whole
+                own += [Heading(path.stem.replace("_", " ") + suffix), *left_behind(path)]
+                continue
+            for reading, blocks in parts:
+                (fresh if reading.fresh else own).extend([Heading(reading.title + suffix), *blocks])
+    return [
+        Section("Diagnostics", own),
+        Section("Fresh models of these configs" if len(runs) > 1 else "Fresh models of this config", fresh),
+    ]
+
+
+def left_behind(path: Path) -> list:
+    """The rows and single numbers of a JSON that a measuring command wrote."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return [Text(f"{path} could not be read: {error}")]
+    content = content if isinstance(content, dict) else {"rows": content}
+    result = content["result"] if isinstance(content.get("result"), dict) else content
+    blocks = []
+    for name, value in result.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            blocks.append(Text(name.replace("_", " ")))
+            head = [key for key in value[0] if not isinstance(value[0][key], (dict, list))]
+            blocks.append(Table(head, [[number(row.get(key)) for key in head] for row in value]))
+    single = [[key, number(value)] for key, value in single_numbers(result).items()]
+    return blocks + ([Folded("Numbers", Table(["", "value"], single))] if single else [])
