@@ -1,6 +1,7 @@
 """Pages of the site that lie elsewhere in the repository: READMEs, results, and the notebooks as text."""
 
 import json
+import posixpath
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "MODEL_CARD.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/*.md", "examples/README.md"]
-PAGES += ["recipes/*/README.md", "examples/*.ipynb"]
+PAGES += ["recipes/*/*.md", "examples/*.ipynb"]
 
 
 def pages() -> dict[str, str]:
@@ -35,19 +36,20 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links to what is no page of the site, such as code, become the words alone; docs/ is the site's own root."""
-    here = Path(page.file.src_uri).parent
+    """Links are those of the repository; what leads to no page of the site, such as code, becomes the words alone."""
+    written_in = page.file.src_uri if page.file.generated_by else f"docs/{page.file.src_uri}"
 
     def mend(match):
         bang, words, target = match.groups()
         if re.match(r"\w+:|#", target):
             return match[0]
         path, _, anchor = target.partition("#")
-        path = path.replace(".ipynb", ".md")
-        path = path.removeprefix("docs/") if here == Path(".") else path
-        address = Path(*[part for part in (ROOT / here / path).resolve().relative_to(ROOT.resolve()).parts]).as_posix()
+        # docs/ is the root of the site
+        address = posixpath.normpath(posixpath.join(posixpath.dirname(written_in), path)).removeprefix("docs/")
+        address = address.replace(".ipynb", ".md")
         if address not in files.src_uris:
             return words
+        path = posixpath.relpath(address, posixpath.dirname(page.file.src_uri))
         return f"{bang}[{words}]({path}{'#' * bool(anchor)}{anchor})"
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", mend, markdown)

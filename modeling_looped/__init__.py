@@ -18,6 +18,7 @@ __version__ = "0.2.0"
 transformers.AutoConfig.register("looped", LoopedConfig, exist_ok=True)
 for auto_name, model_class in AUTO_CLASSES.items():
     getattr(transformers, auto_name).register(LoopedConfig, model_class, exist_ok=True)
+del auto_name, model_class
 
 __all__ = [
     "LoopedCache",

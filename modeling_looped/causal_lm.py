@@ -40,6 +40,9 @@ from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, k
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
+    """A looped language model. `forward` and `generate` take `num_loops`, `from_pretrained` opens models of this
+    family and published ones, and `from_dense` makes one of a Llama."""
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}

@@ -70,7 +70,7 @@ def convert(
         whole_folder(out, fill)
     count = sum(parameter.numel() for parameter in model.parameters())
     passes = f", {model.config.num_hidden_layers} layers" if unroll else ""
-    found = f"{out}: {count:,} parameters of SOURCE{passes}, {to or 'our own'} layout"
+    found = f"{out}: {count:,} parameters of {source}{passes}, {to or 'our own'} layout"
     say_result(found, *([] if to else [f"looped chat {out}"]))
 
 
@@ -78,8 +78,13 @@ def stored_dtype(source: str):
     """Of the tensors, whatever config.json says; where there are several, the one that holds them all."""
     import torch
 
-    from modeling_looped.formats.folder import stored_tensors
+    from modeling_looped.formats.folder import find_file, stored_tensors
 
+    if find_file(source, "config.json", {}) is None:
+        raise OSError(
+            f"{source} is no folder with a config.json, and no such repository was reached on the Hub: check the name "
+            "and the connection"
+        )
     dtypes = {dtype for name, dtype in stored_tensors(source, {}).items() if dtype and name != "freqs_cis"}
     return reduce(torch.promote_types, sorted(dtypes, key=str)) if dtypes else torch.float32
 

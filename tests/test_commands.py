@@ -28,6 +28,7 @@ from looped_recipes.common import command_line, console, provenance
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.finite import Divergence
+from looped_recipes.own_text import command as own_text
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.estimates import activations_per_token, estimates, memory
 from looped_recipes.settings.help import help_of_recipes, meanings
@@ -427,6 +428,16 @@ def test_a_plain_model_takes_as_many_operations_as_the_looped_one():
     assert plain["training FLOPs per token"] == pytest.approx(looped["training FLOPs per token"], rel=0.01)
     readme = (ROOT / "recipes/own_text/README.md").read_text()
     assert all(f"| {costs['parameters']:,} |" in readme for costs in (looped, plain))
+
+
+@pytest.mark.parametrize("text,said", [(None, "there is no file"), ("", "is empty"), ("x.pdf", "known are")])
+def test_a_text_that_cannot_be_read_is_refused_before_anything_is_measured(text, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_text, "seconds_per_step", lambda recipe: pytest.fail("was measured"))
+    path = tmp_path / ("x.pdf" if text == "x.pdf" else "my.txt")
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(RecipeError, match=said):
+        own_text.main([str(path), "--output", str(tmp_path / "out")])
 
 
 # Chat

@@ -36,6 +36,17 @@ def test_there_and_back(name, tmp_path):
         assert (tmp_path / out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
+def test_a_source_that_is_not_there(tmp_path):
+    with pytest.raises(OSError, match="nothing is no folder with a config.json"):
+        run(tmp_path / "nothing", tmp_path / "ours")
+
+
+def test_it_says_of_what(tmp_path, capsys):
+    folder = write(tmp_path / "public", *made("ouro"))
+    run(folder, tmp_path / "ours")
+    assert f"parameters of {folder}, our own layout" in capsys.readouterr().out
+
+
 def test_a_tokenizer_from_elsewhere(tmp_path):
     folder = write(tmp_path / "public", *made("parcae"))
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")

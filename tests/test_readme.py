@@ -1,6 +1,11 @@
-"""What the README says is so: its code runs, its counts are those of the models, its paths exist."""
+"""What the README and the other pages say is so: code runs, counts are those of the models, commands, paths and links
+exist, and headline numbers are those of results/."""
 
+import json
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -8,17 +13,150 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+import modeling_looped
+from looped_recipes.common.console import COMMANDS
+from looped_recipes.settings.paths import recipe_file
 from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
 from tests.helpers import tiny_config, tiny_model
 
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = [ROOT / "README.md", ROOT / "MODEL_CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *GUIDE,
+    *ROOT.glob("*.md"),
+    *ROOT.glob("examples/*.md"),
+    *ROOT.glob("recipes/**/*.md"),
+    *ROOT.glob("results/*.md"),
+]
+TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT[page], flags=re.DOTALL)
+
+
+# Code
+
+
+PAGES_WITH_PYTHON = [path.relative_to(ROOT).as_posix() for path in GUIDE if "```python" in path.read_text("utf-8")]
+
+
+@pytest.fixture(scope="module")
+def folder_of_models(tmp_path_factory) -> Path:
+    """Tiny models in folders of the names that stand in the pages."""
+    folder = tmp_path_factory.mktemp("pages")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    tokenizer.save_pretrained(folder / "runs/demo/final")
+    LoopedForCausalLM(tiny_config(vocab_size=len(tokenizer), num_loops=4)).save_pretrained(folder / "runs/demo/final")
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    save_public(tiny_model(preset="ouro", num_core_layers=2), folder / "ByteDance/Ouro-1.4B", "ouro")
+    for name, count in {"HuggingFaceTB/SmolLM2-135M": 30, "TinyLlama/TinyLlama_v1.1": 22}.items():
+        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=count)).save_pretrained(folder / name)
+    qwen = Qwen3Config(**sizes, num_hidden_layers=28, num_key_value_heads=2, head_dim=8)
+    Qwen3ForCausalLM(qwen).save_pretrained(folder / "Qwen/Qwen3-0.6B")
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_PYTHON)
+def test_code_runs(page, folder_of_models, monkeypatch):
+    """All Python of a page as one script."""
+    monkeypatch.chdir(folder_of_models)
+    names = {}
+    exec(compile("\n".join(blocks(page, "python")), page, "exec"), names)
+    if "model" in names:
+        assert names["model"].config.model_type == "looped"
+    if page == "docs/train.md":
+        assert torch.isfinite(names["outputs"].loss)
+
+
+def test_no_page_lost_its_code():
+    assert len(PAGES_WITH_PYTHON) >= 6
+    assert sum(len(blocks(page, "python")) for page in PAGES_WITH_PYTHON) >= 11
+
+
+# Commands
+
+
+def written_commands() -> list[tuple[str, str]]:
+    """(page, command) of every line of a shell block, and of what stands in backticks."""
+    found = []
+    for page, text in TEXT.items():
+        shell = [block for mark in ("bash", "") for block in blocks(page, mark)]
+        lines = [line for block in shell for line in block.replace("\\\n", " ").splitlines()]
+        lines += [
+            span.replace("\n", " ")
+            for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        ]
+        found += [(page, line.strip()) for line in lines]
+    return found
+
+
+def test_commands_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    looked_up = 0
+    for page, line in written_commands():
+        for name in re.findall(r"^looped ([a-z-]+)\b", line):
+            assert name in COMMANDS, f"{page}: {line}"
+            looked_up += 1
+        for target in re.findall(r"^make ([a-z-]+)\b", line):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"{page}: {line}"
+        for module in re.findall(r"\b-m ((?:recipes|eval|looped_recipes|looped_eval|tests)\.[\w.]+)", line):
+            assert find_spec(module), f"{page}: {line}"
+            looked_up += 1
+    assert looked_up > 60
+
+
+def test_recipes_exist():
+    """Those named in commands, in a clone or by the short names that work everywhere."""
+    named = {
+        (page, word)
+        for page, line in written_commands()
+        if re.match(r"looped (pretrain|plan|sweep|prepare)|accelerate launch|python -m recipes", line)
+        for word in line.split()
+        if re.fullmatch(r"[\w/.-]+/[\w.-]+\.yaml", word) and not re.search(r"\b[A-Z]+\b", word)
+    }
+    assert len(named) > 10
+    assert [(page, name) for page, name in named if not recipe_file(name).exists()] == []
+
+
+WITH_NAMES = ("benchmark", "diagnose", "laws")  # each name of these has options of its own
+
+
+def options_in_pages() -> dict[tuple[str, ...], set[str]]:
+    """{command, with its name where it has one: options that a page gives it}"""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for _, line in written_commands():
+        words = line.partition("#")[0].split()
+        if len(words) > 2 and words[0] == "looped" and any(word.startswith("--") for word in words):
+            command = tuple(words[1 : 3 if words[1] in WITH_NAMES and words[2].islower() else 2])
+            found.setdefault(command, set()).update(word.partition("=")[0] for word in words if word.startswith("--"))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command,options", sorted(options_in_pages().items()), ids=lambda value: " ".join(value))
+def test_options_exist(command, options):
+    start = [sys.executable, "-m", "looped_recipes.common.console", *command, "--help"]
+    told = subprocess.run(start, cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    # `--batch-size` is `--batch_size` where lm-eval named it
+    assert [
+        each for each in options if each not in told.stdout and each.replace("-", "_")[2:] not in told.stdout
+    ] == []
+
+
+# Facts
 
 
 def published_counts() -> list[tuple[str, str, int]]:
     """(preset, overrides, parameters) of every table row that starts with a preset and ends with a number."""
-    rows = re.findall(r"^\| `(\w+)` \|(.*)\| ([\d,]+) \|$", README, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\| ([\d,]+) \|$", TEXT["docs/systems.md"], flags=re.MULTILINE)
     return [
         (preset, "".join(re.findall(r"`(\w+=.*)`", middle)), int(count.replace(",", "")))
         for preset, middle, count in rows
@@ -36,41 +174,58 @@ def test_parameter_counts(preset, overrides, count):
 
 def test_every_preset_has_a_row():
     assert {preset for preset, _, _ in published_counts()} == set(LoopedConfig.preset_names())
+    assert f"{len(LoopedConfig.preset_names())} presets" in TEXT["README.md"]
 
 
-def test_code_runs(tmp_path, monkeypatch):
-    """All Python of the README as one script, on a tiny model in the place of the demo's."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    tokenizer.save_pretrained(tmp_path / "runs/demo/final")
-    config = tiny_config(vocab_size=len(tokenizer), num_loops=4)
-    LoopedForCausalLM(config).save_pretrained(tmp_path / "runs/demo/final")
-
-    monkeypatch.chdir(tmp_path)
-    make_repositories(tmp_path)
-    script = "\n".join(re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
-    names = {}
-    exec(compile(script, "README.md", "exec"), names)
-    assert names["model"].config.model_type == "looped"
-    assert torch.isfinite(names["outputs"].loss)
+def test_headline_numbers_are_those_of_the_results():
+    said = re.sub(r"\s+", " ", TEXT["README.md"])
+    hops = json.loads((ROOT / "results/demo.json").read_text(encoding="utf-8"))["hops"]
+    by_loops = [f"{right:.0%} after {loops} loop".replace("%", " %") for loops, right in hops["accuracy"]["4"].items()]
+    stops = [f"{loops:.1f} for {hop} hop" for hop, loops in hops["exit_loops"].items()]
+    one_loop = f"a model with one loop answers {hops['control']['4']:.0%}".replace("%", " %")
+    harness = json.loads((ROOT / "results/harness.json").read_text(encoding="utf-8"))
+    served = json.loads((ROOT / "results/serving.json").read_text(encoding="utf-8"))["over_http"]
+    over_vllm = {name: served[name]["tokens_per_second_over_vllm"] for name in ("full", "gate")}
+    compared = [
+        f"in {harness['over_runs']:.2f} of the time",
+        f"{over_vllm['full']:.2f} of its tokens a second at full depth, {over_vllm['gate']:.2f} with exits by a gate",
+    ]
+    assert [each for each in [one_loop, *by_loops, *stops, *compared] if each not in said] == []
 
 
-def make_repositories(folder: Path):
-    """Small models in folders of the names that stand in the README."""
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    save_public(tiny_model(preset="ouro", num_core_layers=2), folder / "ByteDance/Ouro-1.4B", "ouro")
-    layers = {"HuggingFaceTB/SmolLM2-135M": 30, "TinyLlama/TinyLlama_v1.1": 22}
-    for name, count in layers.items():
-        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=count)).save_pretrained(folder / name)
-    qwen = Qwen3Config(**sizes, num_hidden_layers=28, num_key_value_heads=2, head_dim=8)
-    Qwen3ForCausalLM(qwen).save_pretrained(folder / "Qwen/Qwen3-0.6B")
+def test_public_names_are_in_the_reference():
+    reference = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/api").glob("*.md"))
+    owners = {name: getattr(getattr(modeling_looped, name), "__module__", "") for name in modeling_looped.__all__}
+    shown = set(re.findall(r"^::: (\S+)$", reference, flags=re.MULTILINE))
+    named = {name for name in owners if f"`{name}`" in reference}
+    assert [
+        name for name, owner in owners.items() if not {f"modeling_looped.{name}", owner} & shown | named & {name}
+    ] == []
+
+
+# Paths
+
+
+def test_links_lead_somewhere():
+    broken = []
+    for page, text in TEXT.items():
+        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            whole = (ROOT / page).parent / path if path else ROOT / page
+            if not re.match(r"\w+:", target) and (not whole.exists() or (anchor and anchor not in anchors(whole))):
+                broken.append((page, target))
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and the site make them of headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def test_paths_exist():
-    tree = README.split("## What is where")[1].split("```")[1]
+    tree = TEXT["docs/architecture.md"].split("## What is where")[1].split("```")[1]
     folders, paths = {}, []  # the folder that each indent is in
     for line in tree.strip().splitlines():
         indent = len(line) - len(line.lstrip())
@@ -81,3 +236,9 @@ def test_paths_exist():
                 folders = {width: folder for width, folder in folders.items() if width < indent} | {indent: name}
     assert len(paths) > 60
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_page_is_in_the_site():
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
+    pages = [name.removeprefix("docs/") for name in TEXT]
+    assert [name for name in pages if name not in listed] == []

@@ -242,6 +242,12 @@ def local_files(name: str) -> list[Path] | None:
     return None
 
 
+def check_files(name: str):
+    """Refuse files that are not there, empty or of no known kind, before anything takes time."""
+    if (files := local_files(name)) is not None:
+        _builder(name, files)
+
+
 def looks_like_path(name: str) -> bool:
     """Hub names are `name` or `owner/name`."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or _builder_of(Path(name)) is not None

@@ -10,7 +10,7 @@ from looped_recipes.common.command_line import say_result
 from looped_recipes.common.flops import forward_flops_per_token, sizes
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import write_json
-from looped_recipes.data.sources import local_files
+from looped_recipes.data.sources import check_files
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import Recipe, load_recipe
 from modeling_looped import LoopedForCausalLM
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> dict:
     if not args.minutes > 0:
         raise ValueError(f"--minutes must be above 0, got {args.minutes:g}")
 
-    local_files(args.text)  # a mistake in its name is told before anything is measured
+    check_files(args.text)
 
     def recipe(name: str, *more: str) -> Recipe:
         own = [f"data.source={args.text}", f"training.output_dir={args.output / name}"]
