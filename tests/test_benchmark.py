@@ -11,6 +11,7 @@ import torch
 
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import over_http
+from looped_eval.benchmark.wider import widened
 
 from .helpers import quick_and_slow, tiny_model, tiny_tokenizer
 
@@ -72,6 +73,22 @@ def test_of_decoding_by_a_trained_model(tmp_path, capsys):
     drafts = [lines["speculation"]["rows_2"][f"draft_loops_{loops}"] for loops in ("auto", 1, 2)]
     assert all(each["same_tokens"] and 1 <= each["passes_per_token"] <= 3 for each in drafts)
     assert lines["sharing"]["last"]["cache_bytes"] * 3 == lines["sharing"]["none"]["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_key_value_heads": 2, "tie_word_embeddings": True}], ids=["plain", "shared"]
+)
+def test_a_wider_model_computes_the_same(fields):
+    model = tiny_model(**fields)
+    wide, ids = widened(model, 3), torch.tensor([[5, 3, 8, 13, 21, 34]])
+    assert wide.config.hidden_size == 3 * model.config.hidden_size
+    assert wide.num_parameters() > 6 * model.num_parameters()
+    torch.testing.assert_close(wide(ids, num_loops=2).logits, model(ids, num_loops=2).logits)
+
+
+def test_a_model_that_is_another_when_wider():
+    with pytest.raises(SystemExit, match="--widen: wider, this model computes something else"):
+        widened(tiny_model(injection="concat"), 2)
 
 
 def test_of_serving(capsys):

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 import modeling_looped
 from looped_recipes.common.console import COMMANDS
+from looped_recipes.demo.page import answers, exits
 from looped_recipes.settings.paths import recipe_file
 from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
 from tests.helpers import tiny_config, tiny_model
@@ -180,9 +181,6 @@ def test_every_preset_has_a_row():
 def test_headline_numbers_are_those_of_the_results():
     said = re.sub(r"\s+", " ", TEXT["README.md"])
     hops = json.loads((ROOT / "results/demo.json").read_text(encoding="utf-8"))["hops"]
-    by_loops = [f"{right:.0%} after {loops} loop".replace("%", " %") for loops, right in hops["accuracy"]["4"].items()]
-    stops = [f"{loops:.1f} for {hop} hop" for hop, loops in hops["exit_loops"].items()]
-    one_loop = f"a model with one loop answers {hops['control']['4']:.0%}".replace("%", " %")
     harness = json.loads((ROOT / "results/harness.json").read_text(encoding="utf-8"))
     served = json.loads((ROOT / "results/serving.json").read_text(encoding="utf-8"))["over_http"]
     over_vllm = {name: served[name]["tokens_per_second_over_vllm"] for name in ("full", "gate")}
@@ -190,7 +188,7 @@ def test_headline_numbers_are_those_of_the_results():
         f"in {harness['over_runs']:.2f} of the time",
         f"{over_vllm['full']:.2f} of its tokens a second at full depth, {over_vllm['gate']:.2f} with exits by a gate",
     ]
-    assert [each for each in [one_loop, *by_loops, *stops, *compared] if each not in said] == []
+    assert [each for each in [answers(hops), exits(hops), *compared] if each not in said] == []
 
 
 def test_public_names_are_in_the_reference():

@@ -54,6 +54,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
     parser.add_argument("--model", help="speculation, sharing: folder of a trained model")
+    text = (
+        "speculation, sharing: the model, this many times as wide, which computes the same at the cost of a large one"
+    )
+    parser.add_argument("--widen", type=int, default=1, metavar="TIMES", help=text)
     text = "speculation: prompts, sharing: what is scored; by default Python's os.py"
     parser.add_argument("--text-file", default=os.__file__, help=text)
     parser.add_argument("--draft-loops", nargs="+", default=["auto", "1", "2"], help="speculation")
