@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .device_numbers import numbers_on
+from .depth import placed
 from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_loop
 from .exit_criteria import ABSENT, INITIAL, ExitRule
 
@@ -53,7 +53,7 @@ class RowTable(dict):
         held = {name: self[name] for name in names if name in self}
         if not held or len(rows) == self.num_rows:
             return held
-        index = numbers_on(next(iter(held.values())).device, rows)
+        index = placed(rows, next(iter(held.values())).device)
         return {name: tensor[index] for name, tensor in held.items()}
 
     def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
@@ -61,7 +61,7 @@ class RowTable(dict):
         if not given or len(rows) == self.num_rows:
             self.update(given)
             return
-        index = numbers_on(next(iter(given.values())).device, rows)
+        index = placed(rows, next(iter(given.values())).device)
         for name, values in given.items():
             if name not in self:
                 self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
@@ -70,7 +70,7 @@ class RowTable(dict):
     def forget(self, rows: list[int]):
         """What criteria remember of them."""
         for name in self.keys() & INITIAL.keys():
-            self[name] = self[name].index_fill(0, numbers_on(self[name].device, rows), INITIAL[name])
+            self[name] = self[name].index_fill(0, placed(rows, self[name].device), INITIAL[name])
 
     def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
         """To what it held, but for some rows."""
@@ -82,7 +82,7 @@ class RowTable(dict):
 
 def some(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
     """These, in ascending order, of all rows of a tensor."""
-    return tensor if len(rows) == len(tensor) else tensor[numbers_on(tensor.device, rows)]
+    return tensor if len(rows) == len(tensor) else tensor[placed(rows, tensor.device)]
 
 
 class ContinuousDecoder:

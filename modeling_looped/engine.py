@@ -15,8 +15,7 @@ from .borrowed import found
 from .cache import LoopedCache
 from .checks import check_length, refuse_if
 from .context import PassContext
-from .depth import check_depths
-from .device_numbers import numbers_on
+from .depth import check_depths, placed
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .row_view import JointView, Padding, RowView
@@ -85,7 +84,7 @@ def enter(parts: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     trunk = parts[0].engine.trunk
     check_length(trunk.config, max(max(part.places) for part in parts) + 1)
     places = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
-    positions = numbers_on(ids.device, [place for of_part in places for place in of_part])[:, None]
+    positions = placed([place for of_part in places for place in of_part], ids.device)[:, None]
     x = trunk.embed(trunk.embed_tokens(ids), positions)
     its_positions = positions.split([len(of_part) for of_part in places])
     tables = [part.engine.rotary(x, its, max(of_part)) for part, its, of_part in zip(parts, its_positions, places)]

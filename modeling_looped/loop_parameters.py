@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .device_numbers import numbers_on
+from .depth import placed
 
 
 class LoopDelta(nn.Module):
@@ -63,4 +63,4 @@ def select_set(loop: int | list[int], num_sets: int, device) -> int | torch.Tens
     """The set of parameters that loop t takes; one per row, [rows], where rows are at loops of their own."""
     if isinstance(loop, int):
         return min(loop, num_sets - 1)
-    return numbers_on(device, [min(t, num_sets - 1) for t in loop])
+    return placed([min(t, num_sets - 1) for t in loop], device)

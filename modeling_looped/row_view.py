@@ -11,7 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cache import LoopedCache
 from .cpu import attend_single_query, is_slow_single_query
-from .device_numbers import numbers_on
+from .depth import placed
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
@@ -158,7 +158,7 @@ class RowView:
         loops_stored = buffer.shape[1]
         if loops_stored not in self.places:  # the same in all layers of a section
             places = [(self.rows[i], self.loops[i] % loops_stored, self.positions[i]) for i in self.writing]
-            self.places[loops_stored] = numbers_on(buffer.device, places).unbind(1)
+            self.places[loops_stored] = placed(places, buffer.device).unbind(1)
         rows, loops, places = self.places[loops_stored]
         buffer[rows, loops, :, :, places] = self.stored(keys, values)
 
@@ -209,7 +209,7 @@ class RowView:
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
-        rows, places = numbers_on(device, [self.rows, self.positions]).unbind(0)
+        rows, places = placed([self.rows, self.positions], device).unbind(0)
         return self.mask_at(rows, places, window)
 
     def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:

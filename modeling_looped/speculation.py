@@ -18,7 +18,7 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
-from .device_numbers import numbers_on
+from .depth import placed
 from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
 from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
 
@@ -130,7 +130,7 @@ class Pipeline:
         if not new:
             return
         self.entries += 1
-        ids = numbers_on(self.selector.ids.device, [[token.id] for token in new])
+        ids = placed([[token.id] for token in new], self.selector.ids.device)
         tokens = enter([RowsOfEngine(self.engine, [token.row for token in new], [token.place for token in new])], ids)
         held = {"state": self.trunk.initial_state(tokens.embedded, None), "ids": ids, "embedded": tokens.embedded}
         if tokens.rotary is not None:
@@ -143,7 +143,7 @@ class Pipeline:
         """In the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
-            index = numbers_on(held["ids"].device, members)
+            index = placed(members, held["ids"].device)
             held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
         rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
         part = RowsOfEngine(self.engine, rows, places)
@@ -152,7 +152,7 @@ class Pipeline:
     def keep(self, members: list[int]):
         if len(members) < len(self.flight):
             self.flight = [self.flight[i] for i in members]
-            index = numbers_on(self.held["state"].device, members, torch.long)
+            index = placed(members, self.held["state"].device, torch.long)
             self.held = {name: tensor[index] for name, tensor in self.held.items()}
 
     def drop(self, row: int, first: int):

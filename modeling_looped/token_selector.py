@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
-from .device_numbers import numbers_on
+from .depth import placed
 
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
@@ -88,7 +88,7 @@ class TokenSelector:
 
     def last_tokens(self, rows: list[int]) -> torch.Tensor:
         """[rows, 1]"""
-        return numbers_on(self.ids.device, [[self.last[row]] for row in rows])
+        return placed([[self.last[row]] for row in rows], self.ids.device)
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
         """The next token of `rows`, from logits [rows, vocabulary]; those that have got theirs.
@@ -165,7 +165,7 @@ class TokenSelector:
 
     def index(self, rows: list[int]) -> slice | torch.Tensor:
         """Made once: a list would be converted by every tensor that it indexes."""
-        return slice(None) if rows == list(range(self.num_rows)) else numbers_on(self.ids.device, rows)
+        return slice(None) if rows == list(range(self.num_rows)) else placed(rows, self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """noise: exponential, [rows, vocabulary]. The largest p / noise is a sample of p; with the same noise,
@@ -181,7 +181,7 @@ class TokenSelector:
         """`rows` grow by a token each."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
-        members, places, taken = numbers_on(self.ids.device, [rows, ends, loops]).unbind()
+        members, places, taken = placed([rows, ends, loops], self.ids.device).unbind()
         self.ids[members, places], self.loops[members, places] = tokens, taken
         # in one list, since a GPU is waited for
         found = [] if self.in_step else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
