@@ -13,9 +13,11 @@
 # limitations under the License.
 """The language model: logits after every loop, the losses over them, the exit gate."""
 
-from functools import reduce
+from collections.abc import Callable
+from functools import partial, reduce
 from inspect import signature
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -51,6 +53,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
         gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
+        self.loss_kernel: Callable | None = None  # one of loss_kernels.py
         self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
         self.post_init()
         # of the trunk's own, which has no gate: here a gate that has no place is an error
@@ -80,6 +83,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: bool = False,
         output_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
+        label_positions: np.ndarray | None = None,
         **kwargs,
     ) -> LoopedCausalLMOutputWithPast:
         r"""
@@ -88,6 +92,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         exit_rule: let each token (or, `per_sequence`, each row) stop at the loop where its criterion is met;
             `num_loops` is then the most it runs. `after_all` runs all loops, and reads each token out at its exit.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
+        label_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
+            for to know, so a numpy array, which stays on the host.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
         output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.
@@ -134,17 +140,21 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         )
         keep = kept_positions(logits_to_keep)
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
-        return self._output(outputs, asked, needed, logits, keep, depths, labels, num_items_in_batch)
+        of_labels = num_items_in_batch, label_positions
+        return self._output(outputs, asked, needed, logits, keep, depths, labels, of_labels)
 
     def _output(
-        self, outputs, asked: AskedOutputs, needed: NeededOfPass, logits, keep, depths, labels, num_items_in_batch
+        self, outputs, asked: AskedOutputs, needed: NeededOfPass, logits, keep, depths, labels, of_labels: tuple
     ):
-        """From what the trunk returns to losses, exits and what was asked for. keep: positions of logits."""
+        """From what the trunk returns to losses, exits and what was asked for.
+
+        keep: positions of logits; of_labels: their number in all, and where they stand.
+        """
         gates = self._gates(outputs) if needed.gates else None
         exits = self._exit_probabilities(gates, depths) if needed.exit_probabilities else None
         loss, losses, token_losses = None, None, None
         if labels is not None:
-            terms = outputs, gates, depths, labels, num_items_in_batch
+            terms = outputs, gates, depths, labels, *of_labels
             loss, losses, token_losses = self._losses(logits, exits, terms, asked.output_loop_losses)
         return LoopedCausalLMOutputWithPast(
             loss=loss,
@@ -235,9 +245,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def _losses(self, logits, exit_probabilities, terms: tuple, every_loop: bool):
         """The loss; and without gradients, the cross-entropies after every loop: their means, and of every token.
 
-        terms: outputs of the trunk, gates, depths, labels, num_items_in_batch.
+        terms: outputs of the trunk, gates, depths, labels, num_items_in_batch, label_positions.
         """
-        outputs, _, depths, labels, num_items_in_batch = terms
+        outputs, _, depths, labels, num_items_in_batch, _ = terms
         if not every_loop and self._has_plain_loss(logits, labels):
             return self._plain_loss(logits, labels, num_items_in_batch), None, None
         if self.config.loop_loss != "exit_weighted_logits":
@@ -258,6 +268,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         depths: int | list[int],
         labels,
         num_items_in_batch,
+        label_positions,
         mixed=None,
         objective=None,
         every_loop=True,
@@ -280,7 +291,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             num_items_in_batch,
             objective,
             every_loop,
+            label_positions,
+            None if self.loss_kernel is None else partial(self._losses_of, self.loss_kernel, one is not None),
         )
+
+    def _losses_of(self, kernel: Callable, is_read_out: bool, hidden, loop: int, labels):
+        """Cross-entropies of tokens from what the head reads, or from what `decode` reads."""
+        hidden = hidden if is_read_out else self._read_out(hidden, loop, None)
+        return kernel(hidden, self.lm_head.weight, labels, self.config.logit_softcap)
 
     def _latent_targets(self, labels):
         """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""

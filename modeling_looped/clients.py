@@ -21,6 +21,33 @@ def register_with_peft(model_type: str):
     for name, targets in vars(constants).items() if constants else ():
         if name.endswith("_MODULES_MAPPING") and isinstance(targets, dict) and "llama" in targets:
             targets.setdefault(model_type, targets["llama"])
+    tuners = getattr(sys.modules.get("peft.mapping"), "PEFT_TYPE_TO_TUNER_MAPPING", {})
+    if (tuner := tuners.get("LN_TUNING")) and not hasattr(tuner, "has_weight"):
+        tuners["LN_TUNING"] = tuner_of_weights(tuner)
+
+
+def tuner_of_weights(tuner: type) -> type:
+    """PEFT's tuner of norms fails at those without a weight; this one passes over them."""
+
+    class NormTuner(tuner):
+        def has_weight(self, name: str) -> bool:
+            return getattr(self.model.get_submodule(name), "weight", None) is not None
+
+        def _check_target_module_exists(self, peft_config, key):
+            found = super()._check_target_module_exists(peft_config, key)
+            return found if not found or self.has_weight(key) else False
+
+        def _prepare_model(self, peft_config, model):
+            super()._prepare_model(peft_config, model)
+            names = [name for name, _ in model.named_modules()]
+            named = [name for name in names if super(NormTuner, self)._check_target_module_exists(peft_config, name)]
+            refuse_if(
+                named != [] and not any(map(self.has_weight, named)),
+                f"LNTuningConfig trains the weights of norms, but those of this model have none ({named[0]} and "
+                f"{len(named) - 1} more), as norm_affine=False says: use another method, such as LoraConfig",
+            )
+
+    return NormTuner
 
 
 def warn_of_another_loss(config):

@@ -9,8 +9,12 @@ LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}  # by the letter
 SHARED_ROPE = "all_layers"  # the name of rotary tables that do not depend on the type of a layer
 
 
+MOST_LAYERS, LARGEST_SIZE = 10**4, 10**9  # far above any model; beyond, building one takes hours or overflows
+
+
 def check_relations(config):
     check_sizes(config)
+    check_largest(config)
     check_attention(config)
     check_loop(config)
     check_readout(config)
@@ -49,6 +53,22 @@ def check_sizes(config):
     if config.hidden_act not in ACT2FN:
         raise ValueError(
             f"hidden_act={config.hidden_act!r} is not an activation of transformers; e.g. silu, relu2, gelu"
+        )
+
+
+def check_largest(config):
+    largest = dict.fromkeys(("num_prelude_layers", "num_core_layers", "num_coda_layers"), MOST_LAYERS)
+    largest |= dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "core_hidden_size",
+         "core_intermediate_size", "kv_latent_size", "loop_lora_rank", "num_loop_parameters"), LARGEST_SIZE
+    )  # fmt: skip
+    for name, most in largest.items():
+        if (getattr(config, name) or 0) > most:
+            raise ValueError(f"{name} must be at most {most}, got {getattr(config, name)}")
+    if config.num_attention_heads * (config.head_dim or 0) > LARGEST_SIZE:
+        raise ValueError(
+            f"num_attention_heads={config.num_attention_heads} times head_dim={config.head_dim} must be at most "
+            f"{LARGEST_SIZE}"
         )
 
 

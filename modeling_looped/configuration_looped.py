@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from .config_errors import LoopedConfigError, raise_value_errors
 from .config_plans import fsdp_plan, tensor_parallel_plan
-from .config_relations import check_relations
+from .config_relations import check_largest, check_relations
 from .config_ropes import RopeOfLayers
 from .names import FIELD_OF, SPELLINGS_OF_EPS, meant
 from .names import KEYS_OF_TOOLS as OF_TOOLS
@@ -292,6 +292,7 @@ class LoopedConfig(RopeOfLayers):
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        check_largest(self)
         if self.sliding_window is None and self.window_pattern is not None:
             self.sliding_window = self.max_position_embeddings // 4
         if self.format_version == 1:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from .engine import RowEngine, Tokens, enter, of_all, read_logits, run_loop
+from .depth import placed
+from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_loop
 from .exit_criteria import ABSENT, INITIAL, ExitRule
 
 
@@ -49,22 +50,27 @@ class RowTable(dict):
             self[name] = torch.cat([tensor[:first], tensor[first + count :]])
 
     def take(self, rows: list[int], names: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {name: some(rows, self[name]) for name in names if name in self}
+        held = {name: self[name] for name in names if name in self}
+        if not held or len(rows) == self.num_rows:
+            return held
+        index = placed(rows, next(iter(held.values())).device)
+        return {name: tensor[index] for name, tensor in held.items()}
 
     def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
-        for name, values in tensors.items():
-            if values is None:
-                continue
-            if len(rows) < self.num_rows:
-                if name not in self:
-                    self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
-                values = self[name].index_copy(0, torch.tensor(rows, device=values.device), values)
-            self[name] = values
+        given = {name: values for name, values in tensors.items() if values is not None}
+        if not given or len(rows) == self.num_rows:
+            self.update(given)
+            return
+        index = placed(rows, next(iter(given.values())).device)
+        for name, values in given.items():
+            if name not in self:
+                self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
+            self[name] = self[name].index_copy(0, index, values)
 
     def forget(self, rows: list[int]):
         """What criteria remember of them."""
         for name in self.keys() & INITIAL.keys():
-            self[name] = self[name].index_fill(0, torch.tensor(rows, device=self[name].device), INITIAL[name])
+            self[name] = self[name].index_fill(0, placed(rows, self[name].device), INITIAL[name])
 
     def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
         """To what it held, but for some rows."""
@@ -76,7 +82,7 @@ class RowTable(dict):
 
 def some(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
     """These, in ascending order, of all rows of a tensor."""
-    return tensor if len(rows) == len(tensor) else tensor[torch.tensor(rows, device=tensor.device)]
+    return tensor if len(rows) == len(tensor) else tensor[placed(rows, tensor.device)]
 
 
 class ContinuousDecoder:
@@ -117,11 +123,15 @@ class ContinuousDecoder:
         self.loops, self.starting = loops, starting
         return True
 
-    def new_tokens(self) -> Tokens:
+    def new_tokens(self) -> tuple[RowsOfEngine, torch.Tensor]:
+        """Of the rows that start, and their ids, [rows, 1]."""
         for row in self.starting:
             self.loops[row] = 0
         rows, self.starting = self.starting, []
-        return Tokens(self.engine, rows, self.engine.last_places(rows), self.selector.last_tokens(rows))
+        return self.part(rows), self.selector.last_tokens(rows)
+
+    def part(self, rows: list[int]) -> RowsOfEngine:
+        return RowsOfEngine(self.engine, rows, self.engine.last_places(rows))
 
     def emit(self, rows: list[int], logits: torch.Tensor):
         """The next tokens of `rows`, which exit; those that have got theirs begin the next."""
@@ -156,38 +166,32 @@ def by_decoder(places: list[Place]) -> dict[ContinuousDecoder, list[int]]:
 def tick(table: RowTable, decoders: list[ContinuousDecoder]):
     """One loop of every running row of all of them; tokens of those that exit."""
     trunk = decoders[0].engine.trunk
-    if any(decoder.starting for decoder in decoders):
-        begin_tokens(table, [Place(decoder, row) for decoder in decoders for row in decoder.starting])
+    if starting := [decoder for decoder in decoders if decoder.starting]:
+        begin_tokens(table, starting)
     places = [Place(decoder, row) for decoder in decoders for row in decoder.selector.running()]
     rows = in_table(places)
-    state = run_loop(
-        tokens_at(table, places), [place.loops for place in places], *table.take(rows, ["state"]).values()
-    )
+    loops = [place.loops for place in places]
+    state = run_loop(tokens_at(table, places), loops, *table.take(rows, ["state"]).values())
     table.put(rows, {"state": trunk.to_next_loop(state)})
     emit_exiting_rows(table, places, state)  # at last: a tick that fails before can be run again
 
 
-def begin_tokens(table: RowTable, places: list[Place]):
-    parts = [decoder.new_tokens() for decoder in by_decoder(places)]
-    embedded, rows = enter(parts), in_table(places)
-    rotary = None if parts[0].rotary is None else of_all(parts, "rotary")
-    table.put(rows, {"ids": of_all(parts, "ids"), "embedded": embedded, "rotary": rotary})
+def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
+    """Of the rows that start."""
+    places = [Place(decoder, row) for decoder in decoders for row in decoder.starting]
+    parts, ids = zip(*(decoder.new_tokens() for decoder in decoders))
+    tokens, rows = enter(list(parts), torch.cat(ids)), in_table(places)
+    table.put(rows, {name: getattr(tokens, name) for name in OF_TOKENS})
     cold = [i for i, place in enumerate(places) if place.decoder.engine.warm_state is None]
     if cold:
-        state = places[0].decoder.engine.trunk.initial_state(some(cold, embedded), None)
+        state = places[0].decoder.engine.trunk.initial_state(some(cold, tokens.embedded), None)
         table.put([rows[i] for i in cold], {"state": state})
     table.forget(rows)
 
 
-def tokens_at(table: RowTable, places: list[Place]) -> list[Tokens]:
-    """Tokens of these rows, decoder by decoder."""
-    of_decoders, held = by_decoder(places), table.take(in_table(places), OF_TOKENS)
-    sizes = [len(rows) for rows in of_decoders.values()]
-    parts = zip(of_decoders.items(), *(tensor.split(sizes) for tensor in held.values()))
-    return [
-        Tokens(decoder.engine, rows, decoder.engine.last_places(rows), **dict(zip(held, tensors)))
-        for (decoder, rows), *tensors in parts
-    ]
+def tokens_at(table: RowTable, places: list[Place]) -> Tokens:
+    parts = [decoder.part(rows) for decoder, rows in by_decoder(places).items()]
+    return Tokens(parts, **table.take(in_table(places), OF_TOKENS))
 
 
 def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor) -> bool:
@@ -236,5 +240,7 @@ def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list
     remembered, model = table.take(rows, criterion.remembers), places[0].decoder.engine.model
     score, remembered = criterion.after_loop(model, some(members, state)[:, 0], lambda: logits, remembered)
     table.put(rows, remembered)
+    if not any(rule.checks_at(places[i].loops) for i in members):
+        return []  # without waiting for the device
     passes = zip(members, rule.exits(score).tolist())
     return [i for i, passed in passes if passed and rule.checks_at(places[i].loops)]

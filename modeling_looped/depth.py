@@ -53,7 +53,7 @@ class DepthPlan(NamedTuple):
         return take_rows(batched, self.order) if has_rows else batched
 
     def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.inverse is None else tensor[self.inverse.to(tensor.device)]
+        return tensor if self.inverse is None else tensor[placed(self.inverse, tensor.device)]
 
     def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """States of the ticks, [rows of the tick, ...] in sorted order, as states of the loops, [batch, ...].
@@ -75,10 +75,18 @@ class DepthPlan(NamedTuple):
         return tuple(loops)
 
 
+def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers of the host on a device. A GPU is waited for where it copies memory that is not pinned."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if tensor.device.type != "cpu" or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
     """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
     if not isinstance(batched, BlockMask):
-        return batched[rows.to(batched.device) if torch.is_tensor(rows) else rows]
+        return batched[placed(rows, batched.device) if torch.is_tensor(rows) else rows]
     taken = batched[rows]
     if torch.is_tensor(rows):  # the mask's rule must be asked about the rows that these were
         rows = rows.to(batched.kv_indices.device)
@@ -138,7 +146,7 @@ def depth_tensor(depths: int | list[int], batch_size: int, device) -> torch.Tens
     """[batch]"""
     if isinstance(depths, int):
         return torch.full((batch_size,), depths, device=device)
-    return torch.tensor(depths, device=device)
+    return placed(depths, device)
 
 
 def deepest(depths: int | list[int]) -> int:

@@ -7,6 +7,7 @@ it is run.
 import math
 import threading
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from .borrowed import found
 from .cache import LoopedCache
 from .checks import check_length, refuse_if
 from .context import PassContext
-from .depth import check_depths
+from .depth import check_depths, placed
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .row_view import JointView, Padding, RowView
@@ -50,56 +51,59 @@ def rope_type_by_length(trunk) -> str | None:
     return next((each for each in types if "dynamic" in each or each == "longrope"), None)
 
 
-@dataclass
-class Tokens:
-    """Tokens of some rows of an engine's batch, [rows, length, ...] each, and what all loops of them read."""
+class RowsOfEngine(NamedTuple):
+    """Tokens of some rows of an engine's batch, one each."""
 
     engine: "RowEngine"
     rows: list[int]
-    places: list[int]  # in the cache, of the first token of each row
+    places: list[int]  # in the cache, of the token of each row
+
+
+@dataclass
+class Tokens:
+    """Tokens of rows of one engine, or of several of one model in one batch, and what all loops of them read,
+    [rows, 1, ...] each."""
+
+    parts: list[RowsOfEngine]
     ids: torch.Tensor
-    embedded: torch.Tensor | None = None
-    rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, length, 2 kinds, 1, head_dim]
+    embedded: torch.Tensor
+    rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, 1, 2 kinds, 1, head_dim]
 
-
-# Passes over the tokens of several engines of one model, in one batch: rows of all, in order
-
-
-def joined_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def of_all(parts: list[Tokens], name: str) -> torch.Tensor:
-    return joined_rows([getattr(part, name) for part in parts])
+    @property
+    def engine(self) -> "RowEngine":
+        """Any of them."""
+        return self.parts[0].engine
 
 
 def one_or_each(numbers: list[int]) -> int | list[int]:
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
-def enter(parts: list[Tokens]) -> torch.Tensor:
-    """New tokens through embedding and prelude; their rotary tables are put into them."""
-    trunk, ids = parts[0].engine.trunk, of_all(parts, "ids")
-    places = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
+def enter(parts: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
+    """New tokens, [rows, 1], through embedding and prelude."""
+    trunk = parts[0].engine.trunk
     check_length(trunk.config, max(max(part.places) for part in parts) + 1)
-    positions = torch.tensor([place for of_part in places for place in of_part], device=ids.device)[:, None]
+    places = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
+    positions = placed([place for of_part in places for place in of_part], ids.device)[:, None]
     x = trunk.embed(trunk.embed_tokens(ids), positions)
-    for part, of_part, its_positions in zip(parts, places, positions.split([len(of_part) for of_part in places])):
-        part.rotary = part.engine.rotary(x, its_positions, max(of_part))
-    context = pass_context(parts, [0] * len(ids)) if len(trunk.prelude) else None
-    return trunk.run_prelude(x, context)
+    its_positions = positions.split([len(of_part) for of_part in places])
+    tables = [part.engine.rotary(x, its, max(of_part)) for part, its, of_part in zip(parts, its_positions, places)]
+    rotary = torch.cat([table for table in tables if table is not None]) if trunk.ropes else None
+    tokens = Tokens(parts, ids, x, rotary)
+    tokens.embedded = trunk.run_prelude(x, pass_context(tokens, [0] * len(ids)) if len(trunk.prelude) else None)
+    return tokens
 
 
-def run_loop(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:
+def run_loop(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """From h_t to H_{t+1}. loops: t of each row."""
-    depths = one_or_each([part.engine.limits[row] for part in parts for row in part.rows])
-    embedded, context = of_all(parts, "embedded"), pass_context(parts, loops)
-    return parts[0].engine.trunk.core_pass(state, embedded, one_or_each(loops), depths, context)
+    depths = one_or_each([part.engine.limits[row] for part in tokens.parts for row in part.rows])
+    context = pass_context(tokens, loops)
+    return tokens.engine.trunk.core_pass(state, tokens.embedded, one_or_each(loops), depths, context)
 
 
 def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.Tensor:
-    """From h_0 to H of the last loop, of rows in step."""
-    trunk, context = tokens.engine.trunk, pass_context([tokens], [0] * len(tokens.rows))
+    """From h_0 to H of the last loop, of rows of one engine in step."""
+    trunk, context = tokens.engine.trunk, pass_context(tokens, [0] * len(tokens.ids))
     for loop in range(num_loops):
         context.past_key_values.go_to_loop(loop)
         state = state if loop == 0 else trunk.to_next_loop(state)
@@ -107,18 +111,18 @@ def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.
     return state
 
 
-def read_logits(parts: list[Tokens], loops: list[int], state: torch.Tensor) -> torch.Tensor:
+def read_logits(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
-    model = parts[0].engine.model
-    context = pass_context(parts, [0] * len(loops)) if len(model.model.coda) else None
+    model = tokens.engine.model
+    context = pass_context(tokens, [0] * len(loops)) if len(model.model.coda) else None
     return model.logits(model.model.readout(model.model.run_coda(state, context), loops))
 
 
-def pass_context(parts: list[Tokens], loops: list[int]) -> PassContext:
-    trunk, views, start = parts[0].engine.trunk, [], 0
-    for part in parts:
-        cache, padding, end = part.engine.cache, part.engine.padding, start + len(part.rows)
-        views.append(RowView(cache, padding, part.rows, loops[start:end], part.places))
+def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
+    trunk, views, start = tokens.engine.trunk, [], 0
+    for engine, rows, places in tokens.parts:
+        end = start + len(rows)
+        views.append(RowView(engine.cache, engine.padding, rows, loops[start:end], places))
         start = end
     view = views[0] if len(views) == 1 else JointView(views)
     eager = trunk.config._attn_implementation == "eager"
@@ -126,8 +130,8 @@ def pass_context(parts: list[Tokens], loops: list[int]) -> PassContext:
         num_rows=len(loops),
         masks=view.masks(trunk.dtype if eager else None),
         position_ids=None,
-        position_embeddings={} if parts[0].rotary is None else parts[0].engine.rotary_by_kind(of_all(parts, "rotary")),
-        value_embeddings=trunk.value_embeddings(of_all(parts, "ids")) if trunk.config.value_embeddings else {},
+        position_embeddings=tokens.engine.rotary_by_kind(tokens.rotary),
+        value_embeddings=trunk.value_embeddings(tokens.ids) if trunk.config.value_embeddings else {},
         past_key_values=view,
         site=trunk.site,
         options={"row_attention": view.row_attention},
@@ -224,12 +228,12 @@ class RowEngine:
         ended = [row for row, length in enumerate(lengths) if length < max(lengths)]
         for depth, members in by_number([self.depths_of_prompts[row] for row in ended]):
             rows = [ended[i] for i in members]
-            tokens = Tokens(self, rows, self.last_places(rows), self.selector.last_tokens(rows))
-            tokens.embedded = enter([tokens])
+            part = RowsOfEngine(self, rows, self.last_places(rows))
+            tokens = enter([part], self.selector.last_tokens(rows))
             state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
             if len(self.trunk.coda):
-                self.trunk.run_coda(state, pass_context([tokens], [0] * len(rows)))
-            self.cache.leave_in_deeper_loops(rows, [depth] * len(rows), tokens.places)
+                self.trunk.run_coda(state, pass_context(tokens, [0] * len(rows)))
+            self.cache.leave_in_deeper_loops(rows, [depth] * len(rows), part.places)
 
     def output(self):
         """What `_sample` of transformers returns."""

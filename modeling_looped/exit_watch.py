@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from .borrowed import found
 from .context import PassContext
-from .depth import deepest, depth_per_row
+from .depth import deepest, depth_per_row, placed
 from .exit_criteria import ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
 
@@ -21,7 +21,7 @@ class ExitWatch:
 
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         self.model, self.rule = model, rule
-        self.limits = torch.tensor(depths, device=device)[:, None]
+        self.limits = placed(depths, device)[:, None]
         self.token_loops = torch.zeros(len(depths), length, dtype=torch.long, device=device)  # 0 while the token runs
         self.final: torch.Tensor | None = None  # H of each token at its exit
         self.memory = {}
@@ -141,7 +141,7 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
     would have let it exit. depths: of rows."""
     outputs = model.model(**inputs, output_loop_hidden_states=True, output_loop_readout_states=True, **options)
     states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
-    limits = torch.tensor(depths, device=states[0].device)[:, None]
+    limits = placed(depths, states[0].device)[:, None]
     loops, memory, chosen = limits.expand(states[0].shape[:2]), {}, readouts[-1]
     running = torch.ones_like(loops, dtype=torch.bool)
     for loop, (state, readout) in enumerate(zip(states, readouts), start=1):

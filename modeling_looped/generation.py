@@ -19,7 +19,7 @@ from .cache import LoopedCache, sharing_of
 from .checks import check_softcap
 from .continuous import decode_continuously
 from .cpu import decoding
-from .depth import check_count, check_depths
+from .depth import check_count, check_depths, placed
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
 from .engine import RowEngine, obstacle_to_row_engine
 from .names import refuse_foreign
@@ -215,7 +215,7 @@ class LoopedGenerationMixin(Generative):
     def _depths(self, input_ids, model_kwargs: dict) -> torch.Tensor:
         """[rows]"""
         depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
-        return torch.tensor(depths, device=input_ids.device)
+        return placed(depths, input_ids.device)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
         """Depths are those of this model, not of its assistant, which drafts at its own."""

@@ -1,6 +1,7 @@
 """Loading that refuses a checkpoint which does not fit, instead of filling gaps with fresh weights."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
@@ -13,6 +14,7 @@ from .names import UnknownNameError
 # What reads layouts that are not ours ("public", "dense"): filled by formats/ where the package is installed. The code
 # beside a saved model does without.
 OPENERS: dict[str, Callable] = {}
+STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 
 
 class LoopedCheckpointError(ValueError, RuntimeError):
@@ -49,6 +51,20 @@ def report_misfits(path, model_name: str, missing, unexpected, mismatched):
         )
 
 
+def refuse_layers_without_scales(model, missing):
+    """Of a layer that its blocks do not divide a quantiser keeps the weight, but saves it as one that is quantised."""
+    layers = dict(model.named_modules())
+    parts = [name.rpartition(".") for name in missing] if getattr(model, "hf_quantizer", None) is not None else []
+    found = {layer: layers[layer] for layer, _, part in parts if part == "weight_scale_inv" and layer in layers}
+    if found:
+        shown = ", ".join(f"{name} {tuple(layer.weight.shape)}" for name, layer in found.items())
+        names = ["lm_head", *dict.fromkeys(name.rpartition(".")[2] for name in found)]
+        raise ValueError(
+            f"the blocks of quantization_config do not divide {shown}, which would be wrong once the model was saved "
+            f"and opened: leave such layers as they are, with modules_to_not_convert={names} in quantization_config"
+        )
+
+
 class StrictLoadingMixin:
     base_model_prefix: str  # of the model that this is mixed into
 
@@ -76,6 +92,7 @@ class StrictLoadingMixin:
         refuses = strict and has_path and not wants_info and not kwargs.get("ignore_mismatched_sizes")
         if refuses:
             kwargs["ignore_mismatched_sizes"] = True  # the error is ours, and says which sizes
+        before = STRICTLY.set((str(pretrained_model_name_or_path), cls.__name__) if refuses else None)
         try:
             of_transformers: Any = super(StrictLoadingMixin, loader)  # pyrefly: ignore[invalid-argument]
             load = of_transformers.from_pretrained  # of PreTrainedModel, beside this class
@@ -96,11 +113,28 @@ class StrictLoadingMixin:
                 f"weights of the checkpoint {pretrained_model_name_or_path} are a pickle of more than tensors, which "
                 "is not read, or no pickle at all"
             ) from error
+        finally:
+            STRICTLY.reset(before)
+        if refuses:
+            refuse_layers_without_scales(model, info["missing_keys"])
         if public is not None:
             public.finish(model, cls, info, refuses)
         elif refuses:
             cls._refuse_misfits(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
+
+    @classmethod
+    def _finalize_model_loading(cls, model, *args, **kwargs):
+        """transformers' own makes tensors for what did not fit, for which an absurd config leaves no memory: what will
+        be refused for certain is refused before."""
+        info = next((each for each in (*args, *kwargs.values()) if hasattr(each, "mismatched_keys")), None)
+        if info is not None and (loaded := STRICTLY.get()):
+            sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
+            missing = sum(sizes.get(name, 0) for name in info.missing_keys)
+            most = info.missing_keys if missing > sum(sizes.values()) / 2 else ()
+            report_misfits(*loaded, most, (), info.mismatched_keys)
+        of_transformers: Any = super()
+        return of_transformers._finalize_model_loading(model, *args, **kwargs)
 
     @classmethod
     def from_dense(cls, pretrained_model_name_or_path, **options):

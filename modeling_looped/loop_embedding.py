@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .cpu import project
+from .depth import placed
 from .layers import linear
 from .loop_parameters import select_set
 
@@ -19,7 +20,7 @@ LONGEST_PERIOD = 10000.0
 def per_row(values: int | float | list, like: torch.Tensor) -> torch.Tensor:
     """[rows], in float32; one row if there is one value."""
     values = values if isinstance(values, list) else [values]
-    return torch.tensor(values, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+    return placed(values, like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def sinusoids(points: torch.Tensor, size: int) -> torch.Tensor:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from .depth import placed
+
 
 class LoopDelta(nn.Module):
     """B_t A_t x, what loop t adds to a linear layer's W x (relaxed recursion, Bae et al.); with a bias, b_t too.
@@ -61,4 +63,4 @@ def select_set(loop: int | list[int], num_sets: int, device) -> int | torch.Tens
     """The set of parameters that loop t takes; one per row, [rows], where rows are at loops of their own."""
     if isinstance(loop, int):
         return min(loop, num_sets - 1)
-    return torch.tensor([min(t, num_sets - 1) for t in loop], device=device)
+    return placed([min(t, num_sets - 1) for t in loop], device)

@@ -17,11 +17,12 @@ losses_of_states.py, are added. Tokens without a label are in no sum and in no d
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .depth import deepest, depth_tensor
+from .depth import deepest, depth_per_row, depth_tensor, placed
 from .losses_of_states import LoopStates, loss_of_states
 
 
@@ -84,7 +85,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, decode, num_states, chunk_size, positions, labels, weights, active, *tensors):
+    def forward(ctx, decode, num_states, chunk_size, positions, labels, weights, compared, *tensors):
         states, parameters = tensors[:num_states], tensors[num_states:]
         needed = ctx.needs_input_grad[-len(tensors) :]
         trained = [p for p, need in zip(parameters, needed[num_states:]) if need]
@@ -93,7 +94,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         state_gradients, buffer = [], None
         for k, state in enumerate(states):
             gradient = torch.zeros_like(state, memory_format=torch.contiguous_format) if needed[k] else None
-            tokens = torch.arange(len(labels), device=labels.device) if active is None else active[k].nonzero()[:, 0]
+            tokens = torch.arange(len(labels), device=labels.device) if compared is None else compared[k]
             for chunk in tokens.split(chunk_size):
                 with torch.set_grad_enabled(gradient is not None or bool(trained)):
                     hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
@@ -141,10 +142,19 @@ def weighted_cross_entropy(
     positions: torch.Tensor,  # [tokens] labelled positions in batch * length
     labels: torch.Tensor,  # [tokens]
     weights: torch.Tensor,  # [loops, tokens]
-    active: torch.Tensor | None,  # [loops, tokens] where a loop was run; None if everywhere
+    compared: list[torch.Tensor] | None,  # per loop the tokens that ran it; None if all did
     vocab_size: int,
+    kernel: Callable | None = None,  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
+    if kernel is not None:
+        losses = []
+        for k, state in enumerate(states):
+            tokens = torch.arange(len(labels), device=labels.device) if compared is None else compared[k]
+            of_loop = kernel(state.flatten(0, 1)[positions[tokens]], k, labels[tokens]).to(weights.dtype)
+            losses.append(torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
+        losses = torch.stack(losses)
+        return (losses * weights).sum(), losses.detach()
     if parameters is None or torch.compiler.is_compiling():
 
         def cross_entropy(state, k):
@@ -161,7 +171,7 @@ def weighted_cross_entropy(
     # MIN_CHUNK, adding up the head's gradients would cost more than the products
     chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, -(-len(labels) // 2))))
     return _WeightedCrossEntropy.apply(
-        decode, len(states), chunk_size, positions, labels, weights, active, *states, *parameters
+        decode, len(states), chunk_size, positions, labels, weights, compared, *states, *parameters
     )
 
 
@@ -178,6 +188,8 @@ def loop_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     objective: str | None = None,  # another than the configured
     every_loop: bool = True,  # also compare the readouts that the loss does not read
+    label_positions: np.ndarray | None = None,  # where labels has any, see `LoopedForCausalLM`
+    kernel: Callable | None = None,  # see `weighted_cross_entropy`
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
     nan where nothing was compared, and that of every token, [loops, batch, length], 0 where there is no label."""
@@ -187,7 +199,10 @@ def loop_loss(
     if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
         positions, labelled = torch.arange(len(flat), device=flat.device), (flat != IGNORE_INDEX).to(wide)
     else:
-        positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        if label_positions is None:  # a GPU is waited for
+            positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
+        else:
+            positions = placed(label_positions, flat.device)
         labelled = torch.ones(len(positions), device=flat.device, dtype=wide)
     targets = flat[positions]
 
@@ -222,10 +237,15 @@ def loop_loss(
     else:  # gate
         weights = torch.zeros_like(active)
 
+    compared = None
+    if mixed and not torch.compiler.is_compiling():
+        on_host = positions.cpu().numpy() if label_positions is None else label_positions
+        last_third = objective == "last_third" and not every_loop
+        compared = [placed(part, flat.device) for part in compared_tokens(depths, labels.shape, on_host, last_third)]
     cross_entropy_trains = torch.is_grad_enabled() and objective != "gate"
     with torch.set_grad_enabled(cross_entropy_trains):
         total, losses = weighted_cross_entropy(
-            decode, parameters, readouts, positions, targets, weights, active > 0 if mixed else None, config.vocab_size
+            decode, parameters, readouts, positions, targets, weights, compared, config.vocab_size, kernel
         )
     if objective == "gate":
         assert gates is not None
@@ -237,6 +257,16 @@ def loop_loss(
         means = losses.sum(1) / (active > 0).sum(1)
         of_tokens = losses.new_zeros(len(losses), len(flat)).index_copy_(1, positions, losses)
     return (total + extra) / denominator(flat, num_items_in_batch), means, of_tokens.view(-1, *labels.shape)
+
+
+def compared_tokens(
+    depths: int | list[int], shape: torch.Size, positions: np.ndarray, last_third: bool
+) -> list[np.ndarray]:
+    """Per loop, which of the labelled tokens are compared there: those whose row runs it, or has it in its last
+    third."""
+    depth = np.array(depth_per_row(depths, shape[0]))[positions // shape[1]]
+    first = 2 * depth // 3 if last_third else 0
+    return [np.flatnonzero((first <= loop) & (loop < depth)) for loop in range(deepest(depths))]
 
 
 def gate_loss(gates: torch.Tensor, losses: torch.Tensor, active: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:

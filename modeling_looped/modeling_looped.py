@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import PreTrainedModel
@@ -36,7 +37,7 @@ from .clients import check_for_engine, register_with_peft, warn_of_another_loss
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
-from .depth import DepthPlan, plan_depths
+from .depth import DepthPlan, placed, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
 from .injection import INJECTIONS, LoopChangeGate
@@ -169,6 +170,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if config._attn_implementation == "sglang" and config.exit_gate != "none":
             self.exit_gate = linear(config.state_size, 1, "gate", bias=True)  # it wants a place for every tensor
         self.gradient_checkpointing = False
+        self.checkpoints_loops = False  # keep the state of every loop alone, and compute again what is between
         self.post_init()
 
     def _blocks(
@@ -326,7 +328,11 @@ class LoopedModel(LoopedPreTrainedModel):
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
-                x = self.core_pass(running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context)
+                inputs = running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context
+                if self.checkpoints_loops and self.training and torch.is_grad_enabled():
+                    x = checkpoint(self.core_pass, *inputs, use_reentrant=False)
+                else:
+                    x = self.core_pass(*inputs)
                 if every_loop:
                     ticks.append(x)
                 if tick.next_rows < tick.rows:
@@ -445,7 +451,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if isinstance(depth, int):
             return self.config.residual_factor(depth)
         factors = [self.config.residual_factor(loops) for loops in depth]
-        return torch.tensor(factors, device=like.device, dtype=like.dtype)[:, None, None]
+        return placed(factors, like.device, like.dtype)[:, None, None]
 
     def _at_first_loop(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
         """Whether t = 0, as injections and the gate ask: one bool, or one per row, [rows, 1, 1]."""
@@ -454,7 +460,7 @@ class LoopedModel(LoopedPreTrainedModel):
         first = [t == 0 for t in loop]
         if not self.looks_at_first or all(first) or not any(first):
             return first[0]
-        return torch.tensor(first, device=like.device)[:, None, None]
+        return placed(first, like.device)[:, None, None]
 
     def _makes_keys(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
         """Whether loop t computes keys and values: one bool, or one per row, [rows, 1, 1, 1]."""
@@ -464,7 +470,7 @@ class LoopedModel(LoopedPreTrainedModel):
             return self.config.makes_keys(loop)
         makes = [self.config.makes_keys(t) for t in loop]
         same = all(makes) or not any(makes)
-        return makes[0] if same else torch.tensor(makes, device=like.device)[:, None, None, None]
+        return makes[0] if same else placed(makes, like.device)[:, None, None, None]
 
     def _positions(self, inputs_embeds, attention_mask, past_key_values):
         """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""

@@ -5,8 +5,7 @@ No class here has a name that ends with RMSNorm: SGLang takes each of those for 
 
 import torch
 from torch import nn
-
-from .cpu_gradients import rms_norm
+from torch.nn import functional as F
 
 
 class LoopedNorm(nn.Module):
@@ -35,7 +34,7 @@ class LoopedNorm(nn.Module):
         weight = self.weight
         if weight is not None and weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
-        return rms_norm(x, weight, self.eps)
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
     def factor(self, dtype: torch.dtype) -> torch.Tensor:
         """What is multiplied by, weight + offset, added in at least fp32."""
@@ -46,8 +45,8 @@ class LoopedNorm(nn.Module):
     def with_exact_weight(self, x):
         factor = self.factor(x.dtype)
         if self.rounds_first:
-            return rms_norm(x, None, self.eps) * factor.to(x.dtype)
-        return rms_norm(x.to(factor.dtype), factor, self.eps).to(x.dtype)
+            return F.rms_norm(x, x.shape[-1:], None, self.eps) * factor.to(x.dtype)
+        return F.rms_norm(x.to(factor.dtype), x.shape[-1:], factor, self.eps).to(x.dtype)
 
     def extra_repr(self):
         return f"{self.size[0]}, eps={self.eps}, affine={self.weight is not None}"
@@ -69,10 +68,10 @@ class LoopNorm(LoopedNorm):
         if weight.ndim == 2:  # of rows
             factor = factor.view(-1, *[1] * (x.ndim - 2), self.size[0])
         if self.rounds_first:
-            return rms_norm(x, None, self.eps) * factor.to(x.dtype)
+            return F.rms_norm(x, x.shape[-1:], None, self.eps) * factor.to(x.dtype)
         if weight.ndim == 2:
-            return (rms_norm(x.to(factor.dtype), None, self.eps) * factor).to(x.dtype)
-        return rms_norm(x.to(factor.dtype), factor, self.eps).to(x.dtype)
+            return (F.rms_norm(x.to(factor.dtype), x.shape[-1:], None, self.eps) * factor).to(x.dtype)
+        return F.rms_norm(x.to(factor.dtype), x.shape[-1:], factor, self.eps).to(x.dtype)
 
 
 def weighted_norm(config, size: int, affine: bool = True, num_sets: int | None = None) -> LoopedNorm:

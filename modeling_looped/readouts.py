@@ -5,6 +5,7 @@ import math
 import torch
 from torch import nn
 
+from .depth import placed
 from .norms import LoopedNorm, block_norm
 
 
@@ -25,7 +26,7 @@ def has_reached(trained_depth: int, depth: int | list[int] | torch.Tensor, devic
     reached = [d >= trained_depth for d in ([depth] if isinstance(depth, int) else depth)]
     if all(reached) or not any(reached):
         return reached[0]
-    return torch.tensor(reached, device=device)[:, None, None]
+    return placed(reached, device)[:, None, None]
 
 
 class AlphaReadout(nn.Module):
@@ -56,7 +57,7 @@ class AlphaReadout(nn.Module):
         """Those of `values` [count] that loop `depth` takes, to broadcast over [rows, length, hidden]."""
         if isinstance(depth, int):
             return values[min(depth, self.count) - 1]
-        depths = depth if torch.is_tensor(depth) else torch.tensor(depth, device=values.device)[:, None]
+        depths = depth if torch.is_tensor(depth) else placed(depth, values.device)[:, None]
         return values[depths.clamp(max=self.count) - 1].unsqueeze(-1)
 
 

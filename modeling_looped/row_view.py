@@ -11,6 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cache import LoopedCache
 from .cpu import attend_single_query, is_slow_single_query
+from .depth import placed
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
@@ -63,13 +64,15 @@ class RowView:
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         together = rows == list(range(num_rows)) and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
-        self.by_row = device.type == "cpu" and not together and not padding.has_holes
-        self.by_row &= config.attention_softcap is None  # `attend` has none
+        # what a row sees lies in one piece, and the kernel has no softcap
+        self.goes_by_row = device.type == "cpu" and not padding.has_holes and config.attention_softcap is None
+        self.by_row = self.goes_by_row and not together
         in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
         self.one_loop = self.loops[0] if in_step else None
-        is_filled = len(set(rows)) < len(rows) and 4 * len(rows) >= num_rows * cache.num_stored_loops
+        # below that, what is read in vain takes longer than a call for each token
+        is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops
         self.in_grid = in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
-        self.places, self.spans, self.masks_by_window = {}, {}, {}
+        self.places, self.spans_by_kind, self.masks_by_window = {}, {}, {}
         # where tokens are in the grid of rows and loops, and places
         self.cells: tuple[torch.Tensor, ...] | None = None
 
@@ -79,7 +82,7 @@ class RowView:
         self.loops = [config.stored_loop(loop)] * len(self.rows)
         self.writing = list(range(len(self.rows))) if config.makes_keys(loop) else []
         self.one_loop = None if self.one_loop is None else self.loops[0]
-        self.places, self.spans = {}, {}
+        self.places, self.spans_by_kind = {}, {}
 
     @property
     def row_attention(self) -> Callable | None:
@@ -104,20 +107,8 @@ class RowView:
         copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
         return self.cache.as_read(seen).unbind(2)
 
-    def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-        """Attention of one query per row, [rows, heads, 1, head_dim], to what each sees, of different lengths.
-
-        In bfloat16 a row is copied to fp32 first, all rows into the same memory, which stays in the processor's cache.
-        """
-        buffer = self.cache.buffers[slot]
-        self.write(buffer, keys, values)
-        exact, grouped = is_slow_single_query(queries), queries.shape[1] != buffer.shape[2]
-        outputs = []
-        for query, span in zip((queries.float() if exact else queries).unsqueeze(1).unbind(), self.seen(slot)):
-            view = buffer.as_strided(*span)
-            keys, values = (self.in_fp32(view) if exact else self.cache.as_read(view)).unbind(2)
-            outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
-        return torch.cat(outputs).to(queries.dtype)
+    def attend(self, *states_slot_and_scaling) -> torch.Tensor:
+        return attend_row_by_row([self], *states_slot_and_scaling)
 
     def attend_in_grid(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """The same where all rows are at one loop, or rows bring several tokens, at loops of their own: all loops of
@@ -143,8 +134,6 @@ class RowView:
 
     def attend_by_itself(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """The same for any rows that bring one token each."""
-        if self.by_row:
-            return self.attend(queries, keys, values, slot, scaling)
         keys, values = self.update(keys, values, slot)
         window = self.cache.windows[slot]
         if window not in self.masks_by_window:
@@ -168,9 +157,8 @@ class RowView:
             return
         loops_stored = buffer.shape[1]
         if loops_stored not in self.places:  # the same in all layers of a section
-            loops = [loop % loops_stored for loop in self.loops]
-            places = torch.tensor([self.rows, loops, self.positions], device=buffer.device)
-            self.places[loops_stored] = places[:, self.writing].unbind()
+            places = [(self.rows[i], self.loops[i] % loops_stored, self.positions[i]) for i in self.writing]
+            self.places[loops_stored] = placed(places, buffer.device).unbind(1)
         rows, loops, places = self.places[loops_stored]
         buffer[rows, loops, :, :, places] = self.stored(keys, values)
 
@@ -179,21 +167,24 @@ class RowView:
         states = self.cache.as_stored(torch.cat([keys, values], dim=2))
         return states if len(states) == len(self.writing) else states[self.writing]
 
-    def seen(self, slot: int) -> list[tuple]:
-        """What each row's token sees, [1, heads, 2, tokens, head_dim]: shapes, strides and offsets in a buffer."""
+    def spans(self, slot: int) -> list[tuple]:
+        """Of each row's token, what it sees in a buffer, [1, heads, 2, tokens, head_dim], and its own place there,
+        [heads, 2, head_dim]: shapes, strides and offsets."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         kind = *buffer.shape, window
-        if kind not in self.spans:  # the same in all layers of a kind
+        if kind not in self.spans_by_kind:  # the same in all layers of a kind
             heads, head_dim = buffer.shape[2], buffer.shape[-1]
-            of_row, of_loop, *strides = buffer.stride()
-            spans = self.spans[kind] = []
+            of_row, of_loop, of_head, of_part, of_token, _ = buffer.stride()
+            spans = self.spans_by_kind[kind] = []
             for row, loop, position in zip(self.rows, self.loops, self.positions):
                 start = self.padding.starts[row]
                 if window is not None:
                     start = max(start, position + 1 - window)
-                offset = row * of_row + loop % buffer.shape[1] * of_loop + start * head_dim
-                spans.append(((1, heads, 2, position + 1 - start, head_dim), (of_row, *strides), offset))
-        return self.spans[kind]
+                first = row * of_row + loop % buffer.shape[1] * of_loop
+                shape, strides = (1, heads, 2, position + 1 - start, head_dim), (of_row, of_head, of_part, of_token, 1)
+                own = (heads, 2, head_dim), (of_head, of_part, 1), first + position * of_token
+                spans.append(((shape, strides, first + start * of_token), own))
+        return self.spans_by_kind[kind]
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
         """What each token may see, [rows, 1, 1, tokens so far], per kind of attention.
@@ -218,7 +209,7 @@ class RowView:
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
-        rows, places = torch.tensor([self.rows, self.positions], device=device).unbind(0)
+        rows, places = placed([self.rows, self.positions], device).unbind(0)
         return self.mask_at(rows, places, window)
 
     def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -232,6 +223,31 @@ class RowView:
         return mask[:, None]
 
 
+def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+    """Attention of one query per row of all views, [rows, heads, 1, head_dim], to what each sees, however long.
+
+    In bfloat16 a row is copied to fp32 first, all rows into the same memory, which stays in the processor's cache.
+    """
+    new, outputs = None, []  # new: [rows, heads, 2, head_dim]
+    if keys is not None and values is not None:
+        new = torch.cat([keys, values], dim=2)
+    exact, grouped = is_slow_single_query(queries), queries.shape[1] != views[0].cache.buffers[slot].shape[2]
+    of_rows = iter((queries.float() if exact else queries).unsqueeze(1).unbind())
+    for view in views:
+        buffer, spans, start = view.cache.buffers[slot], view.spans(slot), len(outputs)
+        if new is not None and view.writing:
+            stored = view.cache.as_stored(new[start : start + len(spans)]).unbind()
+            for i in view.writing:
+                buffer.as_strided(*spans[i][1]).copy_(stored[i])
+        for seen, _ in spans:
+            held = buffer.as_strided(*seen)
+            keys, values = (view.in_fp32(held) if exact else view.cache.as_read(held)).unbind(2)
+            outputs.append(
+                scaled_dot_product_attention(next(of_rows), keys, values, scale=scaling, enable_gqa=grouped)
+            )
+    return torch.cat(outputs).to(queries.dtype)
+
+
 class JointView:
     """A pass over one token each of rows of several caches, which `views` see one by one."""
 
@@ -243,6 +259,8 @@ class JointView:
         return self.attend
 
     def attend(self, *states_slot_and_scaling) -> torch.Tensor:
+        if all(view.goes_by_row for view in self.views):
+            return attend_row_by_row(self.views, *states_slot_and_scaling)
         *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
         none = [None] * len(self.views)
         parts = zip(self.views, *(none if state is None else state.split(self.sizes) for state in states))

@@ -175,6 +175,9 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     others = [name for name in OF_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]
     reason = f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise"
     refuse_if(others != [], reason)
+    settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
+    count = settings_of_all.get("num_return_sequences") or 1
+    refuse_if(count > 1, f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
     lists = {name: list(value) for name, value in fields.items() if isinstance(value, (list, tuple))}
     for name, values in lists.items():
         reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"

@@ -18,7 +18,8 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
-from .engine import RowEngine, Tokens, enter, read_logits, run_all_loops, run_loop
+from .depth import placed
+from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
 from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
 
 
@@ -93,12 +94,12 @@ class Pipeline:
             passes = self.num_loops
             state = run_all_loops(tokens, self.held["state"], passes)
         else:
-            state = run_loop([tokens], [token.loops for token in self.flight], self.held["state"])
+            state = run_loop(tokens, [token.loops for token in self.flight], self.held["state"])
         self.row_passes += passes * sum(map(bool, self.of_row))
         for token in self.flight:
             token.loops += passes
         if reads := sorted(filter(self.is_read, everything), key=lambda i: self.flight[i].row):
-            logits = read_logits([self.tokens(reads)], [self.flight[i].loops for i in reads], state[reads])[:, -1]
+            logits = read_logits(self.tokens(reads), [self.flight[i].loops for i in reads], state[reads])[:, -1]
             self.verify(reads, logits)
             self.propose(reads, logits)
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
@@ -129,10 +130,9 @@ class Pipeline:
         if not new:
             return
         self.entries += 1
-        ids = torch.tensor([[token.id] for token in new], device=self.selector.ids.device)
-        tokens = Tokens(self.engine, [token.row for token in new], [token.place for token in new], ids)
-        embedded = enter([tokens])
-        held = {"state": self.trunk.initial_state(embedded, None), "ids": ids, "embedded": embedded}
+        ids = placed([[token.id] for token in new], self.selector.ids.device)
+        tokens = enter([RowsOfEngine(self.engine, [token.row for token in new], [token.place for token in new])], ids)
+        held = {"state": self.trunk.initial_state(tokens.embedded, None), "ids": ids, "embedded": tokens.embedded}
         if tokens.rotary is not None:
             held["rotary"] = tokens.rotary
         if self.flight:
@@ -143,15 +143,16 @@ class Pipeline:
         """In the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
-            index = torch.tensor(members, device=held["ids"].device)
+            index = placed(members, held["ids"].device)
             held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
         rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
-        return Tokens(self.engine, rows, places, held["ids"], held["embedded"], held.get("rotary"))
+        part = RowsOfEngine(self.engine, rows, places)
+        return Tokens([part], held["ids"], held["embedded"], held.get("rotary"))
 
     def keep(self, members: list[int]):
         if len(members) < len(self.flight):
             self.flight = [self.flight[i] for i in members]
-            index = torch.tensor(members, dtype=torch.long, device=self.held["state"].device)
+            index = placed(members, self.held["state"].device, torch.long)
             self.held = {name: tensor[index] for name, tensor in self.held.items()}
 
     def drop(self, row: int, first: int):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
+from .depth import placed
+
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
 NAMES = """
@@ -36,6 +38,14 @@ def first_batchwise_part(processors, criteria) -> str | None:
             if type(each) not in known:
                 return type(each).__name__
     return None
+
+
+def cannot_stop(criterion, length: int) -> bool:
+    """Whether it stops no sequence of this length, and has no warning to give: asked, it makes a GPU be waited for."""
+    if type(criterion) is not stopping_criteria.MaxLengthCriteria:
+        return False
+    known = criterion.max_position_embeddings
+    return length < criterion.max_length and (known is None or length <= known)
 
 
 def by_number(numbers: list[int]):
@@ -78,7 +88,7 @@ class TokenSelector:
 
     def last_tokens(self, rows: list[int]) -> torch.Tensor:
         """[rows, 1]"""
-        return torch.tensor([[self.last[row]] for row in rows], device=self.ids.device)
+        return placed([[self.last[row]] for row in rows], self.ids.device)
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
         """The next token of `rows`, from logits [rows, vocabulary]; those that have got theirs.
@@ -155,7 +165,7 @@ class TokenSelector:
 
     def index(self, rows: list[int]) -> slice | torch.Tensor:
         """Made once: a list would be converted by every tensor that it indexes."""
-        return slice(None) if rows == list(range(self.num_rows)) else torch.tensor(rows, device=self.ids.device)
+        return slice(None) if rows == list(range(self.num_rows)) else placed(rows, self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """noise: exponential, [rows, vocabulary]. The largest p / noise is a sample of p; with the same noise,
@@ -171,26 +181,29 @@ class TokenSelector:
         """`rows` grow by a token each."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
-        members, places, taken = torch.tensor([rows, ends, loops], device=self.ids.device).unbind()
+        members, places, taken = placed([rows, ends, loops], self.ids.device).unbind()
         self.ids[members, places], self.loops[members, places] = tokens, taken
-        for row, token, end in zip(rows, tokens.tolist(), ends):
+        # in one list, since a GPU is waited for
+        found = [] if self.in_step else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
+        said, *stopped = torch.stack([tokens, *found]).tolist()
+        for row, token, end in zip(rows, said, ends):
             self.last[row], self.lengths[row] = token, end + 1
-        for row, stop in zip(rows, self.stops(rows, tokens)):
+        for row, stop in zip(rows, self.stops(rows, [any(of_row) for of_row in zip(*stopped)])):
             self.unfinished[row] = not stop
             if stop:
                 self.ids[row, self.lengths[row] :] = self.pad  # where there were guesses
 
-    def stops(self, rows: list[int], tokens: torch.Tensor) -> list[bool]:
-        """Which of `rows` end with these tokens, which are their last."""
+    def stops(self, rows: list[int], stopped: list[bool]) -> list[bool]:
+        """Which of `rows` end. stopped: those that their last token ends."""
         if self.in_step:  # as transformers asks: of all rows, also those that have finished
             scores = None if self.scores is None else tuple(self.scores)
             return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
-        stops = [False] * len(rows)
-        for criterion in self.token_criteria:
-            stops = [a or b for a, b in zip(stops, criterion(tokens[:, None], None).tolist())]
+        stops = stopped or [False] * len(rows)
         for length, members in self.by_length(rows):
-            sequences = self.ids[self.index([rows[i] for i in members]), :length]
             for criterion in self.sequence_criteria:
+                if cannot_stop(criterion, length):
+                    continue
+                sequences = self.ids[self.index([rows[i] for i in members]), :length]
                 for i, stop in zip(members, criterion(sequences, None).tolist()):
                     stops[i] |= stop
         return stops

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
+from looped_recipes.engine.background import Background
 from looped_recipes.engine.checkpoint import load_checkpoint, save_checkpoint
 from looped_recipes.engine.distributed import (
     bare,
@@ -56,15 +57,24 @@ def train(
     backprop_loops: int | None = None,
     fsdp: bool | None = False,  # None: as the launcher says
     units_of_accelerate: bool = False,
+    blocks_as_units: bool = False,
+    mesh: tuple[int, int] | None = None,  # replicas, and shards of each
     micro_batches: int = 1,
     load: str | None = None,
     save: str | None = None,
+    in_background: bool = False,  # saving
     export: str | None = None,
     disk_full_on: int | None = None,  # the process whose disk is full when it saves
 ) -> dict:
     """Losses of the steps, the weights after them, and what every process said if it could not save."""
     if fsdp is not None:
         os.environ.update(ACCELERATE_USE_FSDP=str(fsdp).lower(), **FSDP_SETTINGS)
+        has_units = units_of_accelerate or blocks_as_units
+        os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP" if has_units else "NO_WRAP"
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(mesh is not None).lower()
+        if mesh is not None:
+            for name, size in zip(("REPLICATE", "SHARD"), mesh):
+                os.environ[f"PARALLELISM_CONFIG_DP_{name}_SIZE"] = str(size)
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     looped = tiny_model(**(model or {})).train()
@@ -118,7 +128,10 @@ def train(
         evaluate(wrapped)
         with full_disk(0) if disk_full_on == accelerator.process_index else nullcontext():
             try:
-                save_checkpoint(save, steps[1], wrapped, optimizers, extra={})
+                background = Background() if in_background else None
+                save_checkpoint(save, steps[1], wrapped, optimizers, extra={}, background=background)
+                if background is not None:
+                    background.wait()
             except CheckpointError as failure:
                 error = str(failure)
     if export is not None:
@@ -134,12 +147,11 @@ def evaluate(model):
     model(random_ids(1, LENGTH))
 
 
-# as recipes/accelerate/fsdp2.yaml has them; the wrapping is for units_of_accelerate
+# as recipes/accelerate/fsdp2.yaml has them, but that units are freed after they ran
 FSDP_SETTINGS = {
     "FSDP_VERSION": "2",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "LoopedBlock",
 }
 

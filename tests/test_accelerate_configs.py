@@ -6,16 +6,19 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from looped_recipes.engine.distributed import make_accelerator
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.engine.distributed import _check_mesh, check_units, make_accelerator
+from looped_recipes.settings.recipe import RecipeError, load_recipe
 
 from .distributed_worker import train
 
@@ -31,7 +34,7 @@ def test_accelerate_knows_every_key(name):
     assert config.mixed_precision == "bf16" and config.main_training_function == "main"
 
 
-@pytest.mark.parametrize("name", ["fsdp2.yaml", "multi_node.yaml"])
+@pytest.mark.parametrize("name", ["fsdp2.yaml", "multi_node.yaml", "hsdp.yaml"])
 def test_fsdp_configs_are_those_that_the_recipes_take(name, monkeypatch):
     settings = yaml.safe_load((CONFIGS / name).read_text())["fsdp_config"]
     known = {key.removeprefix("fsdp_") for key in settings}
@@ -57,6 +60,37 @@ def test_settings_that_would_be_dropped_are_refused(monkeypatch, changes, messag
         monkeypatch.setenv(key, value)
     with pytest.raises(RecipeError, match=message):
         make_accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["depth.sampler=poisson", "depth.per=sequence", "depth.mean=2"], "depth.per='sequence'.*NO_WRAP"),
+        (["training.gradient_checkpointing=loops"], "gradient_checkpointing='loops'.*NO_WRAP"),
+        ([], None),
+    ],
+)
+def test_blocks_as_units_need_processes_that_run_alike(monkeypatch, overrides, message):
+    settings = {"FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    for key, value in settings.items():
+        monkeypatch.setenv(key, value)
+    recipe = load_recipe(ROOT / "recipes" / "smoke" / "flt.yaml", overrides)
+    for policy in ("NO_WRAP", "TRANSFORMER_BASED_WRAP"):
+        monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", policy)
+        accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=FullyShardedDataParallelPlugin()))
+        refused = message is not None and policy != "NO_WRAP"
+        with pytest.raises(RecipeError, match=message) if refused else nullcontext():
+            check_units(accelerator, recipe)
+
+
+@pytest.mark.parametrize("name", ["TP", "CP"])
+def test_a_mesh_that_would_be_dropped_is_refused(monkeypatch, name):
+    settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    settings |= {f"PARALLELISM_CONFIG_{name}_SIZE": "2"}
+    for key, value in settings.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(RecipeError, match=f"parallelism_config_{name.lower()}_size.*2.*would be dropped.*hsdp.yaml"):
+        _check_mesh(ParallelismConfig())
 
 
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):

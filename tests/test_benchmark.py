@@ -9,8 +9,9 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from looped_eval.benchmark import bandwidth, over_http
 from looped_eval.benchmark import command as benchmark
-from looped_eval.benchmark import over_http
+from looped_eval.benchmark.wider import widened
 
 from .helpers import quick_and_slow, tiny_model, tiny_tokenizer
 
@@ -46,7 +47,7 @@ def test_of_passes(which, dtype, capsys):
 @pytest.mark.parametrize("options", [{}, {"exit-interval": 2}], ids=str)
 def test_of_decoding(options, capsys):
     lines = lines_of("decode", capsys, **OF_DECODING, **options)
-    assert list(lines) == ["llama", "exits"]
+    assert list(lines) == ["llama", "bandwidth", "exits"]
     assert {name for name in lines["exits"] if name.startswith("batch")} == {
         "batch_2_logit_margin",
         "batch_2_latent_diff",
@@ -54,6 +55,19 @@ def test_of_decoding(options, capsys):
     }
     assert all(1 <= lines["exits"][name]["mean_loops"] <= 3 for name in lines["exits"] if name.startswith("batch"))
     assert all(ratio > 0 and math.isfinite(ratio) for line in lines.values() for ratio in ratios(line))
+
+
+def test_both_limits_of_bandwidth(monkeypatch):
+    """By hand: all weights but the embedding once, those of the core and every slot's keys and values N times."""
+    rates = {None: 1000.0, "core": 4000.0}
+    monkeypatch.setattr(bandwidth, "bytes_per_second", lambda device, size=None: rates["core" if size else None])
+    model = tiny_model(num_loops=3)
+    core = 4 * sum(parameter.numel() for parameter in model.model.core.parameters())
+    head = 4 * (model.lm_head.weight.numel() + model.model.norm.weight.numel())
+    keys_and_values = 4 * 2 * 32 * 6 * 10  # bytes, both, width, 2 layers x 3 loops, tokens before
+    limits = bandwidth.limits_of(model, 10)
+    assert limits.memory_seconds == pytest.approx((3 * core + head + keys_and_values) / 1000)
+    assert limits.cache_seconds == pytest.approx((core + head + keys_and_values) / 1000 + 2 * core / 4000)
 
 
 def test_of_decoding_by_a_trained_model(tmp_path, capsys):
@@ -68,10 +82,26 @@ def test_of_decoding_by_a_trained_model(tmp_path, capsys):
         model=tmp_path,
         **{"text-file": tmp_path / "text.txt"},
     )
-    assert list(lines) == ["llama", "exits", "speculation", "sharing"]
+    assert list(lines) == ["llama", "bandwidth", "exits", "speculation", "sharing"]
     drafts = [lines["speculation"]["rows_2"][f"draft_loops_{loops}"] for loops in ("auto", 1, 2)]
     assert all(each["same_tokens"] and 1 <= each["passes_per_token"] <= 3 for each in drafts)
     assert lines["sharing"]["last"]["cache_bytes"] * 3 == lines["sharing"]["none"]["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_key_value_heads": 2, "tie_word_embeddings": True}], ids=["plain", "shared"]
+)
+def test_a_wider_model_computes_the_same(fields):
+    model = tiny_model(**fields)
+    wide, ids = widened(model, 3), torch.tensor([[5, 3, 8, 13, 21, 34]])
+    assert wide.config.hidden_size == 3 * model.config.hidden_size
+    assert wide.num_parameters() > 6 * model.num_parameters()
+    torch.testing.assert_close(wide(ids, num_loops=2).logits, model(ids, num_loops=2).logits)
+
+
+def test_a_model_that_is_another_when_wider():
+    with pytest.raises(SystemExit, match="--widen: wider, this model computes something else"):
+        widened(tiny_model(injection="concat"), 2)
 
 
 def test_of_serving(capsys):

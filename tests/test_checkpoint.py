@@ -429,8 +429,9 @@ def two_processes(tmp_path_factory):
     """The same run under DDP and FSDP2, and where they saved."""
     folder = tmp_path_factory.mktemp("two-processes")
     names = {fsdp: str(folder / ("fsdp2" if fsdp else "ddp")) for fsdp in (False, True)}
+    how = {"steps": [0, 3], **PER_LOOP}
     tasks = [
-        {"steps": [0, 3], "fsdp": fsdp, "save": names[fsdp], "export": names[fsdp] + "-export", **PER_LOOP}
+        {"fsdp": fsdp, "save": names[fsdp], "in_background": fsdp, "export": names[fsdp] + "-export", **how}
         for fsdp in (False, True)
     ]
     return names, dict(zip((False, True), launch(folder, tasks)))
@@ -488,6 +489,24 @@ def test_units_of_accelerate_give_the_losses_of_one_process(tmp_path):
     for result, each in zip(launch(tmp_path, tasks), settings):
         relative = 1e-4 if each["optimizer"] is MUON else 1e-6
         assert_close(result["losses"], train([0, 3], **each)["losses"], relative)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes, mesh", [(2, None), (4, (2, 2))], ids=["fsdp2", "hsdp"])
+def test_blocks_as_units_give_the_losses_of_one_process(num_processes, mesh, tmp_path):
+    """Gathered in every loop; also as two replicas of two shards each. Muon shares its matrices out."""
+    parcae = {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1}
+    settings = [PER_LOOP, {"optimizer": MUON, "model": parcae}, {"optimizer": NORMUON, "model": parcae}]
+    tasks = [
+        {"steps": [0, 3], "fsdp": True, "blocks_as_units": units, "mesh": mesh, **each}
+        for each in settings
+        for units in (True, False)
+    ]
+    results = iter(launch(tmp_path, tasks, num_processes))
+    for each in settings:
+        expected = train([0, 3], **each)["losses"]
+        for _ in range(2):
+            assert_close(next(results)["losses"], expected, rounding(each))
 
 
 VARIANTS = {

@@ -2,6 +2,7 @@
 that run the trunk alone, exporters that want batches of any size; and the real ones where they are installed."""
 
 import copy
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,14 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     BitsAndBytesConfig,
+    FineGrainedFP8Config,
     LlamaConfig,
     LlamaForCausalLM,
     TorchAoConfig,
 )
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.quantizers import AutoHfQuantizer
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.checks import check_pass
@@ -168,9 +171,11 @@ def test_layers_that_are_replaced(system):
     torch.testing.assert_close(loss, model.train()(ids, labels=ids).loss)
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 99}
+
+
 def test_as_many_layers_are_linear_as_in_llama():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 99}
-    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES))
     assert num_linear(build("plain", num_core_layers=2)) == num_linear(llama) == 15
 
 
@@ -218,6 +223,55 @@ def test_quantised_loading(system, quantiser, tmp_path):
     exact, found = model(ids).logits, quantised(ids).logits.float()
     assert not torch.equal(exact, found)
     assert (exact - found).norm() < 0.2 * exact.norm()
+
+
+def dequantised(layer) -> torch.Tensor:
+    """What its blocks of 128 x 128 with a scale for each stand for."""
+    scales = layer.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return layer.weight.float() * scales
+
+
+@pytest.fixture
+def fp8_on_a_cpu(monkeypatch):
+    """transformers' own, but for the wish for a GPU and its kernel."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    quantizer = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
+    monkeypatch.setattr(quantizer.FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    monkeypatch.setattr(fp8.FP8Linear, "forward", lambda layer, x: F.linear(x, dequantised(layer), layer.bias))
+    return fp8.FP8Linear
+
+
+def test_fp8_replaces_as_many_layers_as_in_llama(fp8_on_a_cpu):
+    with torch.device("meta"):
+        models = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES)), build("plain", num_core_layers=2)
+    for model in models:
+        AutoHfQuantizer.from_config(FineGrainedFP8Config())._process_model_before_weight_loading(model)
+        assert sum(isinstance(module, fp8_on_a_cpu) for module in model.modules()) == 14
+        assert [name for name, module in model.named_modules() if is_linear(module)] == ["lm_head"]
+
+
+@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "sections"))
+def test_fp8_of_transformers(system, fp8_on_a_cpu, tmp_path):
+    """Layers that its blocks do not divide have to be left out, and are named."""
+    small = {"sections": ["value_gate"], "parcae": ["value_gate"], "ouro": ["exit_gate"]}.get(system, [])
+    model = LoopedForCausalLM(tiny_config(hidden_size=128, intermediate_size=128, **SYSTEMS[system]))
+    shake(model, std=0.02).eval().save_pretrained(tmp_path / "plain")
+    if small:
+        with pytest.raises(ValueError, match=rf"{small[0]} \(.*modules_to_not_convert=\['lm_head', '{small[0]}'\]"):
+            LoopedForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=FineGrainedFP8Config())
+    settings = FineGrainedFP8Config(modules_to_not_convert=["lm_head", *small] if small else None)
+    quantised = LoopedForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=settings)
+    layers = {name: layer for name, layer in quantised.named_modules() if isinstance(layer, fp8_on_a_cpu)}
+    left = {name for name, module in model.named_modules() if is_linear(module)} - set(layers)
+    assert {name.split(".")[-1] for name in left} == {"lm_head", *small}
+    assert all(layer.weight.dtype == torch.float8_e4m3fn for layer in layers.values())
+    with torch.no_grad():
+        for name, layer in layers.items():
+            model.get_submodule(name).weight.copy_(dequantised(layer))
+    ids = random_ids(2, 7)
+    quantised.save_pretrained(tmp_path / "fp8")
+    for found in (quantised, LoopedForCausalLM.from_pretrained(tmp_path / "fp8")):
+        torch.testing.assert_close(found(ids).logits, model(ids).logits)
 
 
 def test_gguf_is_refused(tmp_path):
@@ -370,6 +424,30 @@ def test_peft_knows_which_layers_to_adapt():
     assert {"input_layernorm", "post_attention_layernorm", "norm"} == {
         name.split(".")[-4] for name, parameter in norms.named_parameters() if parameter.requires_grad
     }
+
+
+def test_norms_without_weights_are_not_tuned(tmp_path):
+    """Named with others they are passed over; a model that has no others is refused, and Llama is tuned as before."""
+    peft = pytest.importorskip("peft")
+    ids = random_ids(2, 5)
+    names = ["free_norm", "input_layernorm"]  # the first has no weight
+    settings = peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=names)
+    adapted = peft.get_peft_model(build("parcae"), settings)
+    adapted.add_adapter("other", settings)
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert {name.split(".")[-4] for name in trained} == {"input_layernorm"} and len(trained) == 4
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(0.3)
+    adapted.save_pretrained(tmp_path)
+    opened = peft.PeftModel.from_pretrained(build("parcae"), tmp_path)
+    assert torch.equal(opened.eval()(ids).logits, adapted.eval()(ids).logits)
+    defaults = peft.LNTuningConfig(task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="have none .*input_layernorm and 4 more.*, as norm_affine=False says"):
+        peft.get_peft_model(build("plain", norm_affine=False), defaults)
+    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES))
+    tuned = peft.get_peft_model(llama, peft.LNTuningConfig(task_type="CAUSAL_LM"))
+    assert sum(parameter.requires_grad for parameter in tuned.parameters()) == 5
 
 
 # Graphs for batches of any size

@@ -5,11 +5,13 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from looped_recipes.common.cluster import Cluster, least_between, muon_flops
+from looped_recipes.common.cluster import Cluster, least_between, muon_flops, muon_shapes
+from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.plan import main
 from looped_recipes.settings.costs import on_cluster
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedConfig
+from tests.helpers import random_ids, tiny_model
 from tests.helpers_recipes import RECIPES
 
 
@@ -32,12 +34,27 @@ def test_numbers_of_the_large_run():
     parameters, steps = 1_338_591_744, 198_365
     products = 12_573_167_616 * 524_288 / 64 / (989e12 * 0.5)
     assert lines["products of a step"] == f"{products:.3f} s"
-    assert lines["checkpoint"] == f"{12 * parameters / 1e9:.1f} GB, {12 * parameters / 5e9:.1f} s"
+    checkpoint = 12 * parameters - 4 * 679_481_856  # bytes; so many lie in matrices of blocks, which have one moment
+    assert lines["checkpoint"] == f"{checkpoint / 1e9:.1f} GB, {checkpoint / 5e9:.1f} s"
     assert lines["communication of a step"].startswith(f"{8 * parameters * 63 / 64 / 1e9:.1f} GB")
     hours = float(lines["the run, communication hidden"].split()[0])
     seconds = products + float(lines["Muon's iterations of a step"].split()[0])
-    assert hours == pytest.approx((steps * seconds + steps / 500 * 12 * parameters / 5e9) / 3600, rel=0.01)
+    assert hours == pytest.approx((steps * seconds + steps / 500 * checkpoint / 5e9) / 3600, rel=0.01)
     assert float(lines["GPU hours"].split()[0].replace(",", "")) == pytest.approx(64 * hours, rel=0.01)
+
+
+def test_muon_keeps_one_moment_of_what_is_counted():
+    recipe = load_recipe(RECIPES / "parcae" / "small.yaml")
+    model = tiny_model(preset="parcae")
+    muon, _ = build_optimizers(model, recipe.optimizer, 10)
+    ids = random_ids(1, 8)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    muon.step()
+    shapes = muon_shapes(model.config)
+    kept = [tuple(sorted(state["momentum_buffer"].shape)) for state in muon.state.values()]
+    assert sorted(kept) == sorted(shapes)
+    others = [part for state in muon.state.values() for name, part in state.items() if name != "momentum_buffer"]
+    assert all(1 in part.shape for part in others)  # a number for each row or column
 
 
 def test_muon_counts_every_matrix():
@@ -45,7 +62,7 @@ def test_muon_counts_every_matrix():
         vocab_size=64, hidden_size=8, intermediate_size=12, num_attention_heads=2, num_core_layers=3, num_loops=5
     )
     square, wide = 4 * 8**3 + 2 * 8**3, 4 * 8 * 8 * 12 + 2 * 8**3
-    assert muon_flops(config) == 3 * 5 * (4 * square + 3 * wide)
+    assert muon_flops(muon_shapes(config)) == 3 * 5 * (4 * square + 3 * wide)
 
 
 def test_steps_between_checkpoints():

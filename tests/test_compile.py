@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+from looped_recipes.engine.compiling import blocks_of, compile_blocks
 from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, random_ids, tiny_model
 
 
@@ -114,6 +115,18 @@ def test_a_depth_is_compiled_once():
 
 
 @pytest.mark.slow
+@quickly("plain")
+def test_blocks_are_compiled_once_for_all_loops_and_layers(system):
+    counts = set()
+    for num_loops, num_layers in ((2, 1), (6, 1), (6, 4)):
+        torch._dynamo.reset()
+        model, graphs = build(system, num_core_layers=num_layers, num_loops=num_loops).train(), Graphs()
+        compile_blocks(blocks_of(model), backend=graphs, fullgraph=True)
+        model(random_ids(2, 7), labels=random_ids(2, 7), use_cache=False).loss.backward()
+        counts.add(graphs.count)
+    assert len(counts) == 1 and counts.pop() <= 4
+
+
 def test_lengths_are_compiled_twice_at_most():
     model, graphs = build("plain"), Graphs()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)

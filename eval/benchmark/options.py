@@ -5,11 +5,12 @@ memory   peak memory of a per-loop training step over a terminal one
 depths   time of one pass that gives the logits of every depth over one full-depth pass, beside what FLOPs predict
 decode   all of the following, the last two if there is a --model
 llama    tokens/s of cached greedy decoding over transformers' Llama of the same unrolled depth
+bandwidth   tokens/s of greedy decoding of one row over both limits of bandwidth, of memory and of the cache
 exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
 serving  throughput and latency of requests that share passes, with early exit over full depth
-products  time of products of few rows with weights by each way of cpu.py, over that of torch's layer
+products  time of products of few rows, attention, decoding and training by the ways of cpu.py, over that by torch's
 harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
 
 Each but `decode` prints one JSON line with the command, commit and hardware. The two sides of a ratio are timed in
@@ -25,7 +26,8 @@ from looped_recipes.common.command_line import Parser
 
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
-BENCHMARKS = "train memory depths decode llama exits speculation sharing serving products harness _memory".split()
+BENCHMARKS = ["train", "memory", "depths", "decode", "llama", "bandwidth", "exits", "speculation", "sharing"]
+BENCHMARKS += ["serving", "products", "harness", "_memory"]
 
 
 def add_arguments(parser, layers: int, loops: int, batch: int):
@@ -54,6 +56,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
     parser.add_argument("--model", help="speculation, sharing: folder of a trained model")
+    text = (
+        "speculation, sharing: the model, this many times as wide, which computes the same at the cost of a large one"
+    )
+    parser.add_argument("--widen", type=int, default=1, metavar="TIMES", help=text)
     text = "speculation: prompts, sharing: what is scored; by default Python's os.py"
     parser.add_argument("--text-file", default=os.__file__, help=text)
     parser.add_argument("--draft-loops", nargs="+", default=["auto", "1", "2"], help="speculation")

@@ -1,4 +1,4 @@
-"""What each way of cpu.py to multiply few rows with weights takes on this processor, over torch's layer.
+"""What each way of cpu.py takes on this processor, over torch's, and all of them in decoding and training.
 
 Called by `looped benchmark products`. As in decoding, weights are not in the fastest cache: many layers take turns.
 """
@@ -6,20 +6,55 @@ Called by `looped benchmark products`. As in decoding, weights are not in the fa
 import torch
 from torch import nn
 
-from looped_eval.common.timing import least_seconds
-from modeling_looped.cpu import multiply_weight_with_rows, multiply_with_ordered, order
+from looped_eval.common.timing import in_turns, least_seconds
+from modeling_looped.cpu import fast_paths, multiply_weight_with_rows, multiply_with_ordered, order
+from modeling_looped.row_view import attend_to_all
+
+from .models import build, looped_config, tokens
 
 
 BYTES_OF_WEIGHTS, MOST_LAYERS = 2**25, 64
 
 
-@torch.no_grad()
 def products(args) -> dict:
     """Per shape and number of rows."""
     shapes = {(args.width, args.width), (args.width, args.ff), (args.ff, args.width), (args.width, args.vocab)}
-    return {f"{inner}_to_{outer}": of_shape(inner, outer, args) for inner, outer in sorted(shapes)}
+    report: dict = {f"{inner}_to_{outer}": of_shape(inner, outer, args) for inner, outer in sorted(shapes)}
+    report["single_query_over_torch"] = {f"rows_{rows}": of_single_query(rows, args) for rows in args.batch_sizes}
+    model = build(args, looped_config(args))
+    report["decoding_over_torch"] = {f"rows_{rows}": of_decoding(model, rows, args) for rows in args.batch_sizes}
+    batch = tokens(args)
+    return {**report, "training_over_torch": over_torch(lambda: loss_and_gradients(model.train(), batch), args)}
 
 
+def over_torch(function, args) -> float:
+    def by_torch():
+        with fast_paths(False):
+            function()
+
+    fast, usual = in_turns(function, by_torch, args.repeats)
+    return fast / usual
+
+
+def loss_and_gradients(model, batch):
+    model.zero_grad()
+    model(batch, labels=batch, use_cache=False, output_logits=False).loss.backward()
+
+
+def of_decoding(model, rows: int, args) -> float:
+    ids = tokens(args, batch=rows, length=args.prompt)
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    return over_torch(lambda: model.eval().generate(ids, max_new_tokens=args.new_tokens, **settings), args)
+
+
+def of_single_query(rows: int, args) -> float:
+    """To so many tokens as `--length`."""
+    shape, dtype = (rows, args.width // 64, args.length, 64), getattr(torch, args.dtype)
+    query, keys, values = (torch.randn(shape, dtype=dtype) for _ in range(3))
+    return over_torch(lambda: attend_to_all(query[:, :, :1], keys, values, None, 0.125), args)
+
+
+@torch.no_grad()
 def of_shape(inner: int, outer: int, args) -> dict:
     dtype = getattr(torch, args.dtype)
     count = min(MOST_LAYERS, max(1, BYTES_OF_WEIGHTS // (inner * outer * dtype.itemsize)))

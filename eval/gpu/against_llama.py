@@ -7,7 +7,7 @@ import torch
 
 from looped_eval.benchmark.models import build, looped_config, tokens, unrolled_llama
 from looped_eval.common.timing import in_turns
-from looped_recipes.engine.training import compile_blocks
+from looped_recipes.engine.compiling import compile_blocks
 
 from .pieces import Measurement, Setting
 

@@ -96,6 +96,13 @@ PIECES = [
         [Aim("memory of a per-loop loss", "per_loop_over_terminal", most=1.1)],
     ),
     Piece(
+        "training_options",
+        "training_options",
+        "what compiling, kernels and activations that are computed again gain and cost in a training step",
+        150,
+        420,
+    ),
+    Piece(
         "real",
         "real_training",
         "one real training, recipes/gpu/real.yaml",

@@ -1,5 +1,6 @@
 """Self-speculation over full depth, on the model of the real training."""
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -7,9 +8,6 @@ from looped_eval.benchmark.decoding import speculation
 
 from .pieces import Measurement, Setting
 from .real_training import model_folder
-
-
-PROMPT = "def read(self, size):"
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
@@ -23,13 +21,16 @@ def measure(drafts: int, setting: Setting) -> dict:
         raise FileNotFoundError(f"{folder} holds no trained model: the piece `real` trains it")
     args = Namespace(
         model=str(folder),
-        text=PROMPT,
+        text_file=os.__file__,
         device=setting.device,
         dtype=setting.dtype,
+        batch_sizes=[1],
+        draft_loops=["auto", "1", "2"],
         draft_tokens=drafts,
+        prompt=8 if setting.tiny else 64,
         new_tokens=8 if setting.tiny else 96,
         repeats=1 if setting.tiny else 3,
     )
-    found = speculation(args)
-    best = max(found, key=lambda name: found[name]["speedup"])
+    found = speculation(args)["rows_1"]
+    best = max((name for name in found if name.startswith("draft_loops")), key=lambda name: found[name]["speedup"])
     return {"best": best, "best_speedup": found[best]["speedup"], **found}

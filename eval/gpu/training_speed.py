@@ -13,7 +13,7 @@ from looped_recipes.common.cluster import activation_bytes
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.hardware import device_rate
 from looped_recipes.common.provenance import ROOT
-from looped_recipes.engine.training import compile_blocks
+from looped_recipes.engine.compiling import blocks_of, compile_blocks
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
 
@@ -45,7 +45,7 @@ def utilisation(path: str, setting: Setting) -> dict:
     length = 32 if setting.tiny else min(LENGTH, config.max_position_embeddings)
     model = LoopedForCausalLM(config).to(setting.device).train()
     if not setting.tiny:  # a compiler takes a minute of a CPU
-        compile_blocks([*model.model.prelude, *model.model.core, *model.model.coda])
+        compile_blocks(blocks_of(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(ids):

@@ -104,7 +104,7 @@ def of_one(piece: Piece, ledger: Ledger) -> Section:
         )
         section.blocks += [Heading(name), table] if len(numbers) < 12 else [Folded(name, table)]
         said = result.get("said")
-        section.blocks += [Folded("what pytest said", "\n".join(said))] if said else []
+        section.blocks += [Folded("what was said", "\n".join(said))] if said else []
     return section
 
 

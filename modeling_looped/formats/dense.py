@@ -18,11 +18,13 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..causal_lm import LoopedForCausalLM
+from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfig
 from .families import Family, family_of
 from .layer_choice import SECTIONS, LayerChoice, choose_layers
@@ -69,12 +71,12 @@ def from_dense(
         raise ValueError(f"from_dense makes a LoopedForCausalLM, not a {cls.__name__}; save it and open that folder")
     loading = {name: options.pop(name) for name in OF_LOADING & options.keys()}
     given, path = (source, "") if isinstance(source, PreTrainedModel) else (None, source)
-    dense_config = AutoConfig.from_pretrained(path, **loading) if given is None else given.config
+    dense_config = opened(AutoConfig, path, loading) if given is None else given.config
     start = start_from_dense(dense_config, **options)
 
     dense = given
     if dense is None:
-        dense = AutoModelForCausalLM.from_pretrained(path, **loading, **({} if dtype is None else {"dtype": dtype}))
+        dense = opened(AutoModelForCausalLM, path, {**loading, **({} if dtype is None else {"dtype": dtype})})
     layers = layers_of(dense, start.family)
     state = looped_state(dense, layers, start, clones=given is not None)
     check_state(start, state)
@@ -91,6 +93,19 @@ def from_dense(
     if generation_config is not None:
         model.generation_config = generation_config
     return model if given is None else model.to(device)
+
+
+SIZES_THAT_DO_NOT_FIT = (StrictDataclassError, RuntimeError, MemoryError, TypeError, ArithmeticError)
+
+
+def opened(auto_class, path, loading: dict):
+    try:
+        return auto_class.from_pretrained(path, **loading)
+    except SIZES_THAT_DO_NOT_FIT as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"{path} does not open as a dense model ({said}): check that its config.json belongs to its weights"
+        ) from error
 
 
 def start_from_dense(
@@ -117,6 +132,8 @@ def start_from_dense(
         residual_scaling, another readout_norm) make it another function from the start.
     """
     family = family_of(dense_config)
+    if dense_config.num_hidden_layers > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be at most {MOST_LAYERS}, got {dense_config.num_hidden_layers}")
     fields: dict[str, Any] = family.fields(dense_config)
     if getattr(dense_config, "quantization_config", None) is not None:
         raise ValueError("the dense weights are quantized: start from those before, and quantize the looped model")

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfigError
 from .folder import model_place, read_json_config, stored_tensors
 from .huginn import HUGINN, RETROFITTED, RETROFITTED_OLMO
@@ -29,7 +30,15 @@ class Found(NamedTuple):
     names: frozenset[str]  # of its tensors, where the layout is told by them
 
     def read_config(self) -> dict:
-        fields = self.layout.read_config(self.config, self.names)
+        for name, value in self.config.items():
+            if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+                raise LoopedConfigError(f"{name} must be at most {MOST_LAYERS}, got {value}")
+        try:
+            fields = self.layout.read_config(self.config, self.names)
+        except (TypeError, AttributeError, ArithmeticError) as error:  # it counts with what it finds
+            raise LoopedConfigError(
+                f"config.json has a value that no config of {self.layout.title} has ({error}): fetch it again"
+            ) from error
         return {**OF_RELEASES, **fields, "architectures": ["LoopedForCausalLM"]}
 
 

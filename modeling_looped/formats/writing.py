@@ -1,5 +1,6 @@
 """A model in the layout of a release: its config.json, its tensors, its generation config."""
 
+import glob
 import json
 import os
 import re
@@ -132,7 +133,7 @@ def whole_folder(folder, fill):
     check_new(folder)
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     place = folder.absolute().parent / f".saving-{folder.name}.{os.getpid()}"
-    shutil.rmtree(place, ignore_errors=True)
+    remove_leftovers(folder.absolute())
     place.mkdir()
     try:
         fill(place)
@@ -144,6 +145,24 @@ def whole_folder(folder, fill):
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
+
+
+def remove_leftovers(folder: Path):
+    """What writers of this folder left that were killed; the name ends with the number of their process."""
+    for leftover in folder.parent.glob(f".saving-{glob.escape(folder.name)}.*"):
+        number = leftover.suffix.removeprefix(".")
+        if number.isdecimal() and (int(number) == os.getpid() or not is_running(int(number))):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's, or no number of a process
+        pass
+    return True
 
 
 def check_new(folder: Path):

@@ -1,7 +1,8 @@
 """What a run asks of many GPUs: time, memory, communication, checkpoints and cost, each number with its formula.
 
-Reckoned, not measured. P: parameters; every GPU holds fp32 weights and gradients and two moments under DDP, and under
-FSDP2 its share of them and, from the forward pass to the end of the backward pass, all weights and gradients.
+Reckoned, not measured. P: parameters; M: those in matrices that Muon moves, by one moment each, where AdamW keeps two;
+T: those that are looked up in tables, not multiplied. Under DDP every GPU holds fp32 weights, gradients and moments,
+under FSDP2 its share of them and, from the forward pass to the end of the backward pass, all weights and gradients.
 """
 
 import math
@@ -57,16 +58,18 @@ def cluster_plan(
     compute = flops / steps / n / (cluster.peak * cluster.mfu)
     moved = 2 * 4 * p * (n - 1) / n
     traffic = moved / cluster.network
-    of_muon = muon_flops(config) if muon else 0.0
+    shapes = muon_shapes(config) if muon else []
+    of_muon, m = muon_flops(shapes), sum(rows * columns for rows, columns in shapes)
     orthogonal = of_muon / (cluster.peak * cluster.mfu)
     d, f = config.hidden_size, config.intermediate_size
     kept = layers_with_gradients * activation_bytes(config) * micro * length
-    checkpoint = 12 * p
+    state, checkpoint = 16 * p - 4 * m, 12 * p - 4 * m
+    multiplied = sizes.without_embedding - sizes.value_tables
     step = compute + orthogonal
     at_worst = step + traffic
     saving = checkpoint / cluster.disk
-    held = 16 * p + 2 * p + kept + LOGITS_AT_ONCE
-    held_sharded = 16 * p / n + 4 * p + 4 * p + 2 * p + kept + LOGITS_AT_ONCE
+    passing = 2 * multiplied + kept + LOGITS_AT_ONCE
+    sharded = state / n + 8 * p
     hours = steps * (step + saving / save_every) / 3600
     worst_hours = steps * (at_worst + saving / save_every) / 3600
     return [
@@ -88,15 +91,19 @@ def cluster_plan(
         ),
         Line(
             "weights, gradients, moments",
-            f"{16 * p / GIGA:.1f} GB",
-            "DDP: 16 P bytes, fp32 weights, gradients and two moments",
+            f"{state / GIGA:.1f} GB",
+            f"DDP: 16 P - 4 M bytes, fp32 weights, gradients and two moments, of M = {m:,} one",
         ),
         Line(
             "the same under FSDP2",
-            f"{(16 * p / n + 8 * p) / GIGA:.1f} GB",
-            "16 P / n, and 8 P of gathered weights and gradients: the model is one unit",
+            f"{sharded / GIGA:.1f} GB",
+            "a share of it, and 8 P of gathered weights and gradients: the model is one unit",
         ),
-        Line("bf16 weights of autocast", f"{2 * p / GIGA:.1f} GB", "2 P bytes"),
+        Line(
+            "bf16 weights of autocast",
+            f"{2 * multiplied / GIGA:.1f} GB",
+            f"2 (P - T) bytes, T = {p - multiplied:,} in tables",
+        ),
         Line(
             "activations",
             f"{kept / GIGA:.1f} GB",
@@ -104,14 +111,18 @@ def cluster_plan(
         ),
         Line(
             "memory of a GPU, DDP",
-            f"{held / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB",
+            f"{(state + passing) / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB",
             "the sum, and 3 x 4 x 2^25 bytes of logits",
         ),
-        Line("memory of a GPU, FSDP2", f"{held_sharded / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB", "the same"),
+        Line(
+            "memory of a GPU, FSDP2",
+            f"{(sharded + passing) / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB",
+            "the same",
+        ),
         Line(
             "checkpoint",
             f"{checkpoint / GIGA:.1f} GB, {saving:.1f} s",
-            f"12 P bytes: weights and two moments; / {cluster.disk / GIGA:g} GB/s",
+            f"12 P - 4 M bytes: weights and moments; / {cluster.disk / GIGA:g} GB/s",
         ),
         Line(
             "time in checkpoints",
@@ -141,11 +152,15 @@ def least_between(saving: float, step: float) -> int:
     return math.ceil(99 * saving / step)
 
 
-def muon_flops(config) -> float:
-    """Of the five iterations on every matrix of a block."""
+def muon_shapes(config) -> list[tuple[int, int]]:
+    """(rows, columns) of every matrix of a block, the smaller first."""
     with torch.device("meta"):
         trunk = LoopedForCausalLM(config).model
     sections = (trunk.prelude, trunk.core, trunk.coda)
     linear = [m for section in sections for m in section.modules() if isinstance(m, torch.nn.Linear)]
-    shapes = [sorted(module.weight.shape) for module in linear]
+    return [(min(shape), max(shape)) for shape in (module.weight.shape for module in linear)]
+
+
+def muon_flops(shapes: list[tuple[int, int]]) -> float:
+    """Of the five iterations on every matrix."""
     return float(sum(5 * (4 * r * r * c + 2 * r**3) for r, c in shapes))

@@ -57,10 +57,16 @@ def sync(path: str | Path):
         os.close(descriptor)
 
 
+def remove(path: str | Path):
+    """A file, a folder, or a link, of which the target stays: parts of runs are moved to other disks and linked."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_leftovers(folder: str | Path):
     """What killed writers left in a folder that nobody else writes to now."""
     for leftover in [path for pattern in LEFTOVERS for path in Path(folder).glob(pattern)]:
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink(missing_ok=True)
+        remove(leftover)

@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
-from looped_recipes.common.files import remove_leftovers, sync, write_whole
+from looped_recipes.common.files import remove, remove_leftovers, sync, write_whole
 from looped_recipes.common.provenance import provenance
 
+from .background import Background
 from .distributed import bare, to_shards
 from .resume import comparable, refuse_other_config
 from .safe_reading import TensorPlanner, TensorReader
@@ -68,11 +69,12 @@ def save_checkpoint(
     is_best: bool = False,
     config: dict | None = None,
     metrics: Path | None = None,
+    background: Background | None = None,
 ) -> Path:
     """Save a step, then remove all but the newest `keep_last` and the newest best. Every process calls it.
 
     extra: what `load_checkpoint` gives back, as JSON. config: what a run must share to continue from here; by default
-    the model's. metrics: a file that is kept with it.
+    the model's. metrics: a file that is kept with it. background: writes a copy while the training goes on.
     """
     folder = Path(folder)
     marker = {
@@ -82,13 +84,35 @@ def save_checkpoint(
         "extra": extra,
         "made_by": provenance(),
     }
+    if background is not None:
+        background.wait()  # what is still written is no leftover
     name, temporary = on_main_process(lambda: begin(folder, step, model, optimizers), folder)
-    state = training_state(model, optimizers)
+    state, writer = training_state(model, optimizers), TensorWriter(temporary)
+    logged = metrics.read_bytes() if metrics is not None and metrics.exists() else None
+    if background is None:
+        write(state, writer, folder / name, marker, logged, keep_last)
+    else:
+        state = writer.stage(state)
+        background.start(lambda: write(state, writer, folder / name, marker, logged, keep_last, background.group))
+    return folder / name
+
+
+def write(
+    state: dict,
+    writer: "TensorWriter",
+    path: Path,
+    marker: dict,
+    metrics: bytes | None,
+    keep_last: int,
+    group: dist.ProcessGroup | None = None,
+):
+    folder, temporary = path.parent, Path(writer.path)
     try:
         with quiet():
-            dcp.save(state, storage_writer=TensorWriter(temporary), no_dist=not dist.is_initialized())
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
         own = lambda: {path.name: checksum(path) for path in temporary.glob(f"__{process_index()}_*")}  # noqa: E731
-        checksums = {name: digest for part in from_all_processes(own, folder) for name, digest in part.items()}
+        parts = from_all_processes(own, folder, group)
+        checksums = {name: digest for part in parts for name, digest in part.items()}
     except (OSError, CheckpointException) as error:
         # every process gets here, with the reason of the one that failed
         if is_main_process():
@@ -96,15 +120,14 @@ def save_checkpoint(
         raise error_of_saving(folder, root_cause(error)) from error
 
     def finish():
-        if metrics is not None and metrics.exists():
-            write_whole(temporary / METRICS, metrics.read_bytes())
+        if metrics is not None:
+            write_whole(temporary / METRICS, metrics)
         write_marker(temporary, marker, checksums)
-        os.rename(temporary, folder / name)
+        os.rename(temporary, path)
         sync(folder)
-        remove_old(folder, name, keep_last)
+        remove_old(folder, path.name, keep_last)
 
-    on_main_process(finish, folder)
-    return folder / name
+    on_main_process(finish, folder, group)
 
 
 class TensorWriter(dcp.FileSystemWriter):
@@ -200,7 +223,7 @@ def remove_old(folder: Path, saved: str, keep_last: int):
         if path.name not in kept or is_again:
             gone = folder / f".deleting-{path.name}"
             os.rename(path, gone)  # first, so that what is half deleted has no name
-            shutil.rmtree(gone)
+            remove(gone)
 
 
 # Finding

@@ -3,20 +3,29 @@
 Under FSDP2 the whole model is one unit: its weights are gathered once per pass, not once per layer and loop, and kept
 until the backward pass has used them. Gradients, optimizer states and the weights between steps are sharded. Looped
 models have few weights for their compute, and processes whose rows run to different depths never wait for each other
-in the middle of a loop, where they would gather different layers.
+in the middle of a loop, where they would gather different layers. For weights that are too many for one GPU,
+fsdp_auto_wrap_policy makes every block a unit, which is gathered and reduced in every loop.
 """
 
 import functools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    patch_environment,
+)
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import Recipe, RecipeError
 
 
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
@@ -28,7 +37,10 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes > 1 and not torch.accelerator.is_available():
         kwargs["cpu"] = True
-    accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
+    has_mesh = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    # its check of a mesh knows no CPUs
+    with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false") if kwargs.get("cpu") else nullcontext():
+        accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
     if accelerator.num_processes != num_processes:
         raise RecipeError(
             f"{num_processes} processes were launched, but they do not find each other: accelerate counts "
@@ -40,6 +52,11 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
         if accelerator.distributed_type == DistributedType.MULTI_CPU:
             accelerator.state.distributed_type = DistributedType.FSDP
             accelerator.state.fsdp_plugin = plugin
+            if has_mesh:
+                accelerator.state.parallelism_config = ParallelismConfig()
+                accelerator.state.device_mesh = accelerator.parallelism_config.get_device_mesh("cpu")
+    if accelerator.parallelism_config is not None:
+        _check_mesh(accelerator.parallelism_config)
     return accelerator
 
 
@@ -63,12 +80,32 @@ def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     mesh = getattr(accelerator, "torch_device_mesh", None)
     if mesh is not None:
         mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
     # no mp_policy: autocast keeps the residual stream in fp32, as on one process
-    fully_shard(model, mesh=mesh, offload_policy=plugin.cpu_offload)
-    if hasattr(model, "set_reduce_scatter_unused_params"):
-        model.set_reduce_scatter_unused_params(True)
+    for unit in [*filter(is_unit, model.modules()), model]:
+        gather_again = plugin.reshard_after_forward if unit is not model else None
+        fully_shard(unit, mesh=mesh, offload_policy=plugin.cpu_offload, reshard_after_forward=gather_again)
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True)
     model.forward = with_autocast(accelerator, model.forward)
     return model
+
+
+def check_units(accelerator: Accelerator, recipe: Recipe):
+    """Blocks that are gathered by themselves are gathered in every loop, by all processes together."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or plugin.auto_wrap_policy is None:
+        return
+    if recipe.depth.per != "batch":
+        raise RecipeError(
+            f"with depth.per={recipe.depth.per!r} processes run different numbers of loops, and would wait for each "
+            "other's blocks for ever: set fsdp_auto_wrap_policy to NO_WRAP, or depth.per to 'batch'"
+        )
+    if recipe.training.gradient_checkpointing == "loops":
+        raise RecipeError(
+            "training.gradient_checkpointing='loops' computes blocks again that fsdp_auto_wrap_policy would have to "
+            "gather by themselves: set it to true, or fsdp_auto_wrap_policy to NO_WRAP"
+        )
 
 
 def with_autocast(accelerator: Accelerator, forward: Callable) -> Callable:
@@ -117,6 +154,16 @@ def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+def _check_mesh(config: ParallelismConfig):
+    others = {name: getattr(config, f"{name}_size") for name in ("tp", "cp", "sp")}
+    others = {f"parallelism_config_{name}_size": size for name, size in others.items() if size > 1}
+    if others:
+        raise RecipeError(
+            f"{others} would be dropped: training shards by data alone (parallelism_config_dp_replicate_size and "
+            "_dp_shard_size, see recipes/accelerate/hsdp.yaml)"
+        )
 
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin):

@@ -1,8 +1,8 @@
 """The folder that `from_pretrained` opens."""
 
+import contextlib
 import copy
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 from looped_recipes.common.checksums import write_checksums
-from looped_recipes.common.files import sync, sync_all
+from looped_recipes.common.files import remove, sync, sync_all
 
 from .distributed import bare, to_shards
 from .finite import Divergence, first_nonfinite
@@ -52,7 +52,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, replaced = (path.parent / f".{path.name}.{suffix}" for suffix in ("saving", "replaced"))
     for leftover in (temporary, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
     whole.save_pretrained(temporary)
     if tokenizer is not None:
         tokenizer.save_pretrained(temporary)
@@ -64,4 +64,5 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
         os.rename(path, replaced)
     os.rename(temporary, path)
     sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):  # then it goes at the next export
+        remove(replaced)

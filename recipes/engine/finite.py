@@ -1,4 +1,8 @@
-"""Numbers that are none: a run stops before they get into the weights, a checkpoint or a saved model."""
+"""Numbers that are none: a run stops before they get into a checkpoint or a saved model.
+
+On a CPU, and where such steps may be left out, also before they get into the weights; else a GPU would be waited for
+in every step (step.py), and the run ends one step later, with nothing written in between.
+"""
 
 from collections.abc import Iterable
 

@@ -3,10 +3,18 @@
 Three things are added: the iterations of Polar Express (Amsel et al., 2025), which choose new coefficients each time;
 a factored second moment, which gives every neuron's update one size (NorMuon; Li et al., 2025); and decay only where
 it agrees with the update (cautious weight decay).
+
+Of several processes, each makes its share of the matrices orthogonal, and all get all: the result is that of one.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim._muon import _zeropower_via_newtonschulz as newton_schulz
 
 from looped_recipes.common.measures import whole
 
@@ -22,6 +30,33 @@ POLAR_EXPRESS = (
 )
 MARGIN = 1.02
 SMALLEST = 1e-10  # of what is divided by
+
+
+class SharedMuon(torch.optim.Muon):
+    """Of several processes, too, every one iterates over whole matrices: over a share of them."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if num_processes() == 1:
+            return super().step(closure)
+        for group in self.param_groups:
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            averages = (self.averaged(matrix, group) for matrix in matrices)
+            rule = {name: group[name] for name in ("ns_coefficients", "ns_steps", "eps")}
+            updates = shared_out(averages, partial(newton_schulz, **rule), torch.bfloat16)
+            for matrix, update in zip(matrices, updates):
+                rows, columns = matrix.shape
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                update = sharded_as(matrix, update.to(matrix.dtype))
+                matrix.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        return None
+
+    def averaged(self, matrix: torch.Tensor, group: dict) -> torch.Tensor:
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        average = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+        return matrix.grad.lerp(average, group["momentum"])
 
 
 class NorMuon(torch.optim.Optimizer):
@@ -43,25 +78,49 @@ class NorMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    self.move(matrix, group)
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            averages = (self.averaged(matrix, group) for matrix in matrices)
+            for matrix, update in zip(matrices, self.made_orthogonal(averages, matrices)):
+                self.move(matrix, update.to(matrix.dtype), group)
 
-    def move(self, matrix: torch.Tensor, group: dict):
+    def made_orthogonal(self, updates: Iterable[torch.Tensor], matrices: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        on_cpu = bool(matrices) and matrices[0].device.type == "cpu"
+        dtype = self.dtype or (torch.float32 if on_cpu else torch.bfloat16)
+        return shared_out(updates, lambda update: orthogonal(update.to(dtype)), dtype)
+
+    def averaged(self, matrix: torch.Tensor, group: dict) -> torch.Tensor:
+        """The gradient with what is left of those before."""
         gradient, state = matrix.grad, self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
             state["second_moment"] = torch.zeros(factored_shape(matrix), dtype=gradient.dtype, device=gradient.device)
         average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(average, group["momentum"])
-        # every process works on whole matrices: one gather, where sharded iterations would take many
-        dtype = self.dtype or (torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
-        update = orthogonal(whole(update).to(dtype)).to(matrix.dtype)
-        update = sharded_as(matrix, evened(update, state["second_moment"], group["beta"]))
+        return gradient.lerp(average, group["momentum"])
+
+    def move(self, matrix: torch.Tensor, update: torch.Tensor, group: dict):
+        update = sharded_as(matrix, evened(update, self.state[matrix]["second_moment"], group["beta"]))
         rows, columns = matrix.shape
         rate = group["lr"] * max(1.0, rows / columns) ** 0.5
         decay = group["weight_decay"] * matrix * (update * matrix >= 0)
         matrix.sub_(rate * (update + decay))
+
+
+def num_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def shared_out(matrices: Iterable[torch.Tensor], function: Callable, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """`function` of every whole matrix, of its shape and of this dtype, on every process; each computes its share."""
+    world, rank = num_processes(), dist.get_rank() if dist.is_initialized() else 0
+    remaining = iter(matrices)
+    while part := list(islice(remaining, world)):
+        whole_ones = map(whole, part)  # gathered by all processes, one after the other
+        own = [function(matrix).contiguous() for owner, matrix in enumerate(whole_ones) if owner == rank]
+        for owner, matrix in enumerate(part):
+            result = own[0] if owner == rank else torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
+            if world > 1:
+                dist.broadcast(result, src=owner)
+            yield result
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, Schedul
 from looped_recipes.settings.relations import check_schedule, decay_steps_of
 from modeling_looped.loop_parameters import parameters_by_loop
 
-from .muon import NorMuon
+from .muon import NorMuon, SharedMuon
 from .stable_adamw import StableAdamW
 
 
@@ -45,7 +45,7 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int
 
 
 # both multiply the update by sqrt(max(1, rows / columns)), as the rates of the papers expect
-MUONS = {"muon": partial(torch.optim.Muon, adjust_lr_fn="original"), "normuon": NorMuon}
+MUONS = {"muon": partial(SharedMuon, adjust_lr_fn="original"), "normuon": NorMuon}
 
 
 def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -37,13 +37,13 @@ def process_index() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def from_all_processes(function: Callable, folder: Path) -> list:
+def from_all_processes(function: Callable, folder: Path, group: dist.ProcessGroup | None = None) -> list:
     """What `function` returns on each process, or the first error, on every process."""
     result, error = attempt(function, folder)
     shared = [(result, error)]
     if dist.is_initialized():
         shared = [None] * dist.get_world_size()
-        dist.all_gather_object(shared, (result, error))
+        dist.all_gather_object(shared, (result, error), group=group)
     for _, error in shared:
         if error is not None:
             raise error
@@ -58,12 +58,12 @@ def attempt(function: Callable, folder: Path) -> tuple:
         return None, error_of_saving(folder, failure) if isinstance(failure, OSError) else failure
 
 
-def on_main_process(function: Callable, folder: Path):
+def on_main_process(function: Callable, folder: Path, group: dist.ProcessGroup | None = None):
     """What `function` returns on the main process, or its error, on every process."""
     result, error = attempt(function, folder) if is_main_process() else (None, None)
     if dist.is_initialized():
         shared = [(result, error)]
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=0, group=group)
         result, error = shared[0]
     if error is not None:
         raise error

@@ -101,7 +101,12 @@ RANGES: dict[str, dict[str, Range]] = {
     },
     # relations.py: loops are at least 1
     "evaluation": {"every": STEPS, "rows": Range(1, 2**24), "loops": Range(-MOST_DEPTH, MOST_DEPTH)},
-    "logging": {"every": STEPS, "monitor_every": STEPS},
+    "logging": {
+        "every": STEPS,
+        "monitor_every": STEPS,
+        "profile_steps": Range(0, 1000),
+        "profile_from": Range(0, MOST_STEPS),
+    },
 }
 # texts that are more than a name or a path
 FREE_TEXTS = ("joined_by", "document_start", "start_token")

@@ -163,7 +163,11 @@ def _split_override(override: str) -> tuple[str, typing.Any]:
     key, equals, value = override.partition("=")
     if not equals or not all(key.partition(".")):
         raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")
-    return key, parse_yaml(value, f"{override!r} is not an override: {value!r}")
+    parsed, text = parse_yaml(value, f"{override!r} is not an override: {value!r}"), value.strip()
+    as_written = text.lower() in ("", "~", "null") if parsed is None else text[:1] in "'\"" or parsed == text
+    if not as_written and (parsed is None or isinstance(parsed, str)):
+        raise RecipeError(f"{override!r} stands for {parsed!r} in YAML: put the value in quotes, or correct it")
+    return key, parsed
 
 
 def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = False) -> Recipe:

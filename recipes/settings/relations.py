@@ -54,6 +54,8 @@ def idle(recipe) -> Iterator[tuple[str, list[str], str]]:
         yield "schedule", decay, "schedule.name='cosine', which falls until the last step"
     if recipe.training.tokens_per_parameter is None:
         yield "training", ["count_embedding"], "no training.tokens_per_parameter"
+    if not recipe.logging.profile_steps:
+        yield "logging", ["profile_from"], "no logging.profile_steps"
     if not recipe.logging.trackers:
         yield "logging", ["project"], "no logging.trackers"
 
@@ -114,6 +116,7 @@ def check_relations(recipe, where: str):
     check_draws(recipe.depth, where)
     check_optimizer(recipe.optimizer, where)
     check_training(recipe.training, where)
+    check_compiling(recipe, where)
     loops = recipe.evaluation.loops
     if loops is not None and (not loops or min(loops) < 1 or len(set(loops)) < len(loops)):
         raise RecipeError(f"{where}: evaluation.loops must be depths of at least 1, got {loops}")
@@ -252,6 +255,15 @@ def check_training(training: TrainingConfig, where: str):
     name = training.push_to_hub
     if name is not None and not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", name, re.ASCII):
         raise RecipeError(f"{where}: training.push_to_hub must be owner/name, got {name!r}")
+
+
+def check_compiling(recipe, where: str):
+    """Recorded graphs are of one shape."""
+    if recipe.training.compile == "cuda_graphs" and recipe.depth.per != "batch":
+        raise RecipeError(
+            f"{where}: training.compile='cuda_graphs' needs passes of one shape, but with depth.per="
+            f"{recipe.depth.per!r} rows leave them one by one: set depth.per='batch' or training.compile=true"
+        )
 
 
 def check_schedule(schedule: ScheduleConfig, total_steps: int):

@@ -123,19 +123,29 @@ class TrainingConfig:
     count_embedding: bool = True  # among the parameters of tokens_per_parameter
     rows_per_step: int = 64  # sequences per optimizer step, over all processes
     micro_batch_size: int = 8  # sequences per process and forward pass
-    compile: bool = False  # compile the blocks, once for all loops
-    gradient_checkpointing: bool = False  # compute activations again instead of keeping them
+    # compile the blocks, once for all loops; cuda_graphs: and record what they do, for a GPU that waits for the CPU
+    compile: bool | Literal["cuda_graphs"] = False
+    # a kernel of another package, on a GPU; None is our own, which works on a chunk of logits at a time
+    cross_entropy: Literal["cut_cross_entropy"] | None = None
+    # a kernel of attention, on a GPU: with no mask in memory where documents share a row; None is that of torch
+    attention: Literal["flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
+    # compute activations again instead of keeping them: all but the input of every block, or the state of every loop;
+    # selective: keep what costs most; offload: keep inputs of blocks in the memory of the host
+    gradient_checkpointing: bool | Literal["loops", "selective", "offload"] = False
     initialize_from: str | None = None  # a saved model to start from
     freeze_all_but_gate: bool = False  # Ouro's stage II
     taper_start: float = 0.05  # model.readout_norm taper: where the norm begins to go, as a part of all steps
     taper_end: float = 1.0  # model.readout_norm taper: where it is gone
     save_every: int = 500  # steps between checkpoints
+    # write checkpoints while the training goes on, from a copy in the memory of the host
+    save_in_background: bool = False
     keep_last: int = 2  # checkpoints that are kept
     keep_best: bool = True  # beside them the best of the checkpoints at whose step the model was evaluated
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
-    # steps of a run whose loss or gradients are no numbers that are left out, without an update; one more stops it
+    # steps of a run whose loss or gradients are no numbers that are left out, without an update; one more stops it.
+    # Above 0 a GPU is waited for in every step
     skip_nonfinite_steps: int = 0
     max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end
@@ -156,6 +166,9 @@ class LoggingConfig:
     # where metrics go besides
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     project: str = "looped"  # name of trackers
+    # so many steps are traced into profile/ of output_dir: what CPU and GPU do when; 0 is none
+    profile_steps: int = 0
+    profile_from: int = 5  # the first of them, counted from where the run begins or goes on
 
 
 SECTIONS = {

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,7 +101,26 @@ def leave(draw: random.Random, place: Path) -> str:
     return f"{(folder / name).relative_to(place)} left behind"
 
 
-FAULTS: tuple[Fault, ...] = (flip, cut, empty, fill, delete, delete_folder, swap, swap_checkpoints, several, leave)
+def link(draw: random.Random, place: Path) -> str:
+    """A file or a folder is moved elsewhere, as to a larger disk, and linked."""
+    path = draw.choice(sorted(path for path in place.rglob("*") if path.name != ".lock"))
+    elsewhere = place / "elsewhere"
+    os.rename(path, elsewhere)
+    path.symlink_to(elsewhere, target_is_directory=elsewhere.is_dir())
+    return f"{path.relative_to(place)} moved and linked"
+
+
+def other_times(draw: random.Random, place: Path) -> str:
+    """As after a copy, or where a clock was wrong."""
+    now = time.time()
+    for path in place.rglob("*"):
+        os.utime(path, (draw.choice((0, now - 3600, now + 10**8)),) * 2)
+    return "other times of all files"
+
+
+FAULTS: tuple[Fault, ...] = (
+    flip, cut, empty, fill, delete, delete_folder, swap, swap_checkpoints, several, leave, link, other_times
+)  # fmt: skip
 
 
 def trials(seed: int, folder: Path) -> Iterator[Trial]:

@@ -52,6 +52,7 @@ REAL = """data.validation_fraction data.expected_tokens depth.mean optimizer.lr 
 SWITCH = """data.streaming data.document_masking optimizer.update_clipping optimizer.atan2 optimizer.decay_all
     optimizer.keep_decay_product optimizer.correct_for_depth optimizer.muon_value_gates training.count_embedding
     training.compile training.gradient_checkpointing training.freeze_all_but_gate training.keep_best
+    training.save_in_background
     model.tie_word_embeddings model.norm_affine model.mlp_gated model.injection_norm""".split()
 WORD = """data.source data.split data.text_field data.tokenizer data.packing data.cropped data.document_tokens
     data.cache_dir depth.sampler depth.per depth.split optimizer.name schedule.name training.output_dir

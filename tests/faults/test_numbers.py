@@ -10,7 +10,8 @@ import torch
 
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.optimum import optimum
-from looped_recipes.engine import training
+from looped_recipes.engine import run_checkpoints, training
+from looped_recipes.engine import step as step_module
 from looped_recipes.engine.checkpoint import read_marker
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import Divergence
@@ -20,8 +21,8 @@ from tests.helpers import tiny_model
 
 
 def poison(monkeypatch, name: str, call: int, harm):
-    """Do `harm` to the optimizers' parameters at the n-th call of a function of the training loop."""
-    original, calls = getattr(training, name), []
+    """Do `harm` to the optimizers' parameters at the n-th call of a function of the step."""
+    original, calls = getattr(step_module, name), []
 
     def wrapper(optimizers, *arguments):
         result = original(optimizers, *arguments)
@@ -30,15 +31,22 @@ def poison(monkeypatch, name: str, call: int, harm):
             harm(optimizers)
         return result
 
-    monkeypatch.setattr(training, name, wrapper)
+    monkeypatch.setattr(step_module, name, wrapper)
 
 
 def nan_gradient(optimizers):
     optimizers[0].param_groups[0]["params"][0].grad.view(-1)[3] = math.nan
 
 
+@pytest.fixture(params=[False, True], ids=["at_once", "behind"])
+def reads_behind(request, monkeypatch):
+    """Whether steps are read at once, as on a CPU, or when the next one is on its way."""
+    monkeypatch.setattr(step_module.Steps, "reads_behind", request.param)
+
+
+@pytest.mark.usefixtures("reads_behind")
 @pytest.mark.parametrize("clip", ["1.0", pytest.param("null", marks=pytest.mark.slow)])
-def test_a_gradient_that_is_no_number_stops_the_run_before_the_step(runs, tmp_path, monkeypatch, clip):
+def test_a_gradient_that_is_no_number_stops_the_run_before_it_is_saved(runs, tmp_path, monkeypatch, clip):
     """With one checkpoint kept: it is from before, and the run goes on from it as if nothing had been."""
     with monkeypatch.context() as patch:
         poison(patch, "fill_missing_gradients", 4, nan_gradient)
@@ -49,6 +57,17 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_the_step(runs, tmp_pa
     if clip == "1.0":
         runs.train(tmp_path)
         assert runs.why_other(tmp_path) is None
+
+
+def test_a_bad_step_that_is_read_behind_is_found_before_the_next_checkpoint(runs, monkeypatch):
+    monkeypatch.setattr(step_module.Steps, "reads_behind", True)
+    place = runs.copy(runs.half, "between")
+    with monkeypatch.context() as patch:
+        poison(patch, "fill_missing_gradients", 1, nan_gradient)
+        with pytest.raises(Divergence, match="gradient norm of step 3 is nan"):
+            runs.train(place, "training.save_every=100", "evaluation.every=100")
+    runs.train(place)
+    assert runs.why_other(place) is None
 
 
 def test_bad_steps_are_left_out_counted_and_limited(runs, tmp_path, monkeypatch):
@@ -83,15 +102,15 @@ def test_weights_that_are_no_numbers_are_not_saved(runs, tmp_path, monkeypatch):
 def test_a_checkpoint_of_an_older_version_that_holds_them_is_passed_over(runs, monkeypatch):
     place = runs.copy(runs.half, "older")
     with monkeypatch.context() as patch:
-        patch.setattr(training.Pretraining, "nonfinite_part", lambda self: None)
-        spoil = training.save_checkpoint
+        patch.setattr(run_checkpoints.RunCheckpoints, "nonfinite_part", lambda self: None)
+        spoil = run_checkpoints.save_checkpoint
 
         def save(folder, step, model, *arguments, **options):
             with torch.no_grad():
                 next(model.parameters()).fill_(math.nan)
             return spoil(folder, step, model, *arguments, **options)
 
-        patch.setattr(training, "save_checkpoint", save)
+        patch.setattr(run_checkpoints, "save_checkpoint", save)
         runs.train(place, "training.stop_after=4", "evaluation.every=100")
     said = runs.train(place)
     assert "step-00000004 is not taken: the weight" in said and "step-00000003 is taken instead" in said

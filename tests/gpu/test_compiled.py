@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from tests.helpers import random_ids, tiny_model
 
 
@@ -57,6 +58,28 @@ def test_blocks_in_training(mode, device):
     for depth, of_depth in zip(depths, expected):
         for name, gradient in gradients(depth).items():
             torch.testing.assert_close(gradient, of_depth[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_blocks_as_cuda_graphs_in_training(window, device):
+    """Several loops, layers and steps replay what was recorded; gradients of two micro batches add up."""
+    model = tiny_model(num_core_layers=2).to(device).train()
+    batches = [random_ids(2, 8, seed=seed).to(device) for seed in range(8)]
+
+    def gradients(step):
+        model.zero_grad()
+        begin_step(cuda_graphs=device == "cuda")
+        for ids in batches[2 * step : 2 * step + 2]:
+            how = {"num_loops": 3, "backprop_loops": window, "use_cache": False, "output_logits": False}
+            model(ids, labels=ids, **how).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = [gradients(step) for step in range(4)]
+    options = {} if device == "cuda" else {"backend": "aot_eager"}
+    compile_blocks(blocks_of(model), cuda_graphs=device == "cuda", **options)
+    for step, of_step in enumerate(expected):
+        for name, gradient in gradients(step).items():
+            torch.testing.assert_close(gradient, of_step[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from looped_recipes.engine.activations import keep_fewer_activations
 from tests.helpers import random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE, logged_losses, smoke_settings
 
@@ -25,10 +26,13 @@ def loss_and_gradients(model, ids, **how):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("num_loops", [3, [2, 4]], ids=["one_depth", "mixed_depths"])
-def test_gradient_checkpointing_changes_nothing(system, num_loops, device):
+@pytest.mark.parametrize("way", [True, "loops", "selective", "offload"], ids=str)
+def test_gradient_checkpointing_changes_nothing(way, system, num_loops, device):
+    if (way, device) == ("offload", "cpu"):
+        pytest.skip("activations lie in the memory of the host anyway")
     model, ids = tiny_model(**SYSTEMS[system]).to(device).train(), random_ids(2, 8).to(device)
     expected, gradients = loss_and_gradients(model, ids, num_loops=num_loops)
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    keep_fewer_activations(model, way)
     found, found_gradients = loss_and_gradients(model, ids, num_loops=num_loops)
     torch.testing.assert_close(found, expected)
     for name, gradient in gradients.items():
@@ -62,6 +66,26 @@ def same_bits(monkeypatch):
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("recipe", ["parcae", "ouro", "huginn"])
+def test_a_step_waits_for_nothing(recipe, device, training_text, tmp_path):
+    if device != "cuda":
+        pytest.skip("torch tells of waiting on CUDA alone; tests/test_waiting.py shows the same without a device")
+    pytest.importorskip("datasets", reason="training reads its text through datasets, which is not installed")
+    from looped_recipes.engine.interruption import Interruption
+    from looped_recipes.engine.training import Pretraining
+    from looped_recipes.settings.recipe import load_recipe
+
+    run = Pretraining(load_recipe(SMOKE / f"{recipe}.yaml", smoke_settings(training_text, tmp_path)))
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            report = run.steps.compute(step, None, Interruption())
+            run.steps.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(map(math.isfinite, report.read()))
 
 
 @pytest.mark.usefixtures("same_bits")

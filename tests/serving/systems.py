@@ -18,6 +18,9 @@ SIZES = {
 OTHERS = {
     "windows": {"window_pattern": "SL", "sliding_window": 8, "num_core_layers": 2},
     "grouped": {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": "learned"},
+    # loops that attend in the slot of an earlier one
+    "keys_of_every_second_loop": {"key_value_interval": 2, "num_core_layers": 2},
+    "keys_of_the_first_loop": {"num_key_value_loops": 1},
 }
 SYSTEMS = [*LoopedConfig.preset_names(), *OTHERS]
 PROMPTS = [[5, 9, 33, 7, 100, 101, 102], [3], list(range(11, 38)), [200, 201, 4, 4]]

@@ -53,7 +53,7 @@ class Table(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Of one request, all of whose tokens so far are kept by layer."""
+    """Of one request, all of whose tokens so far are kept by layer, each at its place: loops may ask for one layer."""
 
     def __init__(self, num_heads, head_dim, scaling, num_kv_heads, layer_id, sliding_window_size, **kwargs):
         super().__init__()
@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
     def forward(self, q, k, v, forward_batch):
         new = torch.stack([k, v]).view(2, len(q), self.kv_heads, self.head_dim).transpose(1, 2)
-        kept = forward_batch.setdefault(self.layer_id, new[:, :, :0])
+        kept = forward_batch.get(self.layer_id, new)[:, :, : forward_batch["tokens before"]]
         keys, values = forward_batch[self.layer_id] = torch.cat([kept, new], 2)
         places = torch.arange(keys.shape[1])
         mask = places[-len(q) :, None] >= places
@@ -167,6 +167,7 @@ def decode(model, prompt: list[int]) -> tuple[list[int], list[float]]:
     kept, tokens, told, new = {}, [], [], torch.tensor(prompt)
     for _ in range(NEW_TOKENS):
         places = torch.arange(len(prompt) + len(tokens))[-len(new) :]
+        kept["tokens before"] = int(places[0])
         logits = model(new, places, kept)[-1].log_softmax(-1)
         new = logits.argmax()[None]
         tokens.append(int(new))

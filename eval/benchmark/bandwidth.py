@@ -1,0 +1,96 @@
+"""Greedy decoding of one row over the time in which its bytes can be read, by `looped benchmark bandwidth`.
+
+memory_limit: every loop reads the weights of the core from memory. cache_limit: the first loop does, the others read
+them as fast as so many bytes can be read again and again: from the cache of the chip, where they fit there. Keys and
+values of the tokens before are counted in both. Both rates are measured in the same run.
+"""
+
+from typing import NamedTuple
+
+import torch
+from transformers import StoppingCriteria
+
+from looped_eval.common.timing import now
+from looped_recipes.common.flops import cache_numbers_per_token, sizes
+
+from .models import build, looped_config, tokens
+
+
+WAYS = {"as_it_is": {}, "static_cache": {"cache_implementation": "static"}}  # a GPU compiles with the latter
+BEYOND_CACHES = {"cuda": 2**32, "cpu": 2**28}  # bytes
+MOVED_AT_ONCE = {"cuda": 2**32, "cpu": 2**26}  # between two looks at the clock
+
+
+def bandwidth(args) -> dict:
+    model = build(args, looped_config(args)).eval()
+    return against_limits(model, tokens(args, batch=1, length=args.prompt), args.new_tokens)
+
+
+def against_limits(model, ids: torch.Tensor, new_tokens: int) -> dict:
+    """ids: [1, length]"""
+    limits = limits_of(model, ids.shape[1] + new_tokens // 2)
+    result = {**limits._asdict(), "memory_limit_tokens_per_second": 1 / limits.memory_seconds}
+    result["cache_limit_tokens_per_second"] = 1 / limits.cache_seconds
+    for name, way in WAYS.items():
+        seconds_of_tokens(model, ids, new_tokens, way)  # compiles
+        per_token = min(seconds_of_tokens(model, ids, new_tokens, way))
+        result[f"{name}_tokens_per_second"] = 1 / per_token
+        result[f"{name}_over_memory_limit"] = limits.memory_seconds / per_token
+        result[f"{name}_over_cache_limit"] = limits.cache_seconds / per_token
+    best = max(WAYS, key=lambda name: result[f"{name}_tokens_per_second"])
+    of_best = {f"best_over_{limit}_limit": result[f"{best}_over_{limit}_limit"] for limit in ("memory", "cache")}
+    return {**result, "best": best, **of_best}
+
+
+class Limits(NamedTuple):
+    core_bytes: int
+    memory_bytes_per_second: float
+    core_bytes_per_second: float  # of reading as many bytes as the core has, again and again
+    memory_seconds: float  # of a token
+    cache_seconds: float
+
+
+def limits_of(model, length: int) -> Limits:
+    """Of a token that `length` others come before."""
+    config, n, width = model.config, sizes(model.config), model.lm_head.weight.element_size()
+    core, once = n.core * width, (n.outer + n.coda + n.head + cache_numbers_per_token(config) * length) * width
+    others = (config.num_loops - 1) * core
+    memory = bytes_per_second(model.device.type)
+    cached = max(memory, bytes_per_second(model.device.type, core))
+    first = (once + core) / memory
+    return Limits(core, memory, cached, first + others / memory, first + others / cached)
+
+
+def bytes_per_second(device: str, size: int | None = None, repeats: int = 5) -> float:
+    """Of reading `size` bytes, by default more than any cache holds: of summing them, or of copying half of them onto
+    the other half, whichever is faster."""
+    size = BEYOND_CACHES[device] if size is None else size
+    buffer = torch.ones(size // 4, device=device)
+    half, inner, best = buffer.numel() // 2, max(1, MOVED_AT_ONCE[device] // size), float("inf")
+    for read in (buffer.sum, lambda: buffer[:half].copy_(buffer[-half:])):
+        read()
+        for _ in range(repeats):
+            start = now()
+            for _ in range(inner):
+                read()
+            best = min(best, (now() - start) / inner)
+    return size / best
+
+
+class Clock(StoppingCriteria):
+    """Stops nothing, and notes when each token is there."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.times.append(now())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def seconds_of_tokens(model, ids: torch.Tensor, number: int, way: dict) -> list[float]:
+    """Of each but the first, which is the prompt's."""
+    clock = Clock()
+    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    model.generate(ids, max_new_tokens=number, stopping_criteria=[clock], **settings, **way)
+    return [after - before for before, after in zip(clock.times, clock.times[1:])]

@@ -1,0 +1,88 @@
+"""What the options of a training gain and cost: seconds and peak memory of a step, over those without any.
+
+What is not installed or not for this device is said instead. Attention kernels are timed on rows of several documents.
+"""
+
+import gc
+from collections.abc import Iterator
+
+import torch
+
+from looped_eval.benchmark.models import build, looped_config, tokens
+from looped_eval.common.timing import now
+from looped_recipes.engine.activations import keep_fewer_activations
+from looped_recipes.engine.beginning import take_kernels
+from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
+from looped_recipes.settings.recipe import RecipeError, TrainingConfig
+
+from .against_llama import shaped, training_step
+from .pieces import Measurement, Setting
+
+
+SHAPE = {"layers": 6, "num_loops": 4, "width": 1536, "loop_loss": "per_loop"}
+OPTIONS = {
+    "compile": {"compile": True},
+    "cuda_graphs": {"compile": "cuda_graphs"},
+    "cut_cross_entropy": {"cross_entropy": "cut_cross_entropy"},
+    "flex_attention": {"attention": "flex_attention", "compile": True},
+    "flash_attention_2": {"attention": "flash_attention_2", "compile": True},
+    "checkpoint_blocks": {"gradient_checkpointing": True},
+    "checkpoint_loops": {"gradient_checkpointing": "loops"},
+    "checkpoint_selective": {"gradient_checkpointing": "selective"},
+    "checkpoint_offload": {"gradient_checkpointing": "offload"},
+}
+DOCUMENT = 200  # tokens of each, where rows are packed
+WARM_UP, STEPS = 4, 8
+
+
+def measurements(setting: Setting) -> Iterator[Measurement]:
+    for name, options in OPTIONS.items():
+        yield Measurement(name, lambda options=options: against_none(options, setting))
+
+
+def against_none(options: dict, setting: Setting) -> dict:
+    is_packed = "attention" in options
+    try:
+        seconds, memory = step_with(options, is_packed, setting)
+    except RecipeError as error:
+        return {"said": [str(error)]}
+    # an attention kernel is measured alone: beside a compiled step
+    others = {name: value for name, value in options.items() if is_packed and name == "compile"}
+    before, memory_before = step_with(others, is_packed, setting)
+    return {
+        "seconds": seconds,
+        "seconds_without": before,
+        "speedup": before / seconds,
+        "memory": memory,
+        "memory_over_that_without": memory / memory_before if memory and memory_before else None,
+    }
+
+
+def step_with(options: dict, is_packed: bool, setting: Setting) -> tuple[float, int | None]:
+    """Seconds and peak memory of a step."""
+    torch._dynamo.reset()
+    gc.collect()  # the model before
+    args = shaped(setting, **{name: value for name, value in SHAPE.items() if name != "loop_loss"})
+    model = build(args, looped_config(args, loop_loss=SHAPE["loop_loss"])).train()
+    training, batch = TrainingConfig(**options), tokens(args)
+    take_kernels(model, training, setting.device)
+    if training.gradient_checkpointing:
+        keep_fewer_activations(model, training.gradient_checkpointing)
+    uses_graphs = training.compile == "cuda_graphs"
+    if training.compile and not setting.tiny:
+        compile_blocks(blocks_of(model), cuda_graphs=uses_graphs)
+    how = {"output_logits": False}
+    if is_packed:
+        how["position_ids"] = (torch.arange(batch.shape[1], device=batch.device) % DOCUMENT).expand(batch.shape)
+    step = training_step(model, batch, setting, **how)
+    for _ in range(1 if setting.tiny else WARM_UP):
+        begin_step(uses_graphs)
+        step()
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = now()
+    for _ in range(1 if setting.tiny else STEPS):
+        begin_step(uses_graphs)
+        step()
+    seconds = (now() - start) / (1 if setting.tiny else STEPS)
+    return seconds, torch.cuda.max_memory_allocated() if setting.device == "cuda" else None

@@ -1,0 +1,133 @@
+"""What each step of a run sees: which rows, to which depths, with which noise.
+
+All of it is a function of (seed, step, row of the global batch). The rows of the next step are read while the device
+still computes this one.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
+from looped_recipes.data.shards import rows_of_step
+from looped_recipes.settings.recipe import Recipe, RecipeError
+from modeling_looped import LoopedForCausalLM, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
+from modeling_looped.losses import shift
+
+
+class MicroBatch(NamedTuple):
+    number: int  # what dropout is seeded with
+    batch: dict[str, torch.Tensor]
+    label_positions: np.ndarray  # where the next token has a label
+    depths: list[int]
+    noise: torch.Tensor | None
+
+
+class ReadAhead(NamedTuple):
+    step: int
+    batches: list[dict[str, torch.Tensor]]  # on the CPU, pinned where a GPU copies them without waiting
+    label_positions: list[np.ndarray]
+
+    @property
+    def num_labels(self) -> int:
+        """Of this process's rows."""
+        return sum(map(len, self.label_positions))
+
+
+class Batches:
+    """`model` is the bare one."""
+
+    def __init__(self, recipe: Recipe, model: LoopedForCausalLM, rows: PackedRows, accelerator: Accelerator):
+        self.recipe, self.model, self.rows, self.accelerator = recipe, model, rows, accelerator
+        self.mean_depth, self.backprop_loops = recipe.mean_depth(model.config), recipe.backprop_loops(model.config)
+        self.read_ahead = ReadAhead(-1, [], [])
+        self.check_groups()
+
+    def check_groups(self):
+        training, world = self.recipe.training, self.accelerator.num_processes
+        if self.has_dropout and training.rows_per_step % (training.micro_batch_size * world):
+            raise RecipeError(
+                f"with dropout the {world} processes share whole micro batches, but training.rows_per_step="
+                f"{training.rows_per_step} is not a multiple of {world} times training.micro_batch_size="
+                f"{training.micro_batch_size}: lower training.micro_batch_size, or use fewer processes"
+            )
+
+    @property
+    def has_dropout(self) -> bool:
+        return any(getattr(self.model.config, f"{place}_dropout") for place in ("attention", "residual", "embedding"))
+
+    def of_step(self, step: int) -> Iterator[MicroBatch]:
+        """This process's rows of a step; every process makes equally many micro batches."""
+        depths = self.depths(step)  # of the rows of the global batch
+        _, batches, label_positions = self.read(step)
+        for (number, rows), batch, positions in zip(self.groups(depths), batches, label_positions):
+            batch = {key: value.to(self.accelerator.device, non_blocking=True) for key, value in batch.items()}
+            yield MicroBatch(number, batch, positions, [depths[row] for row in rows], self.noise(step, rows))
+
+    def read(self, step: int) -> ReadAhead:
+        """This process's rows of a step."""
+        if self.read_ahead.step != step:
+            pin = self.accelerator.device.type == "cuda"
+            data_rows, batches, label_positions = self.data_rows(step), [], []
+            for _, rows in self.groups(self.depths(step)):
+                batch = self.rows.batch([data_rows[row] for row in rows])
+                label_positions.append(np.flatnonzero(shift(batch["labels"]).numpy() != IGNORE_INDEX))
+                batches.append({key: value.pin_memory() if pin else value for key, value in batch.items()})
+            self.read_ahead = ReadAhead(step, batches, label_positions)
+        return self.read_ahead
+
+    def data_rows(self, step: int) -> list[int]:
+        """Of the training rows, those of the global batch."""
+        training = self.recipe.training
+        return rows_of_step(training.seed, step, training.rows_per_step, len(self.rows))
+
+    def depth_settings(self, step: int) -> tuple[float, int | None]:
+        """The mean depth, and the number of loops with gradients."""
+        depth = self.recipe.depth
+        if depth.curriculum is None:
+            return self.mean_depth, self.backprop_loops
+        shape, target = depth.curriculum, depth.curriculum_target
+        return curriculum(shape, target, depth.curriculum_steps, step, self.mean_depth, self.backprop_loops)
+
+    def depths(self, step: int) -> list[int]:
+        """Of every row of the step."""
+        depth, training = self.recipe.depth, self.recipe.training
+        mean, window = self.depth_settings(step)
+        return depths_of_step(
+            depth.sampler,
+            mean,
+            training.seed,
+            step,
+            range(training.rows_per_step),
+            per=depth.per,
+            backprop_loops=window,
+            split=depth.split,
+            maximum=depth.maximum,
+            rows_per_draw=depth.rows_per_draw,
+        )
+
+    def groups(self, depths: list[int]) -> list[tuple[int, list[int]]]:
+        """(number, rows of the global batch) of this process's micro batches.
+
+        What dropout draws belongs to a whole micro batch, so with dropout all processes together make the same ones
+        however many they are.
+        """
+        size = self.recipe.training.micro_batch_size
+        world, index = self.accelerator.num_processes, self.accelerator.process_index
+        if not self.has_dropout:
+            mine = balanced_ranks(depths, world)[index]
+            return list(enumerate(mine[start : start + size] for start in range(0, len(mine), size)))
+        groups = [list(range(start, start + size)) for start in range(0, len(depths), size)]
+        mine = balanced_ranks([sum(depths[row] for row in rows) for rows in groups], world)[index]
+        return [(number, groups[number]) for number in mine]
+
+    def noise(self, step: int, rows: list[int]) -> torch.Tensor | None:
+        if self.model.config.state_init != "normal":
+            return None
+        length = self.recipe.data.sequence_length
+        return initial_state_of_step(
+            self.model, self.recipe.training.seed, step, rows, length, self.accelerator.device
+        )

@@ -1,0 +1,130 @@
+"""What a launch must agree with, and the model that a run begins with."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from looped_recipes.common.checksums import check_folder
+from looped_recipes.data.sources import looks_like_path
+from looped_recipes.engine.distributed import check_units
+from looped_recipes.settings.recipe import Recipe, RecipeError, TrainingConfig
+from modeling_looped import LoopedForCausalLM
+from modeling_looped.loss_kernels import LOSS_KERNELS
+
+
+def check_launch(recipe: Recipe, accelerator: Accelerator):
+    """What can be refused before data are prepared."""
+    training, world = recipe.training, accelerator.num_processes
+    if training.rows_per_step % world:
+        raise RecipeError(
+            f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; change one"
+        )
+    check_units(accelerator, recipe)
+    check_trackers(recipe, accelerator)
+    check_start(recipe)
+
+
+def check_trackers(recipe: Recipe, accelerator: Accelerator):
+    """accelerate leaves out, without a word, trackers that are not installed."""
+    found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+    missing = [name for name in recipe.logging.trackers if name not in found]
+    if missing:
+        raise RecipeError(
+            f"logging.trackers={recipe.logging.trackers}: {', '.join(missing)} is not installed; install it "
+            f"(pip install {' '.join(missing)}), or leave it out"
+        )
+
+
+def check_start(recipe: Recipe):
+    dense, start = recipe.dense.path, recipe.training.initialize_from
+    if dense is not None and not is_model(dense):
+        raise RecipeError(
+            f"dense.path={dense!r} holds no model of transformers (looked from {Path.cwd()}): make that one "
+            "first, or name another"
+        )
+    if start is not None and not is_model(start):
+        raise RecipeError(
+            f"training.initialize_from={start!r} holds no saved model (looked from {Path.cwd()}): train that one "
+            "first, or name another"
+        )
+
+
+def is_model(name: str) -> bool:
+    """Whether a folder holds a saved model; of a name on the Hub, that is not looked up."""
+    return not looks_like_path(name) or (Path(name) / "config.json").is_file()
+
+
+def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    fields = {**special, "max_position_embeddings": max(recipe.data.sequence_length, trained_positions(recipe))}
+    if recipe.dense.path is not None:
+        model = looped_dense_model(recipe)
+    elif recipe.training.initialize_from is not None:
+        check_folder(recipe.training.initialize_from)
+        model = LoopedForCausalLM.from_pretrained(recipe.training.initialize_from, **changes_to_start(recipe))
+    else:
+        if "vocab_size" not in recipe.model and "preset" not in recipe.model:
+            fields["vocab_size"] = -(-len(tokenizer) // 64) * 64
+        model = LoopedForCausalLM(recipe.model_config(**fields))
+    if len(tokenizer) > model.config.vocab_size:
+        raise RecipeError(
+            f"the tokenizer has {len(tokenizer)} entries, but the model's vocab_size is {model.config.vocab_size}: "
+            "raise model.vocab_size, or use a smaller data.tokenizer_vocab_size"
+        )
+    if recipe.training.freeze_all_but_gate:
+        if model.exit_gate is None:
+            raise RecipeError("training.freeze_all_but_gate needs a model with an exit gate: set model.exit_gate")
+        model.requires_grad_(False)
+        model.exit_gate.requires_grad_(True)
+    return model
+
+
+def take_kernels(model: LoopedForCausalLM, training: TrainingConfig, device: str):
+    """The kernels that the recipe names."""
+    on_gpus = {"compile": training.compile == "cuda_graphs", "attention": training.attention is not None}
+    on_gpus["cross_entropy"] = training.cross_entropy is not None
+    on_gpus["gradient_checkpointing"] = training.gradient_checkpointing == "offload"
+    for name in [name for name, is_named in on_gpus.items() if is_named]:
+        if device != "cuda":
+            raise RecipeError(
+                f"training.{name}={getattr(training, name)!r} needs a GPU, but this run is on {device!r}: leave it out"
+            )
+    if training.attention is not None:
+        try:
+            model.set_attn_implementation(training.attention)
+        except (ImportError, ValueError) as error:
+            raise RecipeError(f"training.attention={training.attention!r}: {' '.join(str(error).split())}") from error
+    if training.cross_entropy is not None:
+        if find_spec(training.cross_entropy) is None:
+            raise RecipeError(
+                f"training.cross_entropy={training.cross_entropy!r} is not installed: install it (pip install "
+                f"{training.cross_entropy.replace('_', '-')}), or leave it out"
+            )
+        model.loss_kernel = LOSS_KERNELS[training.cross_entropy]
+
+
+def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
+    """With weights in fp32, as all that is trained here."""
+    path = recipe.dense.path
+    check_folder(path)
+    try:
+        return LoopedForCausalLM.from_dense(path, dtype=torch.float32, **recipe.dense_options())
+    except ValueError as error:
+        raise RecipeError(f"dense.path={path!r}: {error}") from error
+
+
+def trained_positions(recipe: Recipe) -> int:
+    """Positions that the recipe or its preset asks for; learned ones are as many as asked for, no more."""
+    if "max_position_embeddings" in recipe.model or "preset" in recipe.model:
+        return recipe.model_config().max_position_embeddings
+    return 0
+
+
+def changes_to_start(recipe: Recipe) -> dict:
+    """Fields of the recipe's model that change a saved model, e.g. its loss; a gate that is new starts fresh."""
+    changes = {key: value for key, value in recipe.model.items() if key != "preset"}
+    if "num_loops" in changes:  # the depth of this training, also where that before had another
+        changes["trained_num_loops"] = changes["num_loops"]
+    return {**changes, "strict": "exit_gate" not in changes}

@@ -1,0 +1,102 @@
+"""What steps say of themselves: read, logged, and the end of a run whose numbers are none."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from looped_recipes.common.hardware import reference_rate
+from looped_recipes.settings.recipe import Recipe
+
+from .batches import Batches
+from .finite import ADVICE, Divergence
+from .monitor import Monitor
+from .run_checkpoints import Progress
+from .step import Report
+
+
+@dataclass
+class StepReports:
+    recipe: Recipe
+    accelerator: Accelerator
+    batches: Batches
+    monitor: Monitor
+    progress: Progress
+    log: Callable[[int, dict], None]
+    bar: tqdm
+    total_steps: int
+    flops_per_token: float
+    signals: int = 0  # processes that were told to end
+    held: Report | None = None  # that was not read yet
+    since: int = 0  # steps, since the clock started
+    clock: float = field(default_factory=time.perf_counter)
+
+    def hold(self, report: Report):
+        """Read the one before: that step is done, or about to be."""
+        self.read_held()
+        self.held = report
+
+    def read_held(self):
+        if self.held is not None:
+            held, self.held = self.held, None
+            self.read(held)
+
+    def read(self, report: Report) -> bool:
+        """Whether the step came to numbers."""
+        loss, self.signals, norm = report.read()
+        metrics = {"loss": loss / self.accelerator.num_processes, **report.known}
+        if self.recipe.optimizer.clip is not None:
+            metrics["gradient_norm"] = norm
+        # a scaler, of fp16, leaves out such gradients by itself
+        scaled = getattr(self.accelerator, "scaler", None) is not None
+        is_finite = math.isfinite(loss) and (math.isfinite(norm) or scaled)
+        if not is_finite:
+            self.count_skipped(report.step, metrics["loss"], norm)
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.say(report.step, metrics)
+        return is_finite
+
+    def count_skipped(self, step: int, loss: float, gradient_norm: float):
+        """No update from what is no number: the run stops, or leaves the step out if the recipe says so."""
+        limit, skipped = self.recipe.training.skip_nonfinite_steps, self.progress.num_skipped
+        what = f"the gradient norm of step {step} is {gradient_norm}"
+        if not math.isfinite(loss):
+            what = f"the loss of step {step} is {loss}"
+        if skipped >= limit:
+            rows = self.batches.data_rows(step)
+            left_out = f" after {skipped} steps that were left out" if skipped else ""
+            raise Divergence(f"{what} on training rows {rows}{left_out}; the checkpoints are good. {ADVICE}")
+        self.progress.num_skipped += 1
+        self.accelerator.print(f"{what}: left out, {skipped + 1} of {limit} at most")
+
+    def say(self, step: int, metrics: dict):
+        for message in self.monitor.warnings(metrics) if "loss" in metrics else ():
+            if self.accelerator.is_main_process:
+                self.bar.write(f"step {step}: {message}")
+        if self.recipe.training.skip_nonfinite_steps:
+            metrics["skipped_steps"] = self.progress.num_skipped
+        self.since += 1
+        done, logging = step + 1, self.recipe.logging
+        if step % logging.monitor_every == 0 or done == self.total_steps or done % logging.every == 0:
+            speed = self.tokens_per_second()
+            peak = reference_rate(self.accelerator) * self.accelerator.num_processes
+            metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
+            self.log(step, metrics)
+            self.bar.set_postfix_str(
+                f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
+                f"{metrics['loops']:.1f} loops"
+            )
+        self.bar.update(1)
+
+    def tokens_per_second(self) -> float:
+        """Since this was asked last."""
+        tokens = self.since * self.recipe.training.rows_per_step * self.recipe.data.sequence_length
+        seconds = time.perf_counter() - self.clock
+        self.start_clock()
+        return tokens / seconds
+
+    def start_clock(self):
+        self.clock, self.since = time.perf_counter(), 0

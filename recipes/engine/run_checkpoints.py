@@ -1,0 +1,151 @@
+"""The checkpoints of one run: which it goes on from, and what it saves."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from looped_recipes.common.files import append_line, remove_leftovers
+from looped_recipes.common.metrics import MetricsLog
+from looped_recipes.common.provenance import provenance
+from looped_recipes.settings.recipe import Recipe, RecipeError
+
+from .background import Background
+from .checkpoint import (
+    METRICS,
+    check_space,
+    load_checkpoint,
+    read_marker,
+    save_checkpoint,
+    sound_checkpoint,
+)
+from .finite import ADVICE, Divergence, nonfinite_part
+from .monitor import Monitor
+from .resume import comparable, compared_settings, differing, may_change, other_versions, refuse_lost_run, shown
+from .saving import from_all_processes, on_main_process
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    num_skipped: int = 0
+    best: float = math.inf  # validation loss, of the checkpoints at whose step there is one
+    last_validation: float = math.inf
+    evaluated_at: int | None = None
+
+
+class RunCheckpoints:
+    def __init__(
+        self,
+        recipe: Recipe,
+        accelerator,
+        model,
+        optimizers: list,
+        monitor: Monitor,
+        metrics: MetricsLog,
+        compared: dict,  # settings that must agree before a run goes on
+    ):
+        self.recipe, self.accelerator, self.model, self.optimizers = recipe, accelerator, model, optimizers
+        self.monitor, self.metrics, self.compared = monitor, metrics, compared
+        self.output = Path(recipe.training.output_dir)
+        self.folder = self.output / "checkpoints"
+        self.background = Background() if recipe.training.save_in_background else None
+
+    def start(self) -> tuple[Progress, Path | None]:
+        """Load the newest whole checkpoint, or begin."""
+        found = sound_checkpoint(self.folder)
+        if found is not None and not self.recipe.training.resume:
+            raise RecipeError(
+                f"training.resume=false, but {self.output} holds {found.name}: choose another training.output_dir, or "
+                "remove that run"
+            )
+        check_space(self.folder, self.model, self.optimizers)
+        if found is not None:
+            return self.load_newest(found)
+        on_main_process(lambda: refuse_lost_run(self.output), self.output)
+        return Progress(), None
+
+    def write_beginning(self, step: int, checkpoint: Path | None):
+        remove_leftovers(self.output)
+        self.metrics.start(step, None if checkpoint is None else checkpoint / METRICS)
+        self.recipe.save(self.output / "recipe.yaml")
+        append_line(self.output / "provenance.jsonl", json.dumps({"step": step, **provenance()}))  # each launch
+
+    def load_newest(self, found: Path) -> tuple[Progress, Path]:
+        """The newest checkpoint whose numbers are numbers, and where it lies."""
+        refused = {}
+        while True:
+            progress, changes = self.load(found)
+            bad = self.nonfinite_part()
+            if bad is None:
+                said = f"; changed: {shown(changes)}" if changes else ""
+                self.accelerator.print(f"continuing from {found} at step {progress.step}{said}")
+                return progress, found
+            refused[found] = f"{bad} is not finite"
+            found = sound_checkpoint(self.folder, refused)
+
+    def nonfinite_part(self) -> str | None:
+        """Of the weights and moments on all processes."""
+        parts = from_all_processes(lambda: nonfinite_part(self.model, self.optimizers), self.output)
+        return next((part for part in parts if part is not None), None)
+
+    def load(self, checkpoint: Path) -> tuple[Progress, list]:
+        """How far the run had come there, and which settings were others."""
+        own, marker = dict(self.compared), read_marker(checkpoint)
+        for name in {"precision", "rows_of_dropout"} - marker["config"].keys():  # not written down by older versions
+            own.pop(name)
+        changes = differing(marker["config"], own)
+        resume = self.recipe.training.resume
+        extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
+        self.monitor.load_state_dict(extra["monitor"])
+        other = other_versions(marker.get("made_by", {}))
+        if other:
+            self.accelerator.print(
+                f"{checkpoint} was made with {other}: steps may be rounded differently from here on"
+            )
+        return Progress(extra["step"], extra.get("skipped_steps", 0), extra["best"]), changes
+
+    def save(self, progress: Progress):
+        bad = self.nonfinite_part()
+        if bad is not None:
+            raise Divergence(
+                f"{bad} is not finite after step {progress.step - 1}: it is not saved, and the checkpoints before are "
+                f"good. {ADVICE}"
+            )
+        is_best = progress.evaluated_at == progress.step and progress.last_validation < progress.best
+        if is_best:
+            progress.best = progress.last_validation
+        extra = {
+            "step": progress.step,
+            "best": progress.best,
+            "monitor": self.monitor.state_dict(),
+            "skipped_steps": progress.num_skipped,
+        }
+        for tracker in self.accelerator.trackers:
+            getattr(tracker.tracker, "flush", int)()
+        save_checkpoint(
+            self.folder,
+            progress.step,
+            self.model,
+            self.optimizers,
+            extra,
+            keep_last=self.recipe.training.keep_last,
+            is_best=is_best and self.recipe.training.keep_best,
+            config=self.compared,
+            metrics=self.metrics.path,
+            background=self.background,
+        )
+
+    def wait(self):
+        """Until what was saved is whole."""
+        if self.background is not None:
+            self.background.wait()
+
+
+def settings_of_run(recipe: Recipe, model_config, data, precision: str, has_dropout: bool) -> dict:
+    settings = compared_settings(recipe, comparable(model_config.to_dict()), data)
+    settings["precision"] = precision
+    settings["rows_of_dropout"] = recipe.training.micro_batch_size if has_dropout else None
+    return comparable(settings)

@@ -1,0 +1,133 @@
+"""One step: forward, backward and update on all its rows.
+
+Nothing in a step waits for the device, but where the monitor measures: what it says of itself (`Report`) is read when
+the next one is on its way. A step that must be left out if it came to no numbers is read before the update; so is
+every one on a CPU, which has computed a number when it returns it.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from accelerate.utils import set_seed
+
+from looped_recipes.settings.recipe import Recipe
+from modeling_looped import generator_of
+
+from .batches import Batches
+from .behind import Behind
+from .compiling import begin_step
+from .distributed import bare, fill_missing_gradients
+from .interruption import Interruption
+from .monitor import Monitor, StateNorms
+from .optimizers import apply_step_settings, set_learning_rates
+from .validation import depths_in_one_pass
+
+
+class Report(NamedTuple):
+    """Of a step: what is known of it, and what is still computed."""
+
+    step: int
+    known: dict[str, float]
+    numbers: Behind  # sum of the processes' losses, how many were told to end, gradient norm
+
+    def read(self) -> tuple[float, float, float]:
+        loss, signals, norm = self.numbers.read()
+        return loss, signals, norm
+
+
+class Steps:
+    """`schedulers` and `optimizers` as built, `model` as distributed."""
+
+    def __init__(self, recipe: Recipe, accelerator, model, optimizers, schedulers, batches: Batches, total_steps: int):
+        self.recipe, self.accelerator, self.model, self.batches = recipe, accelerator, model, batches
+        self.optimizers, self.schedulers, self.total_steps = optimizers, schedulers, total_steps
+        self.labels: tuple[int, torch.Tensor | None] = (-1, None)  # of a step, on all processes
+
+    @property
+    def reads_behind(self) -> bool:
+        return self.accelerator.device.type != "cpu" and not self.recipe.training.skip_nonfinite_steps
+
+    def compute(self, step: int, monitor: Monitor | None, interruption: Interruption) -> Report:
+        """Loss and gradients of a step. monitor: measures states and gradients too."""
+        accelerator, config = self.accelerator, bare(self.model).config
+        begin_step(self.recipe.training.compile == "cuda_graphs")
+        depths = self.batches.depths(step)
+        watch_states = monitor is not None and depths_in_one_pass(config)
+        norms = StateNorms(max(depths), accelerator.device) if watch_states else None
+        total = self.backward(step, norms)
+        # signals go along, so that all processes leave after the same step; and how many labels the next one has
+        is_last = step + 1 == self.total_steps
+        following = 0 if is_last else self.batches.read(step + 1).num_labels
+        told = [
+            total.double(),
+            *(torch.full_like(total, n, dtype=torch.float64) for n in (interruption.number, following)),
+        ]
+        told = accelerator.reduce(torch.stack(told), reduction="sum")
+        self.labels = (step + 1, told[2].long())
+        known = {"loops": sum(depths) / len(depths)}
+        if norms is not None:
+            known.update(norms.metrics(lambda sums: accelerator.reduce(sums, reduction="sum")))
+        if monitor is not None:
+            known.update(monitor.measure_weights(bare(self.model)))
+        norm = self.clip()
+        apply_step_settings(self.optimizers, step, self.recipe.optimizer, self.total_steps)
+        set_learning_rates(self.schedulers, step)
+        known["lr"] = self.optimizers[0].param_groups[0]["lr"]
+        return Report(step, known, Behind(torch.cat([told[:2], norm.to(told)[None]])))
+
+    def backward(self, step: int, norms: StateNorms | None) -> torch.Tensor:
+        """This process's share of the loss."""
+        accelerator, micro_batches = self.accelerator, list(self.batches.of_step(step))
+        _, window = self.batches.depth_settings(step)
+        labelled = self.labels_of(step)
+        total = torch.zeros((), device=accelerator.device)
+        for i, (number, batch, label_positions, depths, noise) in enumerate(micro_batches):
+            set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
+            last = i == len(micro_batches) - 1
+            with accelerator.no_sync(self.model) if not last else nullcontext():
+                outputs = self.model(
+                    **batch,
+                    num_loops=depths if len(set(depths)) > 1 else depths[0],
+                    backprop_loops=window,
+                    initial_state=noise,
+                    # gradients are averaged over processes, so each divides by its share of the labels
+                    num_items_in_batch=labelled / accelerator.num_processes,
+                    label_positions=label_positions,
+                    output_logits=False,
+                    output_loop_hidden_states=norms is not None,
+                    use_cache=False,
+                )
+                accelerator.backward(outputs.loss)
+            total += outputs.loss.detach()
+            if norms is not None:
+                norms.add([state.detach() for state in outputs.loop_hidden_states])
+            del outputs
+        return total
+
+    def labels_of(self, step: int) -> torch.Tensor:
+        """Labels of all processes; the step before has added them up."""
+        known, labels = self.labels
+        if known != step or labels is None:
+            mine = torch.tensor(self.batches.read(step).num_labels, device=self.accelerator.device)
+            labels = self.accelerator.reduce(mine, reduction="sum")
+        return labels.clamp(min=1)
+
+    def clip(self) -> torch.Tensor:
+        """The norm of all gradients."""
+        fill_missing_gradients(self.optimizers)
+        limit = self.recipe.optimizer.clip
+        limit = math.inf if limit is None else limit  # infinity leaves them as they are
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+
+    def update(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.leave_out()
+
+    def leave_out(self):
+        """No update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()

@@ -1,0 +1,63 @@
+"""Checkpoints that are written while the training goes on are whole or not there, as all others."""
+
+import errno
+import os
+import time
+
+import pytest
+
+from looped_recipes.engine import checkpoint
+from looped_recipes.engine.checkpoint import whole_checkpoints
+from looped_recipes.engine.saving import CheckpointError
+from tests.faults.tiny_run import STEPS, metrics_of
+from tests.helpers_processes import run_and_kill
+
+
+BACKGROUND = ["training.save_in_background=true", "training.save_every=1", "training.keep_last=10"]
+
+
+def steps_of(place) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in whole_checkpoints(place / "run" / "checkpoints")]
+
+
+def test_every_checkpoint_is_whole_and_the_run_the_same(runs):
+    place = runs.copy(runs.half, "background")
+    runs.train(place, *BACKGROUND, "training.stop_after=5")
+    assert steps_of(place)[-2:] == [4, 5]
+    runs.train(place, *BACKGROUND)
+    assert steps_of(place)[-1] == STEPS and runs.why_other(place) is None
+
+
+def test_a_kill_while_a_checkpoint_is_written(runs, monkeypatch):
+    """The training has gone on by then; the checkpoint is not there, and nothing else is lost."""
+    place = runs.copy(runs.half, "killed")
+    folder, write_marker = place / "run" / "checkpoints", checkpoint.write_marker
+
+    def slowly(folder, marker, checksums):
+        if marker["step"] == 5:
+            time.sleep(60)
+        write_marker(folder, marker, checksums)
+
+    def is_time():
+        return (folder / ".saving-step-00000005").is_dir() and any(each["step"] == 5 for each in metrics_of(place))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_marker", slowly)
+        run_and_kill(lambda: runs.train(place, *BACKGROUND), is_time)
+    assert steps_of(place)[-1] == 4
+    runs.train(place)
+    assert runs.why_other(place) is None
+
+
+@pytest.mark.slow
+def test_an_error_of_writing_ends_the_run(runs, monkeypatch):
+    place = runs.copy(runs.half, "full")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_marker", full)
+        with pytest.raises(CheckpointError, match="no space left on the disk"):
+            runs.train(place, *BACKGROUND)
+    assert steps_of(place)[-1] == 3

@@ -1,0 +1,89 @@
+"""Kernels of others that a training may take: what is computed stays what it was, and what is missing is said."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from looped_recipes.engine.beginning import take_kernels
+from looped_recipes.settings.recipe import RecipeError, TrainingConfig
+from modeling_looped.loss_kernels import LOSS_KERNELS
+from tests.helpers import quick_and_slow, random_ids, tiny_model
+
+
+LOSSES = ["terminal", "per_loop", "last_third", "exit_weighted", "exit_weighted_logits", "gate"]
+
+
+def plain_cross_entropy(hidden, weight, labels, softcap):
+    logits = hidden @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def loss_and_gradients(model, **inputs):
+    model.zero_grad()
+    outputs = model(**inputs, use_cache=False, output_logits=False)
+    outputs.loss.backward()
+    return outputs.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_alike(found, expected):
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("depths", [3, [3, 1]], ids=["one_depth", "mixed_depths"])
+@pytest.mark.parametrize("loss", quick_and_slow(LOSSES, "per_loop", "exit_weighted"))
+def test_losses_of_a_kernel(loss, depths):
+    gate = "raw" if loss in ("exit_weighted", "exit_weighted_logits", "gate") else "none"
+    model = tiny_model(loop_loss=loss, exit_gate=gate, num_loops=3, logit_softcap=5.0).double().train()
+    ids = random_ids(2, 9)
+    labels = ids.clone()
+    labels[0, 3:5] = -100
+    inputs = {"input_ids": ids, "labels": labels, "num_loops": depths}
+    expected = loss_and_gradients(model, **inputs)
+    model.loss_kernel = plain_cross_entropy
+    assert_alike(loss_and_gradients(model, **inputs), expected)
+
+
+@pytest.mark.gpu
+def test_cut_cross_entropy(device):
+    pytest.importorskip("cut_cross_entropy", reason="the package cut-cross-entropy is not installed")
+    if device == "cpu":
+        pytest.skip("its kernel is for GPUs")
+    model = tiny_model(loop_loss="per_loop", num_loops=3, hidden_size=64, vocab_size=512).to(device).train()
+    ids = random_ids(4, 64).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        expected = loss_and_gradients(model, input_ids=ids, labels=ids)
+        model.loss_kernel = LOSS_KERNELS["cut_cross_entropy"]
+        found = loss_and_gradients(model, input_ids=ids, labels=ids)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_flex_attention_trains_packed_documents_alike(device):
+    """tests/test_attention.py does the same without gradients, which flex attention has on GPUs alone."""
+    if device == "cpu":
+        pytest.skip("flex attention has no gradients on CPUs")
+    model = tiny_model(hidden_size=64).to(device).train()
+    ids = random_ids(2, 192).to(device)
+    starts = torch.tensor([[0, 40, 41], [0, 100, 150]], device=device)
+    places = torch.arange(192, device=device)
+    positions = places - torch.where(places >= starts[..., None], starts[..., None], 0).amax(1)
+    inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    expected = loss_and_gradients(model, **inputs)
+    take_kernels(model, TrainingConfig(attention="flex_attention"), device)
+    torch.testing.assert_close(loss_and_gradients(model, **inputs), expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings, device, message",
+    [
+        ({"cross_entropy": "cut_cross_entropy"}, "cuda", "cross_entropy='cut_cross_entropy'.*pip install cut-cross"),
+        ({"attention": "flash_attention_2"}, "cuda", "training.attention='flash_attention_2': .*to be installed"),
+        ({"attention": "flex_attention"}, "cpu", "training.attention='flex_attention' needs a GPU.*on 'cpu'"),
+        ({"compile": "cuda_graphs"}, "cpu", "training.compile='cuda_graphs' needs a GPU.*on 'cpu'"),
+    ],
+)
+def test_what_is_missing_is_said(settings, device, message):
+    with pytest.raises(RecipeError, match=message):
+        take_kernels(tiny_model(), TrainingConfig(**settings), device)
