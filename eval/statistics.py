@@ -173,7 +173,8 @@ def length_in(tokenizer: str | None) -> Callable[[str], int]:
 
 
 def items_of(result: dict) -> str:
-    return f"{counted(f'{result["items"]:,}', 'item')} of {counted(len(result['tasks']), 'task')}"
+    items = f"{result['items']:,}"
+    return f"{counted(items, 'item')} of {counted(len(result['tasks']), 'task')}"
 
 
 def table(result: dict) -> str:

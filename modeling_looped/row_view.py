@@ -148,7 +148,8 @@ class RowView:
         mask = self.masks_by_window[window]
         if self.cache.is_int8:
             return attend_to_int8(queries, steps_of(seen).to(floats_of(queries.dtype)), sizes_of(seen), mask, scaling)
-        return attend_to_all(queries, *seen.unbind(2), mask, scaling)
+        keys, values = seen.unbind(2)
+        return attend_to_all(queries, keys, values, mask, scaling)
 
     def in_floats(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Keys and values of one row, until the next one's take their place."""

@@ -130,5 +130,7 @@ def test_what_generate_hands_on_is_known(how, said):
     """Tokenizers, which its own criteria read, and a second prompt."""
     given = {"tokenizer": tiny_tokenizer(), "assistant_tokenizer": tiny_tokenizer(), "synced_gpus": False}
     given |= {"negative_prompt_ids": IDS}
-    tiny_model(loop_loss="per_loop", eos_token_id=None).generate(IDS, max_new_tokens=2, do_sample=False, **given, **how)
+    tiny_model(loop_loss="per_loop", eos_token_id=None).generate(
+        IDS, max_new_tokens=2, do_sample=False, **given, **how
+    )
     assert said == []

@@ -1,4 +1,4 @@
-"""Whether the Hub can be asked for a model, found out by one try: its client waits a minute for one that is not there."""
+"""Whether the Hub can be asked for a model, found out by one try: where it cannot, its client tries for a minute."""
 
 from pathlib import Path
 from urllib.error import HTTPError
@@ -22,6 +22,6 @@ def check_source(name: str):
         pass  # an answer
     except OSError as error:
         raise OSError(
-            f"there is no folder {name!r}, and the Hub does not answer ({error}): check the name and the connection, or "
-            "set HF_HUB_OFFLINE=1 for a model that was downloaded before"
+            f"there is no folder {name!r}, and the Hub does not answer ({error}): check the name and the connection, "
+            "or set HF_HUB_OFFLINE=1 for a model that was downloaded before"
         ) from error
