@@ -11,11 +11,11 @@ from signal import SIGTERM
 
 import torch
 from accelerate.utils import set_seed
-from tqdm import tqdm
 
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.orphans import end_with
+from looped_recipes.common.progress import progress_bar
 from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.activations import keep_fewer_activations
@@ -133,7 +133,7 @@ class Pretraining:
         quiet = not self.accelerator.is_main_process
         with (
             self.interruption,
-            tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar,
+            progress_bar(total=self.total_steps, initial=self.step, disable=quiet) as bar,
         ):
             try:
                 self.take_steps(bar)
