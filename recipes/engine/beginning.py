@@ -84,7 +84,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
 def take_kernels(model: LoopedForCausalLM, training: TrainingConfig, device: str):
     """The kernels that the recipe names."""
     on_gpus = {"compile": training.compile == "cuda_graphs", "attention": training.attention is not None}
-    on_gpus["cross_entropy"] = training.cross_entropy is not None
+    on_gpus["cross_entropy"], on_gpus["float8"] = training.cross_entropy is not None, training.float8 is not None
     on_gpus["gradient_checkpointing"] = training.gradient_checkpointing == "offload"
     for name in [name for name, is_named in on_gpus.items() if is_named]:
         if device != "cuda":

@@ -27,6 +27,7 @@ from looped_recipes.engine.distributed import prepare as distribute
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
+from looped_recipes.engine.float8 import take_float8
 from looped_recipes.engine.interruption import Interrupted, Interruption
 from looped_recipes.engine.monitor import Monitor
 from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
@@ -71,6 +72,8 @@ class Pretraining:
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
         take_kernels(self.model, training, self.accelerator.device.type)
+        if training.float8:
+            take_float8(blocks_of(self.model), training.float8, self.accelerator.mixed_precision)
         if training.gradient_checkpointing:
             keep_fewer_activations(self.model, training.gradient_checkpointing)
         if training.compile:
