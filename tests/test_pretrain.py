@@ -253,6 +253,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(whole_run, training_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it starts a process for every kill
 @pytest.mark.parametrize("wanted", [2, 8])
 def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, training_text, tmp_path):
     """kill -9, at moments that fall into steps, evaluations and checkpoints alike; losses are equal bit for bit."""
