@@ -24,8 +24,8 @@ class OwnLoss:
         )
         refuse_if(
             self.args.use_liger_kernel,
-            "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: leave "
-            "it out",
+            "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: "
+            "leave it out",
         )
         inputs = {**inputs, "use_cache": False}
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
