@@ -29,9 +29,10 @@ def start(job: str):
     own = {"SLURM_JOB_ID": number, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "JOB": job}
     if task:
         own |= {"SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": task}
-    script, ended = (shlex.quote(str(FOLDER / name)) for name in (f"script.{number}", f"ended.{job}"))
+    names = (f"script.{number}", f"again.{job}", f"requeued.{job}", f"ended.{job}")
+    script, again, requeued, ended = (shlex.quote(str(FOLDER / name)) for name in names)
     nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    command = f"bash {script}; touch {ended}"
+    command = f"while bash {script}; [ -e {again} ]; do mv {again} {requeued}; done; touch {ended}"
     subprocess.Popen(["bash", "-c", command], env={**os.environ, **own}, start_new_session=True, **nothing)
 
 
@@ -53,8 +54,7 @@ def sacct(*_):
 
 
 def scontrol(_, job: str):
-    Path(FOLDER, f"requeued.{job}").touch()
-    start(job)
+    Path(FOLDER, f"again.{job}").touch()
 
 
 if __name__ == "__main__":
