@@ -33,7 +33,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .borrowed import captured, config_defaults
 from .cache import CacheView, view_for_pass
-from .checks import check_inputs, check_pass, check_softcap, check_takes_initial_state, why_no_cache
+from .checks import check_inputs, check_pass, check_softcap, check_takes_initial_state, refuse_if, why_no_cache
 from .clients import check_for_engine, register_with_peft, warn_of_another_loss
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
@@ -90,6 +90,14 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         """Asked by transformers, which takes eager attention where this fails, unless sdpa was asked for."""
         check_softcap(self.config.attention_softcap, "sdpa")
         return super()._sdpa_can_dispatch(*args, **kwargs)
+
+    def set_use_kernels(self, use_kernels, *args, **kwargs):
+        refuse_if(
+            use_kernels,
+            f"use_kernels={use_kernels} replaces layers that the kernels hub knows by name, of which this model has "
+            "none: leave it out (for attention, attn_implementation takes a kernel)",
+        )
+        super().set_use_kernels(use_kernels, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth

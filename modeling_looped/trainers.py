@@ -11,14 +11,21 @@ of earlier loops would teach the model to repeat them. They train the last loop,
 
 from transformers import Trainer
 
+from .checks import refuse_if
+
 
 class OwnLoss:
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         assert isinstance(self, Trainer)  # it is mixed into one
-        if self.label_smoother is not None:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} smooths the last loop's logits and would "
-                "replace the model's own loss: set it to 0"
-            )
+        refuse_if(
+            self.label_smoother is not None,
+            f"label_smoothing_factor={self.args.label_smoothing_factor} smooths the last loop's logits and would "
+            "replace the model's own loss: set it to 0",
+        )
+        refuse_if(
+            self.args.use_liger_kernel,
+            "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: "
+            "leave it out",
+        )
         inputs = {**inputs, "use_cache": False}
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)

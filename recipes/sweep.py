@@ -13,16 +13,46 @@ looped_recipes.sweep ...`. Results: runs/<sweep>/results.jsonl, one line per run
 `plot`, a PNG of the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the
 least loss of a curve and its interval. Settings that are neither x, curve nor panel, such as seeds, count as
 replicas.
+
+`--runner slurm` submits the runs that are missing as an array of jobs, waits for them and does the rest here. Settings
+of the jobs are those of submitit: slurm.partition=gpu slurm.time=600 (minutes) slurm.gpus_per_node=1
+slurm.array_parallelism=16; several processes for each run: slurm.ntasks_per_node=4 slurm.gpus_per_node=4.
 """
 
-from looped_recipes.common.command_line import print_help, run_command
+from functools import partial
+
+from looped_recipes.common.command_line import Parser, run_command
 
 
-def main(arguments: list[str]):
-    print_help(arguments, __doc__)
+RUNNERS = ("local", "slurm")
+SLURM = "slurm."  # begins settings of the jobs, among those of the recipe
+
+
+def main(arguments: list[str] | None = None):
+    parser = Parser("recipes.sweep", __doc__)
+    parser.add_argument("sweep", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--runner", choices=RUNNERS, default="local", help="where runs are trained; default: local")
+    options = parser.parse_args(arguments)
     from looped_recipes.engine.sweeps import run_sweep
 
-    run_sweep(arguments[0], arguments[1:])
+    overrides = [each for each in options.overrides if not each.startswith(SLURM)]
+    run_sweep(options.sweep, overrides, runner(options))
+
+
+def runner(options):
+    """What trains the runs of a sweep, where it is not this process."""
+    from looped_recipes.settings.recipe import RecipeError, split_override
+
+    own = [each for each in options.overrides if each.startswith(SLURM)]
+    if options.runner == "local":
+        if own:
+            raise RecipeError(f"{own[0]} would have no effect: add --runner slurm, or leave it out")
+        return None
+    from looped_recipes.engine.sweep_jobs import train_on_slurm
+
+    settings = dict(map(split_override, own))
+    return partial(train_on_slurm, settings={key.removeprefix(SLURM): value for key, value in settings.items()})
 
 
 if __name__ == "__main__":

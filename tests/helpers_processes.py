@@ -6,8 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 from tqdm import tqdm
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def import_paths() -> str:
+    """PYTHONPATH of a process that is started from here: this tree before what was given already."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_clean(script, *arguments, tmp_path, **environment):

@@ -364,7 +364,7 @@ def test_a_trainer_with_another_loss_is_said_to_be_one(loss, tmp_path, warnings_
         assert all(f"{field}={value!r}" in said for field, value in named.items())
 
 
-def test_label_smoothing_is_said_to_leave_out_the_loss(tmp_path, warnings_of_clients):
+def test_what_a_trainer_can_not_do_with_the_models_own_loss(tmp_path, warnings_of_clients):
     trl = trl_or_skip()
     from modeling_looped.trainers import OwnLoss
 
@@ -374,6 +374,10 @@ def test_label_smoothing_is_said_to_leave_out_the_loss(tmp_path, warnings_of_cli
     model, ids = tiny_model(vocab_size=30, loop_loss="per_loop"), random_ids(2, 5, 30)
     trainer = fine_tuning(Finetuning, model, tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="label_smoothing_factor=0.1"):
+        trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    trainer = fine_tuning(Finetuning, model, tmp_path)
+    trainer.args.use_liger_kernel = True  # asking for it needs the package
+    with pytest.raises(ValueError, match="use_liger_kernel=True replaces layers of the families"):
         trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
     model.train()(ids)  # as transformers' Trainer calls it for label smoothing: without labels
     assert len(warnings_of_clients) == 1
@@ -523,3 +527,18 @@ def test_weights_are_drawn_on_meta_where_another_device_is_the_default(system):
     with torch.device("cpu"):
         model.init_weights()
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_kernels_of_the_hub_are_refused(tmp_path):
+    """They replace layers by names that none of ours has."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    for ask in (
+        lambda: type(model).from_pretrained(tmp_path, use_kernels=True),
+        lambda: model.set_use_kernels(True),
+        lambda: setattr(model, "use_kernels", True),
+    ):
+        with pytest.raises(ValueError, match="use_kernels=True replaces layers that the kernels hub knows"):
+            ask()
+    model.set_use_kernels(False)
+    assert not any(hasattr(type(module), "kernel_layer_name") for module in model.modules())

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from looped_recipes import prepare
+from looped_recipes.common.errors import CommandError
 from looped_recipes.data import part_files as parts
 from looped_recipes.data import shards, sources
 from looped_recipes.data.packing import PackedRows, best_fit, document_positions
@@ -418,6 +420,35 @@ def test_killed_preparation_goes_on_and_gives_the_same_shards(make_data, monkeyp
     kept = (folder / "part-00000.train.npy").stat().st_mtime_ns
     assert contents(shards.prepare(data).folder) == unbroken
     assert (folder / "part-00000.train.npy").stat().st_mtime_ns == kept
+
+
+def kill_after_some_parts(data: DataConfig, who: str):
+    """kill -9 of a process that makes parts, or of the one that waits for all."""
+    make, parent = parts.PartMaker.__call__, os.getpid()
+
+    def killing(self, part, *arguments, **facts):
+        if part == "part-00007":
+            os.kill(parent if who == "parent" else os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # until it sees that its parent is gone
+        return make(self, part, *arguments, **facts)
+
+    parts.PartMaker.__call__ = killing
+    with pytest.raises(CommandError, match="a process that made parts was killed.*fewer than data.num_proc=2"):
+        shards.prepare(data)
+
+
+@pytest.mark.parametrize("who", ["worker", "parent"])
+def test_killed_processes_leave_parts_that_are_kept(make_data, tmp_path, who):
+    source = write_jsonl(tmp_path / "many.jsonl", make_documents(600, longest=10))
+    unbroken = contents(shards.prepare(make_data(source=source)).folder)
+    data = make_data(source=source, num_proc=2)
+    shutil.rmtree(data.cache_dir)
+    assert in_process(kill_after_some_parts, data, who) == (0 if who == "worker" else -signal.SIGKILL)
+    (folder,) = Path(data.cache_dir).iterdir()
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("part-*.json")}
+    assert kept and not (folder / "part-00007.json").exists()
+    assert contents(shards.prepare(data).folder) == unbroken
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
 def prepare_and_count(data: DataConfig, path: Path):

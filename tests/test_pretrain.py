@@ -27,20 +27,19 @@ from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import quick_and_slow
 from tests.helpers_pretrain import SMOKE, logged_losses, logged_values, smoke_settings
-from tests.helpers_processes import run_and_kill
+from tests.helpers_processes import ROOT, import_paths, run_and_kill
 
 
-FOLDER = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in SMOKE.glob("*.yaml") if path.stem not in ("base", "ouro_gate"))
 QUICK = ("huginn", "ouro", "parcae", "readout_exit_weighted")
 
 
 def in_process(recipe, arguments, **kwargs):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_paths()}
     return subprocess.Popen(
         [sys.executable, "-m", "recipes.pretrain", str(SMOKE / f"{recipe}.yaml"), *arguments],
-        cwd=FOLDER,
+        cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -257,6 +256,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(whole_run, training_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it starts a process for every kill
 @pytest.mark.parametrize("wanted", [2, 8])
 def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, training_text, tmp_path):
     """kill -9, at moments that fall into steps, evaluations and checkpoints alike; losses are equal bit for bit."""
@@ -290,19 +290,19 @@ def test_a_run_killed_at_any_moment_goes_on_as_if_it_had_not_been(wanted, traini
 def launch_command(recipe, arguments, processes, config) -> list[str]:
     """As from a shell, without GPUs: `config` is a file of recipes/accelerate."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(FOLDER / "recipes" / "accelerate" / f"{config}.yaml")]
+    command += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config}.yaml")]
     command += ["--num_processes", str(processes), "--mixed_precision", "no"]
     command += ["--main_process_port", str(20000 + os.getpid() % 20000)]
     return [*command, "-m", "recipes.pretrain", str(SMOKE / f"{recipe}.yaml"), *arguments]
 
 
 def launch_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_paths()}
 
 
 def launch(*launched):
     command, environment = launch_command(*launched), launch_environment()
-    return subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow
@@ -353,7 +353,7 @@ def test_a_launch_that_is_told_to_end_saves_and_goes_on(config, whole_run, train
     for number in (signal.SIGTERM, signal.SIGKILL):
         logged = len(logged_losses(tmp_path))
         process = subprocess.Popen(
-            launch_command("parcae", arguments, 2, config), cwd=FOLDER, env=launch_environment(),
+            launch_command("parcae", arguments, 2, config), cwd=ROOT, env=launch_environment(),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         while len(logged_losses(tmp_path)) <= logged and process.poll() is None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.helpers import LIKE_GEMMA3, LIKE_OLMO2, tiny_model
+from tests.helpers_processes import import_paths
 
 
 SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
@@ -108,13 +109,11 @@ def test_two_ranks_equal_one(tmp_path):
             tokens = model.generate(INPUT_IDS, max_new_tokens=5, do_sample=False)
         expected[folder] = model, outputs.loss.detach(), mixed, tokens, gradients
 
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    python_path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     (tmp_path / "rank.py").write_text(RANK.strip())
     arguments = ["--nproc_per_node=2", f"--master_port={free_port()}", str(tmp_path / "rank.py"), *expected]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_paths()},
         capture_output=True,
         text=True,
     )

@@ -83,6 +83,7 @@ def test_flex_attention_trains_packed_documents_alike(device):
         ({"cross_entropy": "cut_cross_entropy"}, "cuda", "cross_entropy='cut_cross_entropy'.*pip install cut-cross"),
         ({"attention": "flash_attention_2"}, "cuda", "training.attention='flash_attention_2': .*to be installed"),
         ({"attention": "flex_attention"}, "cpu", "training.attention='flex_attention' needs a GPU.*on 'cpu'"),
+        ({"float8": "rowwise"}, "cpu", "training.float8='rowwise' needs a GPU.*on 'cpu'"),
         ({"compile": "cuda_graphs"}, "cpu", "training.compile='cuda_graphs' needs a GPU.*on 'cpu'"),
     ],
 )

@@ -7,16 +7,15 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.helpers_pretrain import SMOKE, logged_losses, smoke_settings
+from tests.helpers_processes import ROOT, import_paths
 
 
-ROOT = Path(__file__).resolve().parent.parent
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -37,8 +36,7 @@ def machine(number: int, port: int, arguments: list[str]) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     command += ["--rdzv_backend", "c10d", "--rdzv_id", "job", "--rdzv_endpoint", f"127.0.0.1:{port}"]
     command += ["--local_addr", f"127.0.0.{number + 1}", "-m", "recipes.pretrain", str(SMOKE / "parcae.yaml")]
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **FSDP, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    environment = {**os.environ, **FSDP, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_paths()}
     return subprocess.Popen(
         [*command, *arguments], cwd=ROOT, env=environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -4,10 +4,12 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
+from looped_recipes.common.progress import progress_bar
+
 
 SOON = 5  # seconds: what is done by then shows no bar
 
 
 def progress(items: Iterable | None, what: str, total: int | None = None) -> tqdm:
     """The items, with a bar that comes when they take long and goes when they are done."""
-    return tqdm(items, desc=what, total=total, delay=SOON, leave=False, dynamic_ncols=True)
+    return progress_bar(items, desc=what, total=total, delay=SOON, leave=False)

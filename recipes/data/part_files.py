@@ -8,17 +8,21 @@ import contextlib
 import hashlib
 import json
 import math
+import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from tqdm.auto import tqdm
 
 from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
+from looped_recipes.common.errors import CommandError
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.orphans import end_with
 
@@ -123,17 +127,36 @@ def make_parts(maker: PartMaker, kind: str, documents: Documents, name: str, num
         for number in tqdm(missing, desc=f"tokenise {name}", unit="part", disable=None):
             make(number)
     else:
-        with _single_threaded_tokenizers():
-            jobs = Dataset.from_dict({"number": missing})
-            # a fingerprint is given to spare hashing what the function holds
-            jobs.map(
-                lambda job: make(job["number"]),
-                num_proc=min(num_proc, len(missing)),
-                new_fingerprint=fingerprint({"parts": missing})[:32],
-                load_from_cache_file=False,
-                desc=f"tokenise {name}",
-            )
+        with _single_threaded_tokenizers(), _forked(min(num_proc, len(missing)), make) as pool:
+            jobs = [pool.submit(_call_inherited, number) for number in missing]
+            for job in tqdm(as_completed(jobs), f"tokenise {name}", len(jobs), unit="part", disable=None):
+                job.result()
     return parts
+
+
+@contextlib.contextmanager
+def _forked(num_proc: int, function: Callable[[int], None]):
+    """Processes that inherit `function`; where one is killed the others end too."""
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(num_proc, context, initializer=_inherit, initargs=(function,))
+    try:
+        yield pool
+    except BrokenProcessPool:
+        raise CommandError(
+            "a process that made parts was killed, perhaps for its memory: what is made is kept, so prepare again, "
+            f"with fewer than data.num_proc={num_proc} if it happens again"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _inherit(function: Callable[[int], None]):
+    global _inherited
+    _inherited = function
+
+
+def _call_inherited(number: int):
+    _inherited(number)
 
 
 def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, name: str) -> list[str]:

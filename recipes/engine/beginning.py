@@ -88,6 +88,7 @@ def check_kernels(training: TrainingConfig, device: str):
         "compile": training.compile == "cuda_graphs",
         "attention": training.attention is not None,
         "cross_entropy": training.cross_entropy is not None,
+        "float8": training.float8 is not None,
         "gradient_checkpointing": training.gradient_checkpointing == "offload",
     }
     for name, is_named in on_gpus.items():

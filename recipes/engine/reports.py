@@ -87,7 +87,8 @@ class StepReports:
             self.log(step, metrics)
             self.bar.set_postfix_str(
                 f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
-                f"{metrics['loops']:.1f} loops"
+                f"{metrics['loops']:.1f} loops",
+                refresh=False,
             )
         self.bar.update(1)
 

@@ -25,7 +25,16 @@ from .saving import CheckpointError
 NUM_SAMPLED_ROWS = 64
 LENGTH = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter", "count_embedding")
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # of a model's config
-TRAINING = ("seed", "rows_per_step", "initialize_from", "freeze_all_but_gate", "taper_start", "taper_end", *LENGTH)
+TRAINING = (
+    "seed",
+    "rows_per_step",
+    "initialize_from",
+    "freeze_all_but_gate",
+    "float8",
+    "taper_start",
+    "taper_end",
+    *LENGTH,
+)
 
 
 def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -105,6 +106,13 @@ def outcome(run: Run) -> dict | None:
     return {**result, "metrics": last}
 
 
+def train(run: Run):
+    try:
+        Pretraining(run.recipe).train()
+    except Divergence as divergence:
+        write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
+
+
 def run_all(runs: list[Run]) -> list[dict]:
     results = {}
     for run in runs:
@@ -113,10 +121,7 @@ def run_all(runs: list[Run]) -> list[dict]:
             results[run.name] = {"name": run.name, **run.settings, "same_as": run.same_as, **shared}
         else:
             if outcome(run) is None:
-                try:
-                    Pretraining(run.recipe).train()
-                except Divergence as divergence:
-                    write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
+                train(run)
             results[run.name] = outcome(run)
         print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
     return list(results.values())
@@ -169,10 +174,13 @@ def columns_of(results: list[dict], plot: dict) -> int:
     return len({panel[-1:] for panel in panels_of(results, plot)})
 
 
-def run_sweep(path: str, overrides: list[str]):
+def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[Run]], None] | None = None):
+    """train_elsewhere: trains the runs that are missing; by default that is done here, one after the other."""
     runs = load_sweep(path, overrides)
     for run in runs:
         check_run(run.recipe)
+    if train_elsewhere is not None:
+        train_elsewhere([run for run in runs if run.same_as is None and outcome(run) is None])
     with one_message():
         results = run_all(runs)
     folder = Path(runs[0].recipe.training.output_dir).parent

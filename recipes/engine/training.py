@@ -11,11 +11,11 @@ from signal import SIGTERM
 
 import torch
 from accelerate.utils import set_seed
-from tqdm import tqdm
 
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.orphans import end_with
+from looped_recipes.common.progress import progress_bar
 from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.activations import keep_fewer_activations
@@ -27,6 +27,7 @@ from looped_recipes.engine.distributed import prepare as distribute
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
+from looped_recipes.engine.float8 import take_float8
 from looped_recipes.engine.interruption import Interrupted, Interruption
 from looped_recipes.engine.monitor import Monitor
 from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
@@ -71,6 +72,8 @@ class Pretraining:
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
         take_kernels(self.model, training, self.accelerator.device.type)
+        if training.float8:
+            take_float8(blocks_of(self.model), training.float8, self.accelerator.mixed_precision)
         if training.gradient_checkpointing:
             keep_fewer_activations(self.model, training.gradient_checkpointing)
         if training.compile:
@@ -133,7 +136,7 @@ class Pretraining:
         quiet = not self.accelerator.is_main_process
         with (
             self.interruption,
-            tqdm(total=self.total_steps, initial=self.step, disable=quiet, dynamic_ncols=True) as bar,
+            progress_bar(total=self.total_steps, initial=self.step, disable=quiet) as bar,
         ):
             try:
                 self.take_steps(bar)

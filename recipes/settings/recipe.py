@@ -152,14 +152,14 @@ def load_recipe(
     finished: of a run that was trained, perhaps when settings without effect were not yet refused.
     """
     raw = _read(path)
-    for key, value in (*(changes or {}).items(), *map(_split_override, overrides)):
+    for key, value in (*(changes or {}).items(), *map(split_override, overrides)):
         section, _, name = key.partition(".")
         values = _section(raw, section, f"{path} with {key}")
         raw[section] = {**values, name: value}
     return recipe_from_dict(raw, str(path), finished)
 
 
-def _split_override(override: str) -> tuple[str, typing.Any]:
+def split_override(override: str) -> tuple[str, typing.Any]:
     key, equals, value = override.partition("=")
     if not equals or not all(key.partition(".")):
         raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")

@@ -116,7 +116,7 @@ def check_relations(recipe, where: str):
     check_draws(recipe.depth, where)
     check_optimizer(recipe.optimizer, where)
     check_training(recipe.training, where)
-    check_compiling(recipe, where)
+    check_kernels(recipe, where)
     loops = recipe.evaluation.loops
     if loops is not None and (not loops or min(loops) < 1 or len(set(loops)) < len(loops)):
         raise RecipeError(f"{where}: evaluation.loops must be depths of at least 1, got {loops}")
@@ -257,8 +257,14 @@ def check_training(training: TrainingConfig, where: str):
         raise RecipeError(f"{where}: training.push_to_hub must be owner/name, got {name!r}")
 
 
-def check_compiling(recipe, where: str):
-    """Recorded graphs are of one shape."""
+def check_kernels(recipe, where: str):
+    """Recorded graphs are of one shape, and products in float8 of sizes that GPUs have them for."""
+    length = recipe.data.sequence_length
+    if recipe.training.float8 is not None and length % 16:
+        raise RecipeError(
+            f"{where}: training.float8={recipe.training.float8!r} needs rows of a multiple of 16 tokens, but "
+            f"data.sequence_length={length}: change it, or leave float8 out"
+        )
     if recipe.training.compile == "cuda_graphs" and recipe.depth.per != "batch":
         raise RecipeError(
             f"{where}: training.compile='cuda_graphs' needs passes of one shape, but with depth.per="

@@ -129,6 +129,8 @@ class TrainingConfig:
     cross_entropy: Literal["cut_cross_entropy"] | None = None
     # a kernel of attention, on a GPU: with no mask in memory where documents share a row; None is that of torch
     attention: Literal["flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
+    # products of the blocks in float8 by torchao, on a GPU: with one scale for a tensor, or for each row of it
+    float8: Literal["tensorwise", "rowwise"] | None = None
     # compute activations again instead of keeping them: all but the input of every block, or the state of every loop;
     # selective: keep what costs most; offload: keep inputs of blocks in the memory of the host
     gradient_checkpointing: bool | Literal["loops", "selective", "offload"] = False

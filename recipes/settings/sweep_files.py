@@ -13,7 +13,8 @@ from .yaml_files import read_yaml, shortly
 
 MOST_RUNS = 10_000
 LONGEST_NAME = 200  # bytes; file systems take 255
-WRITTEN = ("results.jsonl", "results.svg", "optima.json")  # beside the folders of the runs
+JOBS = "jobs"  # folder of what a cluster is told and says
+WRITTEN = ("results.jsonl", "results.svg", "optima.json", JOBS)  # beside the folders of the runs
 OUTPUT = "training.output_dir"
 
 
@@ -139,7 +140,7 @@ def checked_name(name, path: Path) -> str:
     elif name.startswith(".") or set(name) & set("/\\"):
         wrong = "would be another folder: leave out slashes, and a dot at the beginning"
     elif name in WRITTEN:
-        wrong = "is a file of the sweep: choose another"
+        wrong = "is of the sweep itself: choose another"
     elif len(name.encode()) > LONGEST_NAME:
         wrong = f"is longer than {LONGEST_NAME} bytes: give the runs names of their own"
     if wrong:

@@ -1,0 +1,109 @@
+"""Runs of a sweep as jobs of Slurm, through submitit: one array, in which every run is a job.
+
+A job that is preempted, or whose time is up, is queued again and goes on from the run's newest checkpoint.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from looped_recipes.common.errors import CommandError
+from looped_recipes.common.files import write_whole
+from looped_recipes.common.progress import progress_bar
+from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.sweep_files import JOBS
+
+from .interruption import Interrupted
+from .sweeps import Run, outcome, train
+
+
+DEFAULTS = {"time": 24 * 60, "gpus_per_node": 1}
+MOST_SECONDS = 600  # between a first signal and the end of a job
+MOST_REQUEUES = 1000  # of a run that is longer than the time of a job
+
+
+class TrainingJob:
+    """What submitit calls on the cluster."""
+
+    def __call__(self, run: Run):
+        from submitit import JobEnvironment
+        from submitit.helpers import TorchDistributedEnvironment
+
+        if JobEnvironment().num_tasks > 1:  # each process of the run is a task of the job
+            TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        try:
+            train(run)
+        except Interrupted:  # saved; Slurm goes on to end the job, or sends the signal on which submitit requeues it
+            time.sleep(MOST_SECONDS)
+            raise
+
+    def checkpoint(self, run: Run):
+        """Asked for when the job is to end before the run does: the same again."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, run)
+
+
+def train_on_slurm(runs: list[Run], settings: dict):
+    """All of the runs, side by side; returns when they are done. settings: of the jobs, by submitit's names."""
+    if not runs:
+        return
+    folder = Path(runs[0].recipe.training.output_dir).absolute().parent / JOBS
+    executor = executor_of(folder, {"job_name": folder.parent.name, **DEFAULTS, **settings})
+    jobs = jobs_under_way(folder, runs)
+    missing = [run for run in runs if run.name not in jobs]
+    if missing:
+        submitted = executor.map_array(TrainingJob(), missing)
+        jobs |= {run.name: job for run, job in zip(missing, submitted)}
+        write_whole(ids_of(folder), json.dumps({name: job.job_id for name, job in jobs.items()}, indent=1))
+    print(
+        f"{len(missing)} jobs submitted, {len(jobs) - len(missing)} under way already; what they say is in {folder}. "
+        "Ctrl-C leaves them running; the same command again waits for them"
+    )
+    failed = []
+    for run in progress_bar(runs, desc="runs", unit="run"):
+        jobs[run.name].wait()
+        if outcome(run) is None:
+            failed.append(f"{run.name} (see {jobs[run.name].paths.stderr})")
+    if failed:
+        raise CommandError(
+            f"{len(failed)} of {len(runs)} jobs ended before their runs did: {', '.join(failed)}; the same command "
+            "submits these again, and they go on"
+        )
+
+
+def executor_of(folder: Path, settings: dict):
+    try:
+        from submitit import SlurmExecutor
+    except ModuleNotFoundError:
+        raise RecipeError(
+            "--runner slurm needs submitit: pip install 'modeling-looped[cluster]', or leave it out to train here"
+        ) from None
+    try:
+        executor = SlurmExecutor(folder, max_num_timeout=MOST_REQUEUES)
+    except RuntimeError:
+        raise RecipeError(
+            "--runner slurm: there is no srun here: type the command on a machine of the cluster, or leave it out to "
+            "train here"
+        ) from None
+    try:
+        executor.update_parameters(**settings)
+    except ValueError as error:
+        raise RecipeError(f"slurm.KEY=VALUE: {' '.join(str(error).split())}") from None
+    return executor
+
+
+def jobs_under_way(folder: Path, runs: list[Run]) -> dict:
+    """Jobs that were submitted before and have not ended, by the name of their run."""
+    from submitit import SlurmJob
+
+    if not ids_of(folder).exists():
+        return {}
+    ids = json.loads(ids_of(folder).read_text())
+    jobs = {run.name: SlurmJob(folder, ids[run.name]) for run in runs if run.name in ids}
+    # Slurm forgets jobs after a while
+    return {name: job for name, job in jobs.items() if not job.done() and job.state != "UNKNOWN"}
+
+
+def ids_of(folder: Path) -> Path:
+    return folder / "ids.json"
