@@ -83,7 +83,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: bool = False,
         output_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-        label_positions: np.ndarray | None = None,
+        loss_positions: np.ndarray | None = None,
         **kwargs,
     ) -> LoopedCausalLMOutputWithPast:
         r"""
@@ -92,7 +92,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         exit_rule: let each token (or, `per_sequence`, each row) stop at the loop where its criterion is met;
             `num_loops` is then the most it runs. `after_all` runs all loops, and reads each token out at its exit.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
-        label_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
+        loss_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
             for to know, so a numpy array, which stays on the host.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
@@ -140,7 +140,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         )
         keep = kept_positions(logits_to_keep)
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
-        of_labels = num_items_in_batch, label_positions
+        of_labels = num_items_in_batch, loss_positions
         return self._output(outputs, asked, needed, logits, keep, depths, labels, of_labels)
 
     def _output(
@@ -245,7 +245,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def _losses(self, logits, exit_probabilities, terms: tuple, every_loop: bool):
         """The loss; and without gradients, the cross-entropies after every loop: their means, and of every token.
 
-        terms: outputs of the trunk, gates, depths, labels, num_items_in_batch, label_positions.
+        terms: outputs of the trunk, gates, depths, labels, num_items_in_batch, loss_positions.
         """
         outputs, _, depths, labels, num_items_in_batch, _ = terms
         if not every_loop and self._has_plain_loss(logits, labels):
@@ -268,7 +268,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         depths: int | list[int],
         labels,
         num_items_in_batch,
-        label_positions,
+        loss_positions,
         mixed=None,
         objective=None,
         every_loop=True,
@@ -291,7 +291,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             num_items_in_batch,
             objective,
             every_loop,
-            label_positions,
+            loss_positions,
             None if self.loss_kernel is None else partial(self._losses_of, self.loss_kernel, one is not None),
         )
 

@@ -188,7 +188,7 @@ def loop_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     objective: str | None = None,  # another than the configured
     every_loop: bool = True,  # also compare the readouts that the loss does not read
-    label_positions: np.ndarray | None = None,  # where labels has any, see `LoopedForCausalLM`
+    loss_positions: np.ndarray | None = None,  # where labels has any, see `LoopedForCausalLM`
     kernel: Callable | None = None,  # see `weighted_cross_entropy`
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
@@ -199,10 +199,10 @@ def loop_loss(
     if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
         positions, labelled = torch.arange(len(flat), device=flat.device), (flat != IGNORE_INDEX).to(wide)
     else:
-        if label_positions is None:  # a GPU is waited for
+        if loss_positions is None:  # a GPU is waited for
             positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
         else:
-            positions = placed(label_positions, flat.device)
+            positions = placed(loss_positions, flat.device)
         labelled = torch.ones(len(positions), device=flat.device, dtype=wide)
     targets = flat[positions]
 
@@ -239,7 +239,7 @@ def loop_loss(
 
     compared = None
     if mixed and not torch.compiler.is_compiling():
-        on_host = positions.cpu().numpy() if label_positions is None else label_positions
+        on_host = positions.cpu().numpy() if loss_positions is None else loss_positions
         last_third = objective == "last_third" and not every_loop
         compared = [placed(part, flat.device) for part in compared_tokens(depths, labels.shape, on_host, last_third)]
     cross_entropy_trains = torch.is_grad_enabled() and objective != "gate"

@@ -104,7 +104,7 @@ def test_positions_of_labels_change_nothing(depths):
     positions = np.flatnonzero(shift(labels).numpy() != -100)
     assert 0 < len(positions) < 16
     found = []
-    for more in ({}, {"label_positions": positions}):
+    for more in ({}, {"loss_positions": positions}):
         model.zero_grad()
         loss = model(**inputs, **more).loss
         loss.backward()

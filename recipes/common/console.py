@@ -26,6 +26,7 @@ COMMANDS = {
     "diagnose": ("looped_eval.diagnose", "the papers' measurements on one model"),
     "optimum": ("looped_eval.optimum", "best learning rates and their intervals"),
     "laws": ("looped_eval.laws", "scaling laws of many runs"),
+    "claims": ("looped_eval.claims", "the papers' claims, measured again, and the verdict on each"),
     "report": ("looped_eval.report", "training runs on one page"),
     "readout-table": ("looped_eval.readout_table", "perplexity and norm of the state over seeds"),
     "benchmark": ("looped_eval.benchmark", "speed and memory as ratios"),

@@ -21,7 +21,7 @@ from modeling_looped.losses import shift
 class MicroBatch(NamedTuple):
     number: int  # what dropout is seeded with
     batch: dict[str, torch.Tensor]
-    label_positions: np.ndarray  # where the next token has a label
+    loss_positions: np.ndarray  # where the next token has a label
     depths: list[int]
     noise: torch.Tensor | None
 
@@ -29,12 +29,12 @@ class MicroBatch(NamedTuple):
 class ReadAhead(NamedTuple):
     step: int
     batches: list[dict[str, torch.Tensor]]  # on the CPU, pinned where a GPU copies them without waiting
-    label_positions: list[np.ndarray]
+    loss_positions: list[np.ndarray]
 
     @property
     def num_labels(self) -> int:
         """Of this process's rows."""
-        return sum(map(len, self.label_positions))
+        return sum(map(len, self.loss_positions))
 
 
 class Batches:
@@ -62,8 +62,8 @@ class Batches:
     def of_step(self, step: int) -> Iterator[MicroBatch]:
         """This process's rows of a step; every process makes equally many micro batches."""
         depths = self.depths(step)  # of the rows of the global batch
-        _, batches, label_positions = self.read(step)
-        for (number, rows), batch, positions in zip(self.groups(depths), batches, label_positions):
+        _, batches, loss_positions = self.read(step)
+        for (number, rows), batch, positions in zip(self.groups(depths), batches, loss_positions):
             batch = {key: value.to(self.accelerator.device, non_blocking=True) for key, value in batch.items()}
             yield MicroBatch(number, batch, positions, [depths[row] for row in rows], self.noise(step, rows))
 
@@ -71,12 +71,12 @@ class Batches:
         """This process's rows of a step."""
         if self.read_ahead.step != step:
             pin = self.accelerator.device.type == "cuda"
-            data_rows, batches, label_positions = self.data_rows(step), [], []
+            data_rows, batches, loss_positions = self.data_rows(step), [], []
             for _, rows in self.groups(self.depths(step)):
                 batch = self.rows.batch([data_rows[row] for row in rows])
-                label_positions.append(np.flatnonzero(shift(batch["labels"]).numpy() != IGNORE_INDEX))
+                loss_positions.append(np.flatnonzero(shift(batch["labels"]).numpy() != IGNORE_INDEX))
                 batches.append({key: value.pin_memory() if pin else value for key, value in batch.items()})
-            self.read_ahead = ReadAhead(step, batches, label_positions)
+            self.read_ahead = ReadAhead(step, batches, loss_positions)
         return self.read_ahead
 
     def data_rows(self, step: int) -> list[int]:

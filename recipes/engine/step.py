@@ -83,7 +83,7 @@ class Steps:
         _, window = self.batches.depth_settings(step)
         labelled = self.labels_of(step)
         total = torch.zeros((), device=accelerator.device)
-        for i, (number, batch, label_positions, depths, noise) in enumerate(micro_batches):
+        for i, (number, batch, loss_positions, depths, noise) in enumerate(micro_batches):
             set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
             last = i == len(micro_batches) - 1
             with accelerator.no_sync(self.model) if not last else nullcontext():
@@ -94,7 +94,7 @@ class Steps:
                     initial_state=noise,
                     # gradients are averaged over processes, so each divides by its share of the labels
                     num_items_in_batch=labelled / accelerator.num_processes,
-                    label_positions=label_positions,
+                    loss_positions=loss_positions,
                     output_logits=False,
                     output_loop_hidden_states=norms is not None,
                     use_cache=False,

@@ -1,0 +1,1 @@
+"""Quantitative claims of the papers, measured again, and what came out: one file per paper."""

@@ -1,0 +1,57 @@
+"""Which questions of a generated task are answered right after how many loops, and where they stop (depth.py)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from looped_eval.tasks.generators import addition_question, p_hop_question, permutation_question
+from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
+
+
+QUESTIONS = 252  # of each difficulty
+CERTAINTY = 0.9  # of every word of the answer, at which a question stops looping
+LEVELS = (1, 2, 3, 4)
+TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {  # what is harder, how hard, a question
+    "p_hop": ("hops", LEVELS, lambda number, level: p_hop_question(number, level)),
+    "permutation": ("swaps", LEVELS, lambda number, level: permutation_question(number, level)),
+    "addition": ("digits", (4,), lambda number, level: addition_question(number, level)),
+}
+
+
+@torch.no_grad()
+def answer(model, tokenizer, asked: list[dict]) -> dict:
+    """Of equally long questions: the share that is right after every loop, all words of the answer by themselves; the
+    loops until every word is certain, and what is right then."""
+    right = [question["choices"][question["answer"]] for question in asked]
+    text = [f"{question['text']} {words}" for question, words in zip(asked, right)]
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    count = len(tokenizer(asked[0]["text"]).input_ids)
+    outputs = model(input_ids=ids, output_loop_logits=True, use_cache=False)
+    rule = exit_rule(model.config, "max_prob", CERTAINTY)
+    wanted, num_loops = ids[:, count:], len(outputs.loop_logits)
+    correct, exits = [], torch.full((len(asked),), num_loops)
+    for loop in reversed(range(num_loops)):
+        logits = outputs.loop_logits[loop][:, count - 1 : -1]
+        correct.insert(0, (logits.argmax(-1) == wanted).all(1))
+        score, _ = CRITERIA[rule.name].score(Reading(logits=logits), {})
+        exits[rule.exits(score).all(1)] = loop + 1
+    at_exit = torch.stack(correct)[exits - 1, torch.arange(len(asked))]
+    return {
+        "accuracy": [found.double().mean().item() for found in correct],
+        "exit_loops": exits.double().mean().item(),
+        "exit_accuracy": at_exit.double().mean().item(),
+    }
+
+
+def answers(folder: Path, task: str, systems: tuple[str, ...]) -> dict:
+    """Of every system that was trained in the folder: each difficulty."""
+    harder, levels, question = TASKS[task]
+    found = {}
+    for system in systems:
+        model = AutoModelForCausalLM.from_pretrained(folder / system / "final").eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder / system / "final")
+        asked = {level: [question(number, level) for number in range(QUESTIONS)] for level in levels}
+        found[system] = {str(level): answer(model, tokenizer, questions) for level, questions in asked.items()}
+    return {"task": task, "harder": harder, "questions": QUESTIONS, "certainty": CERTAINTY, "systems": found}

@@ -1,0 +1,55 @@
+"""Measures, collects, and writes the ledger."""
+
+import argparse
+from pathlib import Path
+
+from looped_recipes.common.command_line import say_result
+from looped_recipes.common.provenance import write_json
+
+from .definition import Measurement, Setting
+from .functions import FUNCTIONS, RESULT
+from .ledger import ledger, said, write_ledger
+from .measuring import collect, run
+from .options import parse
+from .papers import PAPERS
+
+
+def chosen(names: list[str] | None, seeds: list[int] | None) -> list[Measurement]:
+    known = {measurement.name: measurement for paper in PAPERS for measurement in paper.measurements}
+    unknown = [name for name in names or [] if name not in known]
+    if unknown:
+        raise ValueError(f"--only {' '.join(unknown)}: there is no such measurement; they are {', '.join(known)}")
+    found = [known[name] for name in names or known]
+    return [m._replace(seeds=tuple(s for s in m.seeds if s in seeds)) if seeds else m for m in found]
+
+
+def measure(args: argparse.Namespace):
+    """One function, in the process that `run` starts."""
+    name = " ".join(args.only or [])
+    if name not in FUNCTIONS:
+        raise ValueError(f"measure needs --only and one of {', '.join(FUNCTIONS)}, got {name!r}")
+    write_json(args.folder / RESULT.format(name), FUNCTIONS[name](args.seed, args.folder), digits=6)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    if args.action == "measure":
+        measure(args)
+        return 0
+    measurements, missing = chosen(args.only, args.seeds), []
+    if args.action == "list":
+        for measurement in measurements:
+            print(f"{measurement.name:12} seeds {', '.join(map(str, measurement.seeds))}")
+        return 0
+    if args.action in ("run", "collect"):
+        setting = Setting(args.folder, args.text)
+        if args.action == "run":
+            missing = run(measurements, setting, args.minutes)
+        every = chosen(args.only, None)  # also the seeds of earlier sittings
+        for path in collect(every, setting, args.results / "claims"):
+            print(f"written: {path}")
+    rows = ledger(PAPERS, args.results)
+    written: list[Path] = write_ledger(PAPERS, rows, args.results)
+    print(f"written: {', '.join(map(str, written))}")
+    say_result(said(rows), *([f"looped claims run {args.folder}  # missing: {', '.join(missing)}"] if missing else []))
+    return 0

@@ -1,0 +1,98 @@
+"""What a claim, a figure, a measurement and a paper are."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from looped_recipes.common.chart import Chart
+
+from .rules import OPEN, UNMEASURED, UNREACHABLE, Estimate, Rule, over_seeds, verdict
+
+
+@dataclass(frozen=True)
+class Claim:
+    where: str  # figure or table
+    says: str
+    number: str  # what is compared, in words
+    size: str  # of ours
+    source: str  # JSON in results/, without its ending
+    read: Callable[[dict], Estimate | None]
+    rule: Rule
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """A claim without a number: two processor cores do not reach it in hours, or, `later`, it was not run yet."""
+
+    where: str
+    says: str
+    why: str
+    later: bool = False
+
+
+class Figure(NamedTuple):
+    source: str
+    draw: Callable[[dict], list[Chart]]  # ours, and the paper's where its text gives numbers
+
+
+class Setting(NamedTuple):
+    folder: Path  # of all measurements
+    text: str  # data.source of the trainings on text
+
+    def of(self, name: str, seed: int) -> Path:
+        return self.folder / name / f"seed_{seed}"
+
+
+class Measurement(NamedTuple):
+    """What is measured for a seed: modules with their arguments, run one after the other, which go on where they
+    stopped; and how its numbers are read, which is None as long as they are not whole."""
+
+    name: str
+    commands: Callable[[Setting, int], list[list[str]]]
+    read: Callable[[Path], dict | None]
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Paper:
+    title: str
+    measurements: list[Measurement] = field(default_factory=list)
+    claims: list[Claim | Beyond] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
+
+
+class Row(NamedTuple):
+    paper: str
+    claim: Claim | Beyond
+    verdict: str
+    estimate: Estimate | None = None
+    command: str = ""
+    commit: str = ""
+
+
+def load(results: Path, source: str) -> dict | None:
+    path = results / f"{source}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:
+    if isinstance(claim, Beyond):
+        return Row(paper, claim, UNMEASURED if claim.later else UNREACHABLE)
+    content = load(results, claim.source)
+    if content is None:
+        return Row(paper, claim, UNMEASURED)
+    estimate = claim.read(content)
+    judged = OPEN if estimate is None else verdict(claim.rule, estimate)
+    return Row(paper, claim, judged, estimate, content["command"], content["commit"])
+
+
+def each_seed(number: Callable[[dict], float | None]) -> Callable[[dict], Estimate | None]:
+    """How most claims are read: a number of every seed that was measured; None of a seed that has no such number."""
+
+    def read(content: dict) -> Estimate | None:
+        values = [value for found in content["seeds"].values() if (value := number(found)) is not None]
+        return over_seeds(values) if values else None
+
+    return read

@@ -1,0 +1,135 @@
+"""What depth is good for: a looped model beside plain ones, at equal parameters and at equal operations."""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import fmean
+
+from looped_recipes.common.chart import Chart, Line
+
+from .answers import TASKS
+from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
+from .functions import SYSTEMS, by_function, result_of
+from .rules import AtMost, Effect, Estimate, over_seeds
+from .sweeps import by_sweep
+
+
+LOOPED, SAME_PARAMETERS, SAME_OPERATIONS = SYSTEMS
+NAMES = {
+    LOOPED: "one layer, four loops",
+    SAME_PARAMETERS: "one layer, one loop",
+    SAME_OPERATIONS: "four layers, one loop",
+}
+SIZE = "one layer of width 128, 4 loops, 600 steps"
+MATCHES = 0.05  # of the questions
+SETTINGS = {"p_hop": ["hops=4"], "permutation": ["swaps=4"], "addition": ["digits=4"]}
+DOCUMENTS = 200_000
+
+
+def commands_of(task: str):
+    def commands(setting: Setting, seed: int) -> list[list[str]]:
+        folder, text = setting.of(task, seed), setting.folder / "text" / f"{task}.jsonl"
+        generate = ["looped_eval.tasks.generate", task, *SETTINGS[task]]
+        generate += ["--documents", str(DOCUMENTS), "--output", str(text)]
+        train, ask = by_sweep("depth", folder, str(text), seed), by_function(task, folder, seed)
+        return [train, ask] if text.is_file() else [generate, train, ask]
+
+    return commands
+
+
+def at_last(content: dict, system: str, level: int) -> float:
+    """Right answers at the trained depth."""
+    return content["systems"][system][str(level)]["accuracy"][-1]
+
+
+def exit_loops(content: dict, level: int) -> float:
+    return content["systems"][LOOPED][str(level)]["exit_loops"]
+
+
+def claims_of(task: str) -> list[Claim]:
+    harder, levels, _ = TASKS[task]
+    name, source, last = task.replace("_", "-"), f"claims/{task}", levels[-1]
+
+    def better_than(system: str, content: dict) -> float:
+        return at_last(content, LOOPED, last) - at_last(content, system, last)
+
+    claims = [
+        Claim(
+            f"{name}, equal parameters",
+            "the same layer answers more questions after four loops than after one",
+            f"right answers to {last} {harder}: four loops less one",
+            SIZE,
+            source,
+            each_seed(partial(better_than, SAME_PARAMETERS)),
+            Effect(),
+        ),
+        Claim(
+            f"{name}, equal operations",
+            "four layers of their own, with four times the parameters, answer no more than four loops of one",
+            f"right answers to {last} {harder}: four layers less four loops",
+            SIZE,
+            source,
+            each_seed(lambda content: -better_than(SAME_OPERATIONS, content)),
+            AtMost(MATCHES),
+        ),
+    ]
+    if len(levels) == 1:
+        return claims
+    exits = Claim(
+        f"{name}, exits",
+        "harder questions take more loops",
+        f"loops until every word is 90 % sure: {last} {harder} less {levels[0]}",
+        SIZE,
+        source,
+        each_seed(lambda content: exit_loops(content, last) - exit_loops(content, levels[0])),
+        Effect(),
+    )
+    return [*claims, exits]
+
+
+def earlier() -> Claim:
+    """p-hop before there were seeds."""
+
+    def gain(content: dict) -> Estimate:
+        looped, control = (content["values"][f"num_loops={n}"][0]["looped_p_hop_4 acc"] for n in (4, 1))
+        return over_seeds([looped["4"] - control["1"]])
+
+    says, number = "so it did in an earlier run", "right answers to 4 hops: four loops less one"
+    return Claim("p-hop, equal parameters", says, number, SIZE, "p_hop", gain, Effect())
+
+
+def mean(content: dict, number: Callable[[dict], float]) -> float:
+    return fmean(map(number, content["seeds"].values()))
+
+
+def charts_of(task: str) -> Callable[[dict], list[Chart]]:
+    return partial(by_difficulty if len(TASKS[task][1]) > 1 else by_loops, task)
+
+
+def by_difficulty(task: str, content: dict) -> list[Chart]:
+    harder, levels, _ = TASKS[task]
+    right = [
+        Line(name, [(level, mean(content, partial(at_last, system=system, level=level))) for level in levels], f"c{i}")
+        for i, (system, name) in enumerate(NAMES.items())
+    ]
+    stops = [(level, mean(content, partial(exit_loops, level=level))) for level in levels]
+    return [
+        Chart(f"{task}: right answers", harder, "share right", right, whole_x=True, ends=(0, 1)),
+        Chart(f"{task}: loops until 90 % sure", harder, "loops", [Line("", stops)], whole_x=True),
+    ]
+
+
+def by_loops(task: str, content: dict) -> list[Chart]:
+    harder, (level,), _ = TASKS[task]
+    after = zip(*(found["systems"][LOOPED][str(level)]["accuracy"] for found in content["seeds"].values()))
+    looped = Line(NAMES[LOOPED], [(k, fmean(values)) for k, values in enumerate(after, start=1)])
+    plain = {NAMES[name]: mean(content, partial(at_last, system=name, level=level)) for name in SYSTEMS[1:]}
+    title = f"{task}: right answers to {level} {harder}"
+    return [Chart(title, "loops", "share right", [looped], levels=plain, whole_x=True)]
+
+
+DEPTH = Paper(
+    "What depth is good for",
+    [Measurement(task, commands_of(task), result_of(task)) for task in TASKS],
+    [*(claim for task in TASKS for claim in claims_of(task)), earlier()],
+    [Figure(f"claims/{task}", charts_of(task)) for task in TASKS],
+)

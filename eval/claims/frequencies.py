@@ -1,0 +1,18 @@
+"""What is known without any model: the loss of predicting tokens by how often they come."""
+
+from pathlib import Path
+
+import numpy as np
+
+from looped_eval.common.held_out import prepared_data, run_data
+
+
+def loss_of_frequencies(run: Path) -> float:
+    """Of the run's held-out tokens, by the frequencies of those that it was trained on."""
+    prepared = prepared_data(run, run_data(run))
+    train, validation = (
+        np.concatenate([np.asarray(shard, dtype=np.int64) for shard in rows.shards])
+        for rows in (prepared.train, prepared.validation)
+    )
+    counts = np.bincount(train, minlength=int(validation.max()) + 1) + 1.0
+    return float(-np.log(counts / counts.sum())[validation].mean())

@@ -1,0 +1,88 @@
+"""What is measured by a function, not by a training: of a seed and the folder of that seed."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from .definition import Measurement, Setting
+
+
+RESULT = "{}.json"
+SYSTEMS = ("looped", "as_many_parameters", "as_many_operations")
+
+
+def growth(seed: int, folder: Path) -> dict:
+    from .growth import growth
+
+    return growth(seed)
+
+
+def cosines(seed: int, folder: Path) -> dict:
+    from .growth import cosines
+
+    return cosines(seed)
+
+
+def theorems(seed: int, folder: Path) -> dict:
+    from .theorems import theorems
+
+    return theorems(seed)
+
+
+def frequencies(seed: int, folder: Path) -> dict:
+    from .frequencies import loss_of_frequencies
+
+    return {"loss": loss_of_frequencies(next(folder.glob("*/recipe.yaml")).parent)}
+
+
+def probes(seed: int, folder: Path) -> dict:
+    from .probes import probes
+
+    return probes({path.parent.name: path.parent for path in sorted(folder.glob("*/final"))})
+
+
+def answers_of(task: str) -> Callable[[int, Path], dict]:
+    def measure(seed: int, folder: Path) -> dict:
+        from .answers import answers
+
+        return answers(folder, task, SYSTEMS)
+
+    return measure
+
+
+FUNCTIONS: dict[str, Callable[[int, Path], dict]] = {
+    "growth": growth,
+    "cosines": cosines,
+    "theorems": theorems,
+    "frequencies": frequencies,
+    "probes": probes,
+    **{task: answers_of(task) for task in ("p_hop", "permutation", "addition")},
+}
+
+
+def by_function(name: str, folder: Path, seed: int) -> list[str]:
+    """The command that runs one of them."""
+    return ["looped_eval.claims", "measure", str(folder), "--only", name, "--seed", str(seed)]
+
+
+def function(name: str, seeds: int = 3) -> Measurement:
+    """One of them as a measurement of its own."""
+
+    def commands(setting: Setting, seed: int) -> list[list[str]]:
+        return [by_function(name, setting.of(name, seed), seed)]
+
+    return Measurement(name, commands, result_of(name), tuple(range(seeds)))
+
+
+def result_of(name: str) -> Callable[[Path], dict | None]:
+    """How what it wrote is read."""
+
+    def read(folder: Path) -> dict | None:
+        path = folder / RESULT.format(name)
+        if not path.is_file():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        made_by = {key: content.pop(key) for key in ("command", "commit", "versions", "hardware")}
+        return {**content, "made_by": made_by}
+
+    return read

@@ -1,0 +1,83 @@
+"""Measures what is missing, a seed of a measurement at a time, and keeps the numbers of those that are whole."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from looped_recipes.common.provenance import write_json
+
+from .definition import Measurement, Setting
+
+
+GRACE = 60  # seconds in which a training that is told to end saves its step
+
+
+def run(measurements: list[Measurement], setting: Setting, minutes: float) -> list[str]:
+    """One seed of all, then the next, until the time is over. What is missing after it."""
+    end = time.monotonic() + 60 * minutes
+    missing = [(m, seed) for seed in seeds_of(measurements) for m in measurements if seed in m.seeds]
+    missing = [(m, seed) for m, seed in missing if m.read(setting.of(m.name, seed)) is None]
+    left = [f"{measurement.name} with seed {seed}" for measurement, seed in missing]
+    for measurement, seed in missing:
+        for command in measurement.commands(setting, seed):
+            print(f"{measurement.name}, seed {seed}: python -m {' '.join(command)}", flush=True)
+            if end - time.monotonic() <= 0 or not run_command(command, end - time.monotonic()):
+                return left
+        left.pop(0)
+    return left
+
+
+def seeds_of(measurements: list[Measurement]) -> list[int]:
+    return sorted({seed for measurement in measurements for seed in measurement.seeds})
+
+
+def run_command(command: list[str], seconds: float) -> bool:
+    """Whether it ended by itself. A training that is told to end saves a checkpoint, from which it goes on."""
+    process = subprocess.Popen([sys.executable, "-m", *command])
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        stop(process)
+        return False
+    except BaseException:
+        stop(process)
+        raise
+    if status:
+        raise RuntimeError(f"python -m {' '.join(command)} ended with status {status}: see what it said above")
+    return True
+
+
+def stop(process: subprocess.Popen):
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def collect(measurements: list[Measurement], setting: Setting, results: Path) -> list[Path]:
+    """One JSON for each measurement of which a seed is whole; the rest stay as they were."""
+    written = []
+    for measurement in measurements:
+        found = {seed: measurement.read(setting.of(measurement.name, seed)) for seed in measurement.seeds}
+        found = {seed: content for seed, content in found.items() if content is not None}
+        if found:
+            made_by = [content.pop("made_by") for content in found.values()]
+            path = results / f"{measurement.name}.json"
+            write_json(path, {**told(measurement, setting, made_by), "seeds": found}, digits=6)
+            written.append(path)
+    return written
+
+
+def told(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dict:
+    """Where the numbers come from: the command that makes all of them, and what the runs themselves wrote."""
+    reads_text = any(setting.text in part for command in measurement.commands(setting, 0) for part in command)
+    text = f" --text {Path(setting.text).name}" if reads_text and setting.text != "embedded" else ""
+    commits = list(dict.fromkeys(one["commit"] for one in made_by))
+    return {
+        "command": f"looped claims run runs/claims --only {measurement.name}{text}",
+        "commit": ", ".join(commits),
+        "versions": made_by[-1]["versions"],
+        "hardware": made_by[-1]["hardware"],
+    }

@@ -1,0 +1,42 @@
+"""Measurements that are sweeps of recipes/claims, one for each seed."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from .definition import Setting
+
+
+LOSS_AT = re.compile(r"validation/loss_at_(\d+)$")
+KEPT = ("spectral_radius", "residual_norm/", "state_norm/")
+
+
+def by_sweep(sweep: str, folder: Path, text: str, seed: int) -> list[str]:
+    """The command that runs it."""
+    settings = [f"data.source={text}", f"training.seed={seed}", f"training.output_dir={folder}"]
+    return ["looped_recipes.sweep", f"claims/{sweep}.sweep.yaml", *settings]
+
+
+def sweep_alone(sweep: str) -> Callable[[Setting, int], list[list[str]]]:
+    return lambda setting, seed: [by_sweep(sweep, setting.of(sweep, seed), setting.text, seed)]
+
+
+def runs_of(folder: Path) -> dict | None:
+    """Every run with its settings, its losses over depth, norms and radius; None until all of them have ended."""
+    path = folder / "results.jsonl"
+    if not path.is_file():
+        return None
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    made_by = {key: lines[-1][key] for key in ("command", "commit", "versions", "hardware")}
+    return {"runs": [shortened(line) for line in lines], "made_by": made_by}
+
+
+def shortened(line: dict) -> dict:
+    metrics = line.get("metrics", {})
+    settings = {key: value for key, value in line.items() if "." in key}
+    found = {"name": line["name"], **settings, "loss": line["loss"]}
+    if "diverged" in line:
+        found["diverged"] = line["diverged"]
+    loss_at = {match[1]: value for key, value in metrics.items() if (match := LOSS_AT.match(key))}
+    return {**found, "loss_at": loss_at, **{key: value for key, value in metrics.items() if key.startswith(KEPT)}}

@@ -1,0 +1,296 @@
+"""The ledger of claims: rules against intervals by hand, made-up results, measuring that resumes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from looped_eval.claims import command, fully_looped, growth, learning_rates, ledger, measuring, parcae
+from looped_eval.claims.answers import answer
+from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load
+from looped_eval.claims.papers import PAPERS
+from looped_eval.claims.rules import AtMost, Effect, Estimate, Near, over_seeds, verdict
+from looped_eval.claims.sweeps import shortened
+from modeling_looped import LoopedConfig, LoopedForCausalLM
+
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def test_students_interval_of_three_seeds():
+    # by a table: t of 97.5 % and 2 degrees of freedom is 4.3027; the deviation of 1, 2, 3 is 1
+    value, low, high, seeds = over_seeds([1.0, 2.0, 3.0])
+    assert (value, seeds) == (2.0, 3)
+    assert high - value == value - low == pytest.approx(4.3027 / 3**0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rule, low, high, expected",
+    [
+        (Near(1.0, 0.1), 0.95, 1.05, "agrees"),
+        (Near(1.0, 0.1), 0.85, 1.05, "open"),  # the band and more
+        (Near(1.0, 0.1), 0.5, 0.6, "weaker"),
+        (Near(1.0, 0.1), 1.2, 1.3, "disagrees"),
+        (Near(1.0, 0.1), -0.2, 0.1, "disagrees"),
+        (Near(-1.0, 0.1), -0.6, -0.5, "weaker"),
+        (Near(0.0, 0.1), 0.2, 0.3, "disagrees"),
+        (Effect(2.0), 1.5, 2.5, "agrees"),
+        (Effect(2.0), 0.5, 1.5, "agrees"),  # sure of the sign, and half of the size is not excluded
+        (Effect(2.0), 3.0, 4.0, "agrees"),
+        (Effect(2.0), 0.1, 0.3, "weaker"),
+        (Effect(2.0), -0.1, 0.3, "disagrees"),
+        (Effect(2.0), -1.0, 3.0, "open"),
+        (Effect(2.0), 0.0, 0.0, "disagrees"),
+        (Effect(), 0.1, 0.3, "agrees"),
+        (Effect(), -0.1, 0.3, "open"),
+        (Effect(), -0.3, -0.1, "disagrees"),
+        (AtMost(4.0), 1.0, 4.0, "agrees"),
+        (AtMost(4.0), 3.0, 5.0, "open"),
+        (AtMost(4.0), 4.5, 5.0, "disagrees"),
+    ],
+)
+def test_a_rule_sees_the_whole_interval(rule, low, high, expected):
+    assert verdict(rule, Estimate((low + high) / 2, low, high, 3)) == expected
+
+
+def test_one_seed_decides_nothing_and_seeds_without_a_number_are_left_out():
+    assert verdict(Effect(), over_seeds([5.0])) == "open"
+    read = each_seed(lambda content: content["of it"])
+    assert read({"seeds": {"0": {"of it": 5.0}, "1": {"of it": None}}}) == Estimate(5.0, None, None, 1)
+    assert read({"seeds": {"0": {"of it": None}}}) is None
+
+
+def paper(rule=None) -> Paper:
+    claim = Claim("table 1", "it grows", "a number", "small", "claims/made_up", each_seed(float), rule or Effect(2.0))
+    return Paper("A paper", [], [claim, Beyond("table 9", "it is large", "a thousand processors")], [])
+
+
+def made_up(folder, values):
+    content = {"command": "looped claims run", "commit": "abc", "seeds": dict(enumerate(values))}
+    (folder / "claims").mkdir(exist_ok=True)
+    (folder / "claims" / "made_up.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "values, expected, said",
+    [
+        ([1.9, 2.0, 2.1], "agrees", "1 of 1 claims that were measured agree; 1 not reachable here."),
+        ([0.3, 0.31, 0.32], "weaker", "0 of 1 claims that were measured agree; 1 weaker, 1 not reachable here."),
+        (
+            [-0.3, -0.31, -0.32],
+            "disagrees",
+            "0 of 1 claims that were measured agree; 1 disagree, 1 not reachable here.",
+        ),
+        ([2.0], "open", "0 of 1 claims that were measured agree; 1 open, 1 not reachable here."),
+        (None, "not measured", "0 of 0 claims that were measured agree; 1 not measured, 1 not reachable here."),
+    ],
+)
+def test_the_ledger_of_made_up_results(tmp_path, values, expected, said):
+    if values is not None:
+        made_up(tmp_path, values)
+    rows = ledger.ledger([paper()], tmp_path)
+    assert [row.verdict for row in rows] == [expected, "not reachable here"]
+    assert ledger.said(rows) == said
+    for path in ledger.write_ledger([paper()], rows, tmp_path):
+        text = path.read_text()
+        assert said in text and expected in text and "a thousand processors" in text
+        assert ("looped claims run" in text and "abc" in text) == (values is not None)
+
+
+def counting(tmp_path, name: str, fails: bool = False) -> Measurement:
+    """Writes a line for each time that it runs, and its number at the end."""
+
+    def commands(setting: Setting, seed: int):
+        folder = setting.of(name, seed)
+        return [["counted", str(folder), str(seed), str(int(fails)), setting.text]]
+
+    def read(folder):
+        path = folder / "number.json"
+        made_by = {"command": "counted", "commit": "abc", "versions": {}, "hardware": "none"}
+        return {"value": json.loads(path.read_text()), "made_by": made_by} if path.is_file() else None
+
+    return Measurement(name, commands, read)
+
+
+COUNTED = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+with open(folder / "calls", "a") as file:
+    file.write("called ")
+if sys.argv[3] == "1":
+    sys.exit(3)
+(folder / "number.json").write_text(sys.argv[2])
+"""
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    (tmp_path / "counted.py").write_text(COUNTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Setting(tmp_path / "runs", "mine/my.txt")
+
+
+def test_measuring_goes_on_with_what_is_missing(tmp_path, counted, capfd):
+    first, second = counting(tmp_path, "first"), counting(tmp_path, "second")
+    number = tmp_path / "runs" / "first" / "seed_1" / "number.json"
+    number.parent.mkdir(parents=True)
+    number.write_text("7")
+    assert measuring.run([first, second], counted, minutes=1) == []
+    assert not (number.parent / "calls").exists()  # it was measured already
+    measuring.run([first, second], counted, minutes=1)
+    assert (tmp_path / "runs" / "second" / "seed_2" / "calls").read_text() == "called "
+    said = [line.split(": python")[0] for line in capfd.readouterr().out.splitlines()]
+    assert said == ["first, seed 0", "second, seed 0", "second, seed 1", "first, seed 2", "second, seed 2"]
+
+    (path,) = measuring.collect([first], counted, tmp_path / "results")
+    content = json.loads(path.read_text())
+    assert content["seeds"] == {"0": {"value": 0}, "1": {"value": 7}, "2": {"value": 2}}
+    assert content["command"] == "looped claims run runs/claims --only first --text my.txt"
+    assert content["commit"] == "abc"
+
+
+def test_a_command_names_the_text_only_where_it_is_read(tmp_path, counted):
+    first = counting(tmp_path, "first")._replace(commands=lambda setting, seed: [["theorem"]])
+    assert measuring.told(first, counted, [{"commit": "abc", "versions": {}, "hardware": "none"}])["command"] == (
+        "looped claims run runs/claims --only first"
+    )
+
+
+def test_no_time_and_no_luck(tmp_path, counted):
+    first = counting(tmp_path, "first")
+    assert measuring.run([first], counted, minutes=0) == [f"first with seed {seed}" for seed in range(3)]
+    assert measuring.collect([first], counted, tmp_path) == []
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        measuring.run([counting(tmp_path, "bad", fails=True)], counted, minutes=1)
+
+
+def test_a_command_is_ended_with_its_time(tmp_path, counted):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    assert not measuring.run_command(["slow"], seconds=0.5)
+
+
+def test_every_claim_reads_what_some_measurement_or_file_gives():
+    names = [measurement.name for paper in PAPERS for measurement in paper.measurements]
+    assert len(names) == len(set(names))
+    sources = {claim.source for paper in PAPERS for claim in paper.claims if isinstance(claim, Claim)}
+    earlier = {"growth", "twelve_loops", "injection", "readout", "p_hop"}
+    earlier |= {f"diagnose/{name}/lr_transfer" for name in ("transfer", "factored")}
+    assert sources <= {f"claims/{name}" for name in names} | earlier
+
+
+def test_the_ledger_in_results_is_that_of_its_json():
+    rows = ledger.ledger(PAPERS, RESULTS)
+    assert (RESULTS / "CLAIMS.md").read_text(encoding="utf-8") == ledger.markdown(rows)
+    drawn = [(figure, load(RESULTS, figure.source)) for paper in PAPERS for figure in paper.figures]
+    for figure, content in drawn:
+        assert content is None or not any(chart.is_empty for chart in figure.draw(content)), figure.source
+
+
+def test_an_unknown_measurement_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="measure needs --only and one of growth, .*, got 'core rates'"):
+        command.main(["measure", str(tmp_path), "--only", "core", "rates"])
+    with pytest.raises(ValueError, match="--only ratess: there is no such measurement; they are"):
+        command.main(["run", str(tmp_path), "--only", "ratess"])
+
+
+def test_a_run_of_a_sweep_is_kept_short():
+    metrics = {"validation/loss_at_4": 2.0, "spectral_radius": 0.5, "tokens_per_second": 9.0, "loss": 2.5}
+    line = {"name": "a", "optimizer.lr": 0.1, "loss": None, "diverged": "why", "metrics": metrics, "commit": "abc"}
+    assert shortened(line) == {
+        "name": "a",
+        "optimizer.lr": 0.1,
+        "loss": None,
+        "diverged": "why",
+        "loss_at": {"4": 2.0},
+        "spectral_radius": 0.5,
+    }
+
+
+def test_published_shifts_of_the_best_rate():
+    """Against the table in results/README.md."""
+    content = load(RESULTS, "diagnose/transfer/lr_transfer")
+    shift = learning_rates.moved("sqrt", (1, 1), (1, 4), -1)(content)
+    assert [round(number, 2) for number in shift[:3]] == [0.87, 0.33, 1.35]
+    assert learning_rates.moved("none", (1, 1), (1, 8))(content) is None  # no rate trained
+
+
+def test_spikes_and_rates_that_train(tmp_path):
+    losses = [5.0] * 15 + [5.6] + [5.0] * 15
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert parcae.spikes(tmp_path) == 1
+
+    def run(loss, radius, injection="concat"):
+        return {"model.block_norm": "pre", "model.injection": injection, "loss": loss, "spectral_radius": radius}
+
+    runs = [run(6.0, 0.9), run(6.55, 2.0), run(None, 3.0), run(6.0, 0.5, "diagonal"), run(6.1, 0.7, "diagonal")]
+    content = {"runs": runs, "loss_of_frequencies": 6.6}
+    assert [parcae.trained_rates(content, system) for system in (parcae.BASE, parcae.PARCAE)] == [1, 2]
+    assert parcae.radius_beyond_one(content) == pytest.approx(1.0)
+    assert parcae.largest_radius(content) == 0.7
+
+
+def test_runs_of_the_same_seed_are_compared():
+    runs = [
+        {"model.preset": system, "model.num_loops": 12, "training.seed": seed, "loss": loss}
+        for system, seed, loss in (("lt", 0, 6.0), ("lt", 1, 9.0), ("flt", 1, 4.5), ("flt", 0, 4.0), ("lt", 2, 1.0))
+    ]
+    read = fully_looped.between(fully_looped.excess, ("lt", 12), ("flt", 12))
+    estimate = read({"runs": runs})
+    assert estimate.value == pytest.approx(75.0) and estimate.seeds == 2  # of 50 % and 100 %
+
+
+def small_config(**fields) -> LoopedConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_core_layers": 2}
+    return LoopedConfig.from_preset("residual_scaling", vocab_size=64, **sizes, **fields)
+
+
+def test_norms_over_loops_are_those_of_a_pass():
+    found = growth.growth(1, small_config(), (1, 2, 4))
+    for rule in growth.RULES:
+        for loops, norm in zip(found["loops"], found["rules"][rule]["R"][0]):
+            model = growth.built(growth.looped(small_config(), loops, rule), 1)
+            state = growth.trace(model, {"input_ids": growth.random_tokens(model.config, 1, 32, 1)}).states[-1]
+            assert norm == pytest.approx(state.square().mean(-1).sqrt().mean().item(), rel=1e-5)
+
+
+def test_layers_drawn_one_by_one_are_those_of_one_stack():
+    """Against the same copies in one model."""
+    config = small_config()
+    ids = growth.random_tokens(config, 1, 8, 0)
+    states = growth.unshared_states(config, 3, 0, ids)
+    stack = growth.built(growth.unshared(config, 3, "none"), 0)
+    one = growth.with_fields(stack.config, num_core_layers=2)
+    stack.model.embed_tokens.load_state_dict(growth.built(one, 0).model.embed_tokens.state_dict())
+    for copy in range(3):
+        drawn = growth.built(one, 1000 * (copy + 1))
+        for layer in range(2):
+            stack.model.core[2 * copy + layer].load_state_dict(drawn.model.core[layer].state_dict())
+    seen = growth.trace(stack, {"input_ids": ids})
+    for state, expected in zip(states, seen.stages[0][::2], strict=True):
+        torch.testing.assert_close(state, expected)
+
+
+def test_answers_of_several_words_and_where_they_stop():
+    """Against the logits, word by word."""
+
+    class Words:
+        def __call__(self, text, return_tensors=None):
+            rows = [[int(word) for word in one.split()] for one in ([text] if isinstance(text, str) else text)]
+            ids = torch.tensor(rows)
+            return type("Encoded", (), {"input_ids": ids if return_tensors else rows[0]})()
+
+    torch.manual_seed(0)
+    model = LoopedForCausalLM(small_config(num_loops=3)).eval()
+    questions = [{"text": "1 2 3", "choices": ["4 5", "6 7"], "answer": i % 2} for i in range(2)]
+    model.lm_head.weight.data.mul_(500)  # sure of what it says
+    found = answer(model, Words(), questions)
+    for loop in range(3):
+        right = []
+        for words in ([4, 5], [6, 7]):
+            logits = model(torch.tensor([[1, 2, 3, *words]]), num_loops=loop + 1, use_cache=False).logits[0]
+            right.append(logits[2].argmax() == words[0] and logits[3].argmax() == words[1])
+        assert found["accuracy"][loop] == sum(map(bool, right)) / 2
+    assert 1 <= found["exit_loops"] <= 3
