@@ -18,6 +18,7 @@ import numpy as np
 
 from looped_recipes.common.command_line import Parser, run_command, say_result
 from looped_recipes.common.provenance import write_json
+from looped_recipes.common.words import counted
 
 
 RESAMPLES = 10_000
@@ -171,9 +172,14 @@ def length_in(tokenizer: str | None) -> Callable[[str], int]:
     return lambda text: len(loaded(text, add_special_tokens=False)["input_ids"])
 
 
+def items_of(result: dict) -> str:
+    items = f"{result['items']:,}"
+    return f"{counted(items, 'item')} of {counted(len(result['tasks']), 'task')}"
+
+
 def table(result: dict) -> str:
     percent = f"{100 * result['level']:g} %"
-    lines = [f"| {result['items']:,} items of {len(result['tasks'])} tasks | first | second | change | {percent} |"]
+    lines = [f"| {items_of(result)} | first | second | change | {percent} |"]
     lines.append("|---|---:|---:|---:|---|")
     for name in (*ACCURACIES, *SCORES):
         score = result[name]
@@ -184,7 +190,7 @@ def table(result: dict) -> str:
 
 
 def table_of_one(result: dict) -> str:
-    lines = [f"| {result['items']:,} items of {len(result['tasks'])} tasks | mean |", "|---|---:|"]
+    lines = [f"| {items_of(result)} | mean |", "|---|---:|"]
     return "\n".join(lines + [f"| {name.replace('_', ' ')} | {result[name]:.4f} |" for name in (*ACCURACIES, *SCORES)])
 
 
@@ -210,14 +216,16 @@ def main(arguments: list[str] | None = None) -> dict:
     if options.second is None:
         result = {"items": len(first), "tasks": sorted({item.task for item in first}), **averages(first)}
         print(table_of_one(result))
-        found = f"normalised accuracy {result['normalised_accuracy']:.4f} over {len(result['tasks'])} tasks"
+        found = f"Normalised accuracy is {result['normalised_accuracy']:.4f} over {items_of(result)}."
+        then = [f"looped statistics {options.first} OTHER"]
     else:
         result = compare(first, read_samples(options.second, length), options.level, options.resamples)
         print(table(result))
         found = difference_in_words(result)
+        then = [] if options.output else [f"{options.command} --output statistics.json"]
     if options.output:
         write_json(options.output, result, options.command)
-    say_result(found)
+    say_result(found, *then)
     return result
 
 

@@ -116,7 +116,7 @@ class LoopedCache(DynamicCache):
         prelude, core, coda = config.section_layer_types()
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        # by heads and head_dim, what one row sees, copied to fp32 to be read: [1, heads, 2, capacity, head_dim]
+        # by heads and head_dim, what one row sees, copied to floats to be read: [1, heads, 2, capacity, head_dim]
         self.one_row: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
@@ -151,8 +151,8 @@ class LoopedCache(DynamicCache):
     def as_stored(self, states: torch.Tensor) -> torch.Tensor:
         return to_int8(states) if self.is_int8 else states
 
-    def as_read(self, stored: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return from_int8(stored, dtype or self.dtype) if self.is_int8 else stored
+    def as_read(self, stored: torch.Tensor) -> torch.Tensor:
+        return from_int8(stored, self.dtype) if self.is_int8 else stored
 
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""

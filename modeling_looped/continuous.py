@@ -171,7 +171,7 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder]):
     places = [Place(decoder, row) for decoder in decoders for row in decoder.selector.running()]
     rows = in_table(places)
     loops = [place.loops for place in places]
-    state = run_loop(tokens_at(table, places), loops, *table.take(rows, ["state"]).values())
+    state = run_loop(tokens_at(table, places), loops, table.take(rows, ["state"])["state"])
     table.put(rows, {"state": trunk.to_next_loop(state)})
     emit_exiting_rows(table, places, state)  # at last: a tick that fails before can be run again
 

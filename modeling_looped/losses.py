@@ -223,7 +223,7 @@ def loop_loss(
     elif objective == "per_loop":
         weights = active / depth
     elif objective == "last_third":
-        first = 2 * depth // 3
+        first = start_of_last_third(depth)
         read = active * (loops >= first)
         weights = read / (depth - first)
         active, mixed = (active, mixed) if every_loop else (read, True)
@@ -259,13 +259,18 @@ def loop_loss(
     return (total + extra) / denominator(flat, num_items_in_batch), means, of_tokens.view(-1, *labels.shape)
 
 
+def start_of_last_third(depth):
+    """Its first loop, counted from 0; of a number, an array or a tensor of depths."""
+    return 2 * depth // 3
+
+
 def compared_tokens(
     depths: int | list[int], shape: torch.Size, positions: np.ndarray, last_third: bool
 ) -> list[np.ndarray]:
     """Per loop, which of the labelled tokens are compared there: those whose row runs it, or has it in its last
     third."""
     depth = np.array(depth_per_row(depths, shape[0]))[positions // shape[1]]
-    first = 2 * depth // 3 if last_third else 0
+    first = start_of_last_third(depth) if last_third else 0
     return [np.flatnonzero((first <= loop) & (loop < depth)) for loop in range(deepest(depths))]
 
 

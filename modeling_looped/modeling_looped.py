@@ -18,6 +18,7 @@
 language model on top), losses, heads (all others).
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
 from itertools import chain
@@ -497,8 +498,20 @@ class LoopedModel(LoopedPreTrainedModel):
             "past_key_values": past_key_values,
             "position_ids": position_ids,
         }
-        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        makers: dict[str, Callable] = {
+            "full_attention": create_causal_mask,
+            "sliding_attention": create_sliding_window_causal_mask,
+        }
+        if torch.compiler.is_compiling() and is_plainly_causal(**arguments):
+            makers["full_attention"] = lambda **_: None  # older transformers make a mask of every compiled pass
         return {layer_type: makers[layer_type](**arguments) for layer_type in self.layer_types}
+
+
+def is_plainly_causal(config, attention_mask, past_key_values, position_ids, **others) -> bool:
+    """Whether the kernel's own causal mask says all; an exported graph could not tell one token from several."""
+    given = (attention_mask, past_key_values, position_ids)
+    is_bare = all(tensor is None for tensor in given)
+    return is_bare and config._attn_implementation == "sdpa" and not torch.compiler.is_exporting()
 
 
 TRUNK_ARGUMENTS = frozenset(signature(LoopedModel.forward).parameters)

@@ -12,6 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from .cache import LoopedCache
 from .cpu import attend_single_query, is_slow_single_query
 from .depth import placed
+from .int8_tokens import attend_to_int8, floats_of, sizes_of, steps_of
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
@@ -66,12 +67,13 @@ class RowView:
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         # what a row sees lies in one piece, and the kernel has no softcap
         self.goes_by_row = device.type == "cpu" and not padding.has_holes and config.attention_softcap is None
-        self.by_row = self.goes_by_row and not together
+        self.by_row = self.goes_by_row and (cache.is_int8 or not together)
         in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
         self.one_loop = self.loops[0] if in_step else None
         # below that, what is read in vain takes longer than a call for each token
         is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops
-        self.in_grid = in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
+        is_grid = in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
+        self.in_grid = is_grid and not cache.is_int8  # whose floats are made of a row at a time
         self.places, self.spans_by_kind, self.masks_by_window = {}, {}, {}
         # where tokens are in the grid of rows and loops, and places
         self.cells: tuple[torch.Tensor, ...] | None = None
@@ -89,23 +91,29 @@ class RowView:
         """What attention layers are to call instead of `update` and a kernel."""
         if not self.by_row:
             return None
-        return self.attend_in_grid if self.in_grid else self.attend
+        if self.in_grid:
+            return self.attend_in_grid
+        return self.attend if self.position is None else self.attend_by_itself
 
     def update(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int, *args, **kwargs):
         """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop.
         keys and values: None where no row's loop makes any."""
+        return self.cache.as_read(self.seen(keys, values, slot)).unbind(2)
+
+    def seen(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int) -> torch.Tensor:
+        """The same as it is stored, [rows, heads, 2, tokens so far, width]."""
         buffer = self.cache.buffers[slot]
         if self.position is not None:
             of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
             if keys is not None and values is not None and self.writing:
                 of_loop[..., self.position : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
-            return self.cache.as_read(of_loop[..., : self.end, :]).unbind(2)
+            return of_loop[..., : self.end, :]
         self.write(buffer, keys, values)
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
         of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
         copy_all = getattr(torch, "_foreach_copy_", copy_each)
         copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
-        return self.cache.as_read(seen).unbind(2)
+        return seen
 
     def attend(self, *states_slot_and_scaling) -> torch.Tensor:
         return attend_row_by_row([self], *states_slot_and_scaling)
@@ -129,26 +137,27 @@ class RowView:
         if keys is not None and self.writing:
             buffer[cells[self.writing], :, :, places[self.writing]] = self.stored(keys, values)
         grid = queries.new_zeros(len(buffer), *queries.shape[1:]).index_copy_(0, cells, queries)
-        keys, values = self.cache.as_read(buffer[..., : self.end, :]).unbind(2)
+        keys, values = buffer[..., : self.end, :].unbind(2)
         return attend_to_all(grid, keys, values, self.masks_by_window[window], scaling).index_select(0, cells)
 
     def attend_by_itself(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """The same for any rows that bring one token each."""
-        keys, values = self.update(keys, values, slot)
-        window = self.cache.windows[slot]
+        seen, window = self.seen(keys, values, slot), self.cache.windows[slot]
         if window not in self.masks_by_window:
             self.masks_by_window[window] = self.mask(window)
-        return attend_to_all(queries, keys, values, self.masks_by_window[window], scaling)
-
-    def in_fp32(self, view: torch.Tensor) -> torch.Tensor:
-        """Keys and values of one row, until the next one's take their place."""
+        mask = self.masks_by_window[window]
         if self.cache.is_int8:
-            return self.cache.as_read(view, torch.float32)
+            return attend_to_int8(queries, steps_of(seen).to(floats_of(queries.dtype)), sizes_of(seen), mask, scaling)
+        keys, values = seen.unbind(2)
+        return attend_to_all(queries, keys, values, mask, scaling)
+
+    def in_floats(self, view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Keys and values of one row, until the next one's take their place."""
         length, kind = view.shape[3], (view.shape[1], view.shape[-1])
         room = self.cache.one_row.get(kind)
-        if room is None or room.shape[3] < length:
+        if room is None or room.shape[3] < length or room.dtype != dtype:
             shape = (*view.shape[:3], self.cache.capacity, view.shape[-1])
-            room = self.cache.one_row[kind] = view.new_empty(shape, dtype=torch.float32)
+            room = self.cache.one_row[kind] = view.new_empty(shape, dtype=dtype)
         return room[..., :length, :].copy_(view)
 
     def write(self, buffer: torch.Tensor, keys: torch.Tensor | None, values: torch.Tensor | None):
@@ -226,25 +235,29 @@ class RowView:
 def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
     """Attention of one query per row of all views, [rows, heads, 1, head_dim], to what each sees, however long.
 
-    In bfloat16 a row is copied to fp32 first, all rows into the same memory, which stays in the processor's cache.
+    In bfloat16 and from 8 bits a row is copied to floats first, all rows into the same memory, which stays in the
+    processor's cache.
     """
     new, outputs = None, []  # new: [rows, heads, 2, head_dim]
     if keys is not None and values is not None:
         new = torch.cat([keys, values], dim=2)
     exact, grouped = is_slow_single_query(queries), queries.shape[1] != views[0].cache.buffers[slot].shape[2]
-    of_rows = iter((queries.float() if exact else queries).unsqueeze(1).unbind())
+    floats = floats_of(queries.dtype)
+    of_rows = iter((queries.to(floats) if exact else queries).unsqueeze(1).unbind())
     for view in views:
         buffer, spans, start = view.cache.buffers[slot], view.spans(slot), len(outputs)
         if new is not None and view.writing:
             stored = view.cache.as_stored(new[start : start + len(spans)]).unbind()
             for i in view.writing:
                 buffer.as_strided(*spans[i][1]).copy_(stored[i])
-        for seen, _ in spans:
+        for (seen, _), query in zip(spans, of_rows):
             held = buffer.as_strided(*seen)
-            keys, values = (view.in_fp32(held) if exact else view.cache.as_read(held)).unbind(2)
-            outputs.append(
-                scaled_dot_product_attention(next(of_rows), keys, values, scale=scaling, enable_gqa=grouped)
-            )
+            if view.cache.is_int8:
+                steps = view.in_floats(steps_of(held), floats)
+                outputs.append(attend_to_int8(query, steps, sizes_of(held), None, scaling))
+                continue
+            keys, values = (view.in_floats(held, floats) if exact else held).unbind(2)
+            outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs).to(queries.dtype)
 
 

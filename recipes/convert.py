@@ -18,6 +18,7 @@ from functools import reduce
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command, say_result
+from looped_recipes.common.hub import check_source
 
 
 LAYOUTS = ("ouro", "huginn", "retrofitted", "retrofitted-olmo", "parcae", "parcae-gated", "nanbeige", "llama")
@@ -49,6 +50,7 @@ def convert(
     tokenizer: str | None = None,
     num_loops: int | None = None,
 ):
+    check_source(source)
     from modeling_looped import LoopedForCausalLM
     from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
     from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder

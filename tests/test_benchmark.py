@@ -104,6 +104,12 @@ def test_a_model_that_is_another_when_wider():
         widened(tiny_model(injection="concat"), 2)
 
 
+def test_of_a_cache_in_8_bits(capsys):
+    line = lines_of("cache", capsys, **OF_DECODING)["cache"]
+    assert line["rows_2"]["bytes_over_own"] == pytest.approx((64 + 4) / (4 * 64), abs=1e-4)
+    assert math.isfinite(line["rows_2"]["time_over_own"])
+
+
 def test_of_serving(capsys):
     options = {"requests": 3, "prompt": 8, "new-tokens": 4}
     arguments = [part for name, value in {**SHAPE, **options}.items() for part in (f"--{name}", str(value))]

@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from looped_recipes.common import hub
 from looped_recipes.convert import main
 from modeling_looped import LoopedForCausalLM, save_public
 from modeling_looped.formats.writing import whole_folder
@@ -36,9 +37,18 @@ def test_there_and_back(name, tmp_path):
         assert (tmp_path / out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-def test_a_source_that_is_not_there(tmp_path):
-    with pytest.raises(OSError, match="nothing is no folder with a config.json"):
-        run(tmp_path / "nothing", tmp_path / "ours")
+def test_a_source_that_is_not_there(tmp_path, monkeypatch):
+    """Without a connection, of which the Hub's client says so after a minute."""
+    monkeypatch.setattr(hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    for name in (tmp_path / "nothing", "nothing", "a/b/c"):
+        with pytest.raises(ValueError, match=f"no folder '{name}', and repositories on the Hub have names like owner"):
+            run(name, tmp_path / "ours")
+    with pytest.raises(OSError, match="no folder 'a/b', and the Hub does not answer .*refused.* set HF_HUB_OFFLINE=1"):
+        run("a/b", tmp_path / "ours")
+    monkeypatch.setattr(hub, "is_offline_mode", lambda: True)
+    with pytest.raises(OSError, match="a/b is no folder with a config.json"):
+        run("a/b", tmp_path / "ours")
 
 
 def test_it_says_of_what(tmp_path, capsys):

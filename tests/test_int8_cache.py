@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from modeling_looped import LoopedCache
-from modeling_looped.int8_tokens import from_int8, to_int8
+from modeling_looped.int8_tokens import attend_to_int8, floats_of, from_int8, sizes_of, steps_of, to_int8
 
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate
@@ -58,6 +59,21 @@ def test_single_tokens_of_any_width(head_dim):
     stored = to_int8(torch.randn(3, 2, head_dim, generator=torch.Generator().manual_seed(0)))
     for each, whole in zip(stored.split(1), from_int8(stored, torch.float32)):
         assert torch.equal(from_int8(each[:, :1], torch.float32)[0, 0], whole[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_attention_is_that_to_what_is_kept(dtype, is_padded):
+    generator = torch.Generator().manual_seed(0)
+    held = to_int8(torch.randn(3, 2, 2, 5, 8, generator=generator, dtype=torch.float64).to(dtype))
+    queries = torch.randn(3, 6, 1, 8, generator=generator, dtype=torch.float64).to(dtype)
+    mask = torch.arange(5) >= torch.tensor([0, 2, 4])[:, None, None, None] if is_padded else None
+    keys, values = from_int8(held, torch.float64).unbind(2)
+    expected = scaled_dot_product_attention(queries.double(), keys, values, mask, scale=0.3, enable_gqa=True)
+    floats = floats_of(dtype)
+    found = attend_to_int8(queries, steps_of(held).to(floats), sizes_of(held), mask, 0.3)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -120,3 +120,17 @@ def test_loading_takes_no_arguments_of_generate(folder):
 def test_model_arguments_of_lm_eval(lm, folder):
     with pytest.raises(ValueError, match="no field `loops`; did you mean `num_loops`"):
         lm.create_from_arg_string(f"pretrained={folder},loops=1", {"device": "cpu"})
+
+
+EXIT, GUIDANCE = {"exit_criterion": "kl", "exit_threshold": 0.1}, {"guidance_scale": 1.5}
+
+
+@pytest.mark.parametrize("how", [GUIDANCE, {"num_beams": 2}, EXIT], ids=str)
+def test_what_generate_hands_on_is_known(how, said):
+    """Tokenizers, which its own criteria read, and a second prompt."""
+    given = {"tokenizer": tiny_tokenizer(), "assistant_tokenizer": tiny_tokenizer(), "synced_gpus": False}
+    given |= {"negative_prompt_ids": IDS}
+    tiny_model(loop_loss="per_loop", eos_token_id=None).generate(
+        IDS, max_new_tokens=2, do_sample=False, **given, **how
+    )
+    assert said == []

@@ -191,6 +191,7 @@ def test_a_model_is_pushed_with_its_card(training_text, tmp_path, monkeypatch, c
         [
             str(SMOKE / "ouro.yaml"),
             *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/ouro-tiny"),
+            "training.license=cc-by-4.0",
         ]
     )
     assert hub.calls == [("create", "someone/ouro-tiny", True), ("upload", "someone/ouro-tiny")]
@@ -200,6 +201,7 @@ def test_a_model_is_pushed_with_its_card(training_text, tmp_path, monkeypatch, c
     assert (hub.folder / "modeling_looped.py").is_file()  # opens where this package is not installed
     card = ModelCard.load(hub.folder / "README.md")
     assert card.data.library_name == "transformers" and "looped" in card.data.tags
+    assert card.data.license == "cc-by-4.0"
     assert 'from_pretrained("someone/ouro-tiny", trust_remote_code=True)' in card.text
     assert f"{model.num_parameters():,} parameters" in card.text
     last = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in record][-1]
@@ -223,6 +225,7 @@ def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(tra
     with pytest.raises(RecipeError, match="network is down; the model is whole there; try `hf upload someone/lt "):
         main(arguments)
     LoopedForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    assert ModelCard.load(tmp_path / "run" / "final" / "README.md").data.license is None  # none was said
 
 
 def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from looped_recipes.engine import training
 from looped_recipes.engine.beginning import take_kernels
-from looped_recipes.settings.recipe import RecipeError, TrainingConfig
+from looped_recipes.settings.recipe import RecipeError, TrainingConfig, load_recipe
 from modeling_looped.loss_kernels import LOSS_KERNELS
 from tests.helpers import quick_and_slow, random_ids, tiny_model
+from tests.helpers_pretrain import SMOKE
 
 
 LOSSES = ["terminal", "per_loop", "last_third", "exit_weighted", "exit_weighted_logits", "gate"]
@@ -87,3 +89,13 @@ def test_flex_attention_trains_packed_documents_alike(device):
 def test_what_is_missing_is_said(settings, device, message):
     with pytest.raises(RecipeError, match=message):
         take_kernels(tiny_model(), TrainingConfig(**settings), device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_what_needs_a_gpu_is_refused_before_data_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "prepare", lambda *_, **__: pytest.fail("data were prepared"))
+    recipe = load_recipe(
+        SMOKE / "flt.yaml", [f"training.output_dir={tmp_path / 'run'}", "training.attention=flex_attention"]
+    )
+    with pytest.raises(RecipeError, match="training.attention='flex_attention' needs a GPU"):
+        training.Pretraining(recipe)

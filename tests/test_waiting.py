@@ -4,6 +4,8 @@ On the meta device there is nothing to wait for: whatever would be read there, o
 error.
 """
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from looped_recipes.data.packing import PackedRows
 from looped_recipes.engine import batches as batches_module
 from looped_recipes.engine import step as step_module
 from looped_recipes.engine.batches import Batches
+from looped_recipes.engine.behind import Behind
 from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.interruption import Interruption
 from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
@@ -110,3 +113,13 @@ def test_positions_of_labels_change_nothing(depths):
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_numbers_are_waited_for_where_nothing_tells_that_they_are_there():
+    class OfAnotherDevice:
+        device = torch.device("xpu")
+
+        def to(self, place, non_blocking):
+            return torch.full((3,), math.nan if non_blocking else 1.0)
+
+    assert Behind(OfAnotherDevice()).read() == [1.0, 1.0, 1.0]

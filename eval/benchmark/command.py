@@ -13,6 +13,7 @@ from looped_recipes.common.hardware import measured_rate
 from .bandwidth import bandwidth
 from .decoding import exits, sharing, speculation
 from .harness import harness
+from .kept_tokens import cache
 from .models import build, looped_config, print_line, tokens, unrolled_llama
 from .options import parse
 from .products import products
@@ -139,6 +140,7 @@ BENCHMARKS = {
     "exits": exits,
     "speculation": speculation,
     "sharing": sharing,
+    "cache": cache,
     "serving": serving,
     "products": products,
     "harness": harness,

@@ -9,6 +9,7 @@ bandwidth   tokens/s of greedy decoding of one row over both limits of bandwidth
 exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
+cache    bytes of the cache and time per token of decoding with `cache_dtype="int8"`, over those with the model's dtype
 serving  throughput and latency of requests that share passes, with early exit over full depth
 products  time of products of few rows, attention, decoding and training by the ways of cpu.py, over that by torch's
 harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
@@ -27,7 +28,7 @@ from looped_recipes.common.command_line import Parser
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
 BENCHMARKS = ["train", "memory", "depths", "decode", "llama", "bandwidth", "exits", "speculation", "sharing"]
-BENCHMARKS += ["serving", "products", "harness", "_memory"]
+BENCHMARKS += ["cache", "serving", "products", "harness", "_memory"]
 
 
 def add_arguments(parser, layers: int, loops: int, batch: int):
@@ -51,7 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--continuation", type=int, default=32, help="positions whose logits loglikelihood needs")
     parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation, products: rows"
+        "--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation, cache, products: rows"
     )
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")

@@ -141,6 +141,13 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
     return curves
 
 
+def next_commands(options) -> list[str]:
+    """The means over tasks, and the deviations over seeds, where they were not asked for."""
+    if options.tasks:
+        return [f"looped core {options.model} --bundle {options.bundle}"]
+    return [] if options.seeds else [f"{options.command} --seeds 1234,2345,3456"]
+
+
 def main(arguments: list[str] | None = None) -> dict[int, dict]:
     options = parse(arguments)
     check_question(options.model, options.num_loops)
@@ -162,5 +169,5 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     if options.output:
         write_json(options.output, {"depths": results}, options.command)
         print(f"written: {options.output}")
-    say_result(best_depths(curves))
+    say_result(best_depths(curves), *next_commands(options))
     return results

@@ -2,12 +2,14 @@
 
 import inspect
 import json
+import logging
 import os
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval._cli import HarnessCLI
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
@@ -18,7 +20,7 @@ from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_recipes.common.command_line import device_of, say_result
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.provenance import provenance
+from looped_recipes.common.provenance import commit, provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
 
 from .looped_lm import LoopedLM
@@ -71,6 +73,21 @@ def options_of(config: EvaluatorConfig) -> dict:
     return {**options, **config.cache_requests, **dict(zip(seeds, config.seed or [None] * 4))}
 
 
+@contextmanager
+def told_of_one_depth(is_first: bool):
+    """lm-eval says the same at every depth, and git complains where lm-eval asks it for the commit of a folder without
+    one."""
+    logger, asks_git = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
+    level, evaluator.get_git_commit_hash = logger.level, commit
+    if not is_first:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        evaluator.get_git_commit_hash = asks_git
+
+
 def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **options) -> dict[int, dict]:
     """lm-eval's results at each depth, saved if there is an output_path; nothing on other processes than the first."""
     by_depth = {}
@@ -79,7 +96,8 @@ def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **optio
         at_depth = {"output_path": str(Path(path) / f"loops_{depth}")} if path else {}
         tracker = EvaluationTracker(**{**tracker_args, **at_depth})
         arguments = {**model_args, "num_loops": depth}
-        results = simple_evaluate(lm.at(depth), model_args=arguments, evaluation_tracker=tracker, **options)
+        with told_of_one_depth(depth == lm.depths[0]):
+            results = simple_evaluate(lm.at(depth), model_args=arguments, evaluation_tracker=tracker, **options)
         if results is None:
             continue
         results["config"]["model"] = tracker.general_config_tracker.model_source = "looped"

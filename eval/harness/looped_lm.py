@@ -64,7 +64,7 @@ class LoopedLM(HFLM):
             pretrained, num_loops, exit_criterion, exit_threshold, min_loops, revision
         )
         register_public_formats()
-        super().__init__(pretrained, revision=revision, device=device or "auto", **kwargs)
+        super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
         if state_seed is not None:
             check_takes_initial_state(self.config)
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only

@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import parse_depths
+from looped_recipes.common.hub import check_source
 from modeling_looped import LoopedConfig
 from modeling_looped.exit_criteria import ExitRule, exit_rule
 from modeling_looped.formats.registry import is_published
@@ -24,6 +25,7 @@ def check_question(
     """Reads config.json alone, so that a mistake costs no loading."""
     depths = None if num_loops is None else parse_depths(num_loops)
     if isinstance(pretrained, str):
+        check_source(pretrained)
         try:
             fields, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
         except OSError as error:

@@ -19,6 +19,7 @@ import torch
 
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.loop_parameters import parameters_by_loop
+from modeling_looped.losses import start_of_last_third
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def training_flops_per_token(
     depth = config.num_loops if depth is None else depth
     with_gradient = depth if backprop_loops is None else min(backprop_loops, depth)
     codas = 1 if config.loop_loss == "terminal" else depth
-    heads = {"exit_weighted_logits": 1, "last_third": depth - 2 * depth // 3}.get(config.loop_loss, codas)
+    heads = {"exit_weighted_logits": 1, "last_third": depth - start_of_last_third(depth)}.get(config.loop_loss, codas)
     once = 6 * (n.outer + value_tables * n.value_tables) + 3 * attention_flops(config, "prelude", length)
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
     unmade = loops_without_keys(config, depth)

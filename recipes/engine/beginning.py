@@ -21,6 +21,7 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; change one"
         )
+    check_kernels(training, accelerator.device.type)
     check_units(accelerator, recipe)
     check_trackers(recipe, accelerator)
     check_start(recipe)
@@ -81,27 +82,35 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     return model
 
 
-def take_kernels(model: LoopedForCausalLM, training: TrainingConfig, device: str):
-    """The kernels that the recipe names."""
-    on_gpus = {"compile": training.compile == "cuda_graphs", "attention": training.attention is not None}
-    on_gpus["cross_entropy"] = training.cross_entropy is not None
-    on_gpus["gradient_checkpointing"] = training.gradient_checkpointing == "offload"
-    for name in [name for name, is_named in on_gpus.items() if is_named]:
-        if device != "cuda":
+def check_kernels(training: TrainingConfig, device: str):
+    """Refuses kernels that need a GPU, or a package that is not installed."""
+    on_gpus = {
+        "compile": training.compile == "cuda_graphs",
+        "attention": training.attention is not None,
+        "cross_entropy": training.cross_entropy is not None,
+        "gradient_checkpointing": training.gradient_checkpointing == "offload",
+    }
+    for name, is_named in on_gpus.items():
+        if is_named and device != "cuda":
             raise RecipeError(
                 f"training.{name}={getattr(training, name)!r} needs a GPU, but this run is on {device!r}: leave it out"
             )
+    if training.cross_entropy is not None and find_spec(training.cross_entropy) is None:
+        raise RecipeError(
+            f"training.cross_entropy={training.cross_entropy!r} is not installed: install it (pip install "
+            f"{training.cross_entropy.replace('_', '-')}), or leave it out"
+        )
+
+
+def take_kernels(model: LoopedForCausalLM, training: TrainingConfig, device: str):
+    """The kernels that the recipe names."""
+    check_kernels(training, device)
     if training.attention is not None:
         try:
             model.set_attn_implementation(training.attention)
         except (ImportError, ValueError) as error:
             raise RecipeError(f"training.attention={training.attention!r}: {' '.join(str(error).split())}") from error
     if training.cross_entropy is not None:
-        if find_spec(training.cross_entropy) is None:
-            raise RecipeError(
-                f"training.cross_entropy={training.cross_entropy!r} is not installed: install it (pip install "
-                f"{training.cross_entropy.replace('_', '-')}), or leave it out"
-            )
         model.loss_kernel = LOSS_KERNELS[training.cross_entropy]
 
 

@@ -4,11 +4,13 @@ import torch
 
 
 class Behind:
-    """The numbers of a tensor, on their way to the CPU: only who reads them waits."""
+    """The numbers of a tensor, on their way to the CPU: only who reads them waits. Beside CUDA nothing tells when they
+    are there, and they are waited for at once."""
 
     def __init__(self, tensor: torch.Tensor):
-        self.there, self.copied = tensor.to("cpu", non_blocking=True), None
-        if tensor.device.type == "cuda":
+        on_cuda = tensor.device.type == "cuda"
+        self.there, self.copied = tensor.to("cpu", non_blocking=on_cuda), None
+        if on_cuda:
             self.copied = torch.cuda.Event()
             self.copied.record()
 

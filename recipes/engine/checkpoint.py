@@ -17,7 +17,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -107,9 +106,9 @@ def write(
     group: dist.ProcessGroup | None = None,
 ):
     folder, temporary = path.parent, Path(writer.path)
+    ignore_missing_group()
     try:
-        with quiet():
-            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
         own = lambda: {path.name: checksum(path) for path in temporary.glob(f"__{process_index()}_*")}  # noqa: E731
         parts = from_all_processes(own, folder, group)
         checksums = {name: digest for part in parts for name, digest in part.items()}
@@ -355,9 +354,9 @@ def load_checkpoint(
     # parameters that had no gradient until then have no state: none is read, and the template's is removed
     without = {name for name in moments if not any(key.startswith(f"optimizers.state.{name}.") for key in saved)}
     state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
+    ignore_missing_group()
     try:
-        with quiet():
-            dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized())
+        dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized())
     except (*UNREADABLE, RuntimeError, CheckpointException) as error:
         reason = (str(root_cause(error)).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
@@ -375,9 +374,7 @@ def load_checkpoint(
     return {**marker["extra"], "step": marker["step"]}
 
 
-@contextmanager
-def quiet():
-    """Without the warning that torch.distributed is not initialized."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def ignore_missing_group():
+    """The warning that torch.distributed is not initialized. For good: filters are of all threads, and one that put
+    them back while another had changed them would leave the wrong ones."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

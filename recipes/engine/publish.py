@@ -27,8 +27,7 @@ CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [looped, {injection}]
-license: apache-2.0
----
+{license}---
 
 # {name}
 
@@ -76,6 +75,7 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str, step
     return CARD.format(
         name=name,
         injection=config.injection,
+        license=yaml.safe_dump({"license": recipe.training.license}) if recipe.training.license else "",
         layers=config.num_layers,
         prelude=config.num_prelude_layers,
         core=config.num_core_layers,

@@ -168,6 +168,10 @@ class Pretraining:
         """Before the end, with nothing done that a run which is not interrupted would not do."""
         return bool(self.signal) or self.step >= (self.recipe.training.stop_after or self.total_steps)
 
+    def is_due(self, every: int) -> bool:
+        """Every so many steps, and at the end."""
+        return self.step % every == 0 or self.step == self.total_steps
+
     def take_steps(self, bar):
         recipe = self.recipe
         reports = StepReports(
@@ -186,14 +190,13 @@ class Pretraining:
         while self.step < self.total_steps and not self.leaves_off:
             with profile.of_step(self.step):
                 self.take_step(self.step, reports)
-            done = self.step == self.total_steps
-            evaluates = done or self.step % recipe.evaluation.every == 0
-            if evaluates or done or self.leaves_off or self.step % recipe.training.save_every == 0:
+            evaluates = self.is_due(recipe.evaluation.every)
+            if evaluates or self.leaves_off or self.is_due(recipe.training.save_every):
                 reports.read_held()
                 self.hear(reports)
                 if evaluates:
                     self.evaluate()
-                if done or self.leaves_off or self.step % recipe.training.save_every == 0:
+                if self.leaves_off or self.is_due(recipe.training.save_every):
                     self.save()
                 reports.start_clock()
         profile.write()

@@ -149,6 +149,7 @@ class TrainingConfig:
     skip_nonfinite_steps: int = 0
     max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end
+    license: str | None = None  # of what is trained, as the Hub spells it, e.g. apache-2.0; for the model card
 
 
 @dataclass

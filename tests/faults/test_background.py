@@ -3,13 +3,18 @@
 import errno
 import os
 import time
+import warnings
+from threading import Event
 
 import pytest
+import torch
 
 from looped_recipes.engine import checkpoint
-from looped_recipes.engine.checkpoint import whole_checkpoints
+from looped_recipes.engine.background import Background
+from looped_recipes.engine.checkpoint import save_checkpoint, whole_checkpoints
 from looped_recipes.engine.saving import CheckpointError
 from tests.faults.tiny_run import STEPS, metrics_of
+from tests.helpers import tiny_model
 from tests.helpers_processes import run_and_kill
 
 
@@ -47,6 +52,19 @@ def test_a_kill_while_a_checkpoint_is_written(runs, monkeypatch):
     assert steps_of(place)[-1] == 4
     runs.train(place)
     assert runs.why_other(place) is None
+
+
+def test_filters_of_warnings_that_end_meanwhile_do_not_come_back(tmp_path, monkeypatch):
+    """They are of all threads."""
+    model, background, begun, may_end = tiny_model(), Background(), Event(), Event()
+    monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: begun.set() or may_end.wait())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="of this block")
+        save_checkpoint(tmp_path, 1, model, [torch.optim.AdamW(model.parameters())], {}, background=background)
+        assert begun.wait(60)
+    may_end.set()
+    background.wait()
+    assert not any(each[1] is not None and "of this block" in each[1].pattern for each in warnings.filters)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
 import gc
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -139,7 +140,8 @@ def test_its_server_and_the_client_of_openai(saved):
     options = "--model-impl transformers --trust-remote-code --dtype float32 --enforce-eager --max-model-len 200"
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]  # what `vllm serve` runs
     command = [*server, *options.split(), "--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen(command, env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as server:
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with subprocess.Popen(command, env=environment, start_new_session=True) as server:
         try:
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
             wait_for(client, server)
@@ -148,7 +150,16 @@ def test_its_server_and_the_client_of_openai(saved):
                 asked = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "extra_body": extra}
                 assert client.completions.create(model=folder, **asked).choices[0].token_ids == tokens
         finally:
-            server.terminate()
+            stop(server)
+
+
+def stop(server, seconds: int = 60):
+    """The server and, if it does not end by itself, the processes that it began."""
+    server.terminate()
+    try:
+        server.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
 
 
 def wait_for(client, server, seconds: int = 300):
