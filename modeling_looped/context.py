@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .depth import take_rows
+from .regions import run_as_region, slot_of_region
 
 
 @dataclass
@@ -22,6 +23,7 @@ class PassContext:
     # by layer whose loops share them, the last keys and values that it attended to, of at least these rows
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     options: dict = field(default_factory=dict)  # of transformers and its attention kernels
+    has_regions: bool = False  # blocks are compiled once for all loops
 
     def run(
         self,
@@ -38,25 +40,32 @@ class PassContext:
         makes_keys: as the block takes them."""
         keeps_keys = block.layer in self.kept
         kept = self.kept[block.layer] if keeps_keys and makes_keys is not True else (None, None)
-        output = block(
+        args = (
             x,
             residual_scale,
-            query_states,
+            None if query_states is x else query_states,  # to a region no tensor is given twice
             self.value_embeddings.get(block.layer),
             time,
             loop,
             *(None if states is None else states[: self.num_rows] for states in kept),
-            makes_keys=makes_keys,
-            keeps_keys=keeps_keys,
-            site=self.site(block.first_slot + slots_before),
-            attention_mask=self.masks[block.layer_type],
-            position_ids=self.position_ids,
-            position_embeddings=self.position_embeddings.get(block.rope),
-            past_key_values=self.past_key_values,
-            **self.options,
         )
+        kwargs = {
+            "makes_keys": makes_keys,
+            "keeps_keys": keeps_keys,
+            "attention_mask": self.masks[block.layer_type],
+            "position_ids": self.position_ids,
+            "position_embeddings": self.position_embeddings.get(block.rope),
+            **self.options,
+        }
+        slot = block.first_slot + slots_before
+        held = slot_of_region(self.past_key_values, slot) if self.has_regions else None
+        if held is None:
+            output = block(*args, site=self.site(slot), past_key_values=self.past_key_values, **kwargs)
+            output, *states = output if keeps_keys else (output,)
+        else:
+            kwargs["site"] = self.site(block.first_slot)  # the same in every loop
+            output, states = run_as_region(block, held, args, kwargs), held[:2]
         if keeps_keys:
-            output, *states = output
             self.kept[block.layer] = tuple(states)
         return output
 

@@ -127,6 +127,8 @@ class DeeperSite:
         self.site, self.layer_idx = site, slot
 
     def __getattr__(self, name):
+        if name == "site":  # asked for before __init__, by those that copy or compile
+            raise AttributeError(name)
         return getattr(self.site, name)
 
     def to(self, *args, **kwargs) -> "DeeperSite":  # hooks of accelerate move every argument that can be moved

@@ -60,6 +60,7 @@ from .names import check_arguments
 from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
+from .regions import can_have_regions
 
 
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
@@ -246,6 +247,7 @@ class LoopedModel(LoopedPreTrainedModel):
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
         if past_key_values is not None and no_cache_because:
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without past_key_values.")
+        has_regions = can_have_regions(past_key_values, attention_mask, position_ids)
         is_packed = position_ids is not None  # perhaps: positions that are made here restart nowhere
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, past_key_values)
@@ -273,6 +275,7 @@ class LoopedModel(LoopedPreTrainedModel):
             slots_per_loop=len(self.core),
             kept={cast(LoopedBlock, block).layer: () for block in self.core if self.config.shares_keys},
             options={"use_cache": use_cache, **kwargs},
+            has_regions=has_regions and view is past_key_values,
         )
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)

@@ -109,14 +109,19 @@ def quick_and_slow(cases, *quick) -> list:
     ]
 
 
+def is_region(node) -> bool:
+    return node.target is torch.ops.higher_order.invoke_subgraph
+
+
 class Graphs:
-    """A backend that runs the captured graph as it is and counts the graphs."""
+    """A backend that runs the captured graph as it is and counts the graphs, and the regions of each."""
 
     def __init__(self):
-        self.count = 0
+        self.count, self.regions = 0, []
 
     def __call__(self, graph, example_inputs):
         self.count += 1
+        self.regions.append(len({str(node.args[1]) for node in graph.graph.nodes if is_region(node)}))
         return graph
 
     def __deepcopy__(self, memo):  # transformers copies its compile config, and the count would go with the copy

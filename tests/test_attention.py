@@ -380,3 +380,10 @@ def test_autocast_training_is_near_single_precision(system):
     assert len(found) == len(exact)
     for a, b in zip(found, exact):
         assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.98
+
+
+def test_sites_beyond_the_configured_depth_can_be_copied():
+    trunk = tiny_model(num_loops=2).model
+    slot = trunk.config.core_slot(7)
+    copied = copy.copy(trunk.site(slot))
+    assert (copied.layer_idx, copied.scaling) == (slot, trunk.site(0).scaling)

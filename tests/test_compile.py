@@ -174,13 +174,13 @@ def test_inductor_trains(system):
 # Decoding with a static cache
 
 
-def decode(model, backend, num_loops):
+def decode(model, backend, num_loops, **arguments):
     """Greedy tokens, decoding steps compiled as transformers does on a GPU; and the same uncompiled."""
     config = CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True
     mask = torch.ones(2, 5, dtype=torch.long)
     mask[0, :2] = 0
-    arguments = {"attention_mask": mask, "num_loops": num_loops, "max_new_tokens": 6, "do_sample": False}
+    arguments |= {"attention_mask": mask, "num_loops": num_loops, "max_new_tokens": 6, "do_sample": False}
     found = model.generate(random_ids(2, 5), cache_implementation="static", compile_config=config, **arguments)
     return found, model.generate(random_ids(2, 5), **arguments)
 
@@ -197,6 +197,29 @@ def test_static_cache_decodes_in_one_graph_per_depth(system):
         assert counts[0] == 2 and counts[1] <= 4 and counts[1:] == [counts[1]] * 3
     else:
         assert counts == [1, 2, 2, 2]
+
+
+@quickly("ouro")
+def test_loops_and_layers_share_the_regions_of_a_graph(system):
+    """Compiling then takes no longer for a deeper model. Sections of other kinds, and loops that start otherwise or
+    make no keys, have regions of their own."""
+    model, graphs = build(system, num_core_layers=2).double(), Graphs()
+    for num_loops in (2, 8):
+        found, expected = decode(model, graphs, num_loops, output_logits=True, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.logits, expected.logits)
+    assert len(graphs.regions) == (4 if model.config.has_windows else 2)
+    assert len(set(graphs.regions)) == 1 and 1 <= graphs.regions[0] <= 2
+
+
+@pytest.mark.parametrize("output", ["output_hidden_states", "output_attentions"])
+def test_what_blocks_record_in_regions(output):
+    model = build("ouro", attn_implementation="eager")
+    found, expected = decode(model, Graphs(), 3, return_dict_in_generate=True, **{output: True})
+    name = output.removeprefix("output_")
+    for step, wanted in zip(found[name][1:], expected[name][1:], strict=True):  # those after the prompt are compiled
+        for a, b in zip(step, wanted, strict=True):
+            torch.testing.assert_close(a[..., : b.shape[-1]], b)
 
 
 def test_prompts_of_mixed_depth_decode_uncompiled():

@@ -8,6 +8,7 @@ import torch
 from transformers import CompileConfig
 
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
+from modeling_looped import regions
 from tests.helpers import random_ids, tiny_model
 
 
@@ -82,9 +83,11 @@ def test_blocks_as_cuda_graphs_in_training(window, device):
             torch.testing.assert_close(gradient, of_step[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("with_regions", [False, True])  # the second passing, `regions.DEVICES` may have "cuda"
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_generate_with_a_static_cache(system, mode, device):
+def test_generate_with_a_static_cache(system, mode, with_regions, device, monkeypatch):
+    monkeypatch.setattr(regions, "DEVICES", {device} if with_regions else set())
     fields = {"eos_token_id": None, "pad_token_id": 0, **SYSTEMS[system]}
     model = tiny_model(**fields).double().to(device)
     prompt = random_ids(2, 5).to(device)
