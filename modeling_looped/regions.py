@@ -49,8 +49,6 @@ def can_have_regions(cache, attention_mask, position_ids) -> bool:
 def slot_of_region(cache: StaticCache, slot: int) -> tuple | None:
     """Keys, values and length of a slot, where the block that fills it can be a region."""
     layer = cache.layers[slot]
-    if type(layer) is not StaticLayer or not layer.is_initialized or not hasattr(layer.keys, STAYS):
+    if type(layer) is not StaticLayer or layer.keys is None or not hasattr(layer.keys, STAYS):
         return None
-    if layer.keys.device.type not in DEVICES:
-        return None
-    return layer.keys, layer.values, layer.cumulative_length
+    return (layer.keys, layer.values, layer.cumulative_length) if layer.keys.device.type in DEVICES else None
