@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from looped_recipes.engine import training
-from looped_recipes.engine.beginning import take_kernels
+from looped_recipes.engine.beginning import check_device, take_kernels
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig, load_recipe
 from modeling_looped.loss_kernels import LOSS_KERNELS
 from tests.helpers import quick_and_slow, random_ids, tiny_model
@@ -73,7 +73,7 @@ def test_flex_attention_trains_packed_documents_alike(device):
     positions = places - torch.where(places >= starts[..., None], starts[..., None], 0).amax(1)
     inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
     expected = loss_and_gradients(model, **inputs)
-    take_kernels(model, TrainingConfig(attention="flex_attention"), device)
+    take_kernels(model, TrainingConfig(attention="flex_attention"))
     torch.testing.assert_close(loss_and_gradients(model, **inputs), expected, rtol=1e-2, atol=1e-3)
 
 
@@ -89,7 +89,8 @@ def test_flex_attention_trains_packed_documents_alike(device):
 )
 def test_what_is_missing_is_said(settings, device, message):
     with pytest.raises(RecipeError, match=message):
-        take_kernels(tiny_model(), TrainingConfig(**settings), device)
+        check_device(TrainingConfig(**settings), device)
+        take_kernels(tiny_model(), TrainingConfig(**settings))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")

@@ -37,6 +37,9 @@ class Figure(NamedTuple):
     draw: Callable[[dict], list[Chart]]  # ours, and the paper's where its text gives numbers
 
 
+MADE_BY = ("command", "commit", "versions", "hardware")  # what every JSON tells of itself
+
+
 class Setting(NamedTuple):
     folder: Path  # of all measurements
     text: str  # data.source of the trainings on text

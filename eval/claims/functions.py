@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from .definition import Measurement, Setting
+from .definition import MADE_BY, Measurement, Setting
 
 
 RESULT = "{}.json"
@@ -82,7 +82,7 @@ def result_of(name: str) -> Callable[[Path], dict | None]:
         if not path.is_file():
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
-        made_by = {key: content.pop(key) for key in ("command", "commit", "versions", "hardware")}
+        made_by = {key: content.pop(key) for key in MADE_BY}
         return {**content, "made_by": made_by}
 
     return read

@@ -1,6 +1,7 @@
 """The readout blind spot."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -8,7 +9,7 @@ from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
 from .definition import Beyond, Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import by_function, result_of
-from .rules import AtMost, Effect, Estimate, over_seeds
+from .rules import AtMost, Effect, Estimate, Rule, over_seeds
 from .sweeps import by_sweep, runs_of
 
 
@@ -150,6 +151,10 @@ def loss_claim(says: str, first: str, second: str) -> Claim:
     return Claim("table 2", says, number, SIZE, SOURCE, loss_more(first, second), rule)
 
 
+def depth_claim(says: str, system: str, number: Callable[[dict], float], rule: Rule) -> Claim:
+    return Claim("table 11", says, f"CE(1) - CE(4), {system} readout", SIZE, SOURCE, each_seed(number), rule)
+
+
 def worded(system: str) -> str:
     return system.replace("_", " ")
 
@@ -172,40 +177,28 @@ READOUT = Paper(
         ),
         loss_claim("the drifting readout has the worse loss", "per_loop_rmsnorm", "per_loop_raw"),
         loss_claim("so it has beside the penalty", "per_loop_rmsnorm", "per_loop_penalty"),
-        Claim(
-            "table 11",
+        depth_claim(
             "without a loss at every loop the first loop is useless: 19 nats above the fourth, normed readout",
-            "CE(1) - CE(4), terminal, normed readout",
-            SIZE,
-            SOURCE,
-            each_seed(lambda content: gap(content, "terminal_rmsnorm")),
+            "terminal, normed",
+            lambda content: gap(content, "terminal_rmsnorm"),
             Effect(19.21),
         ),
-        Claim(
-            "table 11",
+        depth_claim(
             "and 37 nats above it, raw readout",
-            "CE(1) - CE(4), terminal, raw readout",
-            SIZE,
-            SOURCE,
-            each_seed(lambda content: gap(content, "terminal_raw")),
+            "terminal, raw",
+            lambda content: gap(content, "terminal_raw"),
             Effect(37.17),
         ),
-        Claim(
-            "table 11",
+        depth_claim(
             "with it, loops behind a raw readout still help: 0.04 nats from the first to the fourth",
-            "CE(1) - CE(4), per loop, raw readout",
-            SIZE,
-            SOURCE,
-            each_seed(lambda content: gap(content, "per_loop_raw")),
+            "per loop, raw",
+            lambda content: gap(content, "per_loop_raw"),
             Effect(0.04),
         ),
-        Claim(
-            "table 11",
+        depth_claim(
             "and those behind a normed one do not: the loss is the same at every depth",
-            "CE(1) - CE(4), per loop, normed readout",
-            SIZE,
-            SOURCE,
-            each_seed(lambda content: abs(gap(content, "per_loop_rmsnorm"))),
+            "per loop, normed",
+            lambda content: abs(gap(content, "per_loop_rmsnorm")),
             AtMost(0.01),
         ),
         *probe_claims(),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .definition import Setting
+from .definition import MADE_BY, Setting
 
 
 LOSS_AT = re.compile(r"validation/loss_at_(\d+)$")
@@ -28,7 +28,7 @@ def runs_of(folder: Path) -> dict | None:
     if not path.is_file():
         return None
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    made_by = {key: lines[-1][key] for key in ("command", "commit", "versions", "hardware")}
+    made_by = {key: lines[-1][key] for key in MADE_BY}
     return {"runs": [shortened(line) for line in lines], "made_by": made_by}
 
 

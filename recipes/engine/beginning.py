@@ -21,7 +21,7 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; change one"
         )
-    check_kernels(training, accelerator.device.type)
+    check_device(training, accelerator.device.type)
     check_units(accelerator, recipe)
     check_trackers(recipe, accelerator)
     check_start(recipe)
@@ -82,7 +82,7 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     return model
 
 
-def check_kernels(training: TrainingConfig, device: str):
+def check_device(training: TrainingConfig, device: str):
     """Refuses kernels that need a GPU, or a package that is not installed."""
     on_gpus = {
         "compile": training.compile == "cuda_graphs",
@@ -103,9 +103,8 @@ def check_kernels(training: TrainingConfig, device: str):
         )
 
 
-def take_kernels(model: LoopedForCausalLM, training: TrainingConfig, device: str):
-    """The kernels that the recipe names."""
-    check_kernels(training, device)
+def take_kernels(model: LoopedForCausalLM, training: TrainingConfig):
+    """The kernels that the recipe names, on a device that has them."""
     if training.attention is not None:
         try:
             model.set_attn_implementation(training.attention)

@@ -71,7 +71,7 @@ class Pretraining:
         self.total_steps = recipe.num_steps(sizes(self.config), self.flops_per_token, len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
-        take_kernels(self.model, training, self.accelerator.device.type)
+        take_kernels(self.model, training)
         if training.float8:
             take_float8(blocks_of(self.model), training.float8, self.accelerator.mixed_precision)
         if training.gradient_checkpointing:
