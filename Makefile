@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 FLOOR := .venv-floor
 DOCS := .venv-docs
 SERVING := .venv-serving
-TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized trl
+TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized pillow trl
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # one thread each: the models of the tests are small, and processes that share cores spin in each other's way
@@ -40,7 +40,6 @@ test-floor: $(FLOOR)/.installed
 
 $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	$(PYTHON) -m venv $(FLOOR)
-	$(FLOOR)/bin/python -m pip install $(TORCH)
 	$(FLOOR)/bin/python -m pip install -c constraints-floor.txt -e '.[train,eval,peft]' $(TEST_TOOLS)
 	touch $@
 

@@ -57,12 +57,17 @@ def check_softcap(softcap: float | None, implementation: str):
         )
 
 
+def is_recorded(options: dict) -> bool:
+    """Whether transformers records what blocks give, by the keyword arguments of a pass."""
+    return bool(options.get("output_hidden_states") or options.get("output_attentions"))
+
+
 def check_pass(
     config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
 ):
     """Refuses arguments of a pass that do not go together, or not with this model.
 
-    recording: keyword arguments among which output_hidden_states and output_attentions may be."""
+    recording: keyword arguments, as `is_recorded` reads them."""
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     if not packs_requests(config._attn_implementation):
         check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
@@ -87,7 +92,7 @@ def check_pass(
             f"with {config.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so states and "
             "logits of every loop mean nothing; run each depth by itself"
         )
-    if plan.is_mixed and (recording.get("output_hidden_states") or recording.get("output_attentions")):
+    if plan.is_mixed and is_recorded(recording):
         raise ValueError(
             f"output_hidden_states and output_attentions need one depth for all rows, got {plan.depths}; use "
             "output_loop_hidden_states, or run rows of one depth together"

@@ -33,7 +33,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .borrowed import captured, config_defaults
 from .cache import CacheView, view_for_pass
-from .checks import check_inputs, check_pass, check_softcap, check_takes_initial_state, refuse_if, why_no_cache
+from .checks import (
+    check_inputs,
+    check_pass,
+    check_softcap,
+    check_takes_initial_state,
+    is_recorded,
+    refuse_if,
+    why_no_cache,
+)
 from .clients import check_for_engine, register_with_peft, warn_of_another_loss
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
@@ -247,7 +255,7 @@ class LoopedModel(LoopedPreTrainedModel):
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
         if past_key_values is not None and no_cache_because:
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without past_key_values.")
-        has_regions = can_have_regions(past_key_values, attention_mask, position_ids)
+        has_regions = can_have_regions(past_key_values, attention_mask, position_ids) and not is_recorded(kwargs)
         is_packed = position_ids is not None  # perhaps: positions that are made here restart nowhere
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, past_key_values)

@@ -4,8 +4,9 @@ The step is one graph. In it a block is a region, which is compiled where it is 
 loop. Two calls are the same region if they differ in tensors alone, so it takes those of its slot, not the cache.
 
 A region writes to its slot, which torch's compiler does not tell others of. So nothing else of the graph may read a
-slot: positions and masks are given, as by `generate`. And CUDA graphs must know that the slot stays where it is; until
-that has been seen on a GPU, regions are made on the devices in `DEVICES` alone.
+slot: positions and masks are given, as by `generate`. What hooks record inside does not get out either. And CUDA
+graphs must know that the slot stays where it is; until that has been seen on a GPU, regions are made on the devices in
+`DEVICES` alone.
 """
 
 from inspect import signature

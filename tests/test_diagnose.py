@@ -245,6 +245,7 @@ def test_future_signal_falls_with_the_scale():
     """Lemma 2's block turns a state by b_perp / s, whatever its direction: what the next loss says falls as 1 / s."""
     sizes = []
     for scale in (1e3, 1e4):
+        torch.manual_seed(0)
         model = known_model(across=1.0, num_loops=2, readout_norm="rmsnorm", tie_word_embeddings=False)
         with torch.no_grad():
             weight = model.model.embed_tokens.weight
@@ -253,7 +254,7 @@ def test_future_signal_falls_with_the_scale():
         result = readout_probes.future_signal(model, BATCH)
         assert result["scale"] == pytest.approx([scale, scale], rel=1e-3)
         sizes.append(result["size"][0][1])
-    assert sizes[0] / sizes[1] == pytest.approx(10, rel=0.3) and sizes[0] > 1e-6
+    assert sizes[0] / sizes[1] == pytest.approx(10, rel=0.01) and sizes[0] > 1e-6
 
 
 def test_exit_weighted_logits():

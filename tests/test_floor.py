@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parent.parent
-NOT_PINNED = {"ruff", "pyrefly", "jupyterlab", "torch"}  # what tests do not need; torch: see constraints-floor.txt
+NOT_PINNED = {"ruff", "pyrefly", "jupyterlab"}  # what tests do not need
 
 
 def versions(text: str, sign: str) -> dict[str, list[str]]:
