@@ -21,6 +21,7 @@ def measure(drafts: int, setting: Setting) -> dict:
         raise FileNotFoundError(f"{folder} holds no trained model: the piece `real` trains it")
     args = Namespace(
         model=str(folder),
+        widen=1,
         text_file=os.__file__,
         device=setting.device,
         dtype=setting.dtype,

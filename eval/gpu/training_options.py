@@ -11,7 +11,7 @@ import torch
 from looped_eval.benchmark.models import build, looped_config, tokens
 from looped_eval.common.timing import now
 from looped_recipes.engine.activations import keep_fewer_activations
-from looped_recipes.engine.beginning import take_kernels
+from looped_recipes.engine.beginning import check_device, take_kernels
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig
 
@@ -65,7 +65,8 @@ def step_with(options: dict, is_packed: bool, setting: Setting) -> tuple[float, 
     args = shaped(setting, **{name: value for name, value in SHAPE.items() if name != "loop_loss"})
     model = build(args, looped_config(args, loop_loss=SHAPE["loop_loss"])).train()
     training, batch = TrainingConfig(**options), tokens(args)
-    take_kernels(model, training, setting.device)
+    check_device(training, setting.device)
+    take_kernels(model, training)
     if training.gradient_checkpointing:
         keep_fewer_activations(model, training.gradient_checkpointing)
     uses_graphs = training.compile == "cuda_graphs"
