@@ -15,7 +15,7 @@ NORMS = ("residual_norm", "state_norm")
 
 def measurements(setting: Setting, sweep: str) -> Iterator[Measurement]:
     prepare_to_train(setting)
-    from looped_recipes.sweep import load_sweep
+    from looped_recipes.engine.sweeps import load_sweep
 
     path = ROOT / "recipes" / "gpu" / f"{sweep}.sweep.yaml"
     runs = load_sweep(path, overrides(setting, setting.out / "runs" / sweep, tiny_run(sweep)))
@@ -31,7 +31,7 @@ def tiny_run(sweep: str) -> list[str]:
 
 
 def train(run) -> dict:
-    from looped_recipes.sweep import outcome, run_all
+    from looped_recipes.engine.sweeps import outcome, run_all
 
     run_all([run])
     found = outcome(run) or {}
