@@ -69,6 +69,7 @@ from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .regions import can_have_regions
+from .samplers import truncated_normal_
 
 
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
@@ -454,7 +455,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if std is None:
             std = (2 / (5 * self.config.hidden_size)) ** 0.5 * self.config.embedding_scale
         state = torch.empty(batch_size, length, self.config.state_size, device=generator.device if generator else None)
-        return nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std, generator=generator)
+        return truncated_normal_(state, std, generator)
 
     def value_embeddings(self, input_ids) -> dict[int, torch.Tensor]:
         return {layer: table(input_ids) for layer, table in self._value_tables()}

@@ -85,6 +85,8 @@ def largest_that_fits(
     room = (torch.cuda.get_device_properties(0).total_memory if setting.device == "cuda" else 0) - weights
     for rows in [rows for rows in MICRO_BATCHES if rows * of_row < room] or [1]:
         ids = torch.randint(3, vocab_size, (rows, length), device=setting.device)
+        if setting.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # of the sizes that did not fit
         try:
             for _ in range(1 if setting.tiny else WARM_UP):
                 step(ids)

@@ -26,6 +26,7 @@ def compile_blocks(blocks: Iterable[nn.Module], cuda_graphs: bool = False, **opt
 
 
 def begin_step(cuda_graphs: bool):
-    """What graphs returned in the step before may be overwritten from here on."""
+    """What graphs returned in the step before may be overwritten from here on. A pass without it would be recorded as
+    what follows on the step."""
     if cuda_graphs:
         torch.compiler.cudagraph_mark_step_begin()

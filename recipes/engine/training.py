@@ -21,7 +21,7 @@ from looped_recipes.data.shards import prepare
 from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch, take_kernels
-from looped_recipes.engine.compiling import blocks_of, compile_blocks
+from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
 from looped_recipes.engine.distributed import prepare as distribute
 from looped_recipes.engine.ending import ending
@@ -117,6 +117,7 @@ class Pretraining:
         total = torch.zeros(2, dtype=torch.float64, device=self.accelerator.device)
         self.model.eval()
         for _, batch, _, depths, noise in self.batches.of_step(self.step):
+            begin_step(self.recipe.training.compile == "cuda_graphs")
             arguments = {"num_loops": depths, "initial_state": noise, "output_logits": False, "use_cache": False}
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             outputs = self.model(**inputs, **arguments, output_loop_readout_states=True)

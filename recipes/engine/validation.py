@@ -11,6 +11,7 @@ from looped_recipes.common.token_losses import next_token_losses
 from looped_recipes.data.packing import PackedRows
 from looped_recipes.settings.recipe import Recipe
 
+from .compiling import begin_step
 from .distributed import to_shards
 
 
@@ -26,6 +27,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
     labels, bytes_of_rows = torch.zeros_like(sums[0]), torch.zeros_like(nats[0])
     model.eval()
     for i in range(equal_batches(accelerator, count, size)):
+        begin_step(recipe.training.compile == "cuda_graphs")
         rows = mine[i * size : (i + 1) * size]
         # a process without rows left still takes part, FSDP gathers in every pass
         batch = validation.batch(rows or [0])
