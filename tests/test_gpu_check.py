@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from looped_eval.gpu import command
+from looped_eval.gpu import command, tests, training_options
 from looped_eval.gpu.ledger import Ended, Ledger
 from looped_eval.gpu.pieces import NAMES, PIECES, Aim, Measurement, Piece, Setting
 from looped_eval.gpu.verdict import verdict, write_page
@@ -117,6 +117,44 @@ def test_aims():
     assert Aim("a", "n", least=0.45).is_met(0.45) and not Aim("a", "n", least=0.45).is_met(0.449)
     assert Aim("a", "n", most=1.1).is_met(1.1) and not Aim("a", "n", most=1.1).is_met(1.11)
     assert not Aim("a", "n", least=0.45).is_met(float("nan"))
+
+
+@pytest.mark.parametrize("is_tiny", [True, False], ids=["tiny", "whole"])
+@pytest.mark.parametrize("piece", PIECES, ids=lambda piece: piece.name)
+def test_every_piece_says_what_it_measures(piece, is_tiny, tmp_path):
+    """Also sweeps, whose recipes are read for that."""
+    setting = Setting(tmp_path, "cpu", is_tiny)
+    names = [measurement.name for measurement in piece.measurements(setting)]
+    assert names and len(set(names)) == len(names)
+
+
+def test_an_option_of_training_is_measured(tmp_path):
+    setting = Setting(tmp_path, "cpu", tiny=True)
+    found = training_options.against_none({"gradient_checkpointing": True}, setting)
+    assert found["speedup"] == found["seconds_without"] / found["seconds"] > 0
+    said = training_options.against_none({"attention": "flex_attention", "compile": True}, setting)["said"]
+    assert "training.attention='flex_attention' needs a GPU" in said[0]
+
+
+def test_a_file_of_tests_that_is_cut_off_keeps_what_ended(tmp_path, monkeypatch):
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')\n")
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import os, pytest\n\npytestmark = pytest.mark.gpu\n\n"
+        "def test_good(): pass\n\ndef test_bad(): assert 0\n\n"
+        "@pytest.mark.skip('for PASSED ones')\ndef test_left_out(): pass\n\n"
+        "def test_end():\n    if os.environ.get('ENDS'): os._exit(3)\n"
+    )
+    ledger, setting = Ledger(tmp_path), Setting(tmp_path, "cpu")
+    counts = {"passed": 1, "failed": 1, "skipped": 1}
+    monkeypatch.setenv("ENDS", "1")
+    with pytest.raises(RuntimeError, match="pytest ended with 3 after"):
+        tests.run_file(file, setting)
+    assert ledger.results("tests")["test_some"] == {"broke": "cut off", **counts}
+    assert ledger.measured("tests") == set()
+    monkeypatch.delenv("ENDS")
+    result = tests.run_file(file, setting)
+    assert result.pop("said") and result == {**counts, "passed": 2}
 
 
 def test_every_piece_ends_within_ten_minutes_and_the_check_in_thirty():

@@ -1,41 +1,54 @@
-"""The tests marked `gpu`, file by file, so that each has its line when the time ends."""
+"""The tests marked `gpu`, file by file. Those that compile come last: they take as long as all others."""
 
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from looped_recipes.common.provenance import ROOT
 
+from .ledger import Ledger
 from .pieces import Measurement, Setting
 
 
 MARK = re.compile(r"pytest\.mark\.gpu\b")
-COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+OUTCOME = re.compile(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b.*%\]$")  # of a test, as it ends
+COMPILING = "test_compiled"
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARK.search(path.read_text())]
     if not files:
         raise FileNotFoundError(f"{ROOT / 'tests'} holds no test marked gpu: run this in a clone of the project")
-    for path in files:
-        if not (setting.tiny and path.stem in ("test_compiled", "test_numbers")):  # a CPU compiles for minutes
+    for path in sorted(files, key=lambda path: path.stem == COMPILING):
+        if not (setting.tiny and path.stem in (COMPILING, "test_numbers")):  # a CPU compiles for minutes
             yield Measurement(path.stem, lambda path=path: run_file(path, setting))
 
 
 def run_file(path: Path, setting: Setting) -> dict:
-    options = ["-q", "-rfEs", "--tb=line", "-p", "no:cacheprovider", "-m", "gpu", "--device", setting.device]
+    """Until the last test has ended, the ledger has what those before it said."""
+    options = ["-v", "-rfEs", "--tb=line", "-p", "no:cacheprovider", "-m", "gpu", "--device", setting.device]
     command = [sys.executable, "-m", "pytest", str(path), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    counts = {kind: int(number) for number, kind in COUNT.findall(lines[-1] if lines else "")}
-    if done.returncode not in (0, 1) or not counts:
-        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-400:]}")
-    print(done.stdout, flush=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines, ended, ledger = [], Counter(), Ledger(setting.out)
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line.rstrip())
+        if found := OUTCOME.search(lines[-1]):
+            ended[found[1]] += 1
+            ledger.write_result("tests", path.stem, {"broke": "cut off", **counts(ended)})
+    if process.wait() not in (0, 1) or not ended:
+        raise RuntimeError(f"pytest ended with {process.returncode} after {counts(ended)}: {' '.join(lines[-5:])[-400:]}")
+    said = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    return {**counts(ended), "said": said}
+
+
+def counts(ended: Counter) -> dict[str, int]:
     return {
-        "passed": counts.get("passed", 0),
-        "failed": counts.get("failed", 0) + counts.get("error", 0),
-        "skipped": counts.get("skipped", 0),
-        "said": [line[:300] for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))],
+        "passed": ended["PASSED"],
+        "failed": ended["FAILED"] + ended["ERROR"],
+        "skipped": ended["SKIPPED"],
     }

@@ -13,6 +13,7 @@ from looped_eval.common.timing import now
 from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.beginning import check_device, take_kernels
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
+from looped_recipes.engine.float8 import take_float8
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig
 
 from .against_llama import shaped, training_step
@@ -26,6 +27,8 @@ OPTIONS = {
     "cut_cross_entropy": {"cross_entropy": "cut_cross_entropy"},
     "flex_attention": {"attention": "flex_attention", "compile": True},
     "flash_attention_2": {"attention": "flash_attention_2", "compile": True},
+    "float8": {"float8": "tensorwise", "compile": True},
+    "float8_rowwise": {"float8": "rowwise", "compile": True},
     "checkpoint_blocks": {"gradient_checkpointing": True},
     "checkpoint_loops": {"gradient_checkpointing": "loops"},
     "checkpoint_selective": {"gradient_checkpointing": "selective"},
@@ -42,13 +45,12 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
 
 def against_none(options: dict, setting: Setting) -> dict:
     is_packed = "attention" in options
+    beside = {"compile": True} if options.keys() & {"attention", "float8"} else {}  # as it is in both steps
     try:
         seconds, memory = step_with(options, is_packed, setting)
     except RecipeError as error:
         return {"said": [str(error)]}
-    # an attention kernel is measured alone: beside a compiled step
-    others = {name: value for name, value in options.items() if is_packed and name == "compile"}
-    before, memory_before = step_with(others, is_packed, setting)
+    before, memory_before = step_with(beside, is_packed, setting)
     return {
         "seconds": seconds,
         "seconds_without": before,
@@ -67,6 +69,8 @@ def step_with(options: dict, is_packed: bool, setting: Setting) -> tuple[float, 
     training, batch = TrainingConfig(**options), tokens(args)
     check_device(training, setting.device)
     take_kernels(model, training)
+    if training.float8:
+        take_float8(blocks_of(model), training.float8, "bf16")
     if training.gradient_checkpointing:
         keep_fewer_activations(model, training.gradient_checkpointing)
     uses_graphs = training.compile == "cuda_graphs"
