@@ -277,6 +277,8 @@ def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Ten
 class LoopedMLP(LoopedLayer):
     """down(scale * act(gate x) * up x), or down(scale * act(up x)) without a gate."""
 
+    gated_activation: Callable | None = None  # of others: gate x and up x to act(gate x) * up x
+
     def __init__(self, config, sizes):
         super().__init__()
         self.scale = config.mlp_activation_scale
@@ -292,7 +294,8 @@ class LoopedMLP(LoopedLayer):
         if self.gate_proj is None:
             x = self.activation(self.project("up_proj", x, loop))
         else:
-            x = self.activation(self.project("gate_proj", x, loop)) * self.project("up_proj", x, loop)
+            gate, up = self.project("gate_proj", x, loop), self.project("up_proj", x, loop)
+            x = self.activation(gate) * up if self.gated_activation is None else self.gated_activation(gate, up)
         return self.project("down_proj", x if self.scale == 1 else x * self.scale, loop)
 
 

@@ -1,8 +1,8 @@
-"""Kernels of others for the cross-entropy of many tokens, which never write their logits to memory.
+"""Kernels of others for the cross-entropy of many tokens, which hold the logits of a part of them at most.
 
 A model takes one with `model.loss_kernel = LOSS_KERNELS[name]`: a function of hidden states [tokens, hidden], the
 head's weight, labels [tokens] and the softcap of the logits, to losses [tokens]. Without one, losses.py takes a chunk
-of tokens after the other.
+of tokens after the other. Each of these reads how many labels there are, for which a GPU is waited for.
 """
 
 import torch
@@ -12,10 +12,28 @@ def cut_cross_entropy(hidden, weight, labels, softcap: float | None):
     """With exact gradients: by default it leaves out those that bf16 would lose."""
     from cut_cross_entropy import linear_cross_entropy  # pyrefly: ignore[missing-import]
 
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+    hidden, weight = as_multiplied(hidden, weight)
     return linear_cross_entropy(hidden, weight, labels, softcap=softcap, reduction="none", filter_eps=None)
 
 
-LOSS_KERNELS = {"cut_cross_entropy": cut_cross_entropy}
+def liger_kernel(hidden, weight, labels, softcap: float | None):
+    """The head's gradient is summed in fp32. Logits are computed once more for the gradients."""
+    from liger_kernel.transformers.functional import (  # pyrefly: ignore[missing-import]
+        liger_fused_linear_cross_entropy,
+    )
+
+    hidden, weight = as_multiplied(hidden, weight)
+    return liger_fused_linear_cross_entropy(
+        hidden, weight, labels, reduction="none", softcap=softcap, accum_dtype=torch.float32
+    )
+
+
+def as_multiplied(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """In the dtype in which autocast multiplies, if it does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+
+
+LOSS_KERNELS = {"cut_cross_entropy": cut_cross_entropy, "liger_kernel": liger_kernel}

@@ -3,6 +3,8 @@
 No class here has a name that ends with RMSNorm: SGLang takes each of those for Llama's, and replaces it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +16,8 @@ class LoopedNorm(nn.Module):
     offset: what is added to the weight. rounding: whether the product with the weight is rounded to x's dtype, or
     what is multiplied ("after_weight", "before_weight").
     """
+
+    kernel: Callable | None = None  # of others: x, weight and eps to the normed x
 
     def __init__(
         self, size: int, eps: float, affine: bool = True, offset: float = 0.0, rounding: str = "after_weight"
@@ -34,6 +38,8 @@ class LoopedNorm(nn.Module):
         weight = self.weight
         if weight is not None and weight.dtype != x.dtype:
             weight = weight.to(x.dtype)
+        if self.kernel is not None:
+            return self.kernel(x, weight, self.eps)
         return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
     def factor(self, dtype: torch.dtype) -> torch.Tensor:

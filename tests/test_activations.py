@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.profiling import Profile
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.run_checks import check_run
 from tests.helpers import quick_and_slow, random_ids, tiny_model
+from tests.helpers_pretrain import SMOKE
 
 
 SYSTEMS = {
@@ -78,6 +80,9 @@ def test_what_is_computed_again():
 def test_loops_that_read_keys_of_others_are_refused():
     with pytest.raises(RecipeError, match="gradient_checkpointing='loops'.*num_key_value_loops=1.*set it to true"):
         keep_fewer_activations(tiny_model(num_key_value_loops=1, injection="add"), "loops")
+    recipe = load_recipe(SMOKE / "ouro.yaml", ["training.gradient_checkpointing=loops", "model.num_key_value_loops=1"])
+    with pytest.raises(RecipeError, match="gradient_checkpointing='loops'.*num_key_value_loops=1"):
+        check_run(recipe)
 
 
 def test_a_profile_of_some_steps(tmp_path):

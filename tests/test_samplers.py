@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modeling_looped import SAMPLERS, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
+from modeling_looped.samplers import truncated_normal_
 
 from .helpers import tiny_model
 
@@ -211,6 +213,23 @@ def test_initial_state_is_a_function_of_seed_step_and_row():
     assert correlation.abs().max() < 0.12  # 1600 numbers a row: five standard errors
     # a normal of deviation 0.3 cut at three of them has deviation 0.2960
     assert abs(others.std().item() - 0.2960) < 0.01 and others.abs().max() <= 0.9
+
+
+class ReadsNothing(TorchDispatchMode):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert operation is not torch.ops.aten._local_scalar_dense.default, "a GPU would be waited for"
+        return operation(*args, **(kwargs or {}))
+
+
+def test_noise_is_cut_without_reading_it():
+    generator = torch.Generator().manual_seed(0)
+    with ReadsNothing():
+        noise = truncated_normal_(torch.empty(100_000, dtype=torch.float64), 0.3, generator)
+    edges = torch.linspace(-3, 3, 13, dtype=torch.float64)
+    below = torch.stack([(noise / 0.3 < edge).double().mean() for edge in edges])
+    expected = 0.5 + torch.special.erf(edges / math.sqrt(2)) / (2 * math.erf(3 / math.sqrt(2)))
+    torch.testing.assert_close(below, expected, rtol=0, atol=0.008)
+    assert noise.abs().max() <= 0.9
 
 
 def test_a_model_without_noise_says_so():

@@ -16,7 +16,7 @@ from .pieces import Measurement, Setting
 NEEDED = {
     "transformers": "everything",
     "accelerate": "training",
-    "datasets": "training",
+    "datasets": "training and its tests",
     "pytest": "tests",
     "hypothesis": "tests",
     "lm_eval": "nothing of this check",

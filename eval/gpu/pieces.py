@@ -63,10 +63,11 @@ PIECES = [
     Piece(
         "tests",
         "tests",
-        "the tests marked gpu",
-        240,
-        540,
+        "the tests marked gpu, but for those of compiling",
+        180,
+        480,
         [Aim("failed tests", "failed", most=0)],
+        {"piece": "tests", "compiling": False},
     ),
     Piece(
         "training_speed",
@@ -99,8 +100,8 @@ PIECES = [
         "training_options",
         "training_options",
         "what compiling, kernels and activations that are computed again gain and cost in a training step",
-        150,
-        420,
+        240,
+        540,
     ),
     Piece(
         "real",
@@ -136,6 +137,15 @@ PIECES = [
         40,
         200,
         [Aim("speed of self-speculation", "best_speedup", least=1.5)],
+    ),
+    Piece(
+        "compiled_tests",
+        "tests",
+        "the tests marked gpu of compiling and CUDA graphs",
+        300,
+        580,
+        [Aim("failed tests", "failed", most=0)],
+        {"piece": "compiled_tests", "compiling": True},
     ),
     Piece(
         "residual_scaling",

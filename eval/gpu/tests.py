@@ -1,4 +1,4 @@
-"""The tests marked `gpu`, file by file. Those that compile come last: they take as long as all others."""
+"""The tests marked `gpu`, file by file. Those that compile, as long as all others, are a piece apart."""
 
 import re
 import subprocess
@@ -18,16 +18,17 @@ OUTCOME = re.compile(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b.*%\]$")  # of a test
 COMPILING = "test_compiled"
 
 
-def measurements(setting: Setting) -> Iterator[Measurement]:
+def measurements(setting: Setting, piece: str, compiling: bool) -> Iterator[Measurement]:
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARK.search(path.read_text())]
     if not files:
         raise FileNotFoundError(f"{ROOT / 'tests'} holds no test marked gpu: run this in a clone of the project")
-    for path in sorted(files, key=lambda path: path.stem == COMPILING):
-        if not (setting.tiny and path.stem in (COMPILING, "test_numbers")):  # a CPU compiles for minutes
-            yield Measurement(path.stem, lambda path=path: run_file(path, setting))
+    for path in files:
+        is_left_out = setting.tiny and path.stem in (COMPILING, "test_numbers")  # a CPU compiles for minutes
+        if (path.stem == COMPILING) == compiling and not is_left_out:
+            yield Measurement(path.stem, lambda path=path: run_file(path, setting, piece))
 
 
-def run_file(path: Path, setting: Setting) -> dict:
+def run_file(path: Path, setting: Setting, piece: str) -> dict:
     """Until the last test has ended, the ledger has what those before it said."""
     options = ["-v", "-rfEs", "--tb=line", "-p", "no:cacheprovider", "-m", "gpu", "--device", setting.device]
     command = [sys.executable, "-m", "pytest", str(path), *options]
@@ -39,9 +40,10 @@ def run_file(path: Path, setting: Setting) -> dict:
         lines.append(line.rstrip())
         if found := OUTCOME.search(lines[-1]):
             ended[found[1]] += 1
-            ledger.write_result("tests", path.stem, {"broke": "cut off", **counts(ended)})
+            ledger.write_result(piece, path.stem, {"broke": "cut off", **counts(ended)})
     if process.wait() not in (0, 1) or not ended:
-        raise RuntimeError(f"pytest ended with {process.returncode} after {counts(ended)}: {' '.join(lines[-5:])[-400:]}")
+        said = " ".join(lines[-5:])[-400:]
+        raise RuntimeError(f"pytest ended with {process.returncode} after {counts(ended)}: {said}")
     said = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
     return {**counts(ended), "said": said}
 

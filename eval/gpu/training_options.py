@@ -11,9 +11,9 @@ import torch
 from looped_eval.benchmark.models import build, looped_config, tokens
 from looped_eval.common.timing import now
 from looped_recipes.engine.activations import keep_fewer_activations
-from looped_recipes.engine.beginning import check_device, take_kernels
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from looped_recipes.engine.float8 import take_float8
+from looped_recipes.engine.kernels import check_device, take_kernels
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig
 
 from .against_llama import shaped, training_step
@@ -25,6 +25,8 @@ OPTIONS = {
     "compile": {"compile": True},
     "cuda_graphs": {"compile": "cuda_graphs"},
     "cut_cross_entropy": {"cross_entropy": "cut_cross_entropy"},
+    "liger_cross_entropy": {"cross_entropy": "liger_kernel"},
+    "liger_kernels": {"kernels": "liger_kernel"},
     "flex_attention": {"attention": "flex_attention", "compile": True},
     "flash_attention_2": {"attention": "flash_attention_2", "compile": True},
     "float8": {"float8": "tensorwise", "compile": True},

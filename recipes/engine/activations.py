@@ -9,10 +9,9 @@ offload     as true, in the memory of the host
 from functools import partial
 
 import torch
-import transformers
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.run_checks import check_recomputed
 from modeling_looped import LoopedForCausalLM
 
 
@@ -20,13 +19,8 @@ KEPT = ("mm", "addmm", "bmm", "linear")  # and whatever has attention in its nam
 
 
 def keep_fewer_activations(model: LoopedForCausalLM, how: bool | str):
+    check_recomputed(how, model.config)
     if how == "loops":
-        if model.config.shares_keys:
-            raise RecipeError(
-                "training.gradient_checkpointing='loops' computes a loop again by itself, but here loops read keys of "
-                f"others (model.key_value_interval={model.config.key_value_interval}, model.num_key_value_loops="
-                f"{model.config.num_key_value_loops}): set it to true"
-            )
         model.model.checkpoints_loops = True
         return
     options = {"use_reentrant": False}
@@ -34,13 +28,7 @@ def keep_fewer_activations(model: LoopedForCausalLM, how: bool | str):
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_products)
     # its name from transformers 5.23 on, and before
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    try:
-        enable(options, **({"offload": True} if how == "offload" else {}))
-    except TypeError as error:
-        here = transformers.__version__
-        raise RecipeError(
-            f"training.gradient_checkpointing={how!r} needs transformers 5.23 or newer, here is {here}"
-        ) from error
+    enable(options, offload=how == "offload")
 
 
 def keep_products(context, operation, *args, **kwargs) -> CheckpointPolicy:

@@ -1,6 +1,5 @@
 """What a launch must agree with, and the model that a run begins with."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -9,9 +8,9 @@ from accelerate import Accelerator
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
 from looped_recipes.engine.distributed import check_units
-from looped_recipes.settings.recipe import Recipe, RecipeError, TrainingConfig
+from looped_recipes.engine.kernels import check_device
+from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.loss_kernels import LOSS_KERNELS
 
 
 def check_launch(recipe: Recipe, accelerator: Accelerator):
@@ -80,38 +79,6 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         model.requires_grad_(False)
         model.exit_gate.requires_grad_(True)
     return model
-
-
-def check_device(training: TrainingConfig, device: str):
-    """Refuses kernels that need a GPU, or a package that is not installed."""
-    on_gpus = {
-        "compile": training.compile == "cuda_graphs",
-        "attention": training.attention is not None,
-        "cross_entropy": training.cross_entropy is not None,
-        "float8": training.float8 is not None,
-        "gradient_checkpointing": training.gradient_checkpointing == "offload",
-    }
-    for name, is_named in on_gpus.items():
-        if is_named and device != "cuda":
-            raise RecipeError(
-                f"training.{name}={getattr(training, name)!r} needs a GPU, but this run is on {device!r}: leave it out"
-            )
-    if training.cross_entropy is not None and find_spec(training.cross_entropy) is None:
-        raise RecipeError(
-            f"training.cross_entropy={training.cross_entropy!r} is not installed: install it (pip install "
-            f"{training.cross_entropy.replace('_', '-')}), or leave it out"
-        )
-
-
-def take_kernels(model: LoopedForCausalLM, training: TrainingConfig):
-    """The kernels that the recipe names, on a device that has them."""
-    if training.attention is not None:
-        try:
-            model.set_attn_implementation(training.attention)
-        except (ImportError, ValueError) as error:
-            raise RecipeError(f"training.attention={training.attention!r}: {' '.join(str(error).split())}") from error
-    if training.cross_entropy is not None:
-        model.loss_kernel = LOSS_KERNELS[training.cross_entropy]
 
 
 def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:

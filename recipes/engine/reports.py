@@ -5,34 +5,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from looped_recipes.common.hardware import reference_rate
-from looped_recipes.settings.recipe import Recipe
 
-from .batches import Batches
 from .finite import ADVICE, Divergence
 from .monitor import Monitor
 from .run_checkpoints import Progress
-from .step import Report
+from .step import Report, Steps
 
 
 @dataclass
 class StepReports:
-    recipe: Recipe
-    accelerator: Accelerator
-    batches: Batches
+    steps: Steps
     monitor: Monitor
     progress: Progress
     log: Callable[[int, dict], None]
     bar: tqdm
-    total_steps: int
     flops_per_token: float
     signals: int = 0  # processes that were told to end
     held: Report | None = None  # that was not read yet
     since: int = 0  # steps, since the clock started
     clock: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self):
+        self.recipe, self.accelerator = self.steps.recipe, self.steps.accelerator
 
     def hold(self, report: Report):
         """Read the one before: that step is done, or about to be."""
@@ -66,7 +63,7 @@ class StepReports:
         if not math.isfinite(loss):
             what = f"the loss of step {step} is {loss}"
         if skipped >= limit:
-            rows = self.batches.data_rows(step)
+            rows = self.steps.batches.data_rows(step)
             left_out = f" after {skipped} steps that were left out" if skipped else ""
             raise Divergence(f"{what} on training rows {rows}{left_out}; the checkpoints are good. {ADVICE}")
         self.progress.num_skipped += 1
@@ -80,7 +77,7 @@ class StepReports:
             metrics["skipped_steps"] = self.progress.num_skipped
         self.since += 1
         done, logging = step + 1, self.recipe.logging
-        if step % logging.monitor_every == 0 or done == self.total_steps or done % logging.every == 0:
+        if step % logging.monitor_every == 0 or done == self.steps.total_steps or done % logging.every == 0:
             speed = self.tokens_per_second()
             peak = reference_rate(self.accelerator) * self.accelerator.num_processes
             metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)

@@ -20,7 +20,7 @@ from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.batches import Batches
-from looped_recipes.engine.beginning import build_model, check_launch, take_kernels
+from looped_recipes.engine.beginning import build_model, check_launch
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
 from looped_recipes.engine.distributed import prepare as distribute
@@ -29,6 +29,7 @@ from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
 from looped_recipes.engine.float8 import take_float8
 from looped_recipes.engine.interruption import Interrupted, Interruption
+from looped_recipes.engine.kernels import take_kernels
 from looped_recipes.engine.monitor import Monitor
 from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
 from looped_recipes.engine.peers import main_process_first
@@ -178,17 +179,7 @@ class Pretraining:
 
     def take_steps(self, bar):
         recipe = self.recipe
-        reports = StepReports(
-            recipe,
-            self.accelerator,
-            self.batches,
-            self.monitor,
-            self.progress,
-            self.log,
-            bar,
-            self.total_steps,
-            self.flops_per_token,
-        )
+        reports = StepReports(self.steps, self.monitor, self.progress, self.log, bar, self.flops_per_token)
         first = self.step + recipe.logging.profile_from
         profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
         while self.step < self.total_steps and not self.leaves_off:

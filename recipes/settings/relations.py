@@ -52,6 +52,8 @@ def idle(recipe) -> Iterator[tuple[str, list[str], str]]:
         yield "schedule", [*decay, "final_ratio"], "schedule.name='constant'"
     elif recipe.schedule.name == "cosine":
         yield "schedule", decay, "schedule.name='cosine', which falls until the last step"
+    if recipe.training.compile:
+        yield "training", ["kernels"], "training.compile, which fuses the same"
     if recipe.training.tokens_per_parameter is None:
         yield "training", ["count_embedding"], "no training.tokens_per_parameter"
     if not recipe.logging.profile_steps:

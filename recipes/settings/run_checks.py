@@ -25,6 +25,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
         check_against_model(recipe, config)
     check_depths(recipe, config)
     check_keys(recipe, config)
+    check_recomputed(recipe.training.gradient_checkpointing, config)
     steps = steps_of(recipe, config)
     if steps is not None:
         check_schedule(recipe.schedule, steps)
@@ -119,6 +120,15 @@ def check_keys(recipe: Recipe, config: LoopedConfig):
             f"depth.backprop_loops={depth.backprop_loops} leaves steps in which no loop with gradients computes keys "
             f"and values (model.key_value_interval={config.key_value_interval}, "
             f"model.num_key_value_loops={config.num_key_value_loops}): leave out backprop_loops, or share fewer"
+        )
+
+
+def check_recomputed(checkpointing: bool | str, config: LoopedConfig):
+    if checkpointing == "loops" and config.shares_keys:
+        raise RecipeError(
+            "training.gradient_checkpointing='loops' computes a loop again by itself, but here loops read keys of "
+            f"others (model.key_value_interval={config.key_value_interval}, model.num_key_value_loops="
+            f"{config.num_key_value_loops}): set it to true"
         )
 
 

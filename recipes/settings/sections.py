@@ -126,7 +126,9 @@ class TrainingConfig:
     # compile the blocks, once for all loops; cuda_graphs: and record what they do, for a GPU that waits for the CPU
     compile: bool | Literal["cuda_graphs"] = False
     # a kernel of another package, on a GPU; None is our own, which works on a chunk of logits at a time
-    cross_entropy: Literal["cut_cross_entropy"] | None = None
+    cross_entropy: Literal["cut_cross_entropy", "liger_kernel"] | None = None
+    # norms and gated activations of another package, on a GPU, for blocks that are not compiled
+    kernels: Literal["liger_kernel"] | None = None
     # a kernel of attention, on a GPU: with no mask in memory where documents share a row; None is that of torch
     attention: Literal["flex_attention", "flash_attention_2", "flash_attention_3"] | None = None
     # products of the blocks in float8 by torchao, on a GPU: with one scale for a tensor, or for each row of it
