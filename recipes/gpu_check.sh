@@ -4,7 +4,8 @@
 # Proves the project on the GPU of this machine, as `python -m eval.gpu` says, with what Python packages are there; no
 # index is asked. Packages that are missing are taken from a folder of wheels, $WHEELS or .wheels of this clone:
 #
-#     pip download --python-version 3.12 --only-binary=:all: --no-deps -d .wheels datasets dill multiprocess
+#     pip download --python-version 3.12 --only-binary=:all: --no-deps -d .wheels \
+#         datasets dill multiprocess cut-cross-entropy liger-kernel torchao
 #
 # A second call with the same OUT goes on with what is missing. PYTHON chooses the interpreter.
 set -euo pipefail

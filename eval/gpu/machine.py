@@ -21,6 +21,9 @@ NEEDED = {
     "hypothesis": "tests",
     "lm_eval": "nothing of this check",
     "flash_attn": "the test of flash attention",
+    "cut_cross_entropy": "an option of training",
+    "liger_kernel": "two options of training",
+    "torchao": "float8",
 }
 
 

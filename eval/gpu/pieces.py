@@ -118,8 +118,8 @@ PIECES = [
         "bandwidth",
         "bandwidth",
         "decoding at batch 1 against the limits of bandwidth",
-        90,
-        300,
+        150,
+        400,
         [Aim("share of the bandwidth limit", "best_over_memory_limit", least=0.6)],
     ),
     Piece(
