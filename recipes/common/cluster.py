@@ -7,7 +7,7 @@ under FSDP2 its share of them and, from the forward pass to the end of the backw
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,104 +39,143 @@ class Line(NamedTuple):
     formula: str
 
 
-def cluster_plan(
-    cluster: Cluster,
-    config,
-    sizes: Sizes,
-    flops: float,
-    steps: int,
-    rows_per_step: int,
-    micro_batch: int,
-    length: int,
-    layers_with_gradients: float,
-    save_every: int,
-    muon: bool,
-) -> list[Line]:
-    """layers_with_gradients: layers of the unrolled model whose activations are kept."""
-    p, n, rows = sizes.total, cluster.gpus, rows_per_step / cluster.gpus
-    micro = min(micro_batch, rows)
-    compute = flops / steps / n / (cluster.peak * cluster.mfu)
-    moved = 2 * 4 * p * (n - 1) / n
-    traffic = moved / cluster.network
-    shapes = muon_shapes(config) if muon else []
-    of_muon, m = muon_flops(shapes), sum(rows * columns for rows, columns in shapes)
-    orthogonal = of_muon / (cluster.peak * cluster.mfu)
-    d, f = config.hidden_size, config.intermediate_size
-    kept = layers_with_gradients * activation_bytes(config) * micro * length
-    state, checkpoint = 16 * p - 4 * m, 12 * p - 4 * m
-    multiplied = sizes.without_embedding - sizes.value_tables
-    step = compute + orthogonal
-    at_worst = step + traffic
-    saving = checkpoint / cluster.disk
-    passing = 2 * multiplied + kept + LOGITS_AT_ONCE
-    sharded = state / n + 8 * p
-    hours = steps * (step + saving / save_every) / 3600
-    worst_hours = steps * (at_worst + saving / save_every) / 3600
+@dataclass(frozen=True)
+class Run:
+    """What is to be trained, and how."""
+
+    config: Any
+    sizes: Sizes
+    flops: float
+    steps: int
+    rows_per_step: int
+    micro_batch: int
+    length: int
+    layers_with_gradients: float  # layers of the unrolled model whose activations are kept
+    save_every: int
+    muon: bool
+
+
+def cluster_plan(cluster: Cluster, run: Run) -> list[Line]:
+    reckoned = Reckoned(cluster, run)
+    return [*lines_of_a_step(reckoned), *lines_of_memory(reckoned), *lines_of_the_run(reckoned)]
+
+
+class Reckoned:
+    """Seconds and bytes of a run on a cluster."""
+
+    def __init__(self, cluster: Cluster, run: Run):
+        self.cluster, self.run = cluster, run
+        p, gpus, rate = run.sizes.total, cluster.gpus, cluster.peak * cluster.mfu
+        self.rows = run.rows_per_step / gpus
+        self.micro = min(run.micro_batch, self.rows)
+        # of a step
+        shapes = muon_shapes(run.config) if run.muon else []
+        self.muon_flops = muon_flops(shapes)
+        self.compute, self.orthogonal = run.flops / run.steps / gpus / rate, self.muon_flops / rate
+        self.moved = 2 * 4 * p * (gpus - 1) / gpus
+        self.traffic = self.moved / cluster.network
+        self.step = self.compute + self.orthogonal
+        # of memory and disk
+        self.muon_size = sum(rows * columns for rows, columns in shapes)
+        self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
+        self.sharded = self.state / gpus + 8 * p
+        self.multiplied = run.sizes.without_embedding - run.sizes.value_tables
+        self.kept = run.layers_with_gradients * activation_bytes(run.config) * self.micro * run.length
+        self.passing = 2 * self.multiplied + self.kept + LOGITS_AT_ONCE
+        self.saving = self.checkpoint / cluster.disk
+
+    def hours(self, traffic: float) -> float:
+        """traffic: seconds of a step for which the GPUs wait."""
+        return self.run.steps * (self.step + traffic + self.saving / self.run.save_every) / 3600
+
+
+def lines_of_a_step(reckoned: Reckoned) -> list[Line]:
+    cluster, run, n = reckoned.cluster, reckoned.run, reckoned.cluster.gpus
     return [
-        Line("rows of a GPU and step", f"{rows:g}", f"{rows_per_step} rows / {n} GPUs, {micro:g} at a time"),
+        Line(
+            "rows of a GPU and step",
+            f"{reckoned.rows:g}",
+            f"{run.rows_per_step} rows / {n} GPUs, {reckoned.micro:g} at a time",
+        ),
         Line(
             "products of a step",
-            f"{compute:.3f} s",
-            f"{flops:.4g} FLOPs / {steps:,} steps / ({n} x {cluster.peak:.3g} x {cluster.mfu} MFU)",
+            f"{reckoned.compute:.3f} s",
+            f"{run.flops:.4g} FLOPs / {run.steps:,} steps / ({n} x {cluster.peak:.3g} x {cluster.mfu} MFU)",
         ),
         Line(
             "Muon's iterations of a step",
-            f"{orthogonal:.3f} s",
-            f"{of_muon:.3g} FLOPs on every GPU at that rate: 5 (4 r^2 c + 2 r^3) for each r x c matrix",
+            f"{reckoned.orthogonal:.3f} s",
+            f"{reckoned.muon_flops:.3g} FLOPs on every GPU at that rate: 5 (4 r^2 c + 2 r^3) for each r x c matrix",
         ),
         Line(
             "communication of a step",
-            f"{moved / GIGA:.1f} GB, {traffic:.3f} s",
+            f"{reckoned.moved / GIGA:.1f} GB, {reckoned.traffic:.3f} s",
             f"8 P (n - 1) / n bytes, fp32 gradients or weights there and back; / {cluster.network / GIGA:g} GB/s",
         ),
+    ]
+
+
+def lines_of_memory(reckoned: Reckoned) -> list[Line]:
+    run, memory = reckoned.run, reckoned.cluster.memory
+    d, f, tables = run.config.hidden_size, run.config.intermediate_size, run.sizes.total - reckoned.multiplied
+    return [
         Line(
             "weights, gradients, moments",
-            f"{state / GIGA:.1f} GB",
-            f"DDP: 16 P - 4 M bytes, fp32 weights, gradients and two moments, of M = {m:,} one",
+            f"{reckoned.state / GIGA:.1f} GB",
+            f"DDP: 16 P - 4 M bytes, fp32 weights, gradients and two moments, of M = {reckoned.muon_size:,} one",
         ),
         Line(
             "the same under FSDP2",
-            f"{sharded / GIGA:.1f} GB",
+            f"{reckoned.sharded / GIGA:.1f} GB",
             "a share of it, and 8 P of gathered weights and gradients: the model is one unit",
         ),
         Line(
             "bf16 weights of autocast",
-            f"{2 * multiplied / GIGA:.1f} GB",
-            f"2 (P - T) bytes, T = {p - multiplied:,} in tables",
+            f"{2 * reckoned.multiplied / GIGA:.1f} GB",
+            f"2 (P - T) bytes, T = {tables:,} in tables",
         ),
         Line(
             "activations",
-            f"{kept / GIGA:.1f} GB",
-            f"{layers_with_gradients:g} layers x (32 d + 8 f) bytes x {micro:g} x {length} tokens; d = {d}, f = {f}",
+            f"{reckoned.kept / GIGA:.1f} GB",
+            f"{run.layers_with_gradients:g} layers x (32 d + 8 f) bytes x {reckoned.micro:g} x {run.length} tokens; "
+            f"d = {d}, f = {f}",
         ),
         Line(
             "memory of a GPU, DDP",
-            f"{(state + passing) / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB",
+            f"{(reckoned.state + reckoned.passing) / GIGA:.0f} of {memory / GIGA:.0f} GB",
             "the sum, and 3 x 4 x 2^25 bytes of logits",
         ),
         Line(
             "memory of a GPU, FSDP2",
-            f"{(sharded + passing) / GIGA:.0f} of {cluster.memory / GIGA:.0f} GB",
+            f"{(reckoned.sharded + reckoned.passing) / GIGA:.0f} of {memory / GIGA:.0f} GB",
             "the same",
         ),
+    ]
+
+
+def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
+    cluster, every, saving, step = reckoned.cluster, reckoned.run.save_every, reckoned.saving, reckoned.step
+    best, worst = reckoned.hours(0.0), reckoned.hours(reckoned.traffic)
+    of_gpus = [cluster.gpus * hours for hours in (best, worst)]
+    return [
         Line(
             "checkpoint",
-            f"{checkpoint / GIGA:.1f} GB, {saving:.1f} s",
+            f"{reckoned.checkpoint / GIGA:.1f} GB, {saving:.1f} s",
             f"12 P - 4 M bytes: weights and moments; / {cluster.disk / GIGA:g} GB/s",
         ),
         Line(
             "time in checkpoints",
-            f"{saving / (saving + save_every * step):.1%}",
-            f"{save_every} steps between two; 1 % from training.save_every={least_between(saving, step)} on",
+            f"{saving / (saving + every * step):.1%}",
+            f"{every} steps between two; 1 % from training.save_every={least_between(saving, step)} on",
         ),
         Line(
-            "the run, communication hidden", f"{hours:.1f} h", "steps x (products + Muon) + checkpoints: DDP, at best"
+            "the run, communication hidden", f"{best:.1f} h", "steps x (products + Muon) + checkpoints: DDP, at best"
         ),
-        Line("the run, nothing hidden", f"{worst_hours:.1f} h", "the same with communication: FSDP2 as one unit"),
-        Line("GPU hours", f"{n * hours:,.0f} to {n * worst_hours:,.0f}", f"{n} x hours"),
+        Line("the run, nothing hidden", f"{worst:.1f} h", "the same with communication: FSDP2 as one unit"),
+        Line("GPU hours", " to ".join(f"{hours:,.0f}" for hours in of_gpus), f"{cluster.gpus} x hours"),
         Line(
             "cost",
-            f"{n * hours * cluster.dollars:,.0f} to {n * worst_hours * cluster.dollars:,.0f} dollars",
+            " to ".join(f"{hours * cluster.dollars:,.0f}" for hours in of_gpus) + " dollars",
             f"at {cluster.dollars:g} dollars for a GPU and hour",
         ),
     ]

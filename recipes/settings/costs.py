@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from looped_recipes.common.cluster import Cluster, Line, cluster_plan
+from looped_recipes.common.cluster import Cluster, Line, Run, cluster_plan
 from looped_recipes.common.command_line import Parser
 from looped_recipes.common.flops import (
     cache_numbers_per_token,
@@ -55,19 +55,19 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
             f"training.rows_per_step={training.rows_per_step} is not a multiple of --gpus {cluster.gpus}; change one"
         )
     outside = config.num_prelude_layers + config.num_coda_layers
-    return cluster_plan(
-        cluster,
-        config,
-        sizes(config),
-        costs["training FLOPs"],
-        costs["steps"],
-        training.rows_per_step,
-        training.micro_batch_size,
-        recipe.data.sequence_length,
-        outside + config.num_core_layers * costs["loops with gradients"],
-        training.save_every,
-        recipe.optimizer.name != "adamw",
+    run = Run(
+        config=config,
+        sizes=sizes(config),
+        flops=costs["training FLOPs"],
+        steps=costs["steps"],
+        rows_per_step=training.rows_per_step,
+        micro_batch=training.micro_batch_size,
+        length=recipe.data.sequence_length,
+        layers_with_gradients=outside + config.num_core_layers * costs["loops with gradients"],
+        save_every=training.save_every,
+        muon=recipe.optimizer.name != "adamw",
     )
+    return cluster_plan(cluster, run)
 
 
 def cluster_of(options: list[str]) -> Cluster | None:
