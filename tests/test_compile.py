@@ -3,14 +3,21 @@
 The quick tests trace whole graphs and run them as they are; the slow ones run what inductor makes of them.
 """
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from packaging.version import Version
 from transformers import CompileConfig
 
+from looped_recipes.data.packing import PackedRows
 from looped_recipes.engine.compiling import blocks_of, compile_blocks
+from looped_recipes.engine.validation import validate
+from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import regions
 from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, random_ids, tiny_model
+from tests.helpers_pretrain import SMOKE
 
 
 SYSTEMS = {
@@ -240,3 +247,19 @@ def test_inductor_decodes(system):
     for num_loops in (2, 3):
         found, expected = decode(model, "inductor", num_loops)
         assert torch.equal(found, expected)
+
+
+def test_every_pass_of_a_validation_begins_a_step_of_the_graphs(monkeypatch):
+    """Else it would be recorded anew, as what follows on the pass before."""
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(len(begun)))
+    settings = ["training.compile=cuda_graphs", "training.micro_batch_size=2", "evaluation.rows=5"]
+    recipe = load_recipe(SMOKE / "flt.yaml", settings)
+    length, model = recipe.data.sequence_length, tiny_model(preset="flt", vocab_size=64)
+    tokens = np.random.default_rng(0).integers(0, 64, 8 * length)
+    rows = PackedRows([tokens], length, length, start=1, token_bytes=torch.ones(64))
+    alone = SimpleNamespace(
+        process_index=0, num_processes=1, device=torch.device("cpu"), reduce=lambda tensor, reduction: tensor
+    )
+    assert validate(alone, model, model.config, recipe, rows)["validation/loss"] > 0
+    assert len(begun) == 3
