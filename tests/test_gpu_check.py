@@ -128,6 +128,17 @@ def test_every_piece_says_what_it_measures(piece, is_tiny, tmp_path):
     assert len(set(names)) == len(names) and (names or (is_tiny and piece.name == "compiled_tests"))
 
 
+def test_files_with_tests_for_a_gpu_are_found(tmp_path):
+    marked = {
+        path.stem
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if any(line in ("@pytest.mark.gpu", "pytestmark = pytest.mark.gpu") for line in path.read_text().splitlines())
+    }
+    pieces = [piece for piece in PIECES if piece.module == "tests"]
+    found = [measurement.name for piece in pieces for measurement in piece.measurements(Setting(tmp_path, "cpu"))]
+    assert sorted(found) == sorted(marked) and "test_gpu_check" not in found and len(found) > 5
+
+
 def test_an_option_of_training_is_measured(tmp_path):
     setting = Setting(tmp_path, "cpu", tiny=True)
     found = training_options.against_none({"gradient_checkpointing": True}, setting)

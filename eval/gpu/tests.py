@@ -13,7 +13,7 @@ from .ledger import Ledger
 from .pieces import Measurement, Setting
 
 
-MARK = re.compile(r"pytest\.mark\.gpu\b")
+MARK = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
 OUTCOME = re.compile(r"::.* (PASSED|FAILED|SKIPPED|ERROR)\b.*%\]$")  # of a test, as it ends
 COMPILING = "test_compiled"
 
