@@ -84,7 +84,7 @@ def serving(args) -> dict:
                     / (per_token[0] * costs[0] * exits.decoding_seconds),
                     "weights_over_mean_loops": full.weights * per_token[1] / per_token[0] / exits.weights,
                     "rows_in_a_pass": exits.rows_in_a_pass,
-                    "tokens_per_readout": exits.rows_in_a_readout,
+                    "tokens_per_readout": exits.tokens_per_readout,
                     "latency_p50_over_full": at(exits_late.latencies, 0.5) / at(full_late.latencies, 0.5),
                     "latency_p99_over_full": at(exits_late.latencies, 0.99) / at(full_late.latencies, 0.99),
                 }
