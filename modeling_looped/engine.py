@@ -22,6 +22,9 @@ from .row_view import JointView, Padding, RowView
 from .token_selector import TokenSelector, by_number, first_batchwise_part
 
 
+TOKENS_OF_ENDS = 32  # in a pass: some ways of attention copy what each of them sees
+
+
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
     """Why this batch cannot be decoded here, or None."""
     cache, implementation = model_kwargs.get("past_key_values"), model.config._attn_implementation
@@ -222,26 +225,30 @@ class RowEngine:
         tables = stacked.unbind(2)
         return dict(zip(self.trunk.ropes, zip(tables[::2], tables[1::2])))
 
-    def compute_last_tokens(self):
-        """Of rows that ended before others, whose places in the cache have been passed: as deep as a prompt's."""
-        lengths = self.selector.lengths
-        ended = [row for row, length in enumerate(lengths) if length < max(lengths)]
-        for depth, members in by_number([self.depths_of_prompts[row] for row in ended]):
-            rows = [ended[i] for i in members]
-            part = RowsOfEngine(self, rows, self.last_places(rows))
-            tokens = enter([part], self.selector.last_tokens(rows))
-            state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
-            if len(self.trunk.coda):
-                self.trunk.run_coda(state, pass_context(tokens, [0] * len(rows)))
-            self.cache.leave_in_deeper_loops(rows, [depth] * len(rows), part.places)
+    def compute_ends(self, end: int):
+        """Up to a place in the cache, the last token and the padding of rows that ended before others: as deep as a
+        prompt's, of which they will be part."""
+        before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
+        starts = self.last_places(list(range(self.num_rows)))
+        left = sorted((place, row) for row, start in enumerate(starts) for place in range(start, end))
+        for first in range(0, len(left), TOKENS_OF_ENDS):
+            places, rows = zip(*left[first : first + TOKENS_OF_ENDS])
+            for depth, members in by_number([self.depths_of_prompts[row] for row in rows]):
+                part = RowsOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
+                index = placed([part.rows, [place - before for place in part.places]], self.selector.ids.device)
+                tokens = enter([part], self.selector.ids[tuple(index)][:, None])
+                state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
+                if len(self.trunk.coda):
+                    self.trunk.run_coda(state, pass_context(tokens, [0] * len(part.rows)))
+                self.cache.leave_in_deeper_loops(part.rows, [depth] * len(part.rows), part.places)
 
     def output(self):
         """What `_sample` of transformers returns."""
         sequences, loops = self.selector.finish()
         keeps = self.config.return_dict_in_generate
         if keeps or self.config.cache_is_given:
-            self.compute_last_tokens()
             new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # nothing was computed from the last
+            self.compute_ends(self.prompt_length + new_tokens)
             self.cache.store_back(self.given_cache, self.prompt_length + new_tokens)
         if not keeps:
             return sequences

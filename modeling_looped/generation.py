@@ -25,7 +25,7 @@ from .engine import RowEngine, obstacle_to_row_engine
 from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .samplers import generator_of
-from .shared_passes import generate_together, shared_passes_of
+from .shared_passes import generate_together, room_beside, shared_passes_of
 from .speculation import speculate
 
 
@@ -183,10 +183,11 @@ class LoopedGenerationMixin(Generative):
             return self._by_passes(super()._sample, None, input_ids, *rules, **settings)
         if obstacle is not None:
             options.refuse_for(obstacle)
-        engine = make_engine()
-        if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
-            logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
-        return decode_continuously(engine) if options.draft_loops is None else speculate(engine)
+        with room_beside(self, len(input_ids), generation_config.max_length):
+            engine = make_engine()
+            if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
+                logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
+            return decode_continuously(engine) if options.draft_loops is None else speculate(engine)
 
     def _beam_search(self, *arguments, **model_kwargs):
         return self._by_passes(super()._beam_search, "beam search", *arguments, **model_kwargs)
@@ -208,7 +209,8 @@ class LoopedGenerationMixin(Generative):
         """One of transformers' own loops; its output, with the loops of each token, which are those of its row."""
         if mode is not None:
             generation_config.depth_options.refuse_for(mode)
-        result = decode(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        with room_beside(self, len(input_ids), generation_config.max_length):
+            result = decode(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
         depths = self._depths(input_ids, model_kwargs)
         return with_token_loops(result, depths, input_ids.shape[1], generation_config)
 

@@ -7,14 +7,14 @@
 Each call is `model.generate`, with all that it takes, and gives what it would give alone, up to rounding. At every
 tick the core runs once for the rows of all calls. Who holds the turn runs the tick of all; a prompt takes one turn. A
 call for which there is no room waits. One that fails, or whose streamer raises, ends by itself: the others go on. What
-decodes in other ways (beams, drafts) does so beside them.
+decodes in other ways (beams, drafts) does so beside them, when there is room for it.
 """
 
 import copy
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
 
 import torch
@@ -41,6 +41,7 @@ class SharedPasses:
         self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean
         self._entrance, self._turn = threading.Lock(), threading.Lock()
         self._turn_of: int | None = None  # thread
+        self._beside: set[int] = set()  # threads that decode in other ways
         self._room, self._waiting = threading.Condition(), deque()
         self._rows = self._tokens = 0  # taken
         self._context = copy_context()  # of ticks: they multiply with the same weights again and again
@@ -89,6 +90,17 @@ class SharedPasses:
                 with self.turn():
                     self.remove(decoder)
             return decoder.output()
+
+    @contextmanager
+    def beside(self, num_rows: int, max_length: int):
+        """For what decodes in another way."""
+        here = threading.get_ident()
+        with self.room(num_rows, num_rows * max_length):
+            self._beside.add(here)
+            try:
+                yield
+            finally:
+                self._beside.remove(here)
 
     def remove(self, decoder: ContinuousDecoder):
         num_rows = decoder.engine.num_rows
@@ -160,11 +172,17 @@ class SharedPasses:
 
 def shared_passes_of(model) -> SharedPasses | None:
     """Those that this call of `generate` is made in. A call that a processor or streamer makes runs by itself: its
-    thread has the turn, and would wait for it."""
-    current = _current.get()
-    if current is None or current.model is not model or current._turn_of == threading.get_ident():
+    thread has the turn, or room, and would wait for it."""
+    current, here = _current.get(), threading.get_ident()
+    if current is None or current.model is not model or current._turn_of == here or here in current._beside:
         return None
     return current
+
+
+def room_beside(model, num_rows: int, max_length: int):
+    """Of the shared passes that this call is made in, if any."""
+    shared = shared_passes_of(model)
+    return nullcontext() if shared is None else shared.beside(num_rows, max_length)
 
 
 def generate_together(model, inputs, generation_config, fields: dict, max_rows: int, max_tokens, **kwargs) -> dict:

@@ -11,9 +11,10 @@ import torch
 
 from looped_eval.benchmark import bandwidth, over_http
 from looped_eval.benchmark import command as benchmark
+from looped_eval.benchmark.serving import serve
 from looped_eval.benchmark.wider import widened
 
-from .helpers import quick_and_slow, tiny_model, tiny_tokenizer
+from .helpers import quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
 
 SHAPE = {"width": 64, "ff": 96, "layers": 1, "loops": 3, "vocab": 99, "batch": 2, "length": 12, "repeats": 1}
@@ -118,6 +119,17 @@ def test_of_serving(capsys):
     for criterion in ("latent_diff", "kl"):
         assert 1 <= line[criterion]["mean_loops"] <= 3 and 1 <= line[criterion]["rows_in_a_pass"] <= 2
         assert all(ratio > 0 and math.isfinite(ratio) for ratio in ratios(line[criterion]))
+
+
+def test_weights_that_serving_reads():
+    """Of a request alone, those of the loop in every loop, and of the head at every token but that of the prompt."""
+    model = tiny_model(num_loops=4)
+    model.generation_config.eos_token_id = None
+    asked = [(random_ids(1, 5), 6), (random_ids(1, 3, seed=1), 6)]
+    loop = sum(parameter.numel() for parameter in model.model.core.parameters())
+    alone = serve(model, asked[:1], [0.0], 1, {})
+    assert alone.weights == 5 * (4 * loop + model.lm_head.weight.numel()) and alone.tokens_per_readout == 1
+    assert alone.weights <= serve(model, asked, [0.0, 0.0], 2, {}).weights <= 2 * alone.weights
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's order, on x86")

@@ -188,6 +188,8 @@ def test_headline_numbers_are_those_of_the_results():
         f"in {harness['over_runs']:.2f} of the time",
         f"{over_vllm['full']:.2f} of its tokens a second at full depth, {over_vllm['gate']:.2f} with exits by a gate",
     ]
+    whole, _, shared, int8 = re.findall(r"([\d,.]+) KiB", re.findall(r"\| `ouro` .*", TEXT["docs/decode.md"])[0])
+    compared.append(f"takes {whole} KiB; {shared} KiB where loops share keys and values, {int8} KiB in 8 bits")
     claims = (ROOT / "results/CLAIMS.md").read_text(encoding="utf-8").splitlines()[2].strip("*")
     assert [each for each in [answers(hops), exits(hops), *compared, claims] if each not in said] == []
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from modeling_looped import continuous, shared_passes
+from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import random_ids, tiny_model
 
@@ -233,6 +233,22 @@ def test_requests_wait_for_room():
         SharedPasses(model, max_rows=0)
 
 
+@pytest.mark.parametrize("way", [WAYS[5], WAYS[6], WAYS[7]], ids=["drafts", "beams", "after"])
+def test_what_decodes_in_other_ways_waits_for_room_too(way):
+    model, ids, rows, forward = build("plain"), random_ids(1, 3), [], LoopedModel.forward
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY, **way}
+    alone = model.generate(**asked)
+
+    def watched(*args, **kwargs):
+        rows.append(passes._rows)
+        return forward(model.model, *args, **kwargs)
+
+    model.model.forward = watched
+    with SharedPasses(model, max_rows=2) as passes:
+        assert_same(together(passes, [asked] * 4), [alone] * 4)
+    assert 1 <= min(rows) and max(rows) == 2 and passes._rows == 0
+
+
 def test_calls_outside_are_as_before():
     model, other = build("plain"), build("plain")
     ids, mask = random_ids(1, 4), torch.ones(1, 4, dtype=torch.long)
@@ -271,6 +287,19 @@ def test_a_call_within_a_call(by_name):
     with SharedPasses(model) as passes, ThreadPoolExecutor(1) as pool:
         result = pool.submit(passes.generate, ids, logits_processor=[asks], **settings).result(timeout=60)
     assert_same([result, *within], [alone] * 4)
+
+
+def test_a_call_within_a_call_that_fills_the_room():
+    model, ids, within = build("plain"), random_ids(1, 4), []
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, **GREEDY}
+
+    def asks(_, scores):
+        within.append(passes.generate(ids, **settings))
+        return scores
+
+    with SharedPasses(model, max_rows=2) as passes, ThreadPoolExecutor(1) as pool:
+        pool.submit(passes.generate, ids, num_beams=2, logits_processor=[asks], **settings).result(timeout=60)
+    assert_same(within, [model.generate(ids, **settings)] * 3)
 
 
 @pytest.mark.slow

@@ -509,6 +509,27 @@ def test_rows_that_ended_apart_can_be_continued(kind, way, optimist):
         torch.testing.assert_close(second.logits[0][row], alone.logits[0][0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["left", "middle"])
+@pytest.mark.parametrize("system", ["prelude_coda_grouped", "windows", "parcae"])
+@pytest.mark.parametrize(
+    "way", [{"draft_loops": 1}, {"exit_criterion": "latent_diff", "exit_threshold": 0.0}], ids=["drafts", "exits"]
+)
+def test_the_padding_behind_rows_is_in_the_cache_too(system, way, side, optimist):
+    """As transformers leaves it: a second turn whose mask is open there, or that passes none, reads it."""
+    model, ids, more = model_of(system), random_ids(3, 6), random_ids(3, 2, seed=1)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = mask[2, 3 if side == "middle" else 0] = 0
+    ends = greedy(model, ids, attention_mask=mask, max_new_tokens=7)[[1, 2], [8, 10]].tolist()
+    turn = {"attention_mask": mask, "max_new_tokens": 7, "eos_token_id": ends, "return_dict_in_generate": True}
+    first = greedy(model, ids, **turn, **way)
+    assert len(set((first.token_loops > 0).sum(1).tolist())) > 1
+    text = torch.cat([first.sequences, more], dim=1)
+    opened = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
+    last = {"attention_mask": opened, "max_new_tokens": 1, "output_logits": True, "return_dict_in_generate": True}
+    second = greedy(model, text, past_key_values=first.past_key_values, **last)
+    torch.testing.assert_close(second.logits[0], greedy(model, text, **last).logits[0], rtol=1e-5, atol=1e-5)
+
+
 def test_static_cache_by_name(optimist):
     model, prompts = model_of("windows"), left_padded(2, 7)
     arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static"}

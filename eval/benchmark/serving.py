@@ -6,6 +6,7 @@ Called by `looped benchmark serving`.
 import random
 import statistics
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,10 +14,11 @@ from typing import NamedTuple
 import torch
 
 from looped_eval.common.timing import now
+from modeling_looped import continuous
 from modeling_looped.exit_criteria import exit_rule
 from modeling_looped.shared_passes import SharedPasses
 
-from .decoding import cost_per_loop, exiting_model, passing_threshold
+from .decoding import cost_per_loop, count_in_a_loop, exiting_model, passing_threshold
 from .models import tokens
 from .over_http import asked_over_http
 
@@ -28,6 +30,8 @@ class Served(NamedTuple):
     latencies: list[float]  # seconds from arrival to the last token
     loops: torch.Tensor  # of every token but the prompts'
     rows_in_a_pass: float
+    tokens_per_readout: float
+    weights: int  # that decoding read: those of the loop once in a pass, those of the head once in a readout
 
     @property
     def decoding_seconds(self) -> float:
@@ -78,7 +82,9 @@ def serving(args) -> dict:
                     * per_token[1]
                     * costs[1]
                     / (per_token[0] * costs[0] * exits.decoding_seconds),
+                    "weights_over_mean_loops": full.weights * per_token[1] / per_token[0] / exits.weights,
                     "rows_in_a_pass": exits.rows_in_a_pass,
+                    "tokens_per_readout": exits.tokens_per_readout,
                     "latency_p50_over_full": at(exits_late.latencies, 0.5) / at(full_late.latencies, 0.5),
                     "latency_p99_over_full": at(exits_late.latencies, 0.99) / at(full_late.latencies, 0.99),
                 }
@@ -104,6 +110,7 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
         SharedPasses(model, max_rows) as passes,
         ThreadPoolExecutor(len(asked)) as pool,
         seconds_of_forward(model) as prompts,
+        calls_of("run_loop", "read_logits") as calls,
     ):
         start = time.perf_counter()
 
@@ -126,7 +133,31 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
     loops = torch.cat([of_tokens for of_tokens, _ in results])
     latencies = [latency for _, latency in results]
     speed, rows = (len(loops) + len(asked)) / seconds, passes.row_ticks / passes.ticks
-    return Served(speed, sum(prompts), seconds, latencies, loops, rows)
+    weights = (
+        calls["run_loop"] * count_in_a_loop(model.model.core) + calls["read_logits"] * model.lm_head.weight.numel()
+    )
+    return Served(speed, sum(prompts), seconds, latencies, loops, rows, len(loops) / calls["read_logits"], weights)
+
+
+@contextmanager
+def calls_of(*names: str):
+    """How often decoding calls each of these functions of `continuous.py`."""
+    counts, functions = Counter(), {name: getattr(continuous, name) for name in names}
+
+    def counted(name: str):
+        def call(*arguments):
+            counts[name] += 1
+            return functions[name](*arguments)
+
+        return call
+
+    for name in names:
+        setattr(continuous, name, counted(name))
+    try:
+        yield counts
+    finally:
+        for name, function in functions.items():
+            setattr(continuous, name, function)
 
 
 @contextmanager
