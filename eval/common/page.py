@@ -191,13 +191,13 @@ class Section:
         """With contents of its own where it has many parts; folded: on a phone, to what was found."""
         links, blocks, inside = [], [], []
         for block in self.blocks:
+            if folded and isinstance(block, (Charts, Table, Explanation)) or inside and isinstance(block, Folded):
+                inside.append(block)
+                continue
             if isinstance(block, Heading):
                 anchor = f"{self.anchor}-{len(links) + 1}"
                 links.append((anchor, block.words))
                 block = Raw(f'<span id="{anchor}"></span>{block.html()}')
-            elif folded and not isinstance(block, (Finding, Folded)):
-                inside.append(block.html())
-                continue
             blocks += [on_a_phone_folded(inside), block.html()]
             inside = []
         blocks.append(on_a_phone_folded(inside))
@@ -205,10 +205,11 @@ class Section:
         return "\n".join([f'<h2 id="{self.anchor}">{escape(self.title)}</h2>', *inner, *filter(None, blocks)])
 
 
-def on_a_phone_folded(blocks: list[str]) -> str:
-    """Open on wide screens, where it looks like any other part of the page."""
-    inside = "\n".join(filter(None, blocks))
-    return f'<details class="phone"><summary>Details</summary>{inside}</details>' if inside else ""
+def on_a_phone_folded(blocks: list) -> str:
+    """On wide screens these blocks look like any others."""
+    inside = "\n".join(html for block in blocks if (html := block.html()))
+    name = "Charts and numbers" if any(isinstance(block, Charts) for block in blocks) else "Numbers"
+    return f'<details class="phone"><summary>{name}</summary>{inside}</details>' if inside else ""
 
 
 def contents(links: list[tuple[str, str]], label: str) -> str:
