@@ -3,7 +3,7 @@
 A criterion looks at what there is after a loop (a `Reading`) and gives every token a score; the token exits where the
 score passes the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its
 logits) they return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`.
-To add one: a function here, and its line in `CRITERIA`.
+To add one: a function here, its line in `CRITERIA`, and its name in `ExitCriterion`.
 
     criterion          score of loop k                               exits if   published threshold
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
@@ -19,7 +19,7 @@ To add one: a function here, and its line in `CRITERIA`.
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.linalg import vector_norm
@@ -116,6 +116,9 @@ class Criterion(NamedTuple):
         return self.score(reading, memory)
 
 
+ExitCriterion = Literal[
+    "logit_margin", "max_prob", "entropy", "entropy_diff", "kl", "latent_diff", "argmax_stability", "gate"
+]
 CRITERIA = {
     "logit_margin": Criterion(logit_margin, "logits", exits_above=True),
     "max_prob": Criterion(max_prob, "logits", exits_above=True),

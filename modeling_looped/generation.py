@@ -6,9 +6,10 @@ depth, to transformers' own loops.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from .cpu import decoding
 from .depth import check_count, check_depths, placed
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
 from .engine import RowEngine, obstacle_to_row_engine
+from .exit_criteria import ExitCriterion
 from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .samplers import generator_of
@@ -31,6 +33,7 @@ from .speculation import speculate
 
 logger = logging.get_logger(__name__)
 
+AS_SAVED: Any = ...  # an argument that a call leaves out; None undoes what is saved
 
 if TYPE_CHECKING:  # what the mixin is mixed into, as transformers describes it
     from transformers._typing import GenerativePreTrainedModel
@@ -41,8 +44,27 @@ else:
 
 
 class LoopedGenerationMixin(Generative):
-    def generate(self, *args, **kwargs):
-        """As `GenerationMixin.generate`, and:
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args,
+        num_loops: int | Sequence[int] | torch.Tensor | None = AS_SAVED,
+        exit_criterion: ExitCriterion | None = AS_SAVED,
+        exit_threshold: float | None = AS_SAVED,
+        min_loops: int | None = AS_SAVED,
+        exit_interval: int | None = AS_SAVED,
+        exit_selection: Literal["stop", "after"] | None = AS_SAVED,
+        prompt_loops: int | None = AS_SAVED,
+        state_seed: int | None = AS_SAVED,
+        warm_start: bool | None = AS_SAVED,
+        draft_loops: int | Literal["auto"] | None = AS_SAVED,
+        draft_tokens: int | None = AS_SAVED,
+        cache_sharing: str | None = AS_SAVED,
+        cache_dtype: Literal["int8"] | None = AS_SAVED,
+        **kwargs,
+    ) -> Any:
+        """As `GenerationMixin.generate`, which takes `max_new_tokens`, `do_sample` and all else of transformers, and:
 
         num_loops: depth of every token, or the most it may take; one number or one per prompt.
         exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
@@ -63,19 +85,21 @@ class LoopedGenerationMixin(Generative):
         output has `token_loops`, see `LoopedGenerateOutput`; a streamer with a method `put_loops` receives them before
         each `put` (but not by assisted decoding).
         """
-        names = [name for name in ("inputs_embeds", "inputs", "input_ids") if kwargs.get(name) is not None]
-        check_prompt(kwargs[names[0]] if names else args[0] if args else None)
+        asked = dict(locals())
+        kwargs |= {name: asked[name] for name in DEPTH_FIELDS if asked[name] is not AS_SAVED}
+        prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
+        check_prompt(next((prompt for prompt in prompts if prompt is not None), None))
         if (count := kwargs.get("exit_candidates")) is not None:
             raise ValueError(f"exit_candidates={count} is no longer known: leave it out")
-        self._check_names(kwargs)
+        self._check_names(kwargs, generation_config)
         with decoding(self):
-            return super().generate(*args, **kwargs)
+            return super().generate(inputs, generation_config, *args, **kwargs)
 
-    def _check_names(self, arguments: dict):
+    def _check_names(self, arguments: dict, passed_config: GenerationConfig | None):
         """transformers too refuses what it does not know, but not what stands in a generation config."""
         known = {*DEPTH_FIELDS, *vars(GenerationConfig()), *signature(super().generate).parameters}
         refuse_foreign(arguments, known | {*signature(self.forward).parameters}, "generate")
-        for config in (self.generation_config, arguments.get("generation_config")):
+        for config in (self.generation_config, passed_config):
             if config is not None:
                 # made of config.json, where a folder has no generation_config.json, it has the fields of that too
                 others = [name for name in vars(config) if not name.startswith("_") and not hasattr(self.config, name)]

@@ -92,7 +92,7 @@ def test_tasks(folders, tmp_path, monkeypatch):
     }  # fmt: skip
     (tmp_path / "pick.yaml").write_text(json.dumps(task))
     (tmp_path / "pick.jsonl").write_text("".join(json.dumps({"answer": i}) + "\n" for i in (0, 1, 1, 2)))
-    monkeypatch.setattr(budget, "TaskManager", small_manager)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", small_manager)
     budget.main(
         [folders[0], "--loops", "1..3", "--tasks", "pick", "--include_path", str(tmp_path), "--device", "cpu",
          "--output", str(tmp_path / "out")]
@@ -135,10 +135,10 @@ def test_core(folders, tmp_path):
     (["{model}", "--text", "{config}"], "line 1: expected a JSON object with a field 'text'"),
     (["{model}", "{missing}", "--text", "{text}"], "no config.json was found"),
     (["{model}", "--core", "{missing}"], "is no evaluation bundle"),
-    (["{model}", "--tasks", "nothing"], "Tasks not found: nothing"),
+    (["{model}", "--tasks", "nothing"], "no task is called 'nothing'"),
 ])  # fmt: skip
 def test_bad_input_before_a_model_is_loaded(folders, text, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr(budget, "TaskManager", small_manager)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", small_manager)
     monkeypatch.setattr(budget.LoopedLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
     places = {"model": folders[0], "text": text, "config": f"{folders[0]}/config.json", "missing": tmp_path / "none"}
     with pytest.raises(ValueError, match=message):

@@ -88,7 +88,11 @@ def test_bars_and_a_matrix_show_their_values():
     assert titles(Bars("b", "y", {"one": 1.0, "less": -0.5, "none": None})) == ["one: 1", "less: −0.5"]
     widths = [float(bar.get("width")) for bar in parsed(Bars("b", "y", {"one": 1.0, "three": 3.0})).iter("rect")]
     assert widths[1] == pytest.approx(3 * widths[0], rel=0.01)
-    assert "loop 2 and 1: −0.25" in titles(Matrix("m", "loop", [[1, -0.25], [-0.25, 1]]))
+    matrix = Matrix("m", "loop", [[1, -0.25], [-0.25, 1]])
+    assert "loop 2 and 1: −0.25" in titles(matrix)
+    assert [each.text for each in parsed(matrix).iter("text")].count("−0.25") == 2  # a finger has no pointer
+    large = parsed(Matrix("m", "loop", [[0.5] * 12] * 12))
+    assert "0.50" not in [each.text for each in large.iter("text")]
 
 
 def light(color) -> float:

@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from modeling_looped import generation
-from modeling_looped.exit_criteria import CRITERIA, INITIAL, ExitRule, Reading, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, INITIAL, ExitCriterion, ExitRule, Reading, exit_rule
 
 from .helpers import random_ids, tiny_config, tiny_model
 from .naive_exits import EXITS_ABOVE, SCORES, NaiveRule, Readings
@@ -69,7 +70,7 @@ def naive_exit_loop(rule: NaiveRule, readings: Readings) -> int:
 
 
 def test_every_criterion_has_a_formula():
-    assert set(CRITERIA) == set(SCORES)
+    assert set(CRITERIA) == set(SCORES) == set(get_args(ExitCriterion))
     assert {name for name, kind in CRITERIA.items() if kind.exits_above} == set(EXITS_ABOVE)
 
 

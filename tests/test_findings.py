@@ -2,6 +2,7 @@
 
 import pytest
 
+from looped_eval.common.findings import best_point
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose import page
 from looped_eval.diagnose.figures import CHARTS, layer_name
@@ -168,3 +169,10 @@ def test_laws_in_words():
 )
 def test_shares_are_as_exact_as_they_need_to_be(share, words):
     assert percent(share) == words
+
+
+def test_no_depth_is_best_where_all_are_the_same():
+    same = {1: (0.0, 0.0), 2: (0.0, 0.0)}
+    assert best_point("hop acc", {"": same}) == "hop acc is 0.0000 at every depth"
+    assert best_point("loss", {"a": same, "b": same}) == "loss is 0.0000 at every depth of every model"
+    assert best_point("loss", {"": {1: (1.0, 0.1), 2: (0.5, 0.1)}}) == "loss is best at 2 loops (0.5000)"

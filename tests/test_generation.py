@@ -3,14 +3,17 @@
 import contextlib
 import math
 from dataclasses import fields
+from inspect import signature
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation import ContinuousBatchingConfig, GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_looped import LoopedCache, generation
+from modeling_looped import LoopedCache, LoopedForCausalLM, generation
+from modeling_looped.depth_options import DepthOptions
 
 from .helpers import LIKE_GEMMA3, LIKE_OLMO2, quick_and_slow, random_ids, tiny_model
 from .helpers_llama import make_looped, unroll
@@ -481,3 +484,12 @@ def test_a_core_with_heads_of_its_own():
     assert torch.equal(early, model.generate(ids, num_loops=1, **arguments))
     with pytest.raises(ValueError, match="core has 6 and the other layers 4"):
         model.generate_batch([[3, 4, 5]], max_new_tokens=2)
+
+
+def test_editors_see_the_arguments_of_depth():
+    shown = signature(LoopedForCausalLM.generate).parameters
+    named = {name for name, each in shown.items() if each.kind is each.KEYWORD_ONLY}
+    assert named == {field.name for field in fields(DepthOptions)}
+    assert [*shown][:3] == [*signature(GenerationMixin.generate).parameters][:3]  # what is passed by position
+    hints = get_type_hints(LoopedForCausalLM.generate)
+    assert all(type(None) in get_args(hints[name]) for name in named)  # None undoes what is saved

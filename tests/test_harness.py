@@ -412,7 +412,7 @@ def test_arguments_that_mean_nothing(model, tasks, monkeypatch, arguments, messa
 
 
 def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
-    refused("Tasks not found: nothing", monkeypatch, tasks, f"pretrained={model}", task="nothing")
+    refused("no task is called 'nothing'", monkeypatch, tasks, f"pretrained={model}", task="nothing")
     refused("needs a model", monkeypatch, tasks, "num_loops=2")
     refused("no config.json was found", monkeypatch, tasks, f"pretrained={tmp_path}")
     refused("leave it out of gen_kwargs", monkeypatch, tasks, f"pretrained={model}", "--gen_kwargs", "num_loops=2")

@@ -3,12 +3,19 @@
 import json
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from looped_eval.claims.ledger import ledger, said, sections
+from looped_eval.claims.papers import PAPERS
+from looped_eval.common.page import to_html
 from looped_eval.diagnose import command as diagnose
+from looped_eval.gpu.ledger import Ended, Ledger
+from looped_eval.gpu.pieces import Setting
+from looped_eval.gpu.verdict import write_page
 from looped_eval.halting import command as halting
 from looped_eval.laws import command as laws
 from looped_eval.laws.run_table import write_table
@@ -20,6 +27,9 @@ from tests.helpers_browser import CHROMIUM, photographed, seen
 from tests.test_demo import FOUND as MEASURED_DEMO
 from tests.test_laws import SMALL, TRUE_FORMS, curve_rows, isoflop_rows, training_rows
 from tests.test_report import add_results, make_run
+
+
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def a_report(folder):
@@ -76,7 +86,24 @@ def a_demo(folder):
     return folder / "demo.html"
 
 
+def a_ledger(folder):
+    rows = ledger(PAPERS, RESULTS)
+    charts = sections(PAPERS, rows, RESULTS)
+    (folder / "claims.html").write_text(to_html("The papers' claims, measured again", charts, [said(rows)]))
+    return folder / "claims.html"
+
+
+def a_gpu_check(folder):
+    found = Ledger(folder)
+    found.write_result("memory", "narrow", {"per_loop_over_terminal": 1.2})
+    found.write_end("memory", Ended("done", 3.0))
+    write_page(Setting(folder, tiny=True), found, "looped gpu")
+    return folder / "index.html"
+
+
 PAGES = {
+    "claims": a_ledger,
+    "gpu": a_gpu_check,
     "demo": a_demo,
     "report": a_report,
     "diagnose": a_diagnosis,

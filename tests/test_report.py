@@ -135,6 +135,15 @@ def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
     assert "looped eval" not in page_of(run).text
 
 
+def test_a_phone_shows_findings_first_and_what_is_missing_last(tmp_path):
+    html = report.make_report([make_run(tmp_path / "first")]).read_text(encoding="utf-8")
+    folds = re.findall(r'<details class="phone">.*?</details>', html, flags=re.DOTALL)
+    assert sum(fold.count("<svg") for fold in folds) == html.count("<svg") > 0
+    assert not any('class="finding"' in fold or 'class="missing"' in fold for fold in folds)
+    titles = re.findall(r"<h2 [^>]*>(.*?)</h2>", html)
+    assert titles[-1] == "Not measured yet" and not {"Early exit", "Diagnostics"} & set(titles)
+
+
 def test_runs_are_compared(tmp_path):
     first, second = make_run(tmp_path / "first"), make_run(tmp_path / "second", loops=4, lr=0.02)
     page = page_of(first, second)

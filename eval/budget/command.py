@@ -8,9 +8,10 @@ from lm_eval.tasks import TaskManager
 
 from looped_eval.common.curves import Curves, draw, table
 from looped_eval.common.findings import best_depths
+from looped_eval.common.task_names import TASKS, tasks_of
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.command import core_scores
-from looped_eval.harness.command import TASKS, curves_of, results_by_depth
+from looped_eval.harness.command import curves_of, results_by_depth
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.harness.question import check_question
 from looped_recipes.common.command_line import parse_depths, say_result
@@ -151,10 +152,9 @@ def main(arguments: list[str] | None = None):
     texts = read_texts(args.text) if args.text else None
     if args.core:
         read_tasks(args.core, examples=args.core_examples)  # its mistakes too are found before a model is loaded
-    manager = TaskManager(include_path=[path for path in (TASKS, args.include_path) if path]) if args.tasks else None
-    unknown = [task for task in args.tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise ValueError(f"Tasks not found: {', '.join(unknown)}")
+    manager = None
+    if args.tasks:
+        manager, args.tasks = tasks_of(args.tasks, [path for path in (TASKS, args.include_path) if path])
     for folder in sum(models.values(), []):
         check_question(folder, depths)
 

@@ -92,7 +92,8 @@ def sections(papers: list[Paper], rows: list[Row], results: Path) -> list[Sectio
         of_paper = [one for one in rows if one.paper == paper.title]
         drawn = [(figure, load(results, figure.source)) for figure in paper.figures]
         charts = [chart for figure, content in drawn if content is not None for chart in figure.draw(content)]
-        table, made = Table(HEAD, [cells(one) for one in of_paper]), Folded("Commands and commits", sources(of_paper))
+        table = Table(HEAD, [cells(one) for one in of_paper], wordy=True)
+        made = Folded("Commands and commits", sources(of_paper))
         found.append(Section(paper.title, [Charts(charts), table, made]))
     return found
 

@@ -47,6 +47,8 @@ def best_point(name: str, of_series: dict[str, dict]) -> str:
     at = f"at {counted(-depth, 'loop')}"
     if len(points) == 1:
         return f"{name} is {sign * value:.4f} {at}"
+    if value == worst[0]:
+        return f"{name} is {sign * value:.4f} at every depth{model and ' of every model'}"
     if sign == 1 and value - worst[0] < 2 * math.hypot(error, worst[3]):
         return f"{name} is {sign * value:.4f} ± {error:.4f} at best{model}, {at}, and nowhere clearly worse"
     return f"{name} is best{model} {at} ({sign * value:.4f})"

@@ -34,12 +34,21 @@ def in_cell(words: str) -> str:
 class Table:
     head: list[str]
     rows: list[list[str]]
+    wordy: bool = False  # cells of many words: on a phone each row is a card
 
     def html(self) -> str:
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.head)
-        rows = "".join(f"<tr>{''.join(f'<td>{in_cell(cell)}</td>' for cell in row)}</tr>" for row in self.rows)
+        rows = "".join(f"<tr>{''.join(map(self.cell, self.head, row))}</tr>" for row in self.rows)
         head = f"<thead><tr>{head}</tr></thead>" if any(self.head) else ""
-        return f'<div class="wide"><table>{head}<tbody>{rows}</tbody></table></div>'
+        return f'<div class="wide"><table{self.kind}>{head}<tbody>{rows}</tbody></table></div>'
+
+    @property
+    def kind(self) -> str:
+        return ' class="cards"' if self.wordy else ""
+
+    def cell(self, name: str, words: str) -> str:
+        label = f' data-name="{escape(name)}"' if self.wordy else ""
+        return f"<td{label}>{in_cell(words)}</td>"
 
     def markdown(self) -> str:
         lines = [self.head, ["---"] * len(self.head), *self.rows]
@@ -166,6 +175,7 @@ class Folded:
 
 
 MANY_PARTS = 3
+MANY_SECTIONS = 6
 
 
 @dataclass
@@ -177,17 +187,29 @@ class Section:
     def anchor(self) -> str:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
-    def html(self) -> str:
-        """With contents of its own where it has many parts."""
-        links, blocks = [], []
+    def html(self, folded: bool = False) -> str:
+        """With contents of its own where it has many parts; folded: on a phone, to what was found."""
+        links, blocks, inside = [], [], []
         for block in self.blocks:
+            if folded and isinstance(block, (Charts, Table, Explanation)) or inside and isinstance(block, Folded):
+                inside.append(block)
+                continue
             if isinstance(block, Heading):
                 anchor = f"{self.anchor}-{len(links) + 1}"
                 links.append((anchor, block.words))
-                blocks.append(f'<span id="{anchor}"></span>')
-            blocks.append(block.html())
+                block = Raw(f'<span id="{anchor}"></span>{block.html()}')
+            blocks += [on_a_phone_folded(inside), block.html()]
+            inside = []
+        blocks.append(on_a_phone_folded(inside))
         inner = [contents(links, f"parts of {self.title}")] if len(links) > MANY_PARTS else []
-        return "\n".join([f'<h2 id="{self.anchor}">{escape(self.title)}</h2>', *inner, *blocks])
+        return "\n".join([f'<h2 id="{self.anchor}">{escape(self.title)}</h2>', *inner, *filter(None, blocks)])
+
+
+def on_a_phone_folded(blocks: list) -> str:
+    """On wide screens these blocks look like any others."""
+    inside = "\n".join(html for block in blocks if (html := block.html()))
+    name = "Charts and numbers" if any(isinstance(block, Charts) for block in blocks) else "Numbers"
+    return f'<details class="phone"><summary>{name}</summary>{inside}</details>' if inside else ""
 
 
 def contents(links: list[tuple[str, str]], label: str) -> str:
@@ -225,6 +247,12 @@ th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; bor
 pre { overflow-x: auto; background: var(--panel); padding: .8rem; font-size: 13px; border-radius: 6px }
 code { background: var(--panel); padding: .1rem .25rem; border-radius: 4px; font-size: .9em }
 details { margin: .8rem 0 } summary { cursor: pointer; color: var(--quiet); padding: .2rem 0 }
+@media (min-width: 40rem) { @supports selector(::details-content) {
+  .phone { margin: 0 } .phone > summary { display: none }
+  .phone::details-content { content-visibility: visible } } }
+@media (max-width: 40rem) { .cards, .cards tbody, .cards tr, .cards td { display: block; max-width: none }
+  .cards thead, .cards td:empty { display: none } .cards tr { border-bottom: 1px solid var(--line); padding: .6rem 0 }
+  .cards td { border: 0; padding: .1rem 0 } .cards td::before { content: attr(data-name) ": "; color: var(--quiet) } }
 """
 )
 
@@ -236,7 +264,7 @@ def to_html(title: str, sections: list[Section], findings: list[str] = (), style
     """
     links = contents([(part.anchor, part.title) for part in sections], "contents")
     first = "\n".join(block.html() for block in (*map(Finding, findings), *opening))
-    body = "\n".join(part.html() for part in sections)
+    body = "\n".join(part.html(folded=len(sections) >= MANY_SECTIONS) for part in sections)
     return document(title, f"<h1>{escape(title)}</h1>\n{first}\n{links}\n{body}", style)
 
 

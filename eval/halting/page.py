@@ -137,5 +137,5 @@ def sections(content: dict) -> list[Section]:
 def write_page(name: str, content: dict, folder: Path):
     """halting.html and, of its charts alone, halting.svg."""
     save_charts(charts(content["result"]), folder / "halting.svg")
-    page = to_html(f"Early exit of {name}", sections(content), findings(content))
+    page = to_html(f"Early exit: {name}", sections(content), findings(content))
     write_whole(folder / "halting.html", page)

@@ -13,11 +13,13 @@ from lm_eval import evaluator, simple_evaluate
 from lm_eval._cli import HarnessCLI
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.loggers import EvaluationTracker
+from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, setup_logging
 
 from looped_eval.common.curves import Curves, chance_of, draw, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
+from looped_eval.common.task_names import TASKS, tasks_of
 from looped_recipes.common.command_line import device_of, say_result
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import commit, provenance
@@ -25,9 +27,6 @@ from modeling_looped.depth_options import DEPTH_FIELDS
 
 from .looped_lm import LoopedLM
 from .question import check_question
-
-
-TASKS = Path(__file__).parents[1] / "tasks"
 
 
 def as_lm_eval_spells(arguments: list[str]) -> list[str]:
@@ -86,6 +85,14 @@ def told_of_one_depth(is_first: bool):
     finally:
         logger.setLevel(level)
         evaluator.get_git_commit_hash = asks_git
+
+
+def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
+    """What knows the tasks, and their names, or what lm-eval read of files of them."""
+    names = config.tasks.split(",") if isinstance(config.tasks, str) else ",".join(config.tasks).split(",")
+    if any(name.endswith(".yaml") or Path(name).is_dir() for name in names):
+        return config.process_tasks(config.metadata), config.tasks
+    return tasks_of(names, config.include_path, config.metadata)
 
 
 def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **options) -> dict[int, dict]:
@@ -151,8 +158,7 @@ def main(arguments: list[str]):
     if run is not None and not config.output_path:
         config.output_path = str(results_folder(str(run)) / "lm_eval")
     options = options_of(config)
-    options["task_manager"] = config.process_tasks(config.metadata)
-    options["tasks"] = config.tasks
+    options["task_manager"], options["tasks"] = asked_tasks(config)
     setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device")}
     lm = LoopedLM.create_from_arg_obj({**config.model_args, "answers": config.use_cache}, setup)
     tracker_args = {**config.hf_hub_log_args, **({"output_path": config.output_path} if config.output_path else {})}

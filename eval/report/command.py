@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from looped_eval.common.page import Folded, Section, to_html, to_markdown
+from looped_eval.common.page import Folded, Missing, Section, to_html, to_markdown
 from looped_eval.common.run_folder import RunFolder, open_runs
 from looped_recipes.common.command_line import say_result
 from looped_recipes.common.files import write_whole
@@ -24,7 +24,10 @@ def recipes(runs: list[RunFolder]) -> Section:
 def sections_of(runs: list[RunFolder], layer: int | None = None, clipped: bool = False) -> list[Section]:
     parts = [about(runs), differences(runs), training(runs), over_depth(runs), norms(runs)]
     parts += [gradients(runs, layer, clipped), accuracy(runs), halting(runs), *diagnostics(runs), recipes(runs)]
-    return [part for part in parts if part is not None and part.blocks]
+    parts = [part for part in parts if part is not None and part.blocks]
+    lacking = [part for part in parts if all(isinstance(block, Missing) for block in part.blocks)]
+    found = [part for part in parts if part not in lacking]
+    return [*found, Section("Not measured yet", sum((part.blocks for part in lacking), []))] if lacking else found
 
 
 def title_of(runs: list[RunFolder]) -> str:

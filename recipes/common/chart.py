@@ -19,6 +19,7 @@ from looped_recipes.common.files import write_whole
 
 WIDTH, LEFT, RIGHT, PLOT = 360, 46, 12, 170
 MANY = 300  # points of a line; more are not seen
+ROOM_FOR_A_VALUE = 30  # the side of a cell of a matrix
 
 
 def ordered(i: int, count: int) -> str:
@@ -279,11 +280,16 @@ class Matrix:
             parts += [box(color, 190 + 70 * i, top + 3, 10, 10, words), text(204 + 70 * i, top + 12, words)]
         top, count = top + 22, len(self.values)
         size, left = min(44.0, 290 / count), 40
+        strength = 0.5 if size >= ROOM_FOR_A_VALUE else 1.0  # paler where the value is written on it
         for i, row in enumerate(self.values):
             for j, value in enumerate(row):
                 said = f"{self.axis} {i + 1} and {j + 1}: {written(value, 3)}"
                 color = "c1" if value > 0 else "c0"
-                parts.append(box(color, left + size * j, top + size * i, size, size, said, min(abs(value), 1)))
+                shade = strength * min(abs(value), 1)
+                parts.append(box(color, left + size * j, top + size * i, size, size, said, shade))
+                if size >= ROOM_FOR_A_VALUE:
+                    middle = left + size * (j + 0.5), top + size * (i + 0.5) + 4
+                    parts.append(text(*middle, f"{value:.2f}".replace("-", "−"), "key middle"))
         ends = Axis([1, count], size / 2, size * (count - 0.5), whole=True, margin=0) if count > 1 else None
         for place, words in ends.ticks(room=16) if ends else []:
             parts.append(text(left - 6, top + place + 4, words, "end"))

@@ -23,20 +23,27 @@ COMMANDS = {
     "core": ("looped_eval.core", "CORE and CORE-extended"),
     "statistics": ("looped_eval.statistics", "two models over the same questions"),
     "halting": ("looped_eval.halting", "thresholds of early exit for a budget of perplexity"),
-    "diagnose": ("looped_eval.diagnose", "the papers' measurements on one model"),
-    "optimum": ("looped_eval.optimum", "best learning rates and their intervals"),
-    "laws": ("looped_eval.laws", "scaling laws of many runs"),
-    "claims": ("looped_eval.claims", "the papers' claims, measured again, and the verdict on each"),
-    "report": ("looped_eval.report", "training runs on one page"),
-    "readout-table": ("looped_eval.readout_table", "perplexity and norm of the state over seeds"),
     "benchmark": ("looped_eval.benchmark", "speed and memory as ratios"),
     "gpu": ("looped_eval.gpu", "tests, benchmarks and trainings on a GPU, and what fell short"),
+    "diagnose": ("looped_eval.diagnose", "the papers' measurements on one model"),
+    "report": ("looped_eval.report", "training runs on one page"),
+    "laws": ("looped_eval.laws", "scaling laws of many runs"),
+    "optimum": ("looped_eval.optimum", "best learning rates and their intervals"),
+    "readout-table": ("looped_eval.readout_table", "perplexity and norm of the state over seeds"),
+    "claims": ("looped_eval.claims", "the papers' claims, measured again, and the verdict on each"),
 }
 
 
+GROUPS = {"demo": "begin", "pretrain": "train", "chat": "use", "eval": "measure", "diagnose": "look inside"}
+
+
 def overview() -> str:
-    lines = [f"  {name:14} {about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(["usage: looped COMMAND [options]", "", *lines, "", "looped COMMAND --help tells of one."])
+    """A group goes from its first command to the next group's."""
+    lines = ["usage: looped COMMAND [options]"]
+    for name, (_, about) in COMMANDS.items():
+        lines += ["", GROUPS[name]] if name in GROUPS else []
+        lines.append(f"  {name:14} {about}")
+    return "\n".join([*lines, "", "looped COMMAND --help tells of one."])
 
 
 def main():

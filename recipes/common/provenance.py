@@ -12,6 +12,7 @@ from pathlib import Path
 
 from . import command_line
 from .files import write_whole
+from .words import counted
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "modeling-looped")
@@ -68,7 +69,7 @@ def hardware() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def write_json(path: str | Path, result: dict, command: str | None = None, digits: int | None = None):

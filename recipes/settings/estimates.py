@@ -4,6 +4,7 @@ import torch
 
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.hardware import PEAK_FLOPS, measured_rate
+from looped_recipes.common.words import counted
 from modeling_looped import LoopedConfig
 
 from .recipe import Recipe
@@ -35,7 +36,7 @@ def own_rate() -> tuple[float, str]:
         rate = known or measured_rate("cuda", torch.bfloat16)
         return rate, f"the {rate / 1e12:,.0f} TFLOP/s of {name}"
     rate = measured_rate("cpu", torch.float32)
-    return rate, f"the {rate / 1e9:,.0f} GFLOP/s that {torch.get_num_threads()} threads measured just now"
+    return rate, f"the {rate / 1e9:,.0f} GFLOP/s that {counted(torch.get_num_threads(), 'thread')} measured just now"
 
 
 def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
@@ -69,7 +70,7 @@ def activations_per_token(recipe: Recipe, config: LoopedConfig) -> float:
 
 
 def duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+    for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} seconds"
