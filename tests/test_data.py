@@ -767,11 +767,17 @@ def test_bad_sources_are_named_with_advice(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_brackets_in_names_are_names(tmp_path, streaming):
+def test_brackets_in_names_are_names(tmp_path, monkeypatch, streaming):
     for name in ("a[1]", "a1", "b*", "bb", "c d?", "größer"):
         write_jsonl(tmp_path / f"{name}.jsonl", [name])
     for name in ("a[1]", "b*", "c d?", "größer"):
         assert load(tmp_path / f"{name}.jsonl", streaming=streaming) == [name]
+    for folder in ("in [1]", "in 1", "in *"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "x.jsonl", [folder])
+    for folder in ("in [1]", "in *"):  # names that are relative to such a folder
+        monkeypatch.chdir(tmp_path / folder)
+        assert load("x.jsonl", streaming=streaming) == load("?.jsonl", streaming=streaming) == [folder]
     with pytest.raises(RecipeError, match=r"no file or folder .*a\[1-9\].jsonl"):
         load(tmp_path / "a[1-9].jsonl")
     assert load(tmp_path / "[ab]*.jsonl".replace("[ab]", ""), streaming=streaming)[0] == "a1"

@@ -153,7 +153,9 @@ class Source:
             reader = load_dataset_builder(str(folder), self.config, **options)
             refuse_left_out(self.name, files, reader)
         else:
-            reader = load_dataset_builder(builder, data_files=[glob.escape(str(path)) for path in files], **options)
+            reader = load_dataset_builder(
+                builder, data_files=[glob.escape(str(path.absolute())) for path in files], **options
+            )
         documents = _read(strict_about_text(reader, self.text_field), self.split, self.streaming)
         if builder == "text" and self.text_field == "text":
             documents = documents.map(_cut_texts, batched=True, batch_size=16)
