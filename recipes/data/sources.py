@@ -54,6 +54,7 @@ METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2"}
 BYTE_ORDER_MARK = "\ufeff"
 TEXT_DOCUMENT = 4096  # characters from which a text file is cut at the next blank line: one in a hundred is held out
+LONGEST_REASON = 500  # characters
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -214,6 +215,7 @@ def readable(name: str):
         else:
             advice = "check data.split, data.source_config and the files"
         said = " ".join(str(reason).split())
+        said = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."  # pyarrow quotes whole documents
         raise RecipeError(f"can not read {name!r}: {type(reason).__name__}: {said}; {advice}") from error
 
 
