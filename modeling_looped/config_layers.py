@@ -123,7 +123,8 @@ class LayersAndSlots(PreTrainedConfig):
         letters = self._tiled(pattern)
         if self.window_pattern is not None and len(pattern) != self.num_layers:
             letters[-1:] = "L"
-        return self.by_section([LAYER_TYPES[letter] for letter in letters])
+        # other letters are refused when all fields are there
+        return self.by_section([LAYER_TYPES.get(letter, letter) for letter in letters])
 
     def _tiled(self, pattern: str) -> list[str]:
         """A letter for each layer."""

@@ -19,7 +19,7 @@ def parse(arguments: list[str] | None):
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parse(arguments)
-    from looped_recipes.engine.checkpoint import step_of, whole_checkpoints
+    from looped_recipes.engine.checkpoint import step_of, whole_checkpoints, why_damaged
     from looped_recipes.engine.training import Pretraining
     from looped_recipes.settings.recipe import load_recipe
 
@@ -32,6 +32,10 @@ def main(arguments: list[str] | None = None) -> Path:
     step = max(of_steps) if options.step is None else options.step
     if step not in of_steps:
         raise ValueError(f"{options.run} has no checkpoint of step {step}: choose one of {sorted(of_steps)}")
+    damaged = why_damaged(of_steps[step])
+    if damaged is not None:
+        others = f"choose --step from {sorted(of_steps.keys() - {step})}" if len(of_steps) > 1 else "there is no other"
+        raise ValueError(f"{of_steps[step]} is not what was written: {damaged}; {others}")
     out = options.out or options.run / of_steps[step].name
     changes = {"training.output_dir": str(options.run)}  # the folder may have been moved
     run = Pretraining(load_recipe(options.run / "recipe.yaml", changes=changes, finished=True))

@@ -27,6 +27,7 @@ from looped_recipes.data import part_files as parts
 from looped_recipes.data import shards, sources
 from looped_recipes.data.packing import PackedRows, best_fit, document_positions
 from looped_recipes.data.shards import open_prepared, rows_of_step
+from looped_recipes.data.sources import readable
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from tests.helpers import quick_and_slow, tiny_model
 from tests.helpers_data import WORDS, make_documents, write_jsonl
@@ -767,14 +768,27 @@ def test_bad_sources_are_named_with_advice(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_brackets_in_names_are_names(tmp_path, streaming):
+def test_brackets_in_names_are_names(tmp_path, monkeypatch, streaming):
     for name in ("a[1]", "a1", "b*", "bb", "c d?", "größer"):
         write_jsonl(tmp_path / f"{name}.jsonl", [name])
     for name in ("a[1]", "b*", "c d?", "größer"):
         assert load(tmp_path / f"{name}.jsonl", streaming=streaming) == [name]
+    for folder in ("in [1]", "in 1", "in *"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "x.jsonl", [folder])
+    for folder in ("in [1]", "in *"):  # names that are relative to such a folder
+        monkeypatch.chdir(tmp_path / folder)
+        assert load("x.jsonl", streaming=streaming) == load("?.jsonl", streaming=streaming) == [folder]
     with pytest.raises(RecipeError, match=r"no file or folder .*a\[1-9\].jsonl"):
         load(tmp_path / "a[1-9].jsonl")
     assert load(tmp_path / "[ab]*.jsonl".replace("[ab]", ""), streaming=streaming)[0] == "a1"
+
+
+def test_a_long_reason_is_said_in_part(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(RecipeError, match=r"can not read .*: ValueError: x{500}\.\.\.; check"):
+        with readable(str(tmp_path / "a.jsonl")):
+            raise ValueError("x" * 5000)
 
 
 def test_values_further_down_that_are_no_texts_are_refused(tmp_path):

@@ -128,6 +128,12 @@ def test_tokens_for_a_smaller_error():
 # from files, and on the command line
 
 
+def test_brackets_in_the_name_of_a_file_are_its_name(tmp_path):
+    for name in ("a[1]", "a1"):
+        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / f"{name}.parquet")
+    assert list(texts_of(f"{tmp_path}/a[1].parquet")) == ["a[1]"]
+
+
 def test_texts_of_both_kinds_of_files(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     Dataset.from_dict({"text": TEXTS, "number": range(5)}).to_parquet(tmp_path / "a.parquet")

@@ -51,6 +51,7 @@ REFUSED = {
     "negative entropy weight": ({"exit_entropy_weight": -0.1}, ["exit_entropy_weight", "-0.1", "not negative"]),
     "full dropout": ({"residual_dropout": 1.0}, ["residual_dropout", "1.0", "[0, 1)"]),
     "classifier dropout": ({"classifier_dropout": 1.5}, ["classifier_dropout", "1.5", "[0, 1)"]),
+    "small letters": ({"window_pattern": "sl"}, ["window_pattern='sl'", "S and L"]),
     "unknown activation": ({"hidden_act": "swoosh"}, ["hidden_act", "swoosh", "silu"]),
     "pad token outside": ({"pad_token_id": 99}, ["pad_token_id", "99", "vocab_size"]),
     "unknown rope": ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_type", "spiral", "yarn"]),

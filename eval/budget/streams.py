@@ -5,6 +5,7 @@ before it; its last target is the first input of the next. What does not fill a 
 Perplexity counts every target, the tokens between texts too; bits per byte count those that stand for bytes.
 """
 
+import glob
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,7 +45,8 @@ def texts_of(path: str) -> Iterator[str]:
     if path.endswith(".parquet"):
         from datasets import load_dataset
 
-        rows = load_dataset("parquet", data_files=path, split="train", streaming=True)
+        file = path if "://" in path else glob.escape(str(Path(path).absolute()))  # brackets in names are names
+        rows = load_dataset("parquet", data_files=file, split="train", streaming=True)
         if rows.column_names is not None and "text" not in rows.column_names:
             raise ValueError(f"{path} has no column 'text'; it has {', '.join(rows.column_names)}")
         yield from (row["text"] or "" for row in rows)

@@ -6,6 +6,7 @@ is in memory already, else what the disk takes to read it.
 
 import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -73,9 +74,11 @@ def seal_of(content: dict) -> str:
 # Folders with a list of checksums
 
 
-def write_checksums(folder: str | Path):
-    """The list of a saved model or tokenizer: weights, vocabulary and settings, not code or the model card."""
-    names = sorted(path.name for path in Path(folder).iterdir() if path.suffix not in (".py", ".md"))
+def write_checksums(folder: str | Path, names: Iterable[str] | None = None):
+    """A list of these files; by default of those of a saved model or tokenizer: weights, vocabulary and settings, not
+    code or the model card."""
+    if names is None:
+        names = sorted(path.name for path in Path(folder).iterdir() if path.suffix not in (".py", ".md"))
     files = {name: checksum(Path(folder) / name) for name in names if name != LIST and (Path(folder) / name).is_file()}
     sizes = {name: (Path(folder) / name).stat().st_size for name in files}
     write_whole(Path(folder) / LIST, sealed({"files": sizes, "checksums": files}))
@@ -89,6 +92,18 @@ def renew_checksum(folder: str | Path, name: str):
         listed["files"][name] = (folder / name).stat().st_size
         listed["checksums"][name] = checksum(folder / name)
         write_whole(folder / LIST, sealed(listed))
+
+
+def change_of(path: Path) -> str | None:
+    """How a file is not the one that the list beside it names; None if it is, or if there is no list with it."""
+    if not (path.parent / LIST).is_file():
+        return None
+    try:
+        listed = read_sealed(path.parent / LIST)
+        files = [(listed["files"][name], listed["checksums"][name]) for name in listed["files"] if name == path.name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{LIST} is damaged ({error})"
+    return difference(path, *files[0]) if files else None
 
 
 def check_folder(folder: str | Path):

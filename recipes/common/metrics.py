@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from .checksums import LIST, change_of
 from .files import append_line, write_whole
 
 
@@ -18,6 +19,7 @@ class MetricsLog:
         """
         kept = [] if saved is None else read_metrics(saved if saved.is_file() else self.path)
         kept = [record for record in kept if record["step"] < step]
+        (self.path.parent / LIST).unlink(missing_ok=True)  # of a run that was done
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
     def write(self, step: int, metrics: dict):
@@ -30,6 +32,9 @@ def read_metrics(path: str | Path) -> list[dict]:
     """The records of a metrics.jsonl; lines that are no record are left out, and said unless it is a cut last one."""
     if not Path(path).exists():
         return []
+    changed = change_of(Path(path))
+    if changed is not None:
+        print(f"{path} is not what the run wrote: {changed}", file=sys.stderr)
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     records, damaged = [], []
     for number, line in enumerate(lines, start=1):

@@ -54,6 +54,7 @@ METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "sta
 COMPRESSIONS = {".gz", ".zst", ".xz", ".bz2"}
 BYTE_ORDER_MARK = "\ufeff"
 TEXT_DOCUMENT = 4096  # characters from which a text file is cut at the next blank line: one in a hundred is held out
+LONGEST_REASON = 500  # characters
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -153,7 +154,9 @@ class Source:
             reader = load_dataset_builder(str(folder), self.config, **options)
             refuse_left_out(self.name, files, reader)
         else:
-            reader = load_dataset_builder(builder, data_files=[glob.escape(str(path)) for path in files], **options)
+            reader = load_dataset_builder(
+                builder, data_files=[glob.escape(str(path.absolute())) for path in files], **options
+            )
         documents = _read(strict_about_text(reader, self.text_field), self.split, self.streaming)
         if builder == "text" and self.text_field == "text":
             documents = documents.map(_cut_texts, batched=True, batch_size=16)
@@ -212,6 +215,7 @@ def readable(name: str):
         else:
             advice = "check data.split, data.source_config and the files"
         said = " ".join(str(reason).split())
+        said = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."  # pyarrow quotes whole documents
         raise RecipeError(f"can not read {name!r}: {type(reason).__name__}: {said}; {advice}") from error
 
 

@@ -9,12 +9,14 @@ from statistics import fmean
 from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save_charts
+from looped_recipes.common.checksums import change_of
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.peers import one_message
-from looped_recipes.engine.training import Divergence, Pretraining
+from looped_recipes.engine.resume import TRAINING, comparable, differing, shown
+from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.paths import expanded
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
 from looped_recipes.settings.run_checks import check_run
@@ -78,15 +80,48 @@ def computation(recipe: Recipe) -> str:
     return json.dumps({**content, "model": model}, sort_keys=True, default=str)
 
 
+def refuse_other_recipe(run: Run):
+    """What lies in the folder of a run that is done is the result of this recipe."""
+    saved = Path(run.recipe.training.output_dir) / "recipe.yaml"
+    if not saved.is_file():
+        return
+    others = differing(*(decides(recipe) for recipe in (load_recipe(saved, finished=True), run.recipe)))
+    if others:
+        raise RecipeError(
+            f"{saved.parent} holds the result of another recipe: {shown(others)}. Go back to that recipe, give the "
+            "run another name, or remove that folder to train it again"
+        )
+
+
+def decides(recipe: Recipe) -> dict:
+    """The settings on which the loss at the end of a run depends."""
+    content = recipe.to_dict()
+    data = {key: value for key, value in content["data"].items() if key not in ("cache_dir", "num_proc")}
+    evaluation = {key: content["evaluation"][key] for key in ("rows", "loops")}
+    return comparable(
+        {
+            **{name: content[name] for name in ("dense", "depth", "optimizer", "schedule")},
+            "model": comparable(recipe.model_config().to_dict()),
+            "data": data,
+            "training": {key: content["training"][key] for key in TRAINING},
+            "evaluation": evaluation,
+        }
+    )
+
+
 def outcome(run: Run) -> dict | None:
-    """The run's settings, final validation loss and last metrics; None if it is not done. A run that diverged has no
-    loss, and says why."""
+    """The run's settings, final validation loss and last metrics; None if it is not done, or its files are damaged,
+    which training writes again from its checkpoint. A run that diverged has no loss, and says why."""
     folder = Path(run.recipe.training.output_dir)
+    is_done = (folder / DIVERGED).exists() or (folder / "final" / "config.json").exists()
+    if not is_done or any(change_of(folder / name) for name in RESULTS):
+        return None
+    refuse_other_recipe(run)
     records = read_metrics(folder / "metrics.jsonl")
     result = {"name": run.name, **run.settings, "loss": None}
     if (folder / DIVERGED).exists():
         result["diverged"] = (folder / DIVERGED).read_text()
-    elif (folder / "final" / "config.json").exists():
+    else:
         validations = [r for r in records if "validation/loss" in r]
         if records and (not validations or validations[-1]["step"] < records[-1]["step"]):
             return None  # the last validation is not to be read: training writes it again from its checkpoint
@@ -98,8 +133,6 @@ def outcome(run: Run) -> dict | None:
             result["diverged"] = f"the run ended at {loss:.4f}, above training.max_loss={limit}"
         else:
             result["loss"] = loss
-    else:
-        return None
     last = {}
     for record in records:
         last.update(record)
@@ -179,8 +212,9 @@ def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[R
     runs = load_sweep(path, overrides)
     for run in runs:
         check_run(run.recipe)
+    missing = [run for run in runs if run.same_as is None and outcome(run) is None]
     if train_elsewhere is not None:
-        train_elsewhere([run for run in runs if run.same_as is None and outcome(run) is None])
+        train_elsewhere(missing)
     with one_message():
         results = run_all(runs)
     folder = Path(runs[0].recipe.training.output_dir).parent

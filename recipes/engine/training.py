@@ -12,6 +12,7 @@ from signal import SIGTERM
 import torch
 from accelerate.utils import set_seed
 
+from looped_recipes.common.checksums import write_checksums
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.orphans import end_with
@@ -43,6 +44,9 @@ from looped_recipes.engine.taper import Taper
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import Recipe
 from looped_recipes.settings.run_checks import check_run
+
+
+RESULTS = ("recipe.yaml", "metrics.jsonl")  # of a run that is done: read for their checksums
 
 
 class Pretraining:
@@ -255,6 +259,7 @@ class Pretraining:
     def finish(self) -> Path:
         final = self.output / "final"
         repository = self.recipe.training.push_to_hub
+        on_main_process(lambda: write_checksums(self.output, RESULTS), self.output)
         self.export_to(final)
         if repository:
             address = on_main_process(lambda: push(final, repository), final)

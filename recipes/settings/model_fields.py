@@ -16,8 +16,8 @@ from .yaml_files import shortly
 
 
 MOST = 1e9  # of any number
-MOST_LAYERS = 1024
-MOST_SLOTS = 2**18  # of keys and values: layers times loops
+MOST_LAYERS = 512
+MOST_SLOTS = 2**14  # of keys and values, layers times loops: each is made for a plan, which takes no second
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -40,6 +40,7 @@ LARGEST = {
     "sliding_window": 2**24,
 }
 OWN_FIELDS = [name for name in LoopedConfig.__annotations__ if name != "format_version"]
+OF_OTHER_USES = ("use_cache", "classifier_dropout")  # fields that training does not read
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -107,7 +108,7 @@ def check_model_fields(fields: dict, where: str):
 def refuse_foreign(name: str, where: str):
     if name in TOKENS:
         raise RecipeError(f"{where}: model.{name} would have no effect, the tokenizer says it: leave it out")
-    if name not in (*OWN_FIELDS, "preset"):
+    if name in OF_OTHER_USES or name not in (*OWN_FIELDS, "preset"):
         raise RecipeError(
             f"{where}: model.{name} does nothing in a recipe: leave it out, and set it in the saved model"
         )

@@ -210,7 +210,7 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
     raw = read_yaml(path)
     path = recipe_file(path)
     if path.resolve() in seen:
-        raise RecipeError(f"{path} extends itself")
+        raise RecipeError(f"{path} extends itself: name another recipe, or leave extends out")
     if len(seen) == LONGEST_CHAIN:
         raise RecipeError(f"{path} is extended over more than {LONGEST_CHAIN} recipes: name the first one yourself")
     base = raw.pop("extends", None)

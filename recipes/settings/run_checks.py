@@ -29,6 +29,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
     steps = steps_of(recipe, config)
     if steps is not None:
         check_schedule(recipe.schedule, steps)
+        check_within(recipe, steps)
     check_output(Path(recipe.training.output_dir))
     start = recipe.training.initialize_from
     if start is not None and Path(start).resolve().is_relative_to(Path(recipe.training.output_dir, "final").resolve()):
@@ -47,6 +48,21 @@ def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
         return recipe.num_steps(sizes(config), per_token, recipe.data.expected_rows())
     except UnknownEpoch:
         return None
+
+
+def check_within(recipe: Recipe, steps: int):
+    """What would be done at a step that the run does not reach is not done."""
+    logging, stop_after = recipe.logging, recipe.training.stop_after
+    if stop_after is not None and stop_after > steps:
+        raise RecipeError(
+            f"training.stop_after={stop_after} would have no effect in a run of {steps} steps: lower it, or leave it "
+            "out"
+        )
+    if logging.profile_steps and logging.profile_from >= steps:
+        raise RecipeError(
+            f"logging.profile_from={logging.profile_from} lies beyond a run of {steps} steps: nothing would be "
+            "traced; lower it, or leave out logging.profile_steps"
+        )
 
 
 def check_against_model(recipe: Recipe, config: LoopedConfig):
@@ -74,6 +90,13 @@ def check_against_model(recipe: Recipe, config: LoopedConfig):
             "model.readout_norm 'taper'",
         ),
     }
+    if training.freeze_all_but_gate:  # matrices of blocks, embedding and head stay as they are
+        unfrozen = "all weights, not training.freeze_all_but_gate"
+        needs |= {
+            "optimizer.embedding_lr": (optimizer.embedding_lr is None, False, unfrozen),
+            "optimizer.head_lr": (optimizer.head_lr is None, False, unfrozen),
+            "optimizer.name": (optimizer.name == "adamw", False, unfrozen),
+        }
     for name, (at_default, applies, needed) in needs.items():
         if not at_default and not applies:
             raise RecipeError(f"{name} would have no effect: it needs {needed}; set that, or leave it out")

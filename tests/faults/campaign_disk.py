@@ -1,8 +1,11 @@
 """Files of a run, finished or half done, that a disk has changed: the run goes on bit for bit, or refuses in words."""
 
+import contextlib
 import errno
+import io
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -12,9 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
+from looped_recipes import export
 from looped_recipes.common.checksums import check_folder
+from looped_recipes.engine.checkpoint import step_of
+from looped_recipes.engine.sweeps import Run, outcome
+from looped_recipes.settings.recipe import load_recipe
 from tests.faults.campaign import Trial
-from tests.faults.tiny_run import Runs, files_of
+from tests.faults.tiny_run import REFUSALS, Runs, files_of
 
 
 Fault = Callable[[random.Random, Path], str]  # does something to a folder; what, in words
@@ -136,7 +146,8 @@ def changed_files(draw: random.Random, runs: Runs) -> Trial:
     place = runs.copy(runs.whole if is_finished else runs.half, "trial")
     fault = draw.choice(FAULTS if is_finished else [fault for fault in FAULTS if fault is not swap_checkpoints])
     what = f"{'finished' if is_finished else 'half done'}: {fault(draw, place)}"
-    if is_finished and (wrong := evaluated_unheard(runs, place)):
+    wrong = is_finished and (evaluated_unheard(runs, place) or swept_unheard(runs, place))
+    if wrong := wrong or exported_unheard(runs, place):
         return Trial(what, "silent", wrong)
     before = kept(place)
     outcome, detail = runs.outcome_of_training(place)
@@ -167,6 +178,47 @@ def evaluated_unheard(runs: Runs, place: Path) -> str | None:
     except ValueError:
         return None
     return f"{weights.name} was changed and is evaluated unheard"
+
+
+def swept_unheard(runs: Runs, place: Path) -> str | None:
+    """A sweep that takes a changed loss for that of the run."""
+    try:
+        expected, found = (swept(runs, each) for each in (runs.whole, place))
+    except REFUSALS:
+        return None
+    return f"a sweep takes {found} for {expected}" if found not in (None, expected) else None
+
+
+def swept(runs: Runs, place: Path) -> float | None:
+    recipe = load_recipe(runs.recipe, [f"training.output_dir={place / 'run'}"])
+    with contextlib.redirect_stderr(io.StringIO()):
+        result = outcome(Run("run", {}, runs.recipe, recipe))
+    return result and result["loss"]
+
+
+def exported_unheard(runs: Runs, place: Path) -> str | None:
+    """A model of a checkpoint that is not what the checkpoint was."""
+    try:
+        found = exported(place, place / "exported")
+    except ValueError:
+        return None
+    for whole in (runs.half, runs.whole):
+        for checkpoint in (whole / "run" / "checkpoints").glob(f"{found.name}*"):
+            expected = runs.folder / "exported" / checkpoint.name
+            if not expected.is_dir():
+                exported(whole, expected.parent, "--step", str(step_of(checkpoint)[0]))
+            before, after = (load_file(each / "model.safetensors") for each in (expected, found))
+            if any(not torch.equal(after[name], tensor) for name, tensor in before.items()):
+                return f"the export of {checkpoint.name} is another model"
+    return None
+
+
+def exported(place: Path, folder: Path, *options: str) -> Path:
+    """In a folder that has the name of the checkpoint."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
+        out = export.main([str(place / "run"), str(folder / "new"), *options])
+    step = int(re.search(r"after (\d+) of", said.getvalue())[1])
+    return out.rename(folder / f"step-{step:08d}")
 
 
 def full_disk(draw: random.Random, runs: Runs) -> Trial:

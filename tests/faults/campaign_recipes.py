@@ -163,6 +163,12 @@ PAIRS = [
     {"model.state_init": "embedding", "model.injection": "add", "model.state_init_std": 0.3},
     {"model.hidden_size": 100, "model.num_attention_heads": 7, "model.head_dim": None},
     {"model.num_core_layers": 10**6},
+    {"model.num_core_layers": 600},
+    {"model.num_core_layers": 120, "model.num_loops": 300},
+    {"model.use_cache": False},
+    {"model.classifier_dropout": 0.1},
+    {"training.steps": 10, "training.stop_after": 11},
+    {"training.steps": 10, "logging.profile_steps": 2, "logging.profile_from": 10},
     {"model.num_core_layers": 900, "model.num_loops": 4000},
     {"model.num_loops": 10**9},
     {"model.hidden_size": 10**9},
@@ -489,7 +495,7 @@ def attempt(path: Path) -> tuple[str, str, list[dict]]:
             return "right", "", [recipe.to_dict() for recipe in recipes]
     except ValueError as error:
         said = str(error)
-        good = said and "\n" not in said and len(said) < 3000
+        good = len(said.split()) > 5 and "\n" not in said and len(said) < 3000  # more than the name of a key
         return ("refused" if good else "traceback"), f"{type(error).__name__}: {said[:300]!r}", []
     except (Exception, Hang) as error:
         return "traceback", f"{type(error).__name__}: {str(error)[:300]!r}", []

@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -230,7 +231,21 @@ def odd_name(draw: random.Random, folder: Path) -> Trial:
         path.parent.mkdir()
         path.write_bytes(b"\n".join(lines_of(documents(draw))) + b"\n")
     name = str(path.parent if how == "folder" else path)
-    return compared(f"{how} {path.name!r} in {path.parent.name!r}", name, [path], streaming=draw.random() < 0.3)
+    fault, streaming = f"{how} {path.name!r} in {path.parent.name!r}", draw.random() < 0.3
+    if how == "folder" or draw.random() < 0.5:
+        return compared(fault, name, [path], streaming)
+    with inside(path.parent):
+        return compared(f"{fault}, from there", path.name, [path], streaming)
+
+
+@contextmanager
+def inside(folder: Path):
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def two_files(draw: random.Random, folder: Path) -> Trial:

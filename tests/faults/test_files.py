@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from looped_eval.common.model_folder import model_folder
+from looped_recipes import export
 from looped_recipes.common import checksums
 from looped_recipes.common.files import remove_leftovers
 from looped_recipes.common.metrics import read_metrics
@@ -28,6 +29,8 @@ from looped_recipes.engine.export import export_model
 from looped_recipes.engine.publish import without_places
 from looped_recipes.engine.resume import comparable
 from looped_recipes.engine.saving import CheckpointError
+from looped_recipes.engine.sweeps import DIVERGED, Run, outcome, train
+from looped_recipes.settings.recipe import RecipeError, load_recipe
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model
 from tests.helpers_processes import run_and_kill
@@ -133,6 +136,43 @@ def test_another_recipe_over_a_finished_run_is_refused(runs):
     with pytest.raises(CheckpointError, match="holds a finished model in final/, but no checkpoint"):
         runs.train(place, "training.seed=3")
     assert runs.why_other(place) is None
+
+
+def test_a_sweep_takes_no_result_of_another_recipe_and_no_changed_one(runs):
+    place = runs.copy(runs.whole, "swept")
+    settings = {"training.output_dir": f"{place}/run", "data.cache_dir": f"{place}/shards"}
+
+    def result(**others):
+        recipe = load_recipe(runs.recipe, changes=settings | others)
+        run = Run("run", {}, runs.recipe, recipe)
+        return run, outcome(run)
+
+    run, found = result(**{"logging.every": 2, "training.save_every": 3})
+    assert found["loss"] == read_metrics(place / "run" / "metrics.jsonl")[-1]["validation/loss"]
+    for change in {"training.steps": 4}, {"optimizer.lr": 1e-5}, {"evaluation.rows": 1}, {"model.norm_penalty": 0.1}:
+        with pytest.raises(RecipeError, match=rf"result of another recipe: {next(iter(change))} was .*remove"):
+            result(**change)
+    (place / "run" / DIVERGED).write_text("the loss of step 1 is nan")
+    with pytest.raises(RecipeError, match="another recipe: optimizer.lr was 0.0003, is 1e-05"):
+        result(**{"optimizer.lr": 1e-5})
+    (place / "run" / DIVERGED).unlink()
+
+    metrics = place / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"validation/loss": 4', '"validation/loss": 1'))
+    assert outcome(run) is None
+    train(run)  # from the last checkpoint, which has them too
+    assert outcome(run)["loss"] == found["loss"]
+
+
+def test_a_changed_checkpoint_is_not_exported(runs):
+    place = runs.copy(runs.half, "changed")
+    tensors = place / "run" / "checkpoints" / "step-00000003" / "__0_0.distcp"
+    content = bytearray(tensors.read_bytes())
+    content[len(content) // 2] ^= 1
+    tensors.write_bytes(content)
+    with pytest.raises(ValueError, match=r"__0_0.distcp has the checksum .*; choose --step from \[2\]"):
+        export.main([str(place / "run")])
+    assert not (place / "run" / "step-00000003").exists()
 
 
 def test_a_bad_line_of_metrics_costs_that_line(runs, tmp_path, capsys):
