@@ -103,7 +103,10 @@ class LoopedGenerationMixin(Generative):
             if config is not None:
                 # made of config.json, where a folder has no generation_config.json, it has the fields of that too
                 others = [name for name in vars(config) if not name.startswith("_") and not hasattr(self.config, name)]
-                refuse_foreign(others, known | {"depth_options", "cache_is_given"}, "generation_config")
+                known_here = known | {"depth_options", "cache_is_given"}
+                refuse_foreign(others, known_here, "generation_config")
+                if unread := [name for name in others if name not in known_here and getattr(config, name) is not None]:
+                    logger.warning_once(f"generation_config has {', '.join(unread)}, which nothing reads.")
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
         """At loading, which may ask for a depth: it wins over a saved one, and over exits, which are announced."""

@@ -19,11 +19,14 @@ DEPTH = """
     num_recurrences mean_recurrence recurrent_depth recurrence_depth num_recurrent_steps recurrent_steps
     num_recurrent_iterations ut_steps total_ut_steps num_ut_steps num_steps n_steps num_repeats n_repeats repeats
     num_passes unroll_steps test_time_depth run_depth loop_depth num_depth
+    loop_num nb_loops loop_times n_recur n_recurrence n_recurrences num_recurrent_blocks recursion_depth
+    num_recursions n_recursions recursions total_steps effective_depth train_recurrence
 """
 LAYERS = """
     n_layer n_layers num_layers num_layer layers num_blocks n_blocks n_block num_decoder_layers decoder_layers
     num_transformer_layers num_looped_layers num_recurrent_layers recurrent_layers looped_layers
     n_layers_in_recurrent_block core_layers n_core_layers
+    nlayers num_core core share_layers
 """
 
 # what is advised, and the foreign names for it, of a config; the first word of the advice is the field
@@ -31,67 +34,122 @@ FIELDS = {
     "num_loops": DEPTH,
     "num_core_layers (unique layers inside the loop; num_prelude_layers and num_coda_layers are outside)": LAYERS,
     "num_loops for the loops, or num_core_layers for the layers inside the loop": "depth num_hidden_layer",
-    "num_prelude_layers": "n_layers_in_prelude prelude_layers n_prelude n_prelude_layers",
-    "num_coda_layers": "n_layers_in_coda coda_layers n_coda n_coda_layers",
-    "hidden_size": "d_model n_embd n_embed dim model_dim embed_dim embedding_dim embedding_size hidden_dim width",
+    "num_prelude_layers": "n_layers_in_prelude prelude_layers n_prelude n_prelude_layers num_prelude prelude preludes",
+    "num_coda_layers": "n_layers_in_coda coda_layers n_coda n_coda_layers num_coda coda codas",
+    "hidden_size": """
+        d_model n_embd n_embed dim model_dim embed_dim emb_dim embedding_dim embedding_size hidden_dim hidden ninp
+        width
+    """,
     "core_hidden_size": "recurrent_embedding_dimension recurrent_dim state_dim d_state",
     "intermediate_size": """
         d_ff ff_dim ffn_dim ffn_hidden_size dim_feedforward feedforward_dim intermediate_dim mlp_dim mlp_hidden_dim
-        n_inner
+        feed_forward_dim nhid n_inner
     """,
-    "num_attention_heads": "n_head n_heads num_heads attention_heads",
-    "num_key_value_heads": "n_kv_head n_kv_heads num_kv_heads kv_heads n_query_groups num_query_groups multi_query",
-    "head_dim": "head_size d_head d_kv attention_head_dim size_per_head",
+    "intermediate_size (hidden_size times the ratio)": "mlp_ratio ff_mult ffn_mult expansion_ratio ffn_dim_multiplier",
+    "num_attention_heads": "n_head n_heads nheads num_heads heads attention_heads",
+    "num_key_value_heads": """
+        n_kv_head n_kv_heads num_kv_heads kv_heads n_query_groups num_query_groups multi_query multi_query_group_num
+    """,
+    "head_dim": "head_size head_dimension d_head dim_head d_kv kv_channels attention_head_dim size_per_head",
     "max_position_embeddings": """
-        n_positions n_ctx block_size context_length context_size context_window ctx_len max_seq_len max_seq_length
+        n_positions n_ctx n_context block_size context_length context_size context_window ctx_len ctx_length
+        max_seq_len max_seq_length max_tokens
         max_sequence_length max_context_length seq_len seq_length sequence_length
     """,
     "vocab_size": "n_vocab num_vocab vocab vocabulary_size padded_vocab_size",
     "tie_word_embeddings": """
         tie_embeddings tie_embedding tied_embeddings tie_weights tied_weights weight_tying share_embeddings
+        tie_lm_head tied_lm_head
     """,
-    "hidden_act": "activation activation_function activation_fn act_fn hidden_activation act",
+    "hidden_act": "activation activation_function activation_fn act_fn hidden_activation mlp_activation act",
     "mlp_gated": "use_swiglu swiglu glu use_glu gated_mlp gated",
     "rms_norm_eps": "norm_eps norm_epsilon layer_norm_eps layer_norm_epsilon layernorm_epsilon rms_eps",
     "attention_dropout": "attn_dropout attn_pdrop attention_probs_dropout_prob",
     "embedding_dropout": "embd_dropout embd_pdrop embed_dropout",
     "residual_dropout": "resid_dropout resid_pdrop hidden_dropout hidden_dropout_prob",
     "attention_dropout, residual_dropout and embedding_dropout": "dropout dropout_rate dropout_prob p_dropout",
-    "attention_softcap": "attn_softcap attn_logit_softcap attention_logit_softcap attn_soft_cap",
+    "attention_softcap": "attn_softcap attn_softcapping attn_logit_softcap attention_logit_softcap attn_soft_cap",
     "attention_scale (what scores are multiplied by: query_pre_attn_scalar**-0.5)": "query_pre_attn_scalar",
     "attention_scale": "attention_multiplier attn_scale softmax_scale attention_scaling",
     "norm_offset": "layernorm_1p norm_add_one rms_norm_offset add_unit_offset rms_norm_add_unit_offset",
     "rope_pattern": "no_rope_layers no_rope_layer_interval nope_layers nope_interval",
     "mlp_bias": "use_mlp_bias ffn_bias",
     "logit_softcap": """
-        final_logit_softcap logit_softcapping logits_softcap logits_soft_cap softcap
+        final_logit_softcap final_softcap logit_softcapping logits_softcap logits_softcapping logits_soft_cap softcap
     """,
-    "attention_bias": "use_bias qkv_bias attn_bias bias add_qkv_bias",
+    "attention_bias": "use_bias no_bias qkv_bias attn_bias bias add_qkv_bias",
     "qk_norm": "use_qk_norm qk_layernorm qk_layer_norm",
-    "sliding_window": "window_size attention_window local_window_size",
+    "sliding_window": "window window_size sliding_window_size attn_window_size attention_window local_window_size",
+    "window_pattern": "sliding_window_pattern",
     "embedding_scale": "embed_scale scale_embedding scale_embeddings embedding_multiplier",
-    "initializer_range": "init_std initializer_std init_scale init_range",
-    "exit_gate": "early_exit_gate halting_gate",
-    "loop_lora_rank": "relaxed_recursion_rank recursion_lora_rank loop_rank per_loop_lora_rank",
+    "initializer_range": "init_std initializer_std init_scale init_range std",
+    "exit_gate": "early_exit_gate halting_gate gate",
+    "loop_lora_rank": "relaxed_recursion_rank recursion_lora_rank loop_rank per_loop_lora_rank lora_rank",
+    "injection": "injection_type input_injection",
+    "state_init": "state_initialization initial_state_type",
+    "loop_loss": "loss_mode loop_loss_type",
+    "trained_num_loops": "training_loops train_loops",
+    "residual_scaling, or residual_scale": "residual_multiplier",
+    "block_norm (where norms are), norm_affine or readout_norm": "norm_type layernorm_type normalization",
+    "position_embedding": "learned_pos_emb position_embedding_type use_rope pos_emb",
+    "eos_token_id": "eos_id",
+    "bos_token_id": "bos_id",
+    "pad_token_id": "pad_id",
     "loop_norms": "per_loop_norms separate_norms untied_norms unshared_norms recursive_norms",
     "loop_embedding": """
         loop_embeddings loop_position_embedding step_embedding step_embeddings timestep_embedding time_embedding
         iteration_embedding depth_embedding loop_index_embedding recurrence_embedding
     """,
-    "rope_parameters={'rope_type': 'default', 'rope_theta': ...}": "rope_base rotary_base rotary_emb_base",
+    "rope_parameters={'rope_type': 'default', 'rope_theta': ...}": """
+        rope_base rope_freq_base rotary_base rotary_emb_base base_theta theta
+    """,
     "rope_parameters={'full_attention': {...}, 'sliding_attention': {...}}": "rope_local_base_freq local_rope_theta",
+    "rope_parameters={'partial_rotary_factor': ...}": "rotary_pct rotary_dim rope_pct",
 }
 # of forward and generate
 ARGUMENTS = {
     "num_loops": f"{DEPTH} depth depths steps exit_at_step early_exit_step",
-    "exit_criterion (with exit_threshold)": "early_exit exit exit_criteria halting halting_criterion criterion",
-    "exit_threshold": "early_exit_threshold threshold exit_thresh halting_threshold",
-    "draft_loops (with draft_tokens)": "draft_depth draft_steps num_draft_loops draft_layers",
-    "backprop_loops": "backprop_depth bptt bptt_steps truncate_backprop gradient_loops num_grad_loops",
-    "initial_state": "input_states init_state initial_states",
-    "output_loop_logits": "return_loop_logits all_logits return_all_logits",
+    "exit_criterion (with exit_threshold)": """
+        early_exit exit exit_criteria halting halting_criterion criterion use_exit adaptive adaptive_depth
+        adaptive_computation
+    """,
+    "exit_rule (that of generate is exit_criterion and fields beside it)": """
+        exit_criterion exit_threshold min_loops exit_interval exit_selection
+    """,
+    "generate(draft_loops=...)": "draft_loops draft_tokens",
+    "generate(cache_sharing=..., cache_dtype=..., warm_start=..., prompt_loops=..., state_seed=...)": """
+        cache_sharing cache_dtype warm_start prompt_loops state_seed
+    """,
+    "exit_threshold": """
+        early_exit_threshold threshold exit_thresh halting_threshold confidence confidence_threshold margin
+    """,
+    "draft_loops (with draft_tokens)": """
+        draft_depth draft_steps num_draft_loops draft_layers draft self_speculative speculative self_speculation
+    """,
+    "backprop_loops": """
+        backprop_depth backprop_steps bptt bptt_steps truncate_backprop truncate gradient_loops num_grad_loops
+        mean_backprop_depth
+    """,
+    "initial_state": "input_states init_state initial_states initial_hidden_state",
+    "output_loop_logits": """
+        return_loop_logits all_logits return_all_logits loop_logits output_logits_per_loop logits_per_loop
+    """,
     "output_exit_logits": "use_weighted_exit",
     "state_seed": "init_seed initial_state_seed noise_seed",
+    "min_loops": "min_depth minimum_loops",
+    "prompt_loops": "prompt_depth prefill_loops prefill_depth",
+    "cache_sharing": "cache_share share_cache kv_sharing",
+    "cache_dtype": "kv_dtype cache_bits kv_cache_dtype",
+    "warm_start": "continuous_compute",
+    "return_dict_in_generate (its output has token_loops)": "return_loops output_loops return_exit_loops",
+    "output_loop_hidden_states": "output_states output_loop_states loop_states return_loop_states",
+    "labels": "target targets",
+    "attention_mask": "attn_mask mask padding_mask",
+    "position_ids": "pos_ids",
+    "past_key_values": "past past_kv kv_cache caches",
+    "inputs_embeds": "embeds embeddings",
+    "input_ids": "token_ids ids tokens",
+    "logits_to_keep": "keep_logits last_only",
 }
 
 
@@ -135,7 +193,8 @@ def meant(name: str, known: Collection[str], foreign: dict[str, str]) -> str | N
     if name.lower() in foreign:
         return foreign[name.lower()]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-    return close[0] if close else None
+    foreign_close = [] if close else difflib.get_close_matches(name, foreign, n=1, cutoff=0.9)
+    return close[0] if close else foreign[foreign_close[0]] if foreign_close else None
 
 
 def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):

@@ -8,7 +8,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from looped_eval.harness.looped_lm import LoopedLM
-from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, names
+from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, generation, names
+from modeling_looped.depth_options import DEPTH_FIELDS
 
 from .helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer
 
@@ -76,6 +77,29 @@ def test_a_foreign_argument_is_answered_with_ours(name):
     config.loops = 1
     with pytest.raises(ValueError, match="generation_config has no argument `loops`"):
         model.generate(IDS, generation_config=config)
+
+
+@pytest.mark.parametrize("name", ["n_layerz", "rope_bases", "nb_loop", "total_ut_step", "droput", "max_seq_lenght"])
+def test_a_misspelt_foreign_field_is_answered_too(name):
+    with pytest.raises(ValueError, match=f"no field `{name}`; did you mean"):
+        tiny_config(**{name: 3})
+
+
+@pytest.mark.parametrize("name", DEPTH_FIELDS.keys() - {"num_loops"})
+def test_a_pass_answers_arguments_of_generate(name):
+    with pytest.raises(TypeError, match=f"has no argument `{name}`; did you mean `(exit_rule|generate)"):
+        tiny_model()(IDS, **{name: 1})
+
+
+def test_a_field_of_generation_that_nothing_reads_is_heard(said, monkeypatch):
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
+    model = tiny_model(eos_token_id=None)
+    config = GenerationConfig(max_new_tokens=1, do_sample=False)
+    model.generate(IDS, generation_config=config)
+    assert said == []
+    config.flavour = "sweet"
+    model.generate(IDS, generation_config=config)
+    assert said == ["generation_config has flavour, which nothing reads."]
 
 
 def test_what_nothing_knows_is_heard(said):
