@@ -12,9 +12,13 @@ length and later tokens that run deeper read what that token last knew.
 import copy
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+from .borrowed import found
 from .int8_tokens import SIZE_BYTES, from_int8, to_int8
+
+
+SlidingLayer = found("transformers.cache_utils", "DynamicSlidingWindowLayer", ())
 
 
 def num_shared_slots(sharing: str) -> int | None:
@@ -258,7 +262,7 @@ class CacheView:
                 self.write(self.slot(layer, loop), *self.latest[layer])
         if self.takes_back:
             for layer in self.cache.layers:
-                if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+                if isinstance(layer, SlidingLayer) and layer.is_initialized:
                     layer.crop(0)  # back to the window
                     layer.record_past = False
 

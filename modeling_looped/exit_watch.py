@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache
 
 from .borrowed import found
 from .context import PassContext
@@ -133,7 +133,13 @@ def forward_with_exits(
 
 def is_fixed(cache) -> bool:
     """Whether the last token's keys and values cannot be taken back."""
-    return isinstance(cache, (StaticCache, found("transformers.cache_utils", "QuantizedCache", ())))
+    return isinstance(
+        cache,
+        (
+            found("transformers.cache_utils", "StaticCache", ()),
+            found("transformers.cache_utils", "QuantizedCache", ()),
+        ),
+    )
 
 
 def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, options: dict):

@@ -5,8 +5,7 @@ from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
-from safetensors import SafetensorError
-
+from .borrowed import found
 from .depth_options import DEPTH_FIELDS
 from .names import UnknownNameError
 
@@ -103,7 +102,7 @@ class StrictLoadingMixin:
             raise UnknownNameError(
                 f"{error}: from_pretrained takes the arguments of transformers and the fields of LoopedConfig"
             ) from error
-        except (SafetensorError, EOFError) as error:
+        except (found("safetensors", "SafetensorError", EOFError), EOFError) as error:
             raise ValueError(
                 f"a weight file of the checkpoint {pretrained_model_name_or_path} is truncated or damaged "
                 f"({error or type(error).__name__}); fetch or save it again"

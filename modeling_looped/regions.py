@@ -13,10 +13,12 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.compiler import nested_compile_region
-from transformers.cache_utils import StaticCache, StaticLayer
+
+from .borrowed import found, found_class
 
 
+StaticCache, StaticLayer = (found_class("transformers.cache_utils", name) for name in ("StaticCache", "StaticLayer"))
+nested_compile_region = found("torch.compiler", "nested_compile_region", lambda: lambda function: function)
 # how many may differ; of a torch that does not know it, whose regions are others, none are made
 LIMIT: Any = {"max_reuse_entries": 2**20} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 
@@ -47,7 +49,7 @@ def can_have_regions(cache, attention_mask, position_ids) -> bool:
     return has_masks and position_ids is not None and type(cache) is StaticCache and not cache.offloading
 
 
-def slot_of_region(cache: StaticCache, slot: int) -> tuple | None:
+def slot_of_region(cache, slot: int) -> tuple | None:
     """Keys, values and length of a slot, where the block that fills it can be a region."""
     layer = cache.layers[slot]
     if type(layer) is not StaticLayer or layer.keys is None or not hasattr(layer.keys, STAYS):
