@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from looped_eval.claims.ledger import ledger, said, sections
 from looped_eval.claims.papers import PAPERS
@@ -126,7 +125,11 @@ def test_a_page_is_legible(tmp_path, kind):
         for theme in ("light", "dark"):
             problems, height = seen(page, tmp_path, width, theme)
             assert problems == [], f"{kind} at {width}, {theme}: {json.dumps(problems[:10], indent=1)}"
-            picture = Image.open(photographed(page, tmp_path, width, min(height, 8000), theme)).convert("L")
+            picture = (
+                pytest.importorskip("PIL.Image")
+                .open(photographed(page, tmp_path, width, min(height, 8000), theme))
+                .convert("L")
+            )
             corner, colors = picture.getpixel((1, 1)), picture.getcolors()
             assert (corner > 200) == (theme == "light")  # the reader's colours
             assert picture.size[0] == width and len(colors) > 20
