@@ -125,11 +125,8 @@ def test_a_page_is_legible(tmp_path, kind):
         for theme in ("light", "dark"):
             problems, height = seen(page, tmp_path, width, theme)
             assert problems == [], f"{kind} at {width}, {theme}: {json.dumps(problems[:10], indent=1)}"
-            picture = (
-                pytest.importorskip("PIL.Image")
-                .open(photographed(page, tmp_path, width, min(height, 8000), theme))
-                .convert("L")
-            )
+            photo = photographed(page, tmp_path, width, min(height, 8000), theme)
+            picture = pytest.importorskip("PIL.Image").open(photo).convert("L")
             corner, colors = picture.getpixel((1, 1)), picture.getcolors()
             assert (corner > 200) == (theme == "light")  # the reader's colours
             assert picture.size[0] == width and len(colors) > 20

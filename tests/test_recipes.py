@@ -477,6 +477,8 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["training.step=3"], "'step'.*did you mean 'steps'"),
         (["trainin.steps=3"], "'trainin'.*did you mean 'training'"),
         (["model.num_loop=3"], "'num_loop'.*did you mean 'num_loops'"),
+        (["model.context_length=3"], "'context_length'.*did you mean 'max_position_embeddings'"),
+        (["model.recurrences=3"], "'recurrences'.*did you mean 'num_loops'"),
         (["steps=3"], "not an override"),
         (["training.steps=many"], "training.steps must be int, got 'many'"),
         (["data.packing=tetris"], "one of concatenate, best_fit, got 'tetris'"),

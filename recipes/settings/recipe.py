@@ -21,6 +21,7 @@ from looped_recipes.common.files import write_whole
 from looped_recipes.common.flops import Sizes
 from modeling_looped import LoopedConfig
 from modeling_looped.formats.dense import start_from_dense
+from modeling_looped.names import FIELD_OF, meant
 
 from .model_fields import check_model_fields
 from .paths import expanded, recipe_file
@@ -230,6 +231,9 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
 
 def _model_fields(fields: dict, where: str) -> dict:
     known = [f.name for f in dataclasses.fields(LoopedConfig) if f.name != "trained_num_loops"] + ["preset"]
+    for key in fields:
+        if key not in known and (advice := meant(str(key), known, FIELD_OF)):
+            raise RecipeError(f"{where}: unknown key in model: {shortly(key)}; did you mean {advice!r}?")
     _refuse_unknown(fields, known, where, "key in model")
     fields = {key: as_number(value) for key, value in fields.items()}
     check_model_fields(fields, where)
