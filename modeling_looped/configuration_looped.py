@@ -318,11 +318,11 @@ class LoopedConfig(RopeOfLayers):
     def _check_names(cls, extra: dict[str, Any], consequence: str | None):
         """Refuse keys that stand for a field, and warn of others that no tool is known to write, if they have a
         consequence."""
-        known = [field.name for field in fields(cls)]
+        known = [*(field.name for field in fields(cls)), *cls.attribute_map]
         unknown = [key for key in extra if key not in known and not hasattr(PreTrainedConfig, key)]
         for key in unknown:
             advice = meant(key, known, FIELD_OF)
-            if advice and key not in SPELLINGS_OF_EPS:
+            if advice and key not in SPELLINGS_OF_EPS and key not in OF_TOOLS:
                 raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{advice}`?")
             if isinstance(getattr(cls, key, None), property):
                 raise LoopedConfigError(f"{key}={extra[key]!r} cannot be set: it is derived from other fields")

@@ -120,6 +120,7 @@ def test_what_tools_pass_is_no_news(said, folder):
     model(IDS, num_items_in_batch=3, cu_seq_lens_q=None, return_dict=True, token_type_ids=IDS, is_causal=True)
     model.generate(IDS, max_new_tokens=2, num_beams=2)
     fields = {"auto_map": {}, "quantization_config": None, "torch_dtype": "float32", "_attn_implementation": "sdpa"}
+    fields |= {"tie_encoder_decoder": False}  # of older transformers, and close to is_encoder_decoder
     LoopedConfig(**{**tiny_config().to_dict(), **fields, "rope_theta": 500.0, "max_length": 20, "num_labels": 3})
     AutoConfig.from_pretrained(folder, trust_remote_code=False, revision="main", attn_implementation="eager")
     AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map="cpu", low_cpu_mem_usage=True)
