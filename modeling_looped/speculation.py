@@ -218,7 +218,9 @@ class Pipeline:
 
     def choose_plan(self):
         rows = len(self.selector.running())
-        self.planner.choose_plan(max(rows, 1))
+        if not rows:
+            return
+        self.planner.choose_plan(rows)
         if self.planner.plan is None and not self.planner.needs_trial(rows) and not self.stopped_drafting:
             self.stopped_drafting = True
             logger.warning(

@@ -323,6 +323,16 @@ def test_falls_back_where_drafts_are_wrong_and_says_so(passes, monkeypatch):
     assert out.stopped_drafting
 
 
+def test_no_plan_is_made_for_rows_that_have_ended(monkeypatch):
+    said = []
+    monkeypatch.setattr(speculation.logger, "warning", said.append)
+    monkeypatch.setattr(speculation.Planner, "choose", lambda self, rows: None)  # drafts never pay
+    model = model_of("prelude_coda_grouped", max_position_embeddings=512)
+    for new_tokens in range(2, 60, 3):
+        greedy(model, random_ids(2, 6), draft_loops=1, max_new_tokens=new_tokens)
+    assert said and all("with 2 rows a pass takes" in sentence for sentence in said)
+
+
 class Coin:
     """Readings of a token, drawn: right with a probability that grows with the loop."""
 
