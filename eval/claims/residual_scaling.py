@@ -9,7 +9,7 @@ from .definition import Claim, Figure, Paper, each_seed
 from .functions import function
 from .learning_rates import BEST_RATES, PANELS, TRANSFER, panel_charts, panel_claims, transfer_charts, transfer_claims
 from .rules import AtMost, Effect, Estimate, Near, over_seeds
-from .trained_loops import AFTER_TRAINING, after_training_claims
+from .trained_loops import AFTER_TRAINING, TRAINED, after_training_charts, after_training_claims
 
 
 RULES = {"none": "eps = 1", "sqrt": "eps = 1/sqrt(N)", "linear": "eps = 1/N"}
@@ -193,5 +193,6 @@ RESIDUAL_SCALING = Paper(
         Figure("claims/theorems", theorem_charts),
         Figure(PANELS, panel_charts),
         Figure(TRANSFER, transfer_charts),
+        Figure(TRAINED, after_training_charts),
     ],
 )

@@ -3,6 +3,8 @@
 from pathlib import Path
 from statistics import fmean
 
+from looped_recipes.common.chart import Chart, Line, Matrix
+
 from .definition import Claim, Measurement, Setting, each_seed
 from .functions import by_function, result_of
 from .rules import AtMost, Effect, Near
@@ -10,7 +12,7 @@ from .sweeps import by_sweep, runs_of
 
 
 SIZE = "width 96, 2 layers, 2 to 8 loops, 300 steps of 1,024 tokens"
-SOURCE = "claims/after_training"
+TRAINED = "claims/after_training"
 
 
 def commands(setting: Setting, seed: int) -> list[list[str]]:
@@ -39,7 +41,7 @@ def spread_of_norms(content: dict) -> float:
 
 def after_training_claims() -> list[Claim]:
     def claim(where: str, says: str, number: str, number_of, rule) -> Claim:
-        return Claim(where, says, number, SIZE, SOURCE, each_seed(number_of), rule)
+        return Claim(where, says, number, SIZE, TRAINED, each_seed(number_of), rule)
 
     return [
         claim("figure 6", "after training increments of early and middle loops have cosines of 0.3 to 0.6",
@@ -53,6 +55,17 @@ def after_training_claims() -> list[Claim]:
         claim("figure 7", "the last norm is about the same for 2, 4 and 8 loops",
               "largest norm of the last state over the least", spread_of_norms, AtMost(1.25)),
     ]  # fmt: skip
+
+
+def after_training_charts(content: dict) -> list:
+    """Cosines of the first seed; norms over all."""
+    seeds = [found["by_loops"] for found in content["seeds"].values()]
+    cosines = [Matrix(f"After training: cosines of {n} loops", "loop", seeds[0][n]["cosine"]) for n in ("4", "8")]
+    lines = []
+    for i, n in enumerate(seeds[0]):
+        norms = zip(*(found[n]["norm"] for found in seeds))
+        lines.append(Line(f"{n} loops", [(k, fmean(values)) for k, values in enumerate(norms)], f"c{i}"))
+    return [*cosines, Chart("After training: norm of the state", "loop", "norm", lines, whole_x=True)]
 
 
 AFTER_TRAINING = Measurement("after_training", commands, read)
