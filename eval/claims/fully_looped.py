@@ -123,7 +123,7 @@ def figure_claims() -> list[Claim]:
         claim("figure 6", "FLT's stays", "log10 of the norm after 12 loops over that after 1",
               of_runs(grown, "flt"), Near(0.0, 0.15)),
         *(
-            claim("figure 5", f"FLT trained with {trained} loops gains from each further loop up to these",
+            claim("figure 5", f"FLT trained with {trained} loops gains from the loops after the third",
                   f"loss after 3 loops less that after {trained}",
                   of_runs(partial(lost_at, 3, trained), "flt", trained), Effect())
             for trained in (9, 12)
