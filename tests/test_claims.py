@@ -324,7 +324,8 @@ def test_best_rates_of_the_four_panels():
     assert learning_rates.octaves(content, ("a", 8), ("a", 1)) == pytest.approx(1.0)
     assert learning_rates.widest(content, "b") == pytest.approx(0.0, abs=1e-6)
     assert learning_rates.octaves(content, ("b", 8), ("d", 8)) == pytest.approx(0.5)
-    assert learning_rates.least_loss(content, "a", 8) == pytest.approx(3.0)
+    assert learning_rates.less_at_8(content) == pytest.approx(0.0)
+    assert learning_rates.less_at_8({"runs": [run | {"loss": None} for run in runs]}) is None
 
 
 def test_increments_after_training():

@@ -1,8 +1,8 @@
 """Parcae beside Transformers, and its scaling laws: table 5, figures 4 to 8, tables 12 and 13, in small."""
 
 import math
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, ordered
 
@@ -21,10 +21,11 @@ BUDGETS = "width 64, 1 + 1 + 1 layers, budgets of 2.5e11, 5e11 and 1e12 operatio
 # table 5
 
 
-def less_perplexity(content: dict, width: int) -> float:
-    """In percent of the Transformer's."""
+def less_perplexity(content: dict, width: int) -> float | None:
+    """In percent of the Transformer's; None where one of both diverged."""
     losses = {run["name"]: run["loss"] for run in content["runs"]}
-    return 100 * (1 - math.exp(losses[f"parcae_{width}"] - losses[f"transformer_{width}"]))
+    parcae, transformer = losses[f"parcae_{width}"], losses[f"transformer_{width}"]
+    return None if None in (parcae, transformer) else 100 * (1 - math.exp(parcae - transformer))
 
 
 def size_claims() -> list[Claim]:
@@ -35,7 +36,7 @@ def size_claims() -> list[Claim]:
             f"perplexity less than the Transformer's, %, width {width}",
             SIZES,
             "claims/sizes",
-            each_seed(lambda content, width=width: less_perplexity(content, width)),
+            each_seed(partial(less_perplexity, width=width)),
             Effect(LEAST_GAIN),
         )
         for width in WIDTHS
@@ -43,8 +44,8 @@ def size_claims() -> list[Claim]:
 
 
 def size_charts(content: dict) -> list[Chart]:
-    seeds = content["seeds"].values()
-    points = [(width, fmean(less_perplexity(found, width) for found in seeds)) for width in WIDTHS]
+    found = {width: each_seed(partial(less_perplexity, width=width))(content) for width in WIDTHS}
+    points = [(width, estimate.value) for width, estimate in found.items() if estimate]
     paper = [(768, 11.3), (1024, 8.2), (1280, 4.5), (1536, 4.4)]
     return [
         Chart(f"{whose}: perplexity less than a Transformer's", "width", "%", [Line("", line)], whole_x=True)

@@ -22,7 +22,7 @@ PAPER_PERPLEXITY = dict(zip(SYSTEMS + ADDED, (5.40, 5.30, 6.04, 5.38, 5.44, 5.42
 
 
 def over_runs(number: Callable[[dict], float]) -> Callable[[dict], Estimate | None]:
-    """Over the seeds that have what it reads: earlier ones have fewer systems and probes."""
+    """Over the seeds that have what it reads: earlier ones have fewer systems and probes, a run may have diverged."""
 
     def read(content: dict) -> float | None:
         try:
@@ -34,7 +34,8 @@ def over_runs(number: Callable[[dict], float]) -> Callable[[dict], Estimate | No
 
 
 def run_of(content: dict, system: str) -> dict:
-    return {run["model.preset"]: run for run in content["runs"]}[f"readout_{system}"]
+    """KeyError where it was not trained, or diverged."""
+    return {run["model.preset"]: run for run in content["runs"] if run["loss"] is not None}[f"readout_{system}"]
 
 
 def norm(content: dict, system: str) -> float:
