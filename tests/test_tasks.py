@@ -28,6 +28,10 @@ CHOICES = [
     "looped_permutation_8",
     "looped_addition_2",
     "looped_addition_4",
+    "looped_story_1",
+    "looped_story_2",
+    "looped_story_3",
+    "looped_story_4",
 ]
 
 
@@ -66,7 +70,23 @@ def addition_answer(text: str) -> str:
     return " ".join(str(int(first) + int(second)).zfill(len(first) + 1))
 
 
-ANSWERS = {"p_hop": p_hop_answer, "permutation": permutation_answer, "addition": addition_answer}
+def story_answer(text: str) -> str:
+    """Everybody goes where the other one goes, again and again until all are somewhere."""
+    *sentences, question = text.split(" . ")
+    places, others = {}, {}
+    for person, verb, rest in (sentence.split() for sentence in sentences):
+        (places if verb == "went" else others)[person] = rest
+    while not others.keys() <= places.keys():
+        places |= {person: places[other] for person, other in others.items() if other in places}
+    return places[question.removeprefix("where is ").removesuffix(" ?")]
+
+
+ANSWERS = {
+    "p_hop": p_hop_answer,
+    "permutation": permutation_answer,
+    "addition": addition_answer,
+    "story": story_answer,
+}
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -131,6 +151,27 @@ def test_ignoring_the_swaps_is_chance(offline):
         assert abs(still / len(found) - 0.2) < 0.1  # four standard deviations of 250 draws
 
 
+def test_a_story_is_as_many_sentences_deep_as_it_says():
+    """Back from the person who is asked about to the place."""
+    for relations in (1, 2, 3, 4):
+        for number in range(50):
+            *sentences, question = generators.story_question(number, relations)["text"].split(" . ")
+            says = {one: (verb, rest) for one, verb, rest in (sentence.split() for sentence in sentences)}
+            steps, (verb, rest) = 1, says[question.split()[2]]
+            while verb != "went":
+                steps, (verb, rest) = steps + 1, says[rest]
+            assert steps == relations and len(says) == 12
+
+
+def test_every_place_after_the_swaps_is_asked_for_once():
+    for text in generators.documents("permutation", 50, swaps=4, symbols=3, questions=3):
+        start, asked = text.split(" ; ")
+        words = asked.split()
+        assert sorted(words[::2]) == ["1", "2", "3"] and sorted(words[1::2]) == ["a", "b", "c"]
+        for place, found in zip(words[::2], words[1::2]):
+            assert permutation_answer(f"{start} ; {place}") == found
+
+
 def test_sums_give_nothing_away():
     """The four are corners of a rectangle, of which the right one is any."""
     ranks = Counter()
@@ -152,6 +193,7 @@ def test_training_text_is_answered_right_and_is_not_what_is_evaluated(task):
         "p_hop": {generators.p_hop_question(n, h)["text"].split(" ; ")[0] for h in range(1, 5) for n in range(252)},
         "permutation": {generators.permutation_question(n, s)["text"] for s in (4, 8) for n in range(250)},
         "addition": {generators.addition_question(n, 4)["text"] for n in range(252)},
+        "story": {generators.story_question(n, 4)["text"].split(" where is ")[0] for n in range(252)},
     }[task]
     seen = Counter()
     for text in generators.documents(task, 2000):
@@ -162,6 +204,12 @@ def test_training_text_is_answered_right_and_is_not_what_is_evaluated(task):
                 assert p_hop_answer(f"{pairs} ; {question}") == answer
                 seen[question[1]] += 1
             assert pairs not in evaluated
+        elif task == "story":
+            told, questions = text.split(" where is ")
+            for question in questions.split(" , "):
+                person, place = question.split(" ? ")
+                assert story_answer(f"{told} where is {person} ?") == place
+            assert told not in evaluated
         else:
             prompt, answer = text.rsplit(" ", 1) if task == "permutation" else text.split(" = ")
             prompt += " =" if task == "addition" else ""
@@ -180,6 +228,9 @@ def test_generated_file(tmp_path, capsys):
     for bad in ("hop=2", "hops", "hops=two", "hops=0", "hops=8"):
         with pytest.raises(SystemExit, match=bad):
             generate.main(["p_hop", bad, "--output", str(tmp_path / "c.jsonl")])
+    for task, bad in (("permutation", "questions=6"), ("story", "relations=5"), ("story", "questions=13")):
+        with pytest.raises(SystemExit, match=f"{task}: {bad} must be at least 1 and at most"):
+            generate.main([task, bad, "--output", str(tmp_path / "c.jsonl")])
     assert not (tmp_path / "c.jsonl").exists()
 
 
@@ -188,6 +239,7 @@ def test_documents_never_change():
     assert generators.p_hop_question(0, 2)["text"] == "cd fa ec bh hf ge ag db ; h2"
     assert generators.permutation_question(0, 4)["text"] == "a b d c e : 34 45 31 53 ; 5"
     assert generators.addition_question(0, 4)["text"] == "1 7 7 4 + 3 7 2 5 ="
+    assert generators.story_question(0, 2)["text"].endswith("gina . where is emil ?")
 
 
 # the corpus

@@ -21,7 +21,13 @@ NAMES = {
 }
 SIZE = "one layer of width 128, 4 loops, 600 steps"
 MATCHES = 0.05  # of the questions
-SETTINGS = {"p_hop": ["hops=4"], "permutation": ["swaps=4"], "addition": ["digits=4"]}
+SETTINGS = {
+    "p_hop": ["hops=4"],
+    "permutation": ["swaps=4", "symbols=3", "questions=3"],
+    "addition": ["digits=4"],
+    "story": ["relations=4"],
+}
+ROWS = {"story": ["data.sequence_length=83", "training.rows_per_step=40", "training.micro_batch_size=40"]}  # one story
 DOCUMENTS = 200_000
 
 
@@ -30,7 +36,8 @@ def commands_of(task: str):
         folder, text = setting.of(task, seed), setting.folder / "text" / f"{task}.jsonl"
         generate = ["looped_eval.tasks.generate", task, *SETTINGS[task]]
         generate += ["--documents", str(DOCUMENTS), "--output", str(text)]
-        train, ask = by_sweep("depth", folder, str(text), seed), by_function(task, folder, seed)
+        train = [*by_sweep("depth", folder, str(text), seed), *ROWS.get(task, [])]
+        ask = by_function(task, folder, seed)
         return [train, ask] if text.is_file() else [generate, train, ask]
 
     return commands

@@ -56,7 +56,7 @@ FUNCTIONS: dict[str, Callable[[int, Path], dict]] = {
     "theorems": theorems,
     "frequencies": frequencies,
     "probes": probes,
-    **{task: answers_of(task) for task in ("p_hop", "permutation", "addition")},
+    **{task: answers_of(task) for task in ("p_hop", "permutation", "addition", "story")},
 }
 
 

@@ -1,5 +1,6 @@
 """Measures what is missing, a seed of a measurement at a time, and keeps the numbers of those that are whole."""
 
+import json
 import subprocess
 import sys
 import time
@@ -57,17 +58,33 @@ def stop(process: subprocess.Popen):
 
 
 def collect(measurements: list[Measurement], setting: Setting, results: Path) -> list[Path]:
-    """One JSON for each measurement of which a seed is whole; the rest stay as they were."""
+    """One JSON for each measurement of which a seed is whole. Seeds of earlier folders stay, and so do the rest."""
     written = []
     for measurement in measurements:
-        found = {seed: measurement.read(setting.of(measurement.name, seed)) for seed in measurement.seeds}
+        found = {str(seed): measurement.read(setting.of(measurement.name, seed)) for seed in measurement.seeds}
         found = {seed: content for seed, content in found.items() if content is not None}
         if found:
             made_by = [content.pop("made_by") for content in found.values()]
             path = results / f"{measurement.name}.json"
-            write_json(path, {**told(measurement, setting, made_by), "seeds": found}, digits=6)
+            write_json(path, joined(told(measurement, setting, made_by), found, path), digits=6)
             written.append(path)
     return written
+
+
+def joined(made: dict, found: dict[str, dict], path: Path) -> dict:
+    """With the seeds that the file has and the folder has not."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"seeds": {}}
+    kept = {seed: content for seed, content in before["seeds"].items() if seed not in found}
+    if not kept:
+        return {**made, "seeds": found}
+    if before["command"] != made["command"]:
+        raise ValueError(
+            f"{path} holds other seeds, measured by `{before['command']}`, not by `{made['command']}`: move the file "
+            "away, or measure with the same text"
+        )
+    commits = dict.fromkeys([*before["commit"].split(", "), *made["commit"].split(", ")])
+    seeds = dict(sorted((kept | found).items(), key=lambda item: int(item[0])))
+    return {**made, "commit": ", ".join(commits), "seeds": seeds}
 
 
 def told(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dict:

@@ -3,6 +3,7 @@
 p-hop induction     which symbol is p steps further, when each pair says what follows what (after Sanford et al.)
 permutation         which object lies at a place, after so many swaps
 addition            two numbers, all carries at once: the sum is written from its first digit
+story               where somebody is who followed somebody who joined somebody who went home: English sentences
 
 Answers are balanced, so that whoever does not read the document is right as often as chance. lm-eval calls the
 functions that its YAML names; `documents` gives the same tasks as text to train on, of another split.
@@ -21,7 +22,16 @@ SEED = 1  # of what is evaluated; training text has its own split, whatever its 
 def check(**settings: int):
     """Fewer hops than symbols, so that no walk closes its cycle; at most as many symbols as letters, or as digits."""
     symbols = settings.get("symbols")
-    most = {"hops": None if symbols is None else symbols - 1, "symbols": 9 if "swaps" in settings else len(SYMBOLS)}
+    most = {
+        "hops": None if symbols is None else symbols - 1,
+        "symbols": 9 if "swaps" in settings else len(SYMBOLS),
+        "depth": len(PERSONS) // COMPANIES,
+    }
+    most["relations"] = settings.get("depth", most["depth"])
+    if "swaps" in settings:
+        most["questions"] = symbols
+    if "relations" in settings:
+        most["questions"] = COMPANIES * settings["relations"]
     least = {"symbols": 2}
     for name, value in settings.items():
         low, high = least.get(name, 1), most.get(name)
@@ -89,13 +99,16 @@ def draw_swaps(rng: random.Random, symbols: int, swaps: int) -> tuple[list[tuple
             return drawn, place, source
 
 
+def written_swaps(swaps: list[tuple[int, int]]) -> str:
+    return " ".join(f"{first + 1}{second + 1}" for first, second in swaps)
+
+
 def permutation_prompt(rng: random.Random, swaps: int, symbols: int, answer: int) -> tuple[str, str]:
     drawn, place, source = draw_swaps(rng, symbols, swaps)
     objects = rng.sample(SYMBOLS[:symbols], symbols)
     wanted = objects.index(SYMBOLS[answer % symbols])
     objects[source], objects[wanted] = objects[wanted], objects[source]
-    moves = " ".join(f"{first + 1}{second + 1}" for first, second in drawn)
-    return f"{' '.join(objects)} : {moves} ; {place + 1}", objects[source]
+    return f"{' '.join(objects)} : {written_swaps(drawn)} ; {place + 1}", objects[source]
 
 
 def permutation_question(number: int, swaps: int, symbols: int = 5, split: str = "test", seed: int = SEED) -> dict:
@@ -105,11 +118,16 @@ def permutation_question(number: int, swaps: int, symbols: int = 5, split: str =
     return {"text": text, "choices": choices, "answer": choices.index(answer)}
 
 
-def permutation_text(number: int, swaps: int, symbols: int, seed: int) -> str:
-    """One question with its answer, of 1 up to `swaps` swaps."""
+def permutation_text(number: int, swaps: int, symbols: int, questions: int, seed: int) -> str:
+    """1 up to `swaps` swaps, and as many places, each with the object that lies there in the end."""
     rng = generator(f"permutation {symbols} {swaps}", "train", seed, number)
     text, answer = permutation_prompt(rng, rng.randint(1, swaps), symbols, answer=rng.randrange(symbols))
-    return f"{text} {answer}"
+    start, asked = text.split(" ; ")
+    objects, moves = start.split(" : ")
+    drawn = [(int(move[0]) - 1, int(move[1]) - 1) for move in moves.split()]
+    others = rng.sample([place for place in range(symbols) if str(place + 1) != asked], questions - 1)
+    more = "".join(f" {place + 1} {objects.split()[swap_source(drawn, place)]}" for place in others)
+    return f"{text} {answer}{more}"
 
 
 # addition
@@ -143,6 +161,54 @@ def addition_text(number: int, digits: int, seed: int) -> str:
     return f"{text} {spaced(total, digits + 1)}"
 
 
+# stories
+
+PERSONS = "anna ben carl dora emil fred gina hans iris jack kate leo".split()
+PLACES = "abroad ashore downtown home outside upstairs".split()
+VERBS = "followed joined accompanied".split()
+COMPANIES = 3  # of a story, each at its own place
+
+
+def draw_story(
+    rng: random.Random, relations: int, answer: int | None = None
+) -> tuple[str, list[list[str]], list[str]]:
+    """Sentences in any order; who is where for 1, 2, ... reasons in each company; the places of the companies.
+
+    With an answer the first company is at that place of all three, counted in their order."""
+    persons, places = rng.sample(PERSONS, COMPANIES * relations), rng.sample(PLACES, COMPANIES)
+    if answer is not None:
+        wanted = places.index(sorted(places)[answer % COMPANIES])
+        places[0], places[wanted] = places[wanted], places[0]
+    companies = [persons[start : start + relations] for start in range(0, len(persons), relations)]
+    sentences = []
+    for company, place in zip(companies, places):
+        sentences.append(f"{company[0]} went {place} .")
+        sentences += [f"{one} {rng.choice(VERBS)} {other} ." for other, one in zip(company, company[1:])]
+    rng.shuffle(sentences)
+    return " ".join(sentences), companies, places
+
+
+def story_question(number: int, relations: int, depth: int = 4, split: str = "test", seed: int = SEED) -> dict:
+    """Where somebody is who is so many sentences away from a place, in a story with companies of `depth` persons."""
+    rng = generator(f"story {depth} {relations}", split, seed, number)
+    story, companies, places = draw_story(rng, depth, answer=number)
+    choices = sorted(places)
+    return {
+        "text": f"{story} where is {companies[0][relations - 1]} ?",
+        "choices": choices,
+        "answer": choices.index(places[0]),
+    }
+
+
+def story_text(number: int, relations: int, questions: int, seed: int) -> str:
+    """A story, and where as many of its persons are."""
+    rng = generator(f"story {relations}", "train", seed, number)
+    story, companies, places = draw_story(rng, relations)
+    everybody = [(person, place) for company, place in zip(companies, places) for person in company]
+    asked = [f"{person} ? {place}" for person, place in rng.sample(everybody, questions)]
+    return f"{story} where is " + " , ".join(asked)
+
+
 # what lm-eval calls, with everything that the YAML's metadata and dataset_kwargs hold
 
 
@@ -163,13 +229,18 @@ def addition(digits: int, size: int, **_) -> DatasetDict:
     return _test_split(addition_question, size, digits=digits)
 
 
+def story(relations: int, size: int, depth: int = 4, **_) -> DatasetDict:
+    return _test_split(story_question, size, relations=relations, depth=depth)
+
+
 # text to train on
 
-TEXTS = {"p_hop": p_hop_text, "permutation": permutation_text, "addition": addition_text}
+TEXTS = {"p_hop": p_hop_text, "permutation": permutation_text, "addition": addition_text, "story": story_text}
 DEFAULTS = {
     "p_hop": {"hops": 4, "symbols": 8, "questions": 12},
-    "permutation": {"swaps": 8, "symbols": 5},
+    "permutation": {"swaps": 8, "symbols": 5, "questions": 1},
     "addition": {"digits": 4},
+    "story": {"relations": 4, "questions": 8},
 }
 
 
