@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart
 
-from .rules import OPEN, UNMEASURED, UNREACHABLE, Estimate, Rule, over_seeds, verdict
+from .rules import UNMEASURED, UNREACHABLE, Estimate, Rule, over_seeds, verdict
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:
     if content is None:
         return Row(paper, claim, UNMEASURED)
     estimate = claim.read(content)
-    judged = OPEN if estimate is None else verdict(claim.rule, estimate)
+    judged = UNMEASURED if estimate is None else verdict(claim.rule, estimate)
     return Row(paper, claim, judged, estimate, content["command"], content["commit"])
 
 

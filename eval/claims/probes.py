@@ -1,26 +1,57 @@
-"""What readouts see of the state's scale, and how it grows, of the models of the core 2 x 2 (readout.py)."""
+"""What readouts see of the state's scale, how it grows, and what depth and halting are worth, of the models of table 2
+(readout.py)."""
 
 from pathlib import Path
 
 from looped_eval.common.held_out import held_out_rows
-from looped_eval.diagnose.readout_probes import radial_clamp, radial_gradient, update_decomposition
+from looped_eval.diagnose.dynamics import losses_at_every_depth
+from looped_eval.diagnose.readout_probes import (
+    radial_clamp,
+    radial_gradient,
+    scale_sweep,
+    token_norms,
+    update_decomposition,
+)
+from looped_eval.halting.calibration import calibrate, exit_loops, mean_perplexity, perplexity_at
+from looped_eval.halting.measured_run import measure
 from modeling_looped import LoopedForCausalLM
+from modeling_looped.exit_criteria import exit_rule
 
 
 ROWS, LENGTH = 32, 64  # of held-out text
+HALTED_ROWS, BUDGET = 160, 0.01  # sequences to calibrate on, and as many others to measure on, as in appendix H
+DEEPEST = 8  # twice the trained depth, as in figure 7
 
 
 def probes(runs: dict[str, Path]) -> dict:
-    """Of trained runs by name: radial gradient after the last loop, what holding the scale costs, growth per loop."""
+    """Of trained runs by name."""
     found = {}
     for name, run in runs.items():
         model = LoopedForCausalLM.from_pretrained(run / "final").eval()
         batch = {"input_ids": held_out_rows(run, ROWS, LENGTH)[0]}
-        clamped = radial_clamp(model, batch)["freeze"]
+        clamped, radial = radial_clamp(model, batch)["freeze"], radial_gradient(model, batch)
+        norms = token_norms(model, batch)
         found[name] = {
-            "radial_fraction": radial_gradient(model, batch)["final_r"],
+            "radial_fraction": radial["final_r"],
+            "radial_fraction_of_first": radial["r"][0],
+            "radial_derivative": radial["final_g"],
             "clamp_cost": clamped["delta_ce"],
             "clamp_norm_ratio": clamped["norm_ratio"],
             "growth_per_loop": update_decomposition(model, batch)["table"]["a_rad"],
+            "mean_over_median_norm": norms["mean"] / norms["median"],
+            "scale_range": scale_sweep(model, batch)["ce_range"],
+            "loss_by_loop": losses_at_every_depth(model, batch, DEEPEST),
+            "halting": None if model.config.reads_run_depth else halting(model, run),
         }
     return found
+
+
+def halting(model, run: Path, rows: int = HALTED_ROWS) -> dict:
+    """Sequences that stop at a margin of logits, calibrated to cost 1 % of perplexity, on others (appendix H)."""
+    drawn = held_out_rows(run, 2 * rows, LENGTH + 1, seed=0)[0]
+    loops = model.trained_depth
+    known, asked = (measure(model, part, loops, ["logit_margin"], 32).sequences() for part in drawn.chunk(2))
+    rule = exit_rule(model.config, "logit_margin", calibrate("logit_margin", known, BUDGET), num_loops=loops)
+    stops = exit_loops(rule, asked.scores["logit_margin"])
+    full = mean_perplexity(asked.losses[-1])
+    return {"loops": stops.double().mean().item(), "perplexity_ratio": perplexity_at(stops, asked.losses) / full}
