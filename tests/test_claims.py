@@ -6,9 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from looped_eval.claims import command, fully_looped, growth, learning_rates, ledger, measuring, parcae
+from looped_eval.claims import (
+    command,
+    fully_looped,
+    growth,
+    learning_rates,
+    ledger,
+    measuring,
+    parcae,
+    parcae_laws,
+    readout,
+    trained_loops,
+)
 from looped_eval.claims.answers import answer
-from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load
+from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
 from looped_eval.claims.papers import PAPERS
 from looped_eval.claims.rules import AtMost, Effect, Estimate, Near, over_seeds, verdict
 from looped_eval.claims.sweeps import shortened
@@ -59,6 +70,14 @@ def test_one_seed_decides_nothing_and_seeds_without_a_number_are_left_out():
     read = each_seed(lambda content: content["of it"])
     assert read({"seeds": {"0": {"of it": 5.0}, "1": {"of it": None}}}) == Estimate(5.0, None, None, 1)
     assert read({"seeds": {"0": {"of it": None}}}) is None
+
+
+def test_a_claim_is_not_measured_where_no_seed_has_its_number(tmp_path):
+    made_up(tmp_path, [None])
+    claim = Claim(
+        "table 1", "it grows", "a number", "small", "claims/made_up", each_seed(lambda found: found), AtMost(1)
+    )
+    assert row("A paper", claim, tmp_path).verdict == "not measured"
 
 
 def paper(rule=None) -> Paper:
@@ -151,6 +170,25 @@ def test_measuring_goes_on_with_what_is_missing(tmp_path, counted, capfd):
     assert content["commit"] == "abc"
 
 
+def test_seeds_of_an_earlier_folder_stay(tmp_path, counted):
+    first, results = counting(tmp_path, "first"), tmp_path / "results"
+    measuring.run([first], counted, minutes=1)
+    (path,) = measuring.collect([first], counted, results)
+    elsewhere = counted._replace(folder=tmp_path / "other")
+    number = elsewhere.of("first", 1) / "number.json"
+    number.parent.mkdir(parents=True)
+    number.write_text("70")
+    measuring.collect([first], elsewhere, results)
+    content = json.loads(path.read_text())
+    assert (
+        content["seeds"] == {"0": {"value": 0}, "1": {"value": 70}, "2": {"value": 2}} and content["commit"] == "abc"
+    )
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="holds other seeds, measured by .*--text my.txt`, not by .*--text his.txt`"):
+        measuring.collect([first], elsewhere._replace(text="his.txt"), results)
+    assert path.read_bytes() == before
+
+
 def test_a_command_names_the_text_only_where_it_is_read(tmp_path, counted):
     first = counting(tmp_path, "first")._replace(commands=lambda setting, seed: [["theorem"]])
     assert measuring.told(first, counted, [{"commit": "abc", "versions": {}, "hardware": "none"}])["command"] == (
@@ -240,6 +278,67 @@ def test_runs_of_the_same_seed_are_compared():
     read = fully_looped.between(fully_looped.excess, ("lt", 12), ("flt", 12))
     estimate = read({"runs": runs})
     assert estimate.value == pytest.approx(75.0) and estimate.seeds == 2  # of 50 % and 100 %
+
+
+def test_seeds_without_a_system_or_a_probe_are_left_out():
+    def run(system, loss):
+        return {"model.preset": f"readout_{system}", "loss": loss}
+
+    both = {"runs": [run("terminal_rmsnorm", 3.0), run("terminal_penalty", 2.5)]}
+    content = {"seeds": {"0": {"runs": [run("terminal_rmsnorm", 9.0)]}, "1": both}}
+    assert readout.loss_more("terminal_rmsnorm", "terminal_penalty")(content) == Estimate(0.5, None, None, 1)
+
+
+def test_gradients_that_swing_and_runs_that_collapse():
+    runs = [
+        {
+            "model.preset": "lt",
+            "model.num_loops": loops,
+            "training.seed": seed,
+            "collapsed": loops == 12 and seed == 0,
+            "first_mlp_gradient_norm_by_step": {"0": 1e-9, "10": 0.1, "20": 10.0},
+        }
+        for loops in (3, 6, 9, 12)
+        for seed in (0, 1)
+    ]
+    assert fully_looped.swing(runs[0]) == pytest.approx(2.0)  # the first step, without a trained MLP, is left out
+    assert fully_looped.collapsed_of_all({"runs": runs}, "lt").value == pytest.approx(0.125)  # of 1/4 and 0
+
+
+def test_best_rates_of_the_four_panels():
+    """Parabolas in log2 rate, whose lowest points are known."""
+    best = {("sqrt", 2): 0.0, ("linear", 2): 1.0, ("factored", 4): 1.0, ("factored", 8): 1.5}
+    runs = [
+        {
+            "model.residual_scaling": rule,
+            "model.num_core_layers": layers,
+            "model.num_loops": loops,
+            "optimizer.lr": 1e-3 * 2**k,
+            "loss": 3.0 + 0.1 * (k - 2 - at + (loops == 8) * (rule == "sqrt")) ** 2,
+        }
+        for (rule, layers), at in best.items()
+        for loops in (1, 2, 4, 8)
+        for k in range(5)
+    ]
+    content = {"runs": runs}
+    assert learning_rates.octaves(content, ("a", 8), ("a", 1)) == pytest.approx(1.0)
+    assert learning_rates.widest(content, "b") == pytest.approx(0.0, abs=1e-6)
+    assert learning_rates.octaves(content, ("b", 8), ("d", 8)) == pytest.approx(0.5)
+    assert learning_rates.least_loss(content, "a", 8) == pytest.approx(3.0)
+
+
+def test_increments_after_training():
+    cosine = [[1.0, 0.4, 0.6, -0.1], [0.4, 1.0, 0.2, 0.1], [0.6, 0.2, 1.0, 0.3], [-0.1, 0.1, 0.3, 1.0]]
+    content = {"by_loops": {"4": {"cosine": cosine, "norm": [1.0, 6.0]}, "2": {"cosine": [], "norm": [1.0, 5.0]}}}
+    assert trained_loops.before_the_last(content, 4) == pytest.approx(0.4)
+    assert trained_loops.with_the_last(content, 4) == pytest.approx(0.1)
+    assert trained_loops.spread_of_norms(content) == pytest.approx(1.2)
+
+
+def test_perplexity_below_a_transformers():
+    losses = {"parcae_64": 3.0, "transformer_64": 3.1}
+    content = {"runs": [{"name": name, "loss": loss} for name, loss in losses.items()]}
+    assert parcae_laws.less_perplexity(content, 64) == pytest.approx(9.516, abs=1e-3)  # 1 - exp(-0.1)
 
 
 def small_config(**fields) -> LoopedConfig:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart, Line
 
@@ -19,24 +20,40 @@ NAMES = {
     SAME_PARAMETERS: "one layer, one loop",
     SAME_OPERATIONS: "four layers, one loop",
 }
-SIZE = "one layer of width 128, 4 loops, 600 steps"
 MATCHES = 0.05  # of the questions
-SETTINGS = {
-    "p_hop": ["hops=4"],
-    "permutation": ["swaps=4", "symbols=3", "questions=3"],
-    "addition": ["digits=4"],
-    "story": ["relations=4"],
+
+
+class Training(NamedTuple):
+    text: list[str]  # settings of the generated text
+    length: int  # of a row: one document
+    rows: int  # of a step
+    steps: int = 600
+
+    @property
+    def size(self) -> str:
+        return f"one layer of width 128, 4 loops, {self.steps} steps"
+
+    @property
+    def settings(self) -> list[str]:
+        rows = [f"training.rows_per_step={self.rows}", f"training.micro_batch_size={self.rows}"]
+        return [f"data.sequence_length={self.length}", f"training.steps={self.steps}", "data.packing=best_fit", *rows]
+
+
+TRAININGS = {
+    "p_hop": Training(["hops=4"], 35, 96),
+    "permutation": Training(["swaps=4", "symbols=3", "questions=3"], 17, 192, steps=2400),
+    "addition": Training(["digits=4"], 17, 192),
+    "story": Training(["relations=4"], 83, 40),
 }
-ROWS = {"story": ["data.sequence_length=83", "training.rows_per_step=40", "training.micro_batch_size=40"]}  # one story
 DOCUMENTS = 200_000
 
 
 def commands_of(task: str):
     def commands(setting: Setting, seed: int) -> list[list[str]]:
         folder, text = setting.of(task, seed), setting.folder / "text" / f"{task}.jsonl"
-        generate = ["looped_eval.tasks.generate", task, *SETTINGS[task]]
+        generate = ["looped_eval.tasks.generate", task, *TRAININGS[task].text]
         generate += ["--documents", str(DOCUMENTS), "--output", str(text)]
-        train = [*by_sweep("depth", folder, str(text), seed), *ROWS.get(task, [])]
+        train = [*by_sweep("depth", folder, str(text), seed), *TRAININGS[task].settings]
         ask = by_function(task, folder, seed)
         return [train, ask] if text.is_file() else [generate, train, ask]
 
@@ -54,7 +71,7 @@ def exit_loops(content: dict, level: int) -> float:
 
 def claims_of(task: str) -> list[Claim]:
     harder, levels, _ = TASKS[task]
-    name, source, last = task.replace("_", "-"), f"claims/{task}", levels[-1]
+    name, source, last, size = task.replace("_", "-"), f"claims/{task}", levels[-1], TRAININGS[task].size
 
     def better_than(system: str, content: dict) -> float:
         return at_last(content, LOOPED, last) - at_last(content, system, last)
@@ -64,7 +81,7 @@ def claims_of(task: str) -> list[Claim]:
             f"{name}, equal parameters",
             "the same layer answers more questions after four loops than after one",
             f"right answers to {last} {harder}: four loops less one",
-            SIZE,
+            size,
             source,
             each_seed(partial(better_than, SAME_PARAMETERS)),
             Effect(),
@@ -73,7 +90,7 @@ def claims_of(task: str) -> list[Claim]:
             f"{name}, equal operations",
             "four layers of their own, with four times the parameters, answer no more than four loops of one",
             f"right answers to {last} {harder}: four layers less four loops",
-            SIZE,
+            size,
             source,
             each_seed(lambda content: -better_than(SAME_OPERATIONS, content)),
             AtMost(MATCHES),
@@ -85,7 +102,7 @@ def claims_of(task: str) -> list[Claim]:
         f"{name}, exits",
         "harder questions take more loops",
         f"loops until every word is 90 % sure: {last} {harder} less {levels[0]}",
-        SIZE,
+        size,
         source,
         each_seed(lambda content: exit_loops(content, last) - exit_loops(content, levels[0])),
         Effect(),
@@ -101,7 +118,7 @@ def earlier() -> Claim:
         return over_seeds([looped["4"] - control["1"]])
 
     says, number = "so it did in an earlier run", "right answers to 4 hops: four loops less one"
-    return Claim("p-hop, equal parameters", says, number, SIZE, "p_hop", gain, Effect())
+    return Claim("p-hop, equal parameters", says, number, TRAININGS["p_hop"].size, "p_hop", gain, Effect())
 
 
 def mean(content: dict, number: Callable[[dict], float]) -> float:

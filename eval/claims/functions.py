@@ -41,6 +41,18 @@ def probes(seed: int, folder: Path) -> dict:
     return probes({path.parent.name: path.parent for path in sorted(folder.glob("*/final"))})
 
 
+def laws(seed: int, folder: Path) -> dict:
+    from .laws import laws
+
+    return laws(folder)
+
+
+def after_training(seed: int, folder: Path) -> dict:
+    from .after_training import after_training
+
+    return after_training({path.parent.name: path.parent for path in sorted(folder.glob("*/final"))})
+
+
 def answers_of(task: str) -> Callable[[int, Path], dict]:
     def measure(seed: int, folder: Path) -> dict:
         from .answers import answers
@@ -56,6 +68,8 @@ FUNCTIONS: dict[str, Callable[[int, Path], dict]] = {
     "theorems": theorems,
     "frequencies": frequencies,
     "probes": probes,
+    "laws": laws,
+    "after_training": after_training,
     **{task: answers_of(task) for task in ("p_hop", "permutation", "addition", "story")},
 }
 

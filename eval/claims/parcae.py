@@ -7,8 +7,9 @@ from statistics import fmean
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 from looped_recipes.common.metrics import read_metrics
 
-from .definition import Beyond, Claim, Figure, Measurement, Paper, Setting, each_seed
+from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import by_function, result_of
+from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
 from .rules import AtMost, Effect, Estimate, over_seeds
 from .sweeps import by_sweep, runs_of, sweep_alone
 
@@ -139,6 +140,7 @@ PARCAE_PAPER = Paper(
     [
         Measurement("rates", rates_of, read_rates),
         Measurement("sampling", sweep_alone("sampling"), read_sampling),
+        *LAW_MEASUREMENTS,
     ],
     [
         Claim(
@@ -207,18 +209,13 @@ PARCAE_PAPER = Paper(
             each_seed(lambda content: content["spikes"]["per=batch"] - content["spikes"]["per=sequence"]),
             Effect(),
         ),
-        Beyond(
-            "table 5",
-            "Parcae has 4.3 to 9.2 % less perplexity than a Transformer of as many parameters and tokens",
-            "a miniature on two cores is to be run",
-            later=True,
-        ),
-        Beyond(
-            "figures 4 to 6",
-            "at more compute, mean depth and tokens grow together by power laws",
-            "tens of runs at several budgets are to be run",
-            later=True,
-        ),
+        *size_claims(),
+        *law_claims(),
     ],
-    [Figure("claims/rates", rates_charts), Figure("claims/sampling", sampling_charts)],
+    [
+        Figure("claims/rates", rates_charts),
+        Figure("claims/sampling", sampling_charts),
+        Figure("claims/sizes", size_charts),
+        Figure("claims/isoflop", law_charts),
+    ],
 )

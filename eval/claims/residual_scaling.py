@@ -5,10 +5,11 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, Matrix
 
-from .definition import Beyond, Claim, Figure, Paper, each_seed
+from .definition import Claim, Figure, Paper, each_seed
 from .functions import function
-from .learning_rates import TRANSFER, transfer_charts, transfer_claims
+from .learning_rates import BEST_RATES, PANELS, TRANSFER, panel_charts, panel_claims, transfer_charts, transfer_claims
 from .rules import AtMost, Effect, Estimate, Near, over_seeds
+from .trained_loops import AFTER_TRAINING, after_training_claims
 
 
 RULES = {"none": "eps = 1", "sqrt": "eps = 1/sqrt(N)", "linear": "eps = 1/N"}
@@ -176,23 +177,21 @@ def theorem_charts(content: dict) -> list[Chart]:
 
 RESIDUAL_SCALING = Paper(
     "On the Residual Scaling of Looped Transformers",
-    [function("growth"), function("cosines"), function("theorems", seeds=10)],
+    [function("growth"), function("cosines"), function("theorems", seeds=10), BEST_RATES, AFTER_TRAINING],
     [
         *growth_claims(),
         *cosine_claims(),
         *theorem_claims(),
+        *panel_claims(),
         *transfer_claims(),
         *earlier_claims(),
-        Beyond(
-            "figures 6 to 8",
-            "after 20,000 steps increments of loops are still positively correlated",
-            "training to the end at width 768",
-        ),
+        *after_training_claims(),
     ],
     [
         Figure("claims/growth", growth_charts),
         Figure("claims/cosines", cosine_charts),
         Figure("claims/theorems", theorem_charts),
+        Figure(PANELS, panel_charts),
         Figure(TRANSFER, transfer_charts),
     ],
 )

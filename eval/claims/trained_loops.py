@@ -1,0 +1,58 @@
+"""Figures 6 to 8 of the residual scaling paper: what loops do after training (after_training.py), in small."""
+
+from pathlib import Path
+from statistics import fmean
+
+from .definition import Claim, Measurement, Setting, each_seed
+from .functions import by_function, result_of
+from .rules import AtMost, Effect, Near
+from .sweeps import by_sweep, runs_of
+
+
+SIZE = "width 96, 2 layers, 2 to 8 loops, 300 steps of 1,024 tokens"
+SOURCE = "claims/after_training"
+
+
+def commands(setting: Setting, seed: int) -> list[list[str]]:
+    folder = setting.of("after_training", seed)
+    return [by_sweep("after_training", folder, setting.text, seed), by_function("after_training", folder, seed)]
+
+
+def read(folder: Path) -> dict | None:
+    return result_of("after_training")(folder) if runs_of(folder) else None
+
+
+def before_the_last(content: dict, loops: int) -> float:
+    """Mean cosine of two increments, neither of them the last loop's."""
+    cosines = content["by_loops"][str(loops)]["cosine"]
+    return fmean(cosines[i][j] for i in range(loops - 1) for j in range(i))
+
+
+def with_the_last(content: dict, loops: int) -> float:
+    return fmean(content["by_loops"][str(loops)]["cosine"][-1][:-1])
+
+
+def spread_of_norms(content: dict) -> float:
+    last = [found["norm"][-1] for found in content["by_loops"].values()]
+    return max(last) / min(last)
+
+
+def after_training_claims() -> list[Claim]:
+    def claim(where: str, says: str, number: str, number_of, rule) -> Claim:
+        return Claim(where, says, number, SIZE, SOURCE, each_seed(number_of), rule)
+
+    return [
+        claim("figure 6", "after training increments of early and middle loops have cosines of 0.3 to 0.6",
+              "mean cosine of two increments but the last, 8 loops",
+              lambda c: before_the_last(c, 8), Near(0.45, 0.15)),
+        claim("figure 8", "with 4 loops they are positively correlated too",
+              "mean cosine of two increments but the last, 4 loops", lambda c: before_the_last(c, 4), Effect()),
+        claim("figure 6", "the last loop's increment is correlated less",
+              "mean cosine of two but the last less that of each with the last, 8 loops",
+              lambda c: before_the_last(c, 8) - with_the_last(c, 8), Effect()),
+        claim("figure 7", "the last norm is about the same for 2, 4 and 8 loops",
+              "largest norm of the last state over the least", spread_of_norms, AtMost(1.25)),
+    ]  # fmt: skip
+
+
+AFTER_TRAINING = Measurement("after_training", commands, read)
