@@ -68,6 +68,11 @@ def check_within(recipe: Recipe, steps: int):
 def check_against_model(recipe: Recipe, config: LoopedConfig):
     optimizer, training, data = recipe.optimizer, recipe.training, recipe.data
     needs = {
+        "training.freeze_all_but_gate": (
+            not training.freeze_all_but_gate,
+            config.exit_gate != "none",
+            "a model with an exit gate (model.exit_gate)",
+        ),
         "optimizer.head_lr": (optimizer.head_lr is None, not config.tie_word_embeddings, "a head that is not tied"),
         "optimizer.correct_for_depth": (
             optimizer.correct_for_depth,
@@ -78,11 +83,6 @@ def check_against_model(recipe: Recipe, config: LoopedConfig):
             not optimizer.muon_value_gates,
             config.value_embeddings,
             "model.value_embeddings",
-        ),
-        "training.freeze_all_but_gate": (
-            not training.freeze_all_but_gate,
-            config.exit_gate != "none",
-            "a model with an exit gate (model.exit_gate)",
         ),
         "training.taper_start and taper_end": (
             (training.taper_start, training.taper_end) == (0.05, 1.0),
