@@ -31,7 +31,8 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
 def check_takes_initial_state(config):
     if config.state_init != "normal":
         raise ValueError(
-            f"initial_state is for models with state_init='normal'; this one starts from {config.state_init!r}"
+            "initial_state and state_seed are for models with state_init='normal'; this one starts from "
+            f"{config.state_init!r}: leave them out"
         )
 
 

@@ -80,18 +80,19 @@ def test_a_depth_at_loading_undoes_saved_exits_and_says_so(folder, said, tmp_pat
 @pytest.mark.parametrize("depth", [2, 4])
 def test_evaluation_generates_at_the_depth_that_it_names(depth, folder, monkeypatch):
     """What lm-eval's model generates, and ours, and a pipeline: as a model without exits at that depth."""
-    plain, until_end = tiny_model(vocab_size=30, pad_token_id=0), {**GREEDY, "eos_token_id": 2}
-    expected = plain.generate(IDS, num_loops=depth, **until_end)
-    assert not torch.equal(expected, plain.generate(IDS, **until_end, **EXITS))
+    plain = tiny_model(vocab_size=30, pad_token_id=0)
+    five = {**GREEDY, "eos_token_id": 2, "min_new_tokens": 5}  # as the tokenizer ends, and not before
+    expected = plain.generate(IDS, num_loops=depth, **five)
+    assert not torch.equal(expected, plain.generate(IDS, **five, **EXITS))
     setup = {"device": "cpu", "dtype": "float32", "num_loops": depth}
     for lm in (HFLM(str(folder), **setup), LoopedLM(str(folder), **setup)):
-        found = lm._model_generate(IDS, 10, [], attention_mask=torch.ones_like(IDS), do_sample=False)
+        found = lm._model_generate(IDS, 10, [], attention_mask=torch.ones_like(IDS), do_sample=False, min_new_tokens=5)
         assert torch.equal(found, expected), type(lm)
     tokens = pipeline("text-generation", model=str(folder), device="cpu")(
         "a b c", num_loops=depth, max_new_tokens=5, min_new_tokens=5, do_sample=False, return_tensors=True
     )[0]["generated_token_ids"]
     prompt = torch.tensor([tokens[:-5]])
-    assert tokens == plain.generate(prompt, num_loops=depth, min_new_tokens=5, **until_end)[0].tolist()
+    assert tokens == plain.generate(prompt, num_loops=depth, **five)[0].tolist()
 
 
 def test_exits_of_the_harness_are_said_once(folder):

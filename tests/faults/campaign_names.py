@@ -5,7 +5,7 @@ Silent is a name that was accepted while the result is that of the default, and 
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedConfig, configuration_looped, names
+from modeling_looped.depth_options import DEPTH_FIELDS
 from tests.faults.campaign import Trial
 from tests.helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer
 
@@ -54,7 +55,7 @@ def misspelt(name: str, draw: random.Random) -> str:
     )
 
 
-def a_name(draw: random.Random, of_config: bool) -> str:
+def a_name(draw: random.Random, of_config: bool, known_there: Iterable[str]) -> str:
     foreign = names.FIELD_OF if of_config else names.ARGUMENT_OF
     ours = [
         "num_loops",
@@ -67,7 +68,7 @@ def a_name(draw: random.Random, of_config: bool) -> str:
     ]
     of_calls = ["num_loops", "exit_criterion", "exit_threshold", "min_loops", "draft_loops", "prompt_loops"]
     known = {*(field.name for field in fields(LoopedConfig)), *vars(GenerationConfig()), *vars(tiny_config())}
-    known |= {"input_ids", *of_calls, *names.OF_TOOLS, *configuration_looped.OF_TOOLS}
+    known |= {"input_ids", *of_calls, *known_there, *names.OF_TOOLS, *configuration_looped.OF_TOOLS}
     while True:
         name = (
             draw.choice(sorted(foreign))
@@ -79,7 +80,7 @@ def a_name(draw: random.Random, of_config: bool) -> str:
 
 
 def places(folder: Path) -> dict:
-    """By the place where a name is given: whether it is a field of a config, and what gives it."""
+    """By the place where a name is given: whether it is a field of a config, names known there, and what gives it."""
     model = tiny_model()
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -90,27 +91,36 @@ def places(folder: Path) -> dict:
         return model.generate(IDS, generation_config=config)
 
     return {
-        "LoopedConfig": (True, lambda name, value: LoopedConfig(**{name: value})),
-        "from_preset": (True, lambda name, value: LoopedConfig.from_preset("flt", **{name: value})),
-        "an engine's override": (True, lambda name, value: tiny_config().update({name: value})),
-        "AutoConfig.from_pretrained": (True, lambda name, value: AutoConfig.from_pretrained(folder, **{name: value})),
-        "from_pretrained": (True, lambda name, value: AutoModelForCausalLM.from_pretrained(folder, **{name: value})),
+        "LoopedConfig": (True, (), lambda name, value: LoopedConfig(**{name: value})),
+        "from_preset": (True, (), lambda name, value: LoopedConfig.from_preset("flt", **{name: value})),
+        "an engine's override": (True, (), lambda name, value: tiny_config().update({name: value})),
+        "AutoConfig.from_pretrained": (
+            True,
+            (),
+            lambda name, value: AutoConfig.from_pretrained(folder, **{name: value}),
+        ),
+        "from_pretrained": (
+            True,
+            (),
+            lambda name, value: AutoModelForCausalLM.from_pretrained(folder, **{name: value}),
+        ),
         "lm_eval's model_args": (
             True,
+            (),
             lambda name, value: LoopedLM.create_from_arg_string(f"pretrained={folder},{name}={value}"),
         ),
-        "forward": (False, lambda name, value: model(IDS, **{name: value})),
-        "the trunk's forward": (False, lambda name, value: model.model(IDS, **{name: value})),
-        "generate": (False, lambda name, value: model.generate(IDS, **GREEDY, **{name: value})),
-        "a generation config": (False, in_generation_config),
+        "forward": (False, (), lambda name, value: model(IDS, **{name: value})),
+        "the trunk's forward": (False, (), lambda name, value: model.model(IDS, **{name: value})),
+        "generate": (False, DEPTH_FIELDS, lambda name, value: model.generate(IDS, **GREEDY, **{name: value})),
+        "a generation config": (False, DEPTH_FIELDS, in_generation_config),
     }
 
 
 def trials(seed: int, folder: Path) -> Iterator[Trial]:
     draw, of_all = random.Random(seed), places(folder)
     for place in itertools.cycle(of_all):
-        of_config, give = of_all[place]
-        name, value = a_name(draw, of_config), draw.randint(1, 9)
+        of_config, known_there, give = of_all[place]
+        name, value = a_name(draw, of_config, known_there), draw.randint(1, 9)
         yield met(f"{place}: {name}={value}", give, name, value)
 
 
