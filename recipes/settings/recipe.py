@@ -165,7 +165,8 @@ def split_override(override: str) -> tuple[str, typing.Any]:
     if not equals or not all(key.partition(".")):
         raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")
     parsed, text = parse_yaml(value, f"{override!r} is not an override: {value!r}"), value.strip()
-    as_written = text.lower() in ("", "~", "null") if parsed is None else text[:1] in "'\"" or parsed == text
+    is_quoted = text[:1] in ("'", '"') and text[:1] == text[-1:]  # else a comment may follow the quotes
+    as_written = text.lower() in ("", "~", "null") if parsed is None else is_quoted or parsed == text
     if not as_written and (parsed is None or isinstance(parsed, str)):
         raise RecipeError(f"{override!r} stands for {parsed!r} in YAML: put the value in quotes, or correct it")
     return key, parsed

@@ -31,13 +31,16 @@ def refuse_idle(recipe, where: str):
         given = getattr(recipe, section)
         names = [name for name in names if getattr(given, name) != getattr(defaults, name)]
         if names:
-            set_ = ", ".join(f"{section}.{name}={getattr(given, name)}" for name in names)
+            set_ = ", ".join(f"{section}.{name}={as_yaml(getattr(given, name))}" for name in names)
             back = " ".join(f"{section}.{name}={as_yaml(getattr(defaults, name))}" for name in names)
             raise RecipeError(f"{where}: {set_} would have no effect with {reason}: leave it out ({back})")
 
 
 def as_yaml(value) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    """In one line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
 
 
 def idle(recipe) -> Iterator[tuple[str, list[str], str]]:

@@ -93,9 +93,10 @@ def overridden(draw: random.Random, recipe: Path) -> Trial:
 
 
 def written(text: str) -> set:
-    """What a person may have meant: the text, the text in its quotes, nothing."""
+    """What a person may have meant: the text, the text in its quotes, nothing, a path in the home folder."""
     text = text.strip()
     meant = {text, None} if text in ("", "null", "~") else {text}
+    meant |= {str(Path(text).expanduser())} if text.startswith("~/") else set()
     return meant | ({text[1:-1]} if text[:1] == text[-1:] and text[:1] in "'\"" else set())
 
 
