@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
 
 
 class LoopedConfigError(StrictDataclassError, ValueError):
@@ -21,7 +21,9 @@ def raise_value_errors(cls):
             except StrictDataclassError as error:
                 if isinstance(error, ValueError):
                     raise
-                raise LoopedConfigError(str(error)) from error
+                of_fields_together = isinstance(error, StrictDataclassClassValidationError)
+                said = error.__cause__ if of_fields_together and error.__cause__ else error  # it names the fields
+                raise LoopedConfigError(str(said)) from error
 
         return wrapper
 

@@ -179,3 +179,9 @@ def test_every_residual_rule_has_a_factor():
 def test_an_unknown_variant_is_refused(field):
     with pytest.raises(ValueError, match=f"{field}.*got sideways"):
         tiny_config(**{field: "sideways"})
+
+
+def test_an_error_of_fields_together_is_one_line_of_our_own():
+    with pytest.raises(ValueError) as error:
+        LoopedConfig(hidden_size=64, num_attention_heads=5)
+    assert str(error.value) == "hidden_size=64 is not a multiple of num_attention_heads=5; change one of them"
