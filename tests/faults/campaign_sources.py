@@ -27,15 +27,16 @@ class Naive(Exception):
 
 
 def naive_lines(content: bytes, field: str = "text") -> list[str]:
-    """Texts of lines of JSON that are not blank."""
+    """Texts of lines of JSON that are not blank; two that lost the end of line between them are two as before."""
     texts = []
-    for line in content.decode("utf-8-sig").split("\n"):
-        if line.strip():
-            row = json.loads(line)
+    for line in map(str.strip, content.decode("utf-8-sig").split("\n")):
+        while line:
+            row, end = json.JSONDecoder().raw_decode(line)
             row = {} if row is None else row  # an empty document
             if not isinstance(row, dict) or not isinstance(row.get(field), (str, type(None))):
                 raise Naive(f"no text in {line[:50]!r}")
             texts.append(row.get(field))
+            line = line[end:].strip()
     return kept(texts)
 
 
