@@ -43,7 +43,7 @@ TRAININGS = {
     "p_hop": Training(["hops=4"], 35, 96),
     "permutation": Training(["swaps=4", "symbols=3", "questions=3"], 17, 192, steps=2400),
     "addition": Training(["digits=4"], 17, 192),
-    "story": Training(["relations=4"], 83, 40),
+    "story": Training(["relations=4"], 83, 40, steps=2400),
 }
 DOCUMENTS = 200_000
 
