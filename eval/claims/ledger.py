@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from looped_eval.common.page import Charts, Folded, Section, Table, Text, in_markdown, to_html
+from looped_eval.common.page import Charts, Finding, Folded, Section, Table, Text, in_markdown, to_html
 from looped_recipes.common.files import write_whole
 
 from .definition import Beyond, Paper, Row, load, row
@@ -40,16 +40,18 @@ def summary(rows: list[Row]) -> Table:
 
 
 def in_short(rows: list[Row]) -> str:
-    """A line for each paper: what README shows."""
-    lines = []
-    for title in titles(rows):
-        measured = [one for one in rows if one.paper == title and one.estimate]
-        parts = [f"{sum(one.verdict == AGREES for one in measured)} of {len(measured)} agree"]
-        for verdict in (WEAKER, DISAGREES, OPEN):
-            where = [one.claim.where for one in measured if one.verdict == verdict]
-            parts += [f"{len(where)} {WORDS[verdict]} ({', '.join(dict.fromkeys(where))})"] if where else []
-        lines.append(f"- {title}: {'; '.join(parts)}")
-    return "\n".join(lines)
+    """A line for each paper."""
+    return "\n".join(f"- {title}: {of_paper([one for one in rows if one.paper == title])}" for title in titles(rows))
+
+
+def of_paper(rows: list[Row]) -> str:
+    """What was measured of one paper, in a sentence."""
+    measured = [one for one in rows if one.estimate]
+    parts = [f"{sum(one.verdict == AGREES for one in measured)} of {len(measured)} agree"]
+    for verdict in (WEAKER, DISAGREES, OPEN):
+        where = [one.claim.where for one in measured if one.verdict == verdict]
+        parts += [f"{len(where)} {WORDS[verdict]} ({', '.join(dict.fromkeys(where))})"] if where else []
+    return "; ".join(parts)
 
 
 def titles(rows: list[Row]) -> list[str]:
@@ -79,9 +81,9 @@ def markdown(rows: list[Row]) -> str:
     parts = ["# The papers' claims, measured again", f"**{said(rows)}**", in_short(rows), in_markdown(HOW)]
     parts.append("Made by `looped claims`; the page with the curves is [claims/index.html](claims/index.html).")
     for title in titles(rows):
-        of_paper = [one for one in rows if one.paper == title]
-        parts += [f"## {title}", Table(HEAD, [cells(one) for one in of_paper]).markdown()]
-        made = sources(of_paper)
+        own = [one for one in rows if one.paper == title]
+        parts += [f"## {title}", Table(HEAD, [cells(one) for one in own]).markdown()]
+        made = sources(own)
         parts += [made.markdown()] if made.rows else []
     return "\n\n".join(parts) + "\n"
 
@@ -89,12 +91,12 @@ def markdown(rows: list[Row]) -> str:
 def sections(papers: list[Paper], rows: list[Row], results: Path) -> list[Section]:
     found = [Section("Summary", [summary(rows), Text(HOW)])]
     for paper in papers:
-        of_paper = [one for one in rows if one.paper == paper.title]
+        own = [one for one in rows if one.paper == paper.title]
         drawn = [(figure, load(results, figure.source)) for figure in paper.figures]
         charts = [chart for figure, content in drawn if content is not None for chart in figure.draw(content)]
-        table = Table(HEAD, [cells(one) for one in of_paper], wordy=True)
-        made = Folded("Commands and commits", sources(of_paper))
-        found.append(Section(paper.title, [Charts(charts), table, made]))
+        table = Table(HEAD, [cells(one) for one in own], wordy=True)
+        made = Folded("Commands and commits", sources(own))
+        found.append(Section(paper.title, [Finding(f"{of_paper(own)}."), Charts(charts), table, made]))
     return found
 
 
