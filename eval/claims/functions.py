@@ -35,10 +35,15 @@ def frequencies(seed: int, folder: Path) -> dict:
     return {"loss": loss_of_frequencies(next(folder.glob("*/recipe.yaml")).parent)}
 
 
+def trained_in(folder: Path) -> dict[str, Path]:
+    """The runs of a sweep that are done, by name."""
+    return {path.parent.name: path.parent for path in sorted(folder.glob("*/final"))}
+
+
 def probes(seed: int, folder: Path) -> dict:
     from .probes import probes
 
-    return probes({path.parent.name: path.parent for path in sorted(folder.glob("*/final"))})
+    return probes(trained_in(folder))
 
 
 def laws(seed: int, folder: Path) -> dict:
@@ -50,7 +55,7 @@ def laws(seed: int, folder: Path) -> dict:
 def after_training(seed: int, folder: Path) -> dict:
     from .after_training import after_training
 
-    return after_training({path.parent.name: path.parent for path in sorted(folder.glob("*/final"))})
+    return after_training(trained_in(folder))
 
 
 def answers_of(task: str) -> Callable[[int, Path], dict]:
