@@ -16,6 +16,7 @@ from looped_recipes.engine.sweeps import optima
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.ranges import RANGES
 from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.run_checks import note_on_windows
 from looped_recipes.settings.sections import SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
 from tests.helpers_recipes import RECIPES, runs_of_sweep
@@ -48,9 +49,20 @@ def test_recipe_is_built_and_planned(path):
     recipe = load_recipe(path)
     costs = plan(recipe)
     assert costs["parameters"] > 0
+    assert note_on_windows(recipe, recipe.model_config()) is None
     assert costs["training FLOPs per token"] > costs["forward FLOPs per token"] > 0
     if recipe.training.epochs is None and path.parent.name not in SMALL:
         assert costs["tokens"] >= 1e8
+
+
+def test_windows_without_effect_are_told():
+    """As of presets whose contexts are longer than the rows that a run has."""
+    recipe = load_recipe(RECIPES / "fully_looped/base_flt_swa.yaml")
+    config = recipe.model_config()
+    recipe.data.sequence_length = config.sliding_window + 1
+    assert note_on_windows(recipe, config) is None
+    recipe.data.sequence_length = config.sliding_window
+    assert f"={config.sliding_window} has no effect" in note_on_windows(recipe, config)
 
 
 def comparable(recipe) -> dict:
@@ -68,6 +80,7 @@ def test_sweep_runs_are_recipes(path):
     sizes = [math.prod(map(len, grid.values())) for grid in (grids if isinstance(grids, list) else [grids])]
     assert len(runs) == (len(raw["runs"]) if "runs" in raw else sum(sizes))
     assert len({json.dumps(comparable(run.recipe)) for run in runs}) == len(runs)
+    assert not any(note_on_windows(run.recipe, run.recipe.model_config()) for run in runs)
     for run in (runs[0], runs[-1]):
         assert plan(run.recipe)["parameters"] > 0
         for key, value in run.settings.items():

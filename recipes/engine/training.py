@@ -43,7 +43,7 @@ from looped_recipes.engine.step import Steps
 from looped_recipes.engine.taper import Taper
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import Recipe
-from looped_recipes.settings.run_checks import check_run
+from looped_recipes.settings.run_checks import check_run, note_on_windows
 
 
 RESULTS = ("recipe.yaml", "metrics.jsonl")  # of a run that is done: read for their checksums
@@ -60,6 +60,8 @@ class Pretraining:
             find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
         )
         check_launch(recipe, self.accelerator)
+        if (note := note_on_windows(recipe, config)) is not None:
+            self.accelerator.print(note)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes of a launcher
             end_with(os.getppid())
         self.data = main_process_first(lambda is_main: prepare(recipe.data, check=is_main))

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 import yaml
@@ -11,6 +12,7 @@ from looped_recipes.common.flops import forward_flops_per_token, sizes
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import check_files
+from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import Recipe, load_recipe
 from modeling_looped import LoopedForCausalLM
@@ -21,19 +23,25 @@ from .options import parse
 HERE = Path(__file__).parent
 NAMES = ("looped", "plain")
 OF_TRAINING = 0.75  # the part of the minutes in which rows are learned; the rest is data, validation, checkpoints
+OF_MEASURING = 0.02  # the part in which each model's step is timed
 LEAST_STEPS = 20
 
 
-def seconds_per_step(recipe: Recipe, repeats: int = 2) -> float:
-    """Of forward and backward passes at the mean depth, on random tokens; the first is not counted."""
+def seconds_per_step(recipe: Recipe, minutes: float) -> float:
+    """Of whole steps at the mean depth, on random tokens, in so long a time; the first is not counted."""
     model = LoopedForCausalLM(recipe.model_config()).train()
+    optimizers = build_optimizers(model, recipe.optimizer, recipe.training.steps)
     rows = torch.randint(model.config.vocab_size, (recipe.training.micro_batch_size, recipe.data.sequence_length))
-    seconds = []
-    for _ in range(repeats + 1):
+    end, seconds = time.perf_counter() + 60 * minutes, []
+    while len(seconds) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
-        model(rows, labels=rows, output_logits=False, use_cache=False).loss.backward()
+        for _ in range(recipe.training.rows_per_step // recipe.training.micro_batch_size):
+            model(rows, labels=rows, output_logits=False, use_cache=False).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
-    return min(seconds[1:]) * recipe.training.rows_per_step / recipe.training.micro_batch_size
+    return median(seconds[1:])
 
 
 def number_of_steps(minutes: float, recipes: list[Recipe]) -> int:
@@ -43,7 +51,8 @@ def number_of_steps(minutes: float, recipes: list[Recipe]) -> int:
         if begun.is_file():
             return yaml.safe_load(begun.read_text(encoding="utf-8"))["training"]["steps"]
     print(f"measuring how many steps fit into {minutes:g} minutes", flush=True)
-    return max(LEAST_STEPS, int(60 * minutes * OF_TRAINING / sum(map(seconds_per_step, recipes))))
+    seconds = sum(seconds_per_step(recipe, minutes * OF_MEASURING) for recipe in recipes)
+    return max(LEAST_STEPS, int(60 * minutes * OF_TRAINING / seconds))
 
 
 def held_out(run: Pretraining) -> dict:

@@ -50,6 +50,17 @@ def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
         return None
 
 
+def note_on_windows(recipe: Recipe, config: LoopedConfig) -> str | None:
+    """What to say of windows that no row of this run is longer than: it trains full attention."""
+    length = recipe.data.sequence_length
+    if not config.has_windows or config.sliding_window < length:
+        return None
+    return (
+        f"model.sliding_window={config.sliding_window} has no effect on rows of data.sequence_length={length} tokens: "
+        "lower it, unless the model is to be used on longer text"
+    )
+
+
 def check_within(recipe: Recipe, steps: int):
     """What would be done at a step that the run does not reach is not done."""
     logging, stop_after = recipe.logging, recipe.training.stop_after
