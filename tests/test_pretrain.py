@@ -511,5 +511,6 @@ def test_golden_curve(training_text, tmp_path):
     }
     if here == recorded["made_with"]:
         assert curve == recorded["losses"]
-    else:  # another processor or version rounds differently
+    else:  # another processor or version rounds differently, in the updates of Muon more than in the first pass
+        assert curve[0] == pytest.approx(recorded["losses"][0], rel=1e-5)
         assert curve == pytest.approx(recorded["losses"], rel=1e-3)
