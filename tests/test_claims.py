@@ -1,6 +1,10 @@
 """The ledger of claims: rules against intervals by hand, made-up results, measuring that resumes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +28,7 @@ from looped_eval.claims.papers import PAPERS
 from looped_eval.claims.rules import AtMost, Effect, Estimate, Near, over_seeds, verdict
 from looped_eval.claims.sweeps import shortened
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from tests.helpers_processes import import_paths
 
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -207,6 +212,24 @@ def test_no_time_and_no_luck(tmp_path, counted):
 def test_a_command_is_ended_with_its_time(tmp_path, counted):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
     assert not measuring.run_command(["slow"], seconds=0.5)
+
+
+def test_what_was_started_ends_with_the_command(tmp_path):
+    """Told to end, `run` ends the training that it started, which else would go on by itself."""
+    (tmp_path / "started.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "measures.py").write_text(
+        "from looped_eval.claims.measuring import run_command as run\n"
+        "from looped_recipes.common.command_line import run_command\n"
+        "run_command(lambda arguments: run(['started'], seconds=60))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), import_paths()])}
+    command = [sys.executable, "-m", "measures"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        started = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(started, 0)
 
 
 def test_every_claim_reads_what_some_measurement_or_file_gives():

@@ -9,6 +9,7 @@ import difflib
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -143,6 +144,7 @@ def run_command(main: Callable | str, parse: Callable | None = None):
 
     main: takes the arguments; or the name of the module that has it, which is imported when `parse` has taken them.
     """
+    end_on_sigterm()
     try:
         if parse is not None:
             parse(sys.argv[1:])
@@ -161,6 +163,12 @@ def run_command(main: Callable | str, parse: Callable | None = None):
             said = 1
         raise SystemExit(said) from None
     raise SystemExit(status if isinstance(status, int) else 0)
+
+
+def end_on_sigterm():
+    """As an exception, so that what a command has started, processes and folders for a while, ends with it."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def told(error: Exception) -> str | None:
