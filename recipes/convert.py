@@ -17,7 +17,7 @@ complete, and nothing is overwritten. Tokenizer and generation config go along. 
 from functools import reduce
 from pathlib import Path
 
-from looped_recipes.common.command_line import Parser, run_command, say_result
+from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 from looped_recipes.common.hub import check_source
 
 
@@ -73,7 +73,7 @@ def convert(
     count = sum(parameter.numel() for parameter in model.parameters())
     passes = f", {model.config.num_hidden_layers} layers" if unroll else ""
     found = f"{out}: {count:,} parameters of {source}{passes}, {to or 'our own'} layout"
-    say_result(found, *([] if to else [f"looped chat {out}"]))
+    say_result(found, *([] if to else [typed("looped chat", out)]))
 
 
 def stored_dtype(source: str):

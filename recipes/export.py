@@ -6,7 +6,7 @@ from_pretrained and all commands open, by default RUN/step-00000500, beside fina
 
 from pathlib import Path
 
-from looped_recipes.common.command_line import Parser, run_command, say_result
+from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 
 
 def parse(arguments: list[str] | None):
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> Path:
     changes = {"training.output_dir": str(options.run)}  # the folder may have been moved
     run = Pretraining(load_recipe(options.run / "recipe.yaml", changes=changes, finished=True))
     run.export(of_steps[step], out)
-    say_result(f"{out} is the model after {step} of {run.total_steps} steps", f"looped chat {out}")
+    say_result(f"{out} is the model after {step} of {run.total_steps} steps", typed("looped chat", out))
     return out
 
 

@@ -12,9 +12,7 @@ its formula (recipes/common/cluster.py). What is assumed of them is changed by -
 --disk and --dollars.
 """
 
-import shlex
-
-from looped_recipes.common.command_line import print_help, run_command, say_next
+from looped_recipes.common.command_line import print_help, run_command, say_next, typed
 
 
 def main(arguments: list[str]):
@@ -40,7 +38,7 @@ def main(arguments: list[str]):
             for line in on_cluster(recipe, cluster):
                 print(f"{line.what:32} {line.value:24} {line.formula}")
             return
-        say_next(f"looped pretrain {shlex.join([path, *overrides])}")
+        say_next(typed("looped pretrain", path, *overrides))
         return
     total, runs = 0.0, load_sweep(path, overrides)
     for run in runs:
@@ -54,7 +52,7 @@ def main(arguments: list[str]):
     rate, name = own_rate()
     time = f"{duration(total / rate / UTILISATION)} here, at {UTILISATION:.0%} of {name}"
     print(f"all {sum(run.same_as is None for run in runs)} runs: training FLOPs {show(total)}; {time}")
-    say_next(f"looped sweep {shlex.join(arguments)}")
+    say_next(typed("looped sweep", *arguments))
 
 
 def show(value) -> str:

@@ -6,9 +6,7 @@ Training does the same by itself if it was not done before: one process prepares
 preparation that was stopped goes on where it was.
 """
 
-import shlex
-
-from looped_recipes.common.command_line import Parser, run_command, say_result
+from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 
 
 def main(arguments: list[str] | None = None):
@@ -20,7 +18,7 @@ def main(arguments: list[str] | None = None):
     from looped_recipes.settings.recipe import load_recipe
 
     print(describe(prepare(load_recipe(options.recipe, options.overrides).data)))
-    say_result("The data are ready.", f"looped pretrain {shlex.join([options.recipe, *options.overrides])}")
+    say_result("The data are ready.", typed("looped pretrain", options.recipe, *options.overrides))
 
 
 def describe(prepared) -> str:

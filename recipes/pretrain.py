@@ -13,7 +13,7 @@ the signal (143, 130).
 
 from pathlib import Path
 
-from looped_recipes.common.command_line import print_help, run_command, say_next
+from looped_recipes.common.command_line import print_help, run_command, say_next, typed
 from looped_recipes.settings.help import help_of_recipes
 
 
@@ -28,8 +28,8 @@ def main(arguments: list[str]) -> Path:
         run = Pretraining(recipe)
         reached = run.train()
     if run.accelerator.is_main_process and reached.name == "final":
-        exits = [f"looped halting {run.output}"] if run.config.num_loops > 1 else []
-        say_next(f"looped chat {run.output}", *exits, f"looped report {run.output}")
+        exits = [typed("looped halting", run.output)] if run.config.num_loops > 1 else []
+        say_next(typed("looped chat", run.output), *exits, typed("looped report", run.output))
     return reached
 
 

@@ -125,12 +125,12 @@ def test_the_page_holds_the_run_and_stands_alone(tmp_path):
 
 
 def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
-    run = make_run(tmp_path / "first", validation=False)
-    page = page_of(run)
-    assert f"looped eval --model looped --model_args pretrained={run}/final,num_loops=1..3" in page.text
-    assert f"looped halting {run}" in page.text
-    assert f"looped diagnose all {run}" in page.text
-    assert f"looped pretrain {run}/recipe.yaml evaluation.every=100" in page.text
+    run = make_run(tmp_path / "the first", validation=False)
+    text = page_of(run).text
+    assert f"looped eval --model looped --model_args 'pretrained={run}/final,num_loops=1..3'" in text
+    for command in ("halting", "diagnose all"):
+        assert f"looped {command} '{run}'" in text
+    assert f"looped pretrain '{run}/recipe.yaml' evaluation.every=100" in text
     add_results(run, 1, 0.5)
     assert "looped eval" not in page_of(run).text
 

@@ -14,7 +14,7 @@ from looped_eval.core.command import core_scores
 from looped_eval.harness.command import curves_of, results_by_depth
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.harness.question import check_question
-from looped_recipes.common.command_line import parse_depths, say_result
+from looped_recipes.common.command_line import parse_depths, say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 
@@ -175,4 +175,4 @@ def main(arguments: list[str] | None = None):
     write_json(args.output / "budget.json", record, args.command)
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
-    say_result(best_depths(curves), f"looped halting {next(iter(models.values()))[0]}")
+    say_result(best_depths(curves), typed("looped halting", next(iter(models.values()))[0]))

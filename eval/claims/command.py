@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.provenance import write_json
 
 from .definition import Measurement, Setting
@@ -51,5 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     rows = ledger(PAPERS, args.results)
     written: list[Path] = write_ledger(PAPERS, rows, args.results)
     print(f"written: {', '.join(map(str, written))}")
-    say_result(said(rows), *([f"looped claims run {args.folder}  # missing: {', '.join(missing)}"] if missing else []))
+    then = f"{typed('looped claims run', args.folder)}  # missing: {', '.join(missing)}"
+    say_result(said(rows), *([then] if missing else []))
     return 0

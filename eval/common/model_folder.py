@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.command_line import typed
 from modeling_looped import LoopedConfig
 
 
@@ -56,7 +57,7 @@ def model_folder(target: str) -> Path | None:
             check_folder(folder)
             return folder
     run = next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), None)
-    advice = "" if run is None else f": `looped export {run}` makes a model of its newest checkpoint"
+    advice = "" if run is None else f": `{typed('looped export', run)}` makes a model of its newest checkpoint"
     raise ValueError(
         f"folder {target!r} holds neither a saved model (config.json) nor a finished run (final/){advice}"
     )

@@ -4,7 +4,6 @@ import argparse
 import inspect
 import json
 import os
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.page import Section, to_html
 from looped_eval.common.progress import progress
 from looped_recipes.common.chart import save_charts
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
@@ -169,10 +168,10 @@ def measure_and_say(args: argparse.Namespace, of: ModelAndText | None, folder: P
         print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
     print(folder / f"{args.measure}.json", picture, sep="\n")
-    then = [] if of is None else [f"looped diagnose all {shlex.join(args.model)}"]
+    then = [] if of is None else [typed("looped diagnose all", *args.model)]
     say_result(" ".join(page.findings(args.measure, result)), *then)
 
 
 def report_of(target: str) -> list[str]:
     run = training_run(target)
-    return [] if run is None else [f"looped report {os.path.relpath(run)}"]
+    return [] if run is None else [typed("looped report", os.path.relpath(run))]

@@ -12,7 +12,7 @@ from looped_eval.common.model_folder import open_config, open_tokenizer, results
 from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.flops import attention_flops, sizes
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
@@ -233,10 +233,10 @@ def table(rows: list[dict]) -> str:
 def next_command(args, fixed: list[dict], tokens: list[dict]) -> str:
     """What makes use of the finding: exits where they gain, else the fixed depth that is enough."""
     if args.write is not None:
-        return f"looped chat {args.model}"
+        return typed("looped chat", args.model)
     if exits_gain(fixed, tokens, args.budget[0]):
-        return f"looped halting {args.model} --write"
-    return f"looped chat {args.model} --num-loops {shallowest_depth(fixed, args.budget[0])}"
+        return typed("looped halting", args.model, "--write")
+    return typed("looped chat", args.model, "--num-loops", shallowest_depth(fixed, args.budget[0]))
 
 
 def exits(unit: str, rows: list[dict]) -> list[dict]:

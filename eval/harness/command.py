@@ -20,7 +20,7 @@ from looped_eval.common.curves import Curves, chance_of, draw, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
-from looped_recipes.common.command_line import device_of, say_result
+from looped_recipes.common.command_line import device_of, say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import commit, provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
@@ -173,4 +173,4 @@ def main(arguments: list[str]):
         write_whole(Path(config.output_path) / "depth.md", table(curves))
         draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
         print(f"written: {config.output_path}")
-    say_result(best_depths(curves), *([f"looped report {os.path.relpath(run)}"] if run else []))
+    say_result(best_depths(curves), *([typed("looped report", os.path.relpath(run))] if run else []))

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from looped_recipes.common import words
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.provenance import write_json
 
 from .analyses import conditioning, isoflop, parametric, test_time, unified
@@ -69,7 +69,7 @@ def collect_all(folders: list[str], output: str | None):
     path = Path(output or "runs/laws/runs.csv")
     write_table(rows, path)
     enough, law = enough_for(rows)
-    then = f"looped laws {law} {path}" if law else f"looped report {folders[0]}"
+    then = typed(f"looped laws {law}", path) if law else typed("looped report", folders[0])
     say_result(f"{len(rows)} losses of {words.counted(len(folders), 'run')} are in {path}: {enough}.", then)
 
 

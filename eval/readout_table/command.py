@@ -12,7 +12,7 @@ from looped_eval.common.held_out import prepared_data, run_data
 from looped_eval.common.progress import progress
 from looped_eval.common.run_folder import RunFolder
 from looped_recipes.common.checksums import check_folder
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.measures import token_rms
 from looped_recipes.common.provenance import write_json
@@ -193,5 +193,5 @@ def main(arguments: list[str] | None = None) -> dict:
     write_json(output / "readout_table.json", result, args.command, digits=6)
     write_whole(output / "readout_table.md", table(of_systems) + "\n")
     print(f"written: {output / 'readout_table.md'} and readout_table.json")
-    say_result(least_perplexity(of_systems), f"looped report {' '.join(str(run.folder) for run in runs[:4])}")
+    say_result(least_perplexity(of_systems), typed("looped report", *(run.folder for run in runs[:4])))
     return result

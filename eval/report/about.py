@@ -5,6 +5,7 @@ import math
 from looped_eval.common import curves
 from looped_eval.common.page import Missing, Section, Table, Text
 from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunFolder
+from looped_recipes.common.command_line import typed
 from looped_recipes.common.words import counted
 
 
@@ -30,7 +31,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     speed = run.last("tokens_per_second")
     return {
         "state": run.status,
-        "made by": f"looped pretrain {run.folder / 'recipe.yaml'}" if run.recipe else "–",
+        "made by": pretrain(run) if run.recipe else "–",
         "parameters": number(run.num_parameters),
         "architecture": architecture(run.config),
         "depth in training": f"{run.setting('depth.sampler', 'fixed')}, mean {mean_depth}",
@@ -90,7 +91,7 @@ def differences(runs: list[RunFolder]) -> Section | None:
 
 
 def pretrain(run: RunFolder) -> str:
-    return f"looped pretrain {run.folder / 'recipe.yaml'}"
+    return typed("looped pretrain", run.folder / "recipe.yaml")
 
 
 def missing(words: str, command: str) -> Missing:

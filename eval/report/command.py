@@ -6,7 +6,7 @@ import yaml
 
 from looped_eval.common.page import Folded, Missing, Section, to_html, to_markdown
 from looped_eval.common.run_folder import RunFolder, open_runs
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
 
 from .about import about, differences
@@ -61,7 +61,6 @@ def main(arguments: list[str]):
 
 def next_commands(run: RunFolder) -> list[str]:
     """What the page of this run lacks, or else what its model is for."""
-    lacking = {f"looped diagnose all {run.folder}": "diagnose", f"looped halting {run.folder}": "halting.json"}
-    return [command for command, name in lacking.items() if not run.results(name).exists()] or [
-        f"looped chat {run.folder}"
-    ]
+    commands = {"diagnose": "looped diagnose all", "halting.json": "looped halting"}
+    lacking = [command for name, command in commands.items() if not run.results(name).exists()]
+    return [typed(command, run.folder) for command in lacking or ["looped chat"]]

@@ -10,6 +10,7 @@ from looped_eval.common.run_folder import RunFolder
 from looped_eval.diagnose import page as diagnose_page
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
+from looped_recipes.common.command_line import typed
 
 from .about import depth_table, missing, number
 
@@ -82,10 +83,9 @@ def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
 
 
 def harness(run: RunFolder) -> str:
-    return (
-        f"looped eval --model looped --model_args pretrained={run.folder / 'final'},"
-        f"num_loops=1..{run.trained_loops or 4} --tasks looped_offline --output {run.folder / 'results'}"
-    )
+    model = f"pretrained={run.folder / 'final'},num_loops=1..{run.trained_loops or 4}"
+    task = ["--tasks", "looped_offline", "--output", run.folder / "results"]
+    return typed("looped eval --model looped --model_args", model, *task)
 
 
 def halting(runs: list[RunFolder]) -> Section:
@@ -94,7 +94,7 @@ def halting(runs: list[RunFolder]) -> Section:
     for run in runs:
         path = run.results("halting.json")
         if not path.is_file():
-            command = f"looped halting {run.folder}"
+            command = typed("looped halting", run.folder)
             blocks.append(missing(f"{run.name} has no halting.json.", command))
             continue
         blocks += [Heading(run.name)] if len(runs) > 1 else []
@@ -118,7 +118,7 @@ def diagnostics(runs: list[RunFolder]) -> list[Section]:
             key=lambda path: (order.index(path.stem) if path.stem in order else len(order), path.stem),
         )
         if not files:
-            own.append(missing(f"{run.name} has no diagnostics.", f"looped diagnose all {run.folder}"))
+            own.append(missing(f"{run.name} has no diagnostics.", typed("looped diagnose all", run.folder)))
         suffix = f", {run.name}" if len(runs) > 1 else ""
         for path in files:
             try:

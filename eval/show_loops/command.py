@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from modeling_looped import LoopedForCausalLM
@@ -156,5 +156,5 @@ def main(arguments: list[str]) -> Shown:
     write_whole(output, page(shown))
     print(f"\nthe page: {output}")
     mean = f"In the mean a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."
-    say_result(mean, f"looped halting {args.model}")
+    say_result(mean, typed("looped halting", args.model))
     return shown

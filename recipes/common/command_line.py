@@ -112,6 +112,11 @@ def say_next(*commands: str):
         print(f"next: {command}")
 
 
+def typed(command: str, *paths) -> str:
+    """What may be typed, also where a path has a space."""
+    return " ".join([command, *(shlex.quote(str(path)) for path in paths)])
+
+
 def parse_depths(num_loops) -> list[int]:
     """4, "1,2,8", "1+2+8", "1..8" or a list of these, as increasing depths."""
     depths = set()

@@ -4,6 +4,7 @@ from html import escape
 from pathlib import Path
 
 from looped_eval.common.page import Charts, Commands, Finding, Section, Table, Text, to_html
+from looped_recipes.common.command_line import typed
 from looped_recipes.common.words import counted, percent
 from looped_recipes.demo.picture import accuracy_chart, depth_chart, exits_chart, hardest, hops_named
 
@@ -153,11 +154,11 @@ def measured(found: dict) -> list:
 
 def next_commands(output: Path) -> list[tuple[str, str]]:
     """What may be typed next, and what it does."""
-    given = "" if output == Path("runs/demo") else f" --output {output}"
+    given = [] if output == Path("runs/demo") else ["--output", output]
     return [
-        (f"looped demo --ask{given}", "questions, and the answer after every loop"),
-        (f"looped chat {output / 'final'}", "let the text model complete what you type"),
-        (f"looped report {output}", "the text model's training on one page"),
+        (typed("looped demo --ask", *given), "questions, and the answer after every loop"),
+        (typed("looped chat", output / "final"), "let the text model complete what you type"),
+        (typed("looped report", output), "the text model's training on one page"),
         ("looped own-text my.txt", "a looped model of your own text beside a plain one"),
     ]
 

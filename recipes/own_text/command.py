@@ -7,7 +7,7 @@ from statistics import median
 import torch
 import yaml
 
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.flops import forward_flops_per_token, sizes
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import write_json
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> dict:
         flops |= {(name, depth): forward_flops(run, depth) for depth in result[name]["bits_per_byte"]}
     print(table(result, flops))
     write_json(args.output / "comparison.json", {"result": result}, args.command, digits=6)
-    say_result(in_words(result, run.recipe, flops), f"looped chat {args.output / 'looped'}", report(args.output))
+    say_result(in_words(result, run.recipe, flops), typed("looped chat", args.output / "looped"), report(args.output))
     return result
 
 
@@ -105,7 +105,7 @@ def table(result: dict, flops: dict) -> str:
 
 
 def report(output: Path) -> str:
-    return "looped report " + " ".join(str(output / name) for name in NAMES)
+    return typed("looped report", *(output / name for name in NAMES))
 
 
 def in_words(result: dict, recipe: Recipe, flops: dict) -> str:
