@@ -214,7 +214,7 @@ def test_the_measured_frontier_and_what_looping_gains():
         assert (point["run"], point["mean_depth"], point["loss"]) == (best["run"], best["mean_depth"], best["loss"])
         assert point.get("gain") == (None if fixed is None else pytest.approx(fixed - best["loss"]))
     parabolas, *_, gain = law_charts.isoflop(result, table(rows), None)
-    best, fixed, _ = gain.lines
+    _, best, fixed = gain.lines
     assert [loss for _, loss in best.points] == [point["loss"] for point in result["frontier"]]
     assert [loss for _, loss in fixed.points] == [4.2, 4.1]
     assert fixed.points[1][0] == pytest.approx(6.4e16, rel=0.01)

@@ -63,9 +63,9 @@ def measured_frontier(result: dict, table: Table) -> Chart:
     """Every run, and lines through the best looped run and the fixed-depth runs of each budget (figure 6)."""
     fixed = [point for point in result["frontier"] if "fixed_loss" in point]
     lines = [
+        Line("other runs", points_of(table.rows, "flops", "loss"), "c7", joined=False),  # under those of the lines
         Line("best looped run", points_of(result["frontier"], "flops", "loss"), "c0"),
         Line("one loop", points_of(fixed, "flops", "fixed_loss"), "c1"),
-        Line("other runs", points_of(table.rows, "flops", "loss"), "c7", joined=False),
     ]
     return Chart("What looping gains", "training FLOPs", "validation loss", lines, log_x=True)
 
