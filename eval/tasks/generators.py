@@ -99,35 +99,39 @@ def draw_swaps(rng: random.Random, symbols: int, swaps: int) -> tuple[list[tuple
             return drawn, place, source
 
 
-def written_swaps(swaps: list[tuple[int, int]]) -> str:
-    return " ".join(f"{first + 1}{second + 1}" for first, second in swaps)
-
-
-def permutation_prompt(rng: random.Random, swaps: int, symbols: int, answer: int) -> tuple[str, str]:
+def draw_permutation(
+    rng: random.Random, swaps: int, symbols: int, answer: int
+) -> tuple[list[str], list[tuple[int, int]], int]:
+    """Objects, swaps, and a place where the object number `answer` of all lies in the end."""
     drawn, place, source = draw_swaps(rng, symbols, swaps)
     objects = rng.sample(SYMBOLS[:symbols], symbols)
     wanted = objects.index(SYMBOLS[answer % symbols])
     objects[source], objects[wanted] = objects[wanted], objects[source]
-    return f"{' '.join(objects)} : {written_swaps(drawn)} ; {place + 1}", objects[source]
+    return objects, drawn, place
+
+
+def permutation_prompt(objects: list[str], swaps: list[tuple[int, int]], place: int) -> str:
+    moves = " ".join(f"{first + 1}{second + 1}" for first, second in swaps)
+    return f"{' '.join(objects)} : {moves} ; {place + 1}"
 
 
 def permutation_question(number: int, swaps: int, symbols: int = 5, split: str = "test", seed: int = SEED) -> dict:
     rng = generator(f"permutation {symbols} {swaps}", split, seed, number)
-    text, answer = permutation_prompt(rng, swaps, symbols, answer=number)
+    objects, drawn, place = draw_permutation(rng, swaps, symbols, answer=number)
     choices = list(SYMBOLS[:symbols])
-    return {"text": text, "choices": choices, "answer": choices.index(answer)}
+    answer = objects[swap_source(drawn, place)]
+    return {"text": permutation_prompt(objects, drawn, place), "choices": choices, "answer": choices.index(answer)}
 
 
 def permutation_text(number: int, swaps: int, symbols: int, questions: int, seed: int) -> str:
     """1 up to `swaps` swaps, and as many places, each with the object that lies there in the end."""
     rng = generator(f"permutation {symbols} {swaps}", "train", seed, number)
-    text, answer = permutation_prompt(rng, rng.randint(1, swaps), symbols, answer=rng.randrange(symbols))
-    start, asked = text.split(" ; ")
-    objects, moves = start.split(" : ")
-    drawn = [(int(move[0]) - 1, int(move[1]) - 1) for move in moves.split()]
-    others = rng.sample([place for place in range(symbols) if str(place + 1) != asked], questions - 1)
-    more = "".join(f" {place + 1} {objects.split()[swap_source(drawn, place)]}" for place in others)
-    return f"{text} {answer}{more}"
+    swaps = rng.randint(1, swaps)
+    objects, drawn, asked = draw_permutation(rng, swaps, symbols, answer=rng.randrange(symbols))
+    others = rng.sample([place for place in range(symbols) if place != asked], questions - 1)
+    answers = [objects[swap_source(drawn, place)] for place in (asked, *others)]
+    more = "".join(f" {place + 1} {answer}" for place, answer in zip(others, answers[1:]))
+    return f"{permutation_prompt(objects, drawn, asked)} {answers[0]}{more}"
 
 
 # addition
