@@ -22,7 +22,7 @@ SAME = 0.5  # octaves: half the distance of two rates of the grid
 NAMES = {"sqrt": "eps = 1/sqrt(N)", "linear": "eps = 1/N"}
 
 PANELS = "claims/best_rates"
-FOUR = "width 64, 2, 4 and 8 layers, 1 to 8 loops, five rates, 100 steps of 512 tokens"
+FOUR = "width 64, 320 words, 2, 4 and 8 layers, 1 to 8 loops, six rates, 100 steps of 512 tokens"
 PANEL = {"a": ("sqrt", 2), "b": ("linear", 2), "c": ("factored", 4), "d": ("factored", 8)}  # rule, layers
 LOOPS = (1, 2, 4, 8)
 BEST_RATES = Measurement("best_rates", sweep_alone("best_rates"), runs_of)
