@@ -129,19 +129,19 @@ def test_recipes_exist():
 WITH_NAMES = ("benchmark", "diagnose", "laws")  # each name of these has options of its own
 
 
-def options_in_pages() -> dict[tuple[str, ...], set[str]]:
-    """{command, with its name where it has one: options that a page gives it}"""
+def options_in_pages() -> list[tuple[tuple[str, ...], list[str]]]:
+    """(command, with its name where it has one, and options that a page gives it)"""
     found: dict[tuple[str, ...], set[str]] = {}
     for _, line in written_commands():
         words = line.partition("#")[0].split()
         if len(words) > 2 and words[0] == "looped" and any(word.startswith("--") for word in words):
             command = tuple(words[1 : 3 if words[1] in WITH_NAMES and words[2].islower() else 2])
             found.setdefault(command, set()).update(word.partition("=")[0] for word in words if word.startswith("--"))
-    return found
+    return sorted((command, sorted(options)) for command, options in found.items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command,options", sorted(options_in_pages().items()), ids=lambda value: " ".join(value))
+@pytest.mark.parametrize("command,options", options_in_pages(), ids=" ".join)
 def test_options_exist(command, options):
     start = [sys.executable, "-m", "looped_recipes.common.console", *command, "--help"]
     told = subprocess.run(start, cwd=ROOT, capture_output=True, text=True)
