@@ -51,6 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     rows = ledger(PAPERS, args.results)
     written: list[Path] = write_ledger(PAPERS, rows, args.results)
     print(f"written: {', '.join(map(str, written))}")
-    then = f"{typed('looped claims run', args.folder)}  # missing: {', '.join(missing)}"
-    say_result(said(rows), *([then] if missing else []))
+    then = [f"{typed('looped claims run', args.folder)}  # missing: {', '.join(missing)}"] if missing else []
+    say_result(said(rows), *then)
     return 0

@@ -91,7 +91,7 @@ def next_law(law: str, table: Table, path: str) -> list[str]:
     """The command of what the same table is enough to tell too."""
     then = THEN.get(law)
     known = then == "parametric" or any("test_depth" in row for row in table.rows)
-    return [f"looped laws {then} {path}"] if then and known and enough_for(table.rows)[1] == "parametric" else []
+    return [typed(f"looped laws {then}", path)] if then and known and enough_for(table.rows)[1] == "parametric" else []
 
 
 def counted(table: Table, args) -> Table:

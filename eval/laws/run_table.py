@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from looped_recipes.common.command_line import typed
+
 from .fitting import FitError
 
 
@@ -109,7 +111,7 @@ def read_table(path: str | Path) -> Table:
     if path.suffix not in (".csv", ".jsonl"):
         raise FitError(f"a table of runs is a .csv or .jsonl, got {str(path)!r}")
     if not path.is_file():
-        raise FitError(f"there is no table {path}; `looped laws collect RUN... --output {path}` makes one")
+        raise FitError(f"there is no table {path}; `{typed('looped laws collect RUN... --output', path)}` makes one")
     if path.suffix == ".csv":
         with open(path, newline="") as file:
             rows = [

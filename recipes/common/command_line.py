@@ -112,9 +112,9 @@ def say_next(*commands: str):
         print(f"next: {command}")
 
 
-def typed(command: str, *paths) -> str:
-    """What may be typed, also where a path has a space."""
-    return " ".join([command, *(shlex.quote(str(path)) for path in paths)])
+def typed(command: str, *words) -> str:
+    """What may be typed, also where one of the words, such as a path, has a space."""
+    return " ".join([command, *(shlex.quote(str(word)) for word in words)])
 
 
 def parse_depths(num_loops) -> list[int]:
