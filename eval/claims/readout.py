@@ -70,9 +70,12 @@ def gap(content: dict, system: str, depth: int = 1) -> float:
 # the probes
 
 
-def commands(setting: Setting, seed: int) -> list[list[str]]:
-    folder = setting.of("core", seed)
-    return [by_sweep("core", folder, setting.text, seed), by_function("probes", folder, seed)]
+def commands_of(sweep: str) -> Callable[[Setting, int], list[list[str]]]:
+    def commands(setting: Setting, seed: int) -> list[list[str]]:
+        folder = setting.of(sweep, seed)
+        return [by_sweep(sweep, folder, setting.text, seed), by_function("probes", folder, seed)]
+
+    return commands
 
 
 def read(folder: Path) -> dict | None:
@@ -248,7 +251,7 @@ def worded(system: str) -> str:
 
 READOUT = Paper(
     "The readout blind spot",
-    [Measurement("core", commands, read)],
+    [Measurement(name, commands_of(name), read) for name in ("core", "table_2")],
     [
         ratio_claim(
             "under a loss at every loop the norm drifts behind a normed readout, not behind a raw one",
