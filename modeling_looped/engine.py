@@ -6,6 +6,7 @@ it is run.
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,6 +53,12 @@ def rope_type_by_length(trunk) -> str | None:
     """The type of rotary positions that change with the length of the sequence, if layers read any."""
     types = [trunk.rotary_of(kind).rope_type for kind in trunk.ropes]
     return next((each for each in types if "dynamic" in each or each == "longrope"), None)
+
+
+def may_be_cut(trunk, config, model_kwargs: dict) -> bool:
+    """Whether the prompt may go through the model in parts, of which each sees the ones before in the cache."""
+    is_whole = config.cache_is_given or model_kwargs.get("inputs_embeds") is not None  # transformers cuts neither well
+    return config.prefill_chunk_size is None and not is_whole and rope_type_by_length(trunk) is None
 
 
 class RowsOfEngine(NamedTuple):
@@ -142,9 +149,10 @@ def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
 
 
 class RowEngine:
-    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`."""
+    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`, and
+    what is called after every loop of the prompt, with the number of tokens in it."""
 
-    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs: dict):
+    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs: dict, after_loop=None):
         self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
         self.num_rows, self.rule = len(input_ids), self.options.exit_rule(model.config)
@@ -153,7 +161,7 @@ class RowEngine:
         self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
         self.rotary_table = None  # by position
 
-        outputs = self.prefill(input_ids, model_kwargs)
+        outputs = self.prefill(input_ids, model_kwargs, after_loop)
         self.given_cache = outputs.past_key_values
         is_ours = isinstance(self.given_cache, LoopedCache)
         self.cache = self.given_cache if is_ours else LoopedCache(model.config, num_loops=max(self.limits))
@@ -170,23 +178,26 @@ class RowEngine:
         self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
         self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], self.depths_of_prompts)
 
-    def prefill(self, input_ids, model_kwargs: dict):
+    def prefill(self, input_ids, model_kwargs: dict, after_loop: Callable[[int], None] | None):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
         if self.prompt_loops is not None:  # at which any change of the state is small enough to stop
             model_kwargs = {**model_kwargs, "exit_rule": ExitRule("latent_diff", math.inf, self.prompt_loops)}
-        states, hooks = [], []
-        if self.options.warm_start:
-            here = threading.get_ident()  # other threads may run the model, too
+        states, here = [], threading.get_ident()
 
-            def keep_last(part, inputs, state):
-                if threading.get_ident() == here:
-                    states.append(state[:, -1:])
+        def at_end_of_loop(part, inputs, state):
+            if threading.get_ident() != here:  # other threads may run the model, too
+                return
+            if self.options.warm_start:
+                states.append(state[:, -1:])
+            if after_loop is not None:
+                after_loop(state.shape[0] * state.shape[1])
 
-            hooks = [self.trunk.end_of_loop.register_forward_hook(keep_last)]
+        watches = self.options.warm_start or after_loop is not None
+        hook = self.trunk.end_of_loop.register_forward_hook(at_end_of_loop) if watches else None
         try:
             outputs = self.model._prefill(input_ids, self.config, model_kwargs)
         finally:
-            for hook in hooks:
+            if hook is not None:
                 hook.remove()
         self.warm_state = self.trunk.to_next_loop(states[-1]) if states else None
         mask = model_kwargs.get("attention_mask")  # transformers drops one without padding

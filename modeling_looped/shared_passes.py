@@ -5,8 +5,9 @@
         passes.generate(others, exit_criterion="kl", streamer=streamer)
 
 Each call is `model.generate`, with all that it takes, and gives what it would give alone, up to rounding. At every
-tick the core runs once for the rows of all calls. Who holds the turn runs the tick of all; a prompt takes one turn. A
-call for which there is no room waits. One that fails, or whose streamer raises, ends by itself: the others go on. What
+tick the core runs once for the rows of all calls. Who holds the turn runs the tick of all, or one loop of a part
+of its prompt; after each such loop a tick comes first, so that a long prompt holds up no one. A call for which there
+is no room waits. One that fails, or whose streamer raises, ends by itself: the others go on. What
 decodes in other ways (beams, drafts) does so beside them, when there is room for it.
 """
 
@@ -27,15 +28,19 @@ from .depth import check_count
 
 # arguments of generate_batch that belong to the continuous batching of transformers
 OF_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
+PROMPT_TOKENS = 512  # in a pass: they fill a processor, and take little time
+FEW_TOKENS = 32  # all loops over these take little more time than those of a token of all rows
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
 
 
 class SharedPasses:
     """max_rows: sequences that are decoded at a time. max_tokens: the most tokens, of prompts and to come, that these
-    may have together, which bounds the memory of their caches: slots x key/value heads x head_dim x 2 numbers each."""
+    may have together, which bounds the memory of their caches: slots x key/value heads x head_dim x 2 numbers each.
+    prompt_tokens: the most of a prompt that one pass takes; a `prefill_chunk_size` of the call wins over it."""
 
-    def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None):
+    def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None, prompt_tokens: int = PROMPT_TOKENS):
         self.model, self.max_rows = model, check_count("max_rows", max_rows)
+        self.prompt_tokens = check_count("prompt_tokens", prompt_tokens)
         self.max_tokens = None if max_tokens is None else check_count("max_tokens", max_tokens)
         self.table, self.decoders = RowTable(), []  # their rows lie in the table in the same order
         self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean
@@ -72,14 +77,25 @@ class SharedPasses:
             self._turn_of = threading.get_ident()
             yield
         finally:
-            self._turn_of = None
-            self._turn.release()
+            if self._turn_of == threading.get_ident():
+                self._turn_of = None
+                self._turn.release()
+
+    def give_way(self, tokens: int):
+        """To whoever waits for a turn, after a loop over so many tokens; then it is ours again."""
+        if tokens <= FEW_TOKENS:
+            return
+        self._turn_of = None
+        self._turn.release()
+        with self._entrance:
+            self._turn.acquire()
+        self._turn_of = threading.get_ident()
 
     def decode(self, make_engine, num_rows: int, max_length: int):
-        """`_sample` of transformers. make_engine: runs the prompt."""
+        """`_sample` of transformers. make_engine: runs the prompt, and calls what it is given after every loop."""
         with self.room(num_rows, num_rows * max_length):
             with self.turn():
-                decoder = ContinuousDecoder(make_engine(), self.table)
+                decoder = ContinuousDecoder(make_engine(after_loop=self.give_way), self.table)
                 self.decoders.append(decoder)
             try:
                 while not decoder.is_done:

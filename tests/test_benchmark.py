@@ -121,6 +121,12 @@ def test_of_serving(capsys):
         assert all(ratio > 0 and math.isfinite(ratio) for ratio in ratios(line[criterion]))
 
 
+def test_of_a_long_prompt(capsys):
+    line = lines_of("long_prompt", capsys, prompt=40)["long_prompt"]
+    assert all(ratio >= 0 and math.isfinite(ratio) for ratio in ratios(line))
+    assert line["longest_pause_in_tokens"] >= 1 <= line["longest_pause_in_tokens_whole"]
+
+
 def test_weights_that_serving_reads():
     """Of a request alone, those of the loop in every loop, and of the head at every token but that of the prompt."""
     model = tiny_model(num_loops=4)

@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,9 +80,56 @@ def test_what_each_gives_alone(system, implementation):
         model.set_attn_implementation(implementation)
     asked = requests(model, 14)
     alone = [model.generate(**request) for request in asked]
-    with SharedPasses(model, max_rows=6) as passes:
+    with SharedPasses(model, max_rows=6, prompt_tokens=6) as passes:
         assert_same(together(passes, asked), alone)
     assert passes.row_ticks > 2 * passes.ticks  # rows did share passes
+    assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "interrupted"])
+def test_others_go_on_between_the_loops_of_a_prompt(ends, monkeypatch):
+    model, ticks = build("sections"), []
+    small = {"input_ids": random_ids(1, 4), "max_new_tokens": 40, "num_loops": 2, **GREEDY}
+    large = {"input_ids": random_ids(1, 60, seed=1), "max_new_tokens": 2, **GREEDY}
+    alone, give_way = [model.generate(**request) for request in (small, large)], SharedPasses.give_way
+
+    def counts(passes, tokens):
+        while not passes._entrance.locked() and not decoding.done():  # a small model is faster than threads take turns
+            time.sleep(0.001)
+        give_way(passes, tokens)
+        ticks.append(passes.ticks)
+        if ends and len(ticks) == 20:
+            raise KeyboardInterrupt
+
+    class Starts(FailingStreamer):
+        """Lets the large one begin when the small one decodes: after its prompt and two tokens."""
+
+        def put(self, value):
+            self.left -= 1
+            if self.left < 0:
+                started.set()
+
+    def run(request: dict):
+        try:
+            return passes.generate(**request)
+        except BaseException as error:
+            return error
+
+    started = threading.Event()
+    monkeypatch.setattr(shared_passes, "FEW_TOKENS", 9)
+    with SharedPasses(model, prompt_tokens=10) as passes, ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(passes.generate, streamer=Starts(2), **small)
+        assert started.wait(60)
+        monkeypatch.setattr(SharedPasses, "give_way", counts)
+        result = run(large)
+        assert_same([decoding.result(timeout=60)], alone[:1])
+    gained = [after - before for before, after in zip(ticks, ticks[1:])]
+    if ends:
+        assert isinstance(result, KeyboardInterrupt)
+    else:
+        assert len(ticks) == 6 * 4  # parts of the prompt, and loops
+        assert_same([result], alone[1:])
+    assert len(gained) > 12 and min(gained[:12]) > 0, gained  # a tick comes between any two
     assert not passes.decoders and passes._rows == passes._tokens == 0
 
 

@@ -14,6 +14,7 @@ from .bandwidth import bandwidth
 from .decoding import exits, sharing, speculation
 from .harness import harness
 from .kept_tokens import cache
+from .long_prompt import long_prompt
 from .models import build, looped_config, print_line, tokens, unrolled_llama
 from .options import parse
 from .products import products
@@ -142,6 +143,7 @@ BENCHMARKS = {
     "sharing": sharing,
     "cache": cache,
     "serving": serving,
+    "long_prompt": long_prompt,
     "products": products,
     "harness": harness,
     "_memory": measure_memory,
@@ -150,6 +152,8 @@ IN_WORDS = {
     "train": "A training step is {speedup_over_llama:.2f} times as fast as that of transformers' Llama.",
     "llama": "Decoding is {speedup_over_llama:.2f} times as fast as with transformers' Llama.",
     "memory": "A loss at every loop takes {per_loop_over_terminal:.2f} times the memory of one at the last.",
+    "long_prompt": "For a long prompt, rows that decode wait {longest_pause_over_whole:.2f} times as long as where it "
+    "is not cut; its first token comes after {first_token_over_whole:.2f} times as long.",
     "depths": "The logits of every depth take {all_depths_over_one:.2f} times as long as those of the last, and "
     "{predicted_by_flops:.2f} times as many operations.",
 }

@@ -25,17 +25,12 @@ from .over_http import asked_over_http
 
 class Served(NamedTuple):
     tokens_per_second: float
-    prompt_seconds: float  # of all passes over prompts, which exits do not shorten
-    seconds: float
+    decoding_seconds: float  # of all ticks
     latencies: list[float]  # seconds from arrival to the last token
     loops: torch.Tensor  # of every token but the prompts'
     rows_in_a_pass: float
     tokens_per_readout: float
     weights: int  # that decoding read: those of the loop once in a pass, those of the head once in a readout
-
-    @property
-    def decoding_seconds(self) -> float:
-        return self.seconds - self.prompt_seconds
 
 
 def serving(args) -> dict:
@@ -109,7 +104,7 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
     with (
         SharedPasses(model, max_rows) as passes,
         ThreadPoolExecutor(len(asked)) as pool,
-        seconds_of_forward(model) as prompts,
+        seconds_of_ticks(passes) as ticks,
         calls_of("run_loop", "read_logits") as calls,
     ):
         start = time.perf_counter()
@@ -136,7 +131,7 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
     weights = (
         calls["run_loop"] * count_in_a_loop(model.model.core) + calls["read_logits"] * model.lm_head.weight.numel()
     )
-    return Served(speed, sum(prompts), seconds, latencies, loops, rows, len(loops) / calls["read_logits"], weights)
+    return Served(speed, sum(ticks), latencies, loops, rows, len(loops) / calls["read_logits"], weights)
 
 
 @contextmanager
@@ -161,15 +156,17 @@ def calls_of(*names: str):
 
 
 @contextmanager
-def seconds_of_forward(model):
-    """Of each of the model's own passes, which are those over prompts: one at a time."""
-    seconds, begun = [], []
-    hooks = [
-        model.register_forward_pre_hook(lambda *_: begun.append(now())),
-        model.register_forward_hook(lambda *_: seconds.append(now() - begun.pop())),
-    ]
+def seconds_of_ticks(passes: SharedPasses):
+    """Of each of them: the rest goes to prompts, which exits do not shorten."""
+    seconds, tick = [], passes.tick
+
+    def timed():
+        start = now()
+        tick()
+        seconds.append(now() - start)
+
+    passes.tick = timed
     try:
         yield seconds
     finally:
-        for hook in hooks:
-            hook.remove()
+        del passes.tick

@@ -1,0 +1,105 @@
+"""How long rows that decode wait for the prompt of another request: cut into parts, between whose loops they go on,
+over whole.
+
+Called by `looped benchmark long_prompt`.
+"""
+
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import torch
+
+from modeling_looped.shared_passes import SharedPasses
+
+from .models import build, looped_config, tokens
+
+
+TOKENS_BEFORE = 3  # of each row, with its prompt's, before the long prompt comes
+FEW = 8  # tokens of the rows' own prompts
+
+
+class Ends(Exception):
+    """The rows have nothing more to show."""
+
+
+class Times:
+    """A streamer that keeps when tokens came."""
+
+    def __init__(self, ends: threading.Event):
+        self.ends, self.seconds, self.has_begun = ends, [], threading.Event()
+
+    def put(self, value):
+        self.seconds.append(time.perf_counter())
+        if len(self.seconds) > TOKENS_BEFORE:
+            self.has_begun.set()
+        if self.ends.is_set():
+            raise Ends
+
+    def end(self):
+        pass
+
+
+class Whole(SharedPasses):
+    """A prompt holds its turn."""
+
+    def give_way(self, tokens: int):
+        pass
+
+
+def long_prompt(args) -> dict:
+    model = build(args, looped_config(args)).eval()
+    long = tokens(args, batch=1, length=args.prompt)
+    few = [tokens(args, batch=1, length=FEW) for _ in range(args.batch_size - 1)]
+    turns = []
+    for _ in range(args.repeats):
+        whole = pauses(Whole(model, args.batch_size, prompt_tokens=args.prompt), few, long)
+        cut = pauses(SharedPasses(model, args.batch_size), few, long)
+        turns.append(
+            {
+                "longest_pause_over_whole": cut["longest"] / whole["longest"],
+                "longest_pause_in_tokens": cut["longest"] / cut["usual"],
+                "longest_pause_in_tokens_whole": whole["longest"] / whole["usual"],
+                "first_token_over_whole": cut["first"] / whole["first"],
+                "tokens_meanwhile": cut["meanwhile"],
+            }
+        )
+    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+
+
+def pauses(passes: SharedPasses, few: list[torch.Tensor], long: torch.Tensor) -> dict:
+    """Seconds between two tokens of a row, and until the first token of the long prompt."""
+    ends, settings = threading.Event(), {"do_sample": False, "pad_token_id": 0}
+    times = [Times(ends) for _ in few]
+
+    def decode(prompt: torch.Tensor, streamer: Times):
+        try:
+            most = passes.model.config.max_position_embeddings - prompt.shape[1]
+            mask = torch.ones_like(prompt)
+            passes.generate(prompt, attention_mask=mask, streamer=streamer, max_new_tokens=most, **settings)
+        except Ends:
+            pass
+
+    with passes, ThreadPoolExecutor(len(few)) as pool:
+        rows = [pool.submit(decode, *pair) for pair in zip(few, times)]
+        try:
+            for streamer in times:
+                streamer.has_begun.wait()
+            begun = time.perf_counter()
+            passes.generate(long, attention_mask=torch.ones_like(long), max_new_tokens=1, **settings)
+            done = time.perf_counter()
+        finally:
+            ends.set()
+        for row in rows:
+            row.result()
+    usual = [b - a for of_row in times for a, b in pairwise(of_row.seconds[1:]) if b < begun]
+    waits = [b - a for of_row in times for a, b in pairwise(of_row.seconds[1:]) if b > begun]
+    meanwhile = sum(begun < second < done for of_row in times for second in of_row.seconds)
+    return {
+        "longest": max(waits),
+        "usual": statistics.median(usual),
+        "first": done - begun,
+        "meanwhile": meanwhile / len(few),
+    }
