@@ -29,6 +29,8 @@ def tensor_parallel_plan(config: LayersAndSlots) -> dict[str, str]:
         names = [name for name, layers in zip(("prelude", "core", "coda"), gated) if any(layers)]
         plan |= {f"{section}.*.self_attn.value_gate": "colwise" for section in names}
         plan["value_embeds.*"] = "replicated_with_grad_allreduce"
+    if not plan and config.tie_word_embeddings:  # transformers adds it to plans of some layers alone
+        plan["embed_tokens"] = "embedding_rowwise"
     return plan
 
 

@@ -39,6 +39,7 @@ from looped_recipes.engine.optimizers import (
     set_learning_rates,
 )
 from looped_recipes.engine.saving import CheckpointError
+from looped_recipes.engine.tensor_parallel import add_up_gradients, clip_gradients, data_rank
 from looped_recipes.settings.recipe import OptimizerConfig, ScheduleConfig
 from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
 
@@ -58,7 +59,7 @@ def train(
     fsdp: bool | None = False,  # None: as the launcher says
     units_of_accelerate: bool = False,
     blocks_as_units: bool = False,
-    mesh: tuple[int, int] | None = None,  # replicas, and shards of each
+    mesh: tuple[int, ...] | None = None,  # replicas, shards of each, and parts of their matrices
     micro_batches: int = 1,
     load: str | None = None,
     save: str | None = None,
@@ -73,8 +74,8 @@ def train(
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP" if has_units else "NO_WRAP"
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(mesh is not None).lower()
         if mesh is not None:
-            for name, size in zip(("REPLICATE", "SHARD"), mesh):
-                os.environ[f"PARALLELISM_CONFIG_DP_{name}_SIZE"] = str(size)
+            for name, size in zip(("DP_REPLICATE", "DP_SHARD", "TP"), (*mesh, 1)):
+                os.environ[f"PARALLELISM_CONFIG_{name}_SIZE"] = str(size)
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     looped = tiny_model(**(model or {})).train()
@@ -96,7 +97,8 @@ def train(
     for step in range(*steps):
         ids = random_ids(ROWS, LENGTH, seed=step)
         depths = depths_of_step(sampler, looped.config.num_loops, 0, step, range(ROWS))
-        rows = balanced_ranks(depths, accelerator.num_processes)[accelerator.process_index]
+        index, world = data_rank(accelerator)
+        rows = balanced_ranks(depths, world)[index]
         total = torch.zeros(())
         for part in range(micro_batches):
             mine = rows[part::micro_batches]
@@ -110,14 +112,15 @@ def train(
                     num_loops=[depths[row] for row in mine],
                     backprop_loops=backprop_loops,
                     initial_state=noise,
-                    num_items_in_batch=ROWS * (LENGTH - 1) // accelerator.num_processes,
+                    num_items_in_batch=ROWS * (LENGTH - 1) // world,
                     output_logits=False,
                 ).loss
                 accelerator.backward(loss)
             total += loss.detach()
         losses.append(accelerator.reduce(total, reduction="mean").item())
         fill_missing_gradients(optimizers)
-        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
+        add_up_gradients(bare(wrapped))
+        clip_gradients(accelerator, wrapped, 1.0)
         apply_step_settings(optimizers, step, settings, TOTAL_STEPS)
         set_learning_rates(schedulers, step)
         for each in optimizers:

@@ -17,10 +17,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 
-from looped_recipes.engine.distributed import _check_mesh, check_units, make_accelerator
+from looped_recipes.engine.distributed import _check_mesh, check_split, check_units, make_accelerator
+from looped_recipes.engine.tensor_parallel import check_heads
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 
 from .distributed_worker import train
+from .helpers import tiny_config
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +36,7 @@ def test_accelerate_knows_every_key(name):
     assert config.mixed_precision == "bf16" and config.main_training_function == "main"
 
 
-@pytest.mark.parametrize("name", ["fsdp2.yaml", "multi_node.yaml", "hsdp.yaml"])
+@pytest.mark.parametrize("name", ["fsdp2.yaml", "multi_node.yaml", "hsdp.yaml", "tensor_parallel.yaml"])
 def test_fsdp_configs_are_those_that_the_recipes_take(name, monkeypatch):
     settings = yaml.safe_load((CONFIGS / name).read_text())["fsdp_config"]
     known = {key.removeprefix("fsdp_") for key in settings}
@@ -83,14 +85,41 @@ def test_blocks_as_units_need_processes_that_run_alike(monkeypatch, overrides, m
             check_units(accelerator, recipe)
 
 
-@pytest.mark.parametrize("name", ["TP", "CP"])
+@pytest.mark.parametrize("setting", ["compile=true", "cross_entropy=liger_kernel", "kernels=liger_kernel"])
+def test_what_takes_whole_matrices_is_refused_where_they_are_split(setting):
+    recipe = load_recipe(ROOT / "recipes" / "smoke" / "flt.yaml", [f"training.{setting}"])
+    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    with pytest.raises(RecipeError, match=f"training.{setting.split('=')[0]}=.*parallelism_config_tp_size=2"):
+        check_split(SimpleNamespace(parallelism_config=config), recipe)
+
+
+def test_heads_that_cannot_be_shared_out_are_refused():
+    with pytest.raises(RecipeError, match="tp_size=3 does not divide the 4 key/value heads of the core"):
+        check_heads(tiny_config(num_attention_heads=4), 3)
+
+
+@pytest.mark.parametrize(
+    "fsdp, replicas, shards, found",
+    [(False, 1, 2, "DDP, 2 and 1"), (True, 1, 1, "FSDP2, 1 and 1"), (True, 2, 2, "FSDP2, 2 and 2")],
+)
+def test_matrices_are_split_beside_shards_alone(monkeypatch, fsdp, replicas, shards, found):
+    sizes = {"DP_REPLICATE": replicas, "DP_SHARD": shards, "TP": 2}
+    settings = {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+    for key, value in {**settings, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(fsdp).lower())
+    with pytest.raises(RecipeError, match=f"tp_size=2 goes with.* {found}: start from .*tensor_parallel.yaml"):
+        make_accelerator(cpu=True)
+
+
+@pytest.mark.parametrize("name", ["SP", "CP"])
 def test_a_mesh_that_would_be_dropped_is_refused(monkeypatch, name):
     settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     settings |= {f"PARALLELISM_CONFIG_{name}_SIZE": "2"}
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(RecipeError, match=f"parallelism_config_{name.lower()}_size.*2.*would be dropped.*hsdp.yaml"):
-        _check_mesh(ParallelismConfig())
+        _check_mesh(ParallelismConfig(), is_fsdp=True)
 
 
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):

@@ -21,6 +21,7 @@ from looped_recipes.engine.checkpoint import (
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.saving import CheckpointError, only_run
+from looped_recipes.engine.tensor_parallel import can_split
 from looped_recipes.settings.recipe import OptimizerConfig
 from modeling_looped import LoopedForCausalLM
 
@@ -507,6 +508,44 @@ def test_blocks_as_units_give_the_losses_of_one_process(num_processes, mesh, tmp
         expected = train([0, 3], **each)["losses"]
         for _ in range(2):
             assert_close(next(results)["losses"], expected, rounding(each))
+
+
+SECTIONS = {"num_prelude_layers": 1, "num_coda_layers": 1}
+OF_OWN_HEADS = {"qk_norm": "learned", "value_embeddings": True, "num_key_value_heads": 2, **SECTIONS}
+SPLIT = {
+    "per_loop": PER_LOOP,
+    # gradients that each process knows in part, added up once for all micro batches
+    "own_heads": {"optimizer": ADAMW, "model": OF_OWN_HEADS, "micro_batches": 2},
+    "tied": {"optimizer": STABLE, "model": {"tie_word_embeddings": True, "loop_lora_rank": 2}},
+    "parcae": {
+        "optimizer": MUON,
+        "model": {"preset": "parcae", **SECTIONS},
+        "sampler": "poisson",
+        "backprop_loops": 2,
+    },
+    "ouro": {"optimizer": NORMUON, "model": {"preset": "ouro"}, "blocks_as_units": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_split(), reason="this transformers cannot split a model that is already made")
+def test_split_matrices_give_the_losses_of_one_process(tmp_path):
+    """Two shards of two halves. One process goes on from where four stopped."""
+    how = {name: {**each, "model": {"vocab_size": 100, **each["model"]}} for name, each in SPLIT.items()}
+    tasks = [
+        {"steps": [0, 3], "fsdp": True, "mesh": (1, 2, 2), "save": str(tmp_path / name), **each}
+        for name, each in how.items()
+    ]
+    tasks[0]["export"] = str(tmp_path / "export")
+    results = dict(zip(how, launch(tmp_path, tasks, num_processes=4)))
+    for name, each in how.items():
+        alone = {key: value for key, value in each.items() if key != "blocks_as_units"}
+        expected = train([0, 4], **alone)["losses"]
+        assert_close(results[name]["losses"], expected[:3], rounding(each))
+        path = latest_checkpoint(tmp_path / name)
+        assert_close(train([3, 4], load=str(path), **alone)["losses"], expected[3:], rounding(each))
+    opened = LoopedForCausalLM.from_pretrained(tmp_path / "export")
+    assert_same({name: p.detach() for name, p in opened.named_parameters()}, results["per_loop"]["weights"])
 
 
 VARIANTS = {

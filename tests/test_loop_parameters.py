@@ -386,6 +386,9 @@ def test_tensor_parallel_leaves_the_core_whole():
     plan = tiny_config(**SECTIONS, loop_lora_rank=2).base_model_tp_plan
     assert plan and not any(name.startswith("core") for name in plan)
     assert any(name.startswith("core") for name in tiny_config(loop_norms=True).base_model_tp_plan)
+    # a tied head, which is split, has its weight there
+    tied = tiny_config(loop_lora_rank=2, tie_word_embeddings=True).base_model_tp_plan
+    assert tied == {"embed_tokens": "embedding_rowwise"}
 
 
 @pytest.mark.slow

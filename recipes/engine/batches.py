@@ -17,6 +17,8 @@ from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
 from modeling_looped.losses import shift
 
+from .tensor_parallel import data_rank
+
 
 class MicroBatch(NamedTuple):
     number: int  # what dropout is seeded with
@@ -47,7 +49,7 @@ class Batches:
         self.check_groups()
 
     def check_groups(self):
-        training, world = self.recipe.training, self.accelerator.num_processes
+        training, world = self.recipe.training, data_rank(self.accelerator).world
         if self.has_dropout and training.rows_per_step % (training.micro_batch_size * world):
             raise RecipeError(
                 f"with dropout the {world} processes share whole micro batches, but training.rows_per_step="
@@ -116,7 +118,7 @@ class Batches:
         however many they are.
         """
         size = self.recipe.training.micro_batch_size
-        world, index = self.accelerator.num_processes, self.accelerator.process_index
+        index, world = data_rank(self.accelerator)
         if not self.has_dropout:
             mine = balanced_ranks(depths, world)[index]
             return list(enumerate(mine[start : start + size] for start in range(0, len(mine), size)))

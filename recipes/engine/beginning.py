@@ -7,21 +7,24 @@ from accelerate import Accelerator
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
-from looped_recipes.engine.distributed import check_units
+from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
+from looped_recipes.engine.tensor_parallel import data_rank
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM
 
 
 def check_launch(recipe: Recipe, accelerator: Accelerator):
     """What can be refused before data are prepared."""
-    training, world = recipe.training, accelerator.num_processes
+    training, world = recipe.training, data_rank(accelerator).world
     if training.rows_per_step % world:
         raise RecipeError(
-            f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes; change one"
+            f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes that read "
+            "rows; change one"
         )
     check_device(training, accelerator.device.type)
     check_units(accelerator, recipe)
+    check_split(accelerator, recipe)
     check_trackers(recipe, accelerator)
     check_start(recipe)
 

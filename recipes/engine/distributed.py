@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
@@ -27,6 +28,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from looped_recipes.settings.recipe import Recipe, RecipeError
 
+from .tensor_parallel import can_split, split, split_over
+
 
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
     """The accelerator that `accelerate launch` asks for.
@@ -37,7 +40,9 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     if num_processes > 1 and not torch.accelerator.is_available():
         kwargs["cpu"] = True
-    has_mesh = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    has_mesh = is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if has_mesh:
+        _check_mesh(ParallelismConfig(), is_set("ACCELERATE_USE_FSDP"))
     # its check of a mesh knows no CPUs
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false") if kwargs.get("cpu") else nullcontext():
         accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
@@ -46,7 +51,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
             f"{num_processes} processes were launched, but they do not find each other: accelerate counts "
             f"{accelerator.num_processes}; see `accelerate env` and recipes/accelerate/"
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if is_set("ACCELERATE_USE_FSDP"):
         plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
         _check_plugin(plugin)
         if accelerator.distributed_type == DistributedType.MULTI_CPU:
@@ -55,9 +60,11 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
             if has_mesh:
                 accelerator.state.parallelism_config = ParallelismConfig()
                 accelerator.state.device_mesh = accelerator.parallelism_config.get_device_mesh("cpu")
-    if accelerator.parallelism_config is not None:
-        _check_mesh(accelerator.parallelism_config)
     return accelerator
+
+
+def is_set(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
 
 
 def prepare(
@@ -79,6 +86,8 @@ def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         torch.distributed.broadcast(parameter.data, src=0)
     mesh = getattr(accelerator, "torch_device_mesh", None)
     if mesh is not None:
+        if split_over(accelerator) > 1:
+            split(model, mesh["tp"])
         mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda module: False)
     # no mp_policy: autocast keeps the residual stream in fp32, as on one process
@@ -106,6 +115,24 @@ def check_units(accelerator: Accelerator, recipe: Recipe):
             "training.gradient_checkpointing='loops' computes blocks again that fsdp_auto_wrap_policy would have to "
             "gather by themselves: set it to true, or fsdp_auto_wrap_policy to NO_WRAP"
         )
+
+
+def check_split(accelerator: Accelerator, recipe: Recipe):
+    """What takes whole matrices, or has not been tried with parts of them."""
+    if split_over(accelerator) == 1:
+        return
+    if not can_split():
+        raise RecipeError(
+            f"parallelism_config_tp_size={split_over(accelerator)}: transformers {transformers.__version__} cannot "
+            "split a model that is already made; 5.23 can"
+        )
+    training = recipe.training
+    for name in ("compile", "cross_entropy", "kernels", "float8"):
+        if value := getattr(training, name):
+            raise RecipeError(
+                f"training.{name}={value!r} does not go with parallelism_config_tp_size={split_over(accelerator)}, "
+                "which splits matrices over processes: leave one of them out"
+            )
 
 
 def with_autocast(accelerator: Accelerator, forward: Callable) -> Callable:
@@ -156,13 +183,19 @@ def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
                     parameter.grad = torch.zeros_like(parameter)
 
 
-def _check_mesh(config: ParallelismConfig):
-    others = {name: getattr(config, f"{name}_size") for name in ("tp", "cp", "sp")}
+def _check_mesh(config: ParallelismConfig, is_fsdp: bool):
+    others = {name: getattr(config, f"{name}_size") for name in ("cp", "sp")}
     others = {f"parallelism_config_{name}_size": size for name, size in others.items() if size > 1}
     if others:
         raise RecipeError(
-            f"{others} would be dropped: training shards by data alone (parallelism_config_dp_replicate_size and "
-            "_dp_shard_size, see recipes/accelerate/hsdp.yaml)"
+            f"{others} would be dropped: training shards by data (parallelism_config_dp_replicate_size and "
+            "_dp_shard_size, see recipes/accelerate/hsdp.yaml) and splits matrices (parallelism_config_tp_size)"
+        )
+    if config.tp_size > 1 and (not is_fsdp or config.dp_shard_size < 2 or config.dp_replicate_size > 1):
+        raise RecipeError(
+            f"parallelism_config_tp_size={config.tp_size} goes with FSDP2, parallelism_config_dp_shard_size of 2 or "
+            f"more and _dp_replicate_size of 1, not with {'FSDP2' if is_fsdp else 'DDP'}, {config.dp_shard_size} and "
+            f"{config.dp_replicate_size}: start from recipes/accelerate/tensor_parallel.yaml"
         )
 
 

@@ -22,6 +22,7 @@ from modeling_looped.loop_parameters import parameters_by_loop
 
 from .muon import NorMuon, SharedMuon
 from .stable_adamw import StableAdamW
+from .tensor_parallel import by_mesh
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int) -> list[torch.optim.Optimizer]:
@@ -50,6 +51,7 @@ MUONS = {"muon": partial(SharedMuon, adjust_lr_fn="original"), "normuon": NorMuo
 
 def adamw(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps}
+    groups = [{**group, "params": of_mesh} for group in groups for of_mesh in by_mesh(group["params"])]
     if not (config.update_clipping or config.atan2):
         # one kernel for all tensors; the model goes to the GPU after the optimizer is made
         return torch.optim.AdamW(groups, **settings, fused=True if torch.cuda.is_available() else None)

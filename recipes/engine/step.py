@@ -22,6 +22,7 @@ from .distributed import bare, fill_missing_gradients
 from .interruption import Interruption
 from .monitor import Monitor, StateNorms
 from .optimizers import apply_step_settings, set_learning_rates
+from .tensor_parallel import add_up_gradients, clip_gradients
 from .validation import depths_in_one_pass
 
 
@@ -104,6 +105,7 @@ class Steps:
             if norms is not None:
                 norms.add([state.detach() for state in outputs.loop_hidden_states])
             del outputs
+        add_up_gradients(bare(self.model))
         return total
 
     def labels_of(self, step: int) -> torch.Tensor:
@@ -119,8 +121,7 @@ class Steps:
         fill_missing_gradients(self.optimizers)
         limit = self.recipe.optimizer.clip
         limit = math.inf if limit is None else limit  # infinity leaves them as they are
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)
+        return clip_gradients(self.accelerator, self.model, limit)
 
     def update(self):
         for optimizer in self.optimizers:

@@ -13,6 +13,7 @@ from looped_recipes.settings.recipe import Recipe
 
 from .compiling import begin_step
 from .distributed import to_shards
+from .tensor_parallel import data_rank
 
 
 @torch.no_grad()
@@ -20,7 +21,8 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
     """Cross-entropy and bits per byte over the first rows, at every depth from one pass. Every process calls it."""
     size = recipe.training.micro_batch_size
     count = min(recipe.evaluation.rows, len(validation))
-    mine = list(range(count))[accelerator.process_index :: accelerator.num_processes]
+    index, world = data_rank(accelerator)
+    mine = list(range(count))[index::world]
     loops = recipe.evaluation.loops or list(range(1, config.num_loops + 1))
     sums = torch.zeros(len(loops), device=accelerator.device, dtype=torch.float64)
     nats = torch.zeros(len(loops), count, device=accelerator.device, dtype=torch.float64)
@@ -76,5 +78,5 @@ def losses_at(model, config, loops: list[int], batch: dict) -> torch.Tensor:
 
 def equal_batches(accelerator: Accelerator, count: int, size: int) -> int:
     """Forward passes of `size` rows that every process makes over `count` rows."""
-    per_process = -(-count // accelerator.num_processes)
+    per_process = -(-count // data_rank(accelerator).world)
     return -(-per_process // size)

@@ -1,0 +1,109 @@
+"""Tensor parallelism beside FSDP2: the matrices of blocks and the head are split over some processes, by the plan of
+the model that transformers follows for inference, and all processes that share a model read the same rows.
+
+The parts are sharded by data as any other weight is. What works on a process's own heads alone (norms of queries and
+keys, value embeddings) is whole on all of them, and its gradient is added up once a step.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
+
+from looped_recipes.common.measures import whole
+from looped_recipes.settings.recipe import RecipeError
+from modeling_looped import LoopedConfig
+from modeling_looped.borrowed import found
+from modeling_looped.config_plans import existing_sections
+
+
+SUMMED = "replicated_with_grad_allreduce"  # transformers' name for it
+
+
+class DataRank(NamedTuple):
+    """Which share of the rows of a step a process reads."""
+
+    index: int
+    world: int
+
+
+def split_over(accelerator: Accelerator) -> int:
+    """Processes that a model is split over."""
+    config = accelerator.parallelism_config
+    return 1 if config is None else config.tp_size
+
+
+def data_rank(accelerator: Accelerator) -> DataRank:
+    """Processes that a model is split over stand beside each other."""
+    size = split_over(accelerator)
+    return DataRank(accelerator.process_index // size, accelerator.num_processes // size)
+
+
+split_as_planned = found("transformers.distributed.tensor_parallel", "apply_tensor_parallelism")
+settings_of_split = found("transformers.distributed", "DistributedConfig")
+
+
+def can_split() -> bool:
+    """Whether transformers can split a model that is already made."""
+    return None not in (split_as_planned, settings_of_split) and hasattr(PreTrainedModel, "_resolve_parallel_plans")
+
+
+def split(model: nn.Module, mesh: DeviceMesh):
+    """Its matrices, in place. Before it is sharded."""
+    check_heads(model.config, mesh.size())
+    plan = model._resolve_parallel_plans(settings_of_split(tp_size=mesh.size()))[0]
+    here = dict(model.named_modules()).keys() | dict(model.named_parameters()).keys()  # a tied head has no own weight
+    split_as_planned(model, mesh, {name: style for name, style in plan.items() if style != SUMMED and name in here})
+    model.tie_weights()
+    own_heads = {name for name, style in plan.items() if style == SUMMED}
+    model.known_in_part = [name for name, _ in model.named_parameters() if name in own_heads]
+    model.mesh_of_parts = mesh
+
+
+def check_heads(config: LoopedConfig, size: int):
+    """A head is on one process."""
+    for section in existing_sections(config):
+        heads = config.block_sizes(section).num_key_value_heads
+        if heads % size:
+            raise RecipeError(
+                f"parallelism_config_tp_size={size} does not divide the {heads} key/value heads of the {section}: "
+                "choose one that does"
+            )
+
+
+def add_up_gradients(model: nn.Module):
+    """Of what each process knows from its own heads alone. After the backward passes of a step."""
+    mesh = getattr(model, "mesh_of_parts", None)
+    if mesh is None:
+        return
+    for name in model.known_in_part:
+        gradient = model.get_parameter(name).grad
+        if gradient is not None:
+            dist.all_reduce(gradient.to_local(), group=mesh.get_group())
+
+
+def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that lie on the same processes: an operation over many tensors takes one such list."""
+    lists: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        lists.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(lists.values())
+
+
+def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float) -> torch.Tensor:
+    """To a norm of all of them, which is returned as it was."""
+    if split_over(accelerator) == 1:
+        return whole(torch.as_tensor(accelerator.clip_grad_norm_(model.parameters(), limit)))
+    accelerator.unscale_gradients()
+    lists = by_mesh(parameter for parameter in model.parameters() if parameter.grad is not None)
+    norms = [whole(get_total_norm([parameter.grad for parameter in each])) for each in lists]
+    norm = torch.stack(norms).norm()
+    for each in lists:
+        clip_grads_with_norm_(each, limit, norm)
+    return norm
