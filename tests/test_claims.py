@@ -312,6 +312,25 @@ def test_seeds_without_a_system_or_a_probe_are_left_out():
     assert readout.loss_more("terminal_rmsnorm", "terminal_penalty")(content) == Estimate(0.5, None, None, 1)
 
 
+def test_models_of_two_sweeps_of_a_seed_are_compared(tmp_path):
+    made_by = {"command": "trained", "commit": "abc", "versions": {}, "hardware": "none"}
+
+    def trained(sweep: str, system: str, loss: float):
+        folder = tmp_path / sweep / "seed_0"
+        folder.mkdir(parents=True)
+        line = {"name": system, "model.preset": f"readout_{system}", "loss": loss, "metrics": {}, **made_by}
+        (folder / "results.jsonl").write_text(json.dumps(line) + "\n")
+        (folder / "probes.json").write_text(json.dumps({system: {"scale_range": loss}, **made_by}))
+        return folder
+
+    rest = trained("table_2_rest", "per_loop_penalty", 2.5)
+    assert readout.read_rest(rest) is None  # those that it is compared to are not measured
+    trained("table_2", "per_loop_rmsnorm", 3.0)
+    content = {"seeds": {"0": readout.read_rest(rest)}}
+    assert readout.loss_more("per_loop_rmsnorm", "per_loop_penalty")(content) == Estimate(0.5, None, None, 1)
+    assert readout.probe(content["seeds"]["0"], "per_loop_rmsnorm", "scale_range") == 3.0
+
+
 def test_gradients_that_swing_and_runs_that_collapse():
     runs = [
         {

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
@@ -13,8 +14,16 @@ from .rules import AtMost, Effect, Estimate, Rule, over_seeds
 from .sweeps import by_sweep, runs_of
 
 
-SIZE = "width 96, 2 layers, 4 loops, 400 steps of 1,024 tokens"
-SOURCE = "claims/core"
+class Trained(NamedTuple):
+    """How the models were trained whose numbers a claim reads."""
+
+    source: str
+    size: str
+
+
+SHORT = Trained("claims/core", "width 96, 2 layers, 4 loops, 400 steps of 1,024 tokens")
+LONG_SIZE = "width 64, 2 layers, 4 loops, 5,000 steps of 1,024 words, white space and signs"
+LONG, LONG_REST = (Trained(f"claims/{name}", LONG_SIZE) for name in ("table_2", "table_2_rest"))
 SYSTEMS = ("terminal_rmsnorm", "terminal_raw", "per_loop_rmsnorm", "per_loop_raw", "per_loop_penalty")
 ADDED = ("per_loop_final_only", "terminal_penalty", "exit_weighted", "damping")  # later: earlier seeds lack them
 PAPER_NORMS = dict(zip(SYSTEMS + ADDED, (5674, 15, 39207, 44, 17, 57, 21, 6470, 2432)))  # table 2, appendix G, 44M
@@ -98,84 +107,54 @@ def probe(content: dict, system: str, name: str) -> float:
     return content["probes"][run_of(content, system)["name"]][name]
 
 
-def raw_over_normed(name: str, order: int = 1):
-    """Logarithm to base 10 of a probe behind the raw readout over that behind the normed one, or the other way."""
-
-    def ratio(content: dict) -> float:
-        values = [abs(probe(content, system, name)) for system in ("per_loop_raw", "per_loop_rmsnorm")]
-        return order * math.log10(values[0] / values[1])
-
-    return over_runs(ratio)
-
-
-def probe_claims() -> list[Claim]:
-    said = "both with a loss at every loop (the paper's 44M)"
-    costs = [
-        Claim(
-            "table 4",
-            f"to hold the scale after the first loop costs next to nothing behind a {kind} readout: {cost} nats",
-            "loss with the scale held less that without",
-            SIZE,
-            SOURCE,
-            over_runs(lambda content, system=system: probe(content, system, "clamp_cost")),
-            AtMost(0.01),
-        )
-        for kind, system, cost in (("normed", "per_loop_rmsnorm", 0.0004), ("raw", "per_loop_raw", 0.0055))
-    ]
-    return [
-        Claim(
-            "table 3",
-            "a normed readout has no gradient along the state: a fraction of 4.7e-9, a raw one 7.2e-2",
-            f"log10 of the ratio of radial fractions, raw over normed, {said}",
-            SIZE,
-            SOURCE,
-            raw_over_normed("radial_fraction"),
-            Effect(math.log10(7.2e-2 / 4.7e-9)),
-        ),
-        Claim(
-            "table 12",
-            "behind a normed readout the scale grows by 258 a loop, behind a raw one by 0.27",
-            f"log10 of the ratio of the growth from loop 10 on, normed over raw, {said}",
-            SIZE,
-            SOURCE,
-            raw_over_normed("growth_per_loop", -1),
-            Effect(math.log10(257.81 / 0.27)),
-        ),
-        *costs,
-    ]
-
-
-def later_claims() -> list[Claim]:
-    """The rest of table 2, appendices G and H, tables 5, 10, 13 and 14, figures 4, 5 and 7."""
+def about_four(trained: Trained) -> list[Claim]:
+    """Loss at the last loop or at every one, through a normed readout or a raw one: table 2, tables 3, 4, 10 to 14,
+    figures 1, 4 and 5."""
+    both = "both with a loss at every loop (the paper's 44M)"
 
     def claim(where: str, says: str, number: str, read: Callable[[dict], float], rule: Rule) -> Claim:
-        return Claim(where, says, number, SIZE, SOURCE, over_runs(read), rule)
+        return Claim(where, says, number, trained.size, trained.source, over_runs(read), rule)
 
-    def loops(content: dict, system: str) -> float:
-        return probe(content, system, "halting")["loops"]
+    def probe_claim(where: str, says: str, number: str, name: str, order: int, paper: float) -> Claim:
+        """Logarithm to base 10 of a probe behind the raw readout over that behind the normed one, or the other way."""
 
-    def heavy_tail(content: dict, system: str) -> float:
-        return probe(content, system, "mean_over_median_norm")
+        def ratio(content: dict) -> float:
+            values = [abs(probe(content, system, name)) for system in ("per_loop_raw", "per_loop_rmsnorm")]
+            return order * math.log10(values[0] / values[1])
+
+        return claim(where, says, f"log10 of the ratio of {number}, {both}", ratio, Effect(paper))
 
     return [
-        ratio_claim("raw readouts before the last loop hold the norm", "per_loop_rmsnorm", "per_loop_final_only"),
-        loss_claim("so the loss is better too", "per_loop_rmsnorm", "per_loop_final_only"),
-        ratio_claim("the penalty holds it under a loss at the last loop", "terminal_rmsnorm", "terminal_penalty"),
-        loss_claim("and the loss is better", "terminal_rmsnorm", "terminal_penalty"),
-        ratio_claim("losses weighted by exits do not hold it", "exit_weighted", "per_loop_raw", "appendix G"),
-        ratio_claim("damping between loops lowers it", "terminal_rmsnorm", "damping", "appendix G"),
-        ratio_claim("to far above that behind a raw readout", "damping", "terminal_raw", "appendix G"),
-        claim("table 3", "raw readouts before the last loop see scale, the last, normed one does not",
-              "log10 of the radial fraction after the first loop over that after the last, final-only norm",
-              lambda c: math.log10(probe(c, "per_loop_final_only", "radial_fraction_of_first")
-                                   / probe(c, "per_loop_final_only", "radial_fraction")),
-              Effect(math.log10(6.4e-2 / 1.2e-8))),
+        norm_claim(trained, "under a loss at every loop the norm drifts behind a normed readout, not behind a raw one",
+                   "per_loop_rmsnorm", "per_loop_raw"),
+        norm_claim(trained, "so it does under a loss at the last loop alone", "terminal_rmsnorm", "terminal_raw"),
+        norm_claim(trained, "a loss at every loop makes that drift larger, not smaller",
+                   "per_loop_rmsnorm", "terminal_rmsnorm"),
+        loss_claim(trained, "the drifting readout has the worse loss", "per_loop_rmsnorm", "per_loop_raw"),
         *(
-            claim("table 5", f"loops help a model with {name}: {first} to {last} perplexity",
-                  f"CE(1) - CE(4), {worded(system)}", lambda c, system=system: gap(c, system),
-                  Effect(math.log(first / last)))
-            for name, system, first, last in (("a norm after the last loop alone", "per_loop_final_only", 5.20, 5.00),
-                                              ("the penalty", "per_loop_penalty", 5.22, 5.00))
+            claim("figure 1, table 11", says, f"CE(1) - CE(4), {worded(system)} readout",
+                  lambda c, system=system: gap(c, system), Effect(paper))
+            for system, paper, says in (
+                ("terminal_rmsnorm", 19.21,
+                 "without a loss at every loop the first loop is useless: 19 nats above the fourth, normed readout"),
+                ("terminal_raw", 37.17, "and 37 nats above it, raw readout"),
+                ("per_loop_raw", 0.04,
+                 "with it, loops behind a raw readout still help: 0.04 nats from the first to the fourth"),
+            )
+        ),
+        claim("figure 1, table 11", "and those behind a normed one do not: the loss is the same at every depth",
+              "CE(1) - CE(4), per loop rmsnorm readout", lambda c: abs(gap(c, "per_loop_rmsnorm")), AtMost(0.01)),
+        probe_claim("table 3",
+                    "a normed readout has no gradient along the state: a fraction of 4.7e-9, a raw one 7.2e-2",
+                    "radial fractions, raw over normed", "radial_fraction", 1, math.log10(7.2e-2 / 4.7e-9)),
+        probe_claim("table 12", "behind a normed readout the scale grows by 258 a loop, behind a raw one by 0.27",
+                    "the growth from loop 10 on, normed over raw", "growth_per_loop", -1, math.log10(257.81 / 0.27)),
+        *(
+            claim("table 4",
+                  f"to hold the scale after the first loop costs next to nothing behind a {kind} readout: {cost} nats",
+                  "loss with the scale held less that without",
+                  lambda c, system=system: probe(c, system, "clamp_cost"), AtMost(0.01))
+            for kind, system, cost in (("normed", "per_loop_rmsnorm", 0.0004), ("raw", "per_loop_raw", 0.0055))
         ),
         claim("figure 4", "at every depth a raw readout has the lower loss",
               "loss of per loop rmsnorm less that of per loop raw, the least over 1 to 4 loops",
@@ -192,10 +171,6 @@ def later_claims() -> list[Claim]:
         claim("figure 5", "without the norm the loss depends sharply on it",
               "largest loss less the least, per loop raw",
               lambda c: probe(c, "per_loop_raw", "scale_range"), Effect()),
-        claim("figure 7", "a norm between loops keeps the loss from the trained depth on, to twice of it",
-              "loss after 8 loops less that after 4, either sign",
-              lambda c: abs(probe(c, "inter_loop_norm", "loss_by_loop")[7]
-                            - probe(c, "inter_loop_norm", "loss_by_loop")[3]), AtMost(0.05)),
         *(
             claim("table 14", f"one loop too few costs {cost} behind a {kind} readout, losses at the last loop alone",
                   f"CE(3) - CE(4), terminal {kind} (the paper's 129M)",
@@ -204,15 +179,71 @@ def later_claims() -> list[Claim]:
                                              ("raw", "terminal_raw", "more than 12 nats", 13.8 - 1.55))
         ),
         claim("table 13", "halting within 1 % of perplexity takes 1.00 loops behind a normed readout",
-              "mean loops, per loop rmsnorm", lambda c: loops(c, "per_loop_rmsnorm"), AtMost(1.05)),
-        *(
-            claim("table 13", f"with {name} it takes {mean} loops",
-                  f"mean loops: {worded(system)} less per loop rmsnorm",
-                  lambda c, system=system: loops(c, system) - loops(c, "per_loop_rmsnorm"), Effect(mean - 1))
-            for name, system, mean in (("a raw readout", "per_loop_raw", 2.16),
-                                       ("the penalty", "per_loop_penalty", 2.6))
-        ),
+              "mean loops, per loop rmsnorm", lambda c: halting_loops(c, "per_loop_rmsnorm"), AtMost(1.05)),
+        halting_claim(trained, "a raw readout", "per_loop_raw", 2.16),
     ]  # fmt: skip
+
+
+def about_others(trained: Trained) -> list[Claim]:
+    """What is tried against the drift: the rest of table 2, appendix G, tables 3, 5 and 13."""
+
+    def claim(where: str, says: str, number: str, read: Callable[[dict], float], rule: Rule) -> Claim:
+        return Claim(where, says, number, trained.size, trained.source, over_runs(read), rule)
+
+    return [
+        norm_claim(trained, "a penalty on the norm holds it behind a normed readout",
+                   "per_loop_rmsnorm", "per_loop_penalty"),
+        loss_claim(trained, "so the loss is better", "per_loop_rmsnorm", "per_loop_penalty"),
+        norm_claim(trained, "raw readouts before the last loop hold the norm",
+                   "per_loop_rmsnorm", "per_loop_final_only"),
+        loss_claim(trained, "so the loss is better too", "per_loop_rmsnorm", "per_loop_final_only"),
+        norm_claim(trained, "the penalty holds it under a loss at the last loop",
+                   "terminal_rmsnorm", "terminal_penalty"),
+        loss_claim(trained, "and the loss is better", "terminal_rmsnorm", "terminal_penalty"),
+        norm_claim(trained, "losses weighted by exits do not hold it", "exit_weighted", "per_loop_raw", "appendix G"),
+        norm_claim(trained, "damping between loops lowers it", "terminal_rmsnorm", "damping", "appendix G"),
+        norm_claim(trained, "to far above that behind a raw readout", "damping", "terminal_raw", "appendix G"),
+        claim("table 3", "raw readouts before the last loop see scale, the last, normed one does not",
+              "log10 of the radial fraction after the first loop over that after the last, final-only norm",
+              lambda c: math.log10(probe(c, "per_loop_final_only", "radial_fraction_of_first")
+                                   / probe(c, "per_loop_final_only", "radial_fraction")),
+              Effect(math.log10(6.4e-2 / 1.2e-8))),
+        *(
+            claim("table 5", f"loops help a model with {name}: {first} to {last} perplexity",
+                  f"CE(1) - CE(4), {worded(system)}", lambda c, system=system: gap(c, system),
+                  Effect(math.log(first / last)))
+            for name, system, first, last in (("a norm after the last loop alone", "per_loop_final_only", 5.20, 5.00),
+                                              ("the penalty", "per_loop_penalty", 5.22, 5.00))
+        ),
+        halting_claim(trained, "the penalty", "per_loop_penalty", 2.6),
+    ]  # fmt: skip
+
+
+def of_a_norm_between_loops() -> Claim:
+    def change(content: dict) -> float:
+        losses = probe(content, "inter_loop_norm", "loss_by_loop")
+        return abs(losses[7] - losses[3])
+
+    says = "a norm between loops keeps the loss from the trained depth on, to twice of it"
+    number = "loss after 8 loops less that after 4, either sign"
+    return Claim("figure 7", says, number, SHORT.size, SHORT.source, over_runs(change), AtMost(0.05))
+
+
+def halting_loops(content: dict, system: str) -> float:
+    return probe(content, system, "halting")["loops"]
+
+
+def halting_claim(trained: Trained, name: str, system: str, mean: float) -> Claim:
+    def more(content: dict) -> float:
+        return halting_loops(content, system) - halting_loops(content, "per_loop_rmsnorm")
+
+    number = f"mean loops: {worded(system)} less per loop rmsnorm"
+    says = f"with {name} it takes {mean} loops"
+    return Claim("table 13", says, number, trained.size, trained.source, over_runs(more), Effect(mean - 1))
+
+
+def heavy_tail(content: dict, system: str) -> float:
+    return probe(content, system, "mean_over_median_norm")
 
 
 def earlier_ratio(content: dict) -> Estimate:
@@ -221,36 +252,36 @@ def earlier_ratio(content: dict) -> Estimate:
     return over_seeds([math.log10(norms[0] / norms[1])])
 
 
-def charts(content: dict) -> list:
-    seeds = content["seeds"].values()
-    ours = {worded(name): fmean(norm(found, name) for found in seeds) for name in SYSTEMS}
-    paper = {worded(name): float(value) for name, value in PAPER_NORMS.items()}
-    bars = [
-        Bars(f"{whose}: norm of the state after 4 loops", "norm", values, log=True)
-        for whose, values in (("Ours", ours), ("The paper's 44M", paper))
-    ]
-    depths = range(1, 5)
-    lines = []
-    for i, name in enumerate(SYSTEMS):
-        points = [(k, fmean(run_of(found, name)["loss_at"][str(k)] for found in seeds)) for k in depths]
-        lines.append(Line(worded(name), points, f"c{i}"))
-    return [*on_one_scale(bars), Chart("Ours: loss over depth", "loops", "loss", lines, whole_x=True)]
+def charts_of(systems: tuple[str, ...], steps: str) -> Callable[[dict], list]:
+    def charts(content: dict) -> list:
+        seeds = content["seeds"].values()
+        ours = {worded(name): fmean(norm(found, name) for found in seeds) for name in systems}
+        paper = {worded(name): float(PAPER_NORMS[name]) for name in systems}
+        bars = [
+            Bars(f"{whose}: norm of the state after 4 loops", "norm", values, log=True)
+            for whose, values in ((f"Ours, {steps} steps", ours), ("The paper's 44M", paper))
+        ]
+        depths = range(1, 5)
+        lines = []
+        for i, name in enumerate(systems):
+            points = [(k, fmean(run_of(found, name)["loss_at"][str(k)] for found in seeds)) for k in depths]
+            lines.append(Line(worded(name), points, f"c{i}"))
+        title = f"Ours, {steps} steps: loss over depth"
+        return [*on_one_scale(bars), Chart(title, "loops", "loss", lines, whole_x=True)]
+
+    return charts
 
 
-def ratio_claim(says: str, first: str, second: str, where: str = "table 2") -> Claim:
+def norm_claim(trained: Trained, says: str, first: str, second: str, where: str = "table 2") -> Claim:
     number = f"log10 of the ratio of norms: {worded(first)} over {worded(second)} (the paper's 44M)"
     rule = Effect(paper_norm_ratio(first, second))
-    return Claim(where, says, number, SIZE, SOURCE, norm_ratio(first, second), rule)
+    return Claim(where, says, number, trained.size, trained.source, norm_ratio(first, second), rule)
 
 
-def loss_claim(says: str, first: str, second: str) -> Claim:
+def loss_claim(trained: Trained, says: str, first: str, second: str) -> Claim:
     number = f"loss of {worded(first)} less that of {worded(second)} (the paper's 44M)"
     rule = Effect(paper_loss_more(first, second))
-    return Claim("table 2", says, number, SIZE, SOURCE, loss_more(first, second), rule)
-
-
-def depth_claim(says: str, system: str, number: Callable[[dict], float], rule: Rule) -> Claim:
-    return Claim("figure 1, table 11", says, f"CE(1) - CE(4), {system} readout", SIZE, SOURCE, over_runs(number), rule)
+    return Claim("table 2", says, number, trained.size, trained.source, loss_more(first, second), rule)
 
 
 def worded(system: str) -> str:
@@ -264,51 +295,16 @@ READOUT = Paper(
         Measurement("table_2_rest", commands_of("table_2_rest"), read_rest),
     ],
     [
-        ratio_claim(
-            "under a loss at every loop the norm drifts behind a normed readout, not behind a raw one",
-            "per_loop_rmsnorm",
-            "per_loop_raw",
-        ),
-        ratio_claim("so it does under a loss at the last loop alone", "terminal_rmsnorm", "terminal_raw"),
-        ratio_claim("a penalty on the norm holds it behind a normed readout", "per_loop_rmsnorm", "per_loop_penalty"),
-        ratio_claim(
-            "a loss at every loop makes that drift larger, not smaller",
-            "per_loop_rmsnorm",
-            "terminal_rmsnorm",
-        ),
-        loss_claim("the drifting readout has the worse loss", "per_loop_rmsnorm", "per_loop_raw"),
-        loss_claim("so it has beside the penalty", "per_loop_rmsnorm", "per_loop_penalty"),
-        depth_claim(
-            "without a loss at every loop the first loop is useless: 19 nats above the fourth, normed readout",
-            "terminal, normed",
-            lambda content: gap(content, "terminal_rmsnorm"),
-            Effect(19.21),
-        ),
-        depth_claim(
-            "and 37 nats above it, raw readout",
-            "terminal, raw",
-            lambda content: gap(content, "terminal_raw"),
-            Effect(37.17),
-        ),
-        depth_claim(
-            "with it, loops behind a raw readout still help: 0.04 nats from the first to the fourth",
-            "per loop, raw",
-            lambda content: gap(content, "per_loop_raw"),
-            Effect(0.04),
-        ),
-        depth_claim(
-            "and those behind a normed one do not: the loss is the same at every depth",
-            "per loop, normed",
-            lambda content: abs(gap(content, "per_loop_rmsnorm")),
-            AtMost(0.01),
-        ),
-        *probe_claims(),
-        *later_claims(),
+        *about_four(SHORT),
+        *about_others(SHORT),
+        of_a_norm_between_loops(),
+        *about_four(LONG),
+        *about_others(LONG_REST),
         Claim(
             "table 2",
             "under a loss at every loop the norm drifts behind a normed readout, not behind a raw one",
             "log10 of the ratio of norms, an earlier run",
-            SIZE,
+            SHORT.size,
             "readout",
             earlier_ratio,
             Effect(paper_norm_ratio("per_loop_rmsnorm", "per_loop_raw")),
@@ -319,5 +315,5 @@ READOUT = Paper(
             "two models of 1.4 billion parameters",
         ),
     ],
-    [Figure(SOURCE, charts)],
+    [Figure(SHORT.source, charts_of(SYSTEMS, "400")), Figure(LONG.source, charts_of(SYSTEMS[:4], "5,000"))],
 )
