@@ -40,13 +40,16 @@ from .part_files import (
 )
 from .shuffle import rows_of_step
 from .sources import Documents, Source, readable, training_source, validation_source
-from .tokenizers import Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_settings
+from .tokenizers import TRAINERS, Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_settings
+from .written import Worker, check_written, is_written, parts_of_workers, worker
 
 
 __all__ = ["Prepared", "PackedRows", "open_prepared", "prepare", "rows_of_step"]
 
 FORMAT = 1  # raised when the same settings give other shards
 MANIFEST = "manifest.json"
+SETTINGS = "settings.json"  # of workers that write
+WRITTEN = {"written": "by workers"}  # a source that is nowhere else
 TOKENIZER = "tokenizer"
 
 
@@ -67,7 +70,7 @@ def prepare(data: DataConfig, check: bool = True) -> Prepared:
     """
     training, validation = training_source(data), validation_source(data)
     settings = _settings(data, training, validation)
-    folder = _folder(data, settings)
+    folder = expanded(data.source) if is_written(data.source) else _folder(data, settings)
     with _writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_whole(folder):
@@ -109,14 +112,16 @@ def open_prepared(folder: Path | str, data: DataConfig, settings: dict | None = 
 # What the shards are made of
 
 
-def _settings(data: DataConfig, training: Source, validation: Source | None) -> dict:
+def _settings(data: DataConfig, training: Source, validation: Source | None, written: bool = False) -> dict:
     """Everything that decides the bytes of the shards, and nothing else.
 
     Concatenated documents are one stream however it is cut later, so recipes of any length and stride share it.
     """
+    if written := written or is_written(data.source):
+        check_written(data)
     settings = {
         "format": FORMAT,
-        "source": training.settings(),
+        "source": WRITTEN if written else training.settings(),
         "validation": {"fraction": data.validation_fraction} if validation is None else validation.settings(),
         "tokenizer": tokenizer_settings(data),
         "packing": data.packing,
@@ -137,6 +142,11 @@ def _folder(data: DataConfig, settings: dict) -> Path:
 
 
 def _build(folder: Path, data: DataConfig, settings: dict, training: Source, validation: Source | None):
+    if settings["source"] == WRITTEN:
+        _check_settings(folder, read_sealed(folder / SETTINGS), settings)
+        parts, tokenizer = parts_of_workers(folder), _open_tokenizer(folder)
+        _write_manifest(folder, settings, tokenizer, _maker(folder, data, tokenizer, HeldOut(), None), parts)
+        return
     remove_leftovers(folder)
     documents = training.load()
     validation_documents = None if validation is None else validation.load()
@@ -149,21 +159,50 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
 
     training_texts = (text for text in _texts(documents, training.name) if text not in held_out)
     tokenizer = _tokenizer(folder, data, training_texts if data.joined_by is None else training.rows())
-    maker = PartMaker(
-        folder=folder,
-        encode=Encoder(tokenizer, data.document_tokens if data.joined_by is None else "none"),
-        held_out=held_out,
-        outside="validation" if validation is None else None,
-        row_length=data.sequence_length if data.packing == "best_fit" else None,
-        keep=data.cropped == "keep",
-        dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
-        tokenizer=tokenizer_hash(tokenizer),
-    )
+    maker = _maker(folder, data, tokenizer, held_out, "validation" if validation is None else None)
     parts = make_parts(maker, "part", documents, training.name, data.num_proc)
     if validation is not None:
         maker = dataclasses.replace(maker, held_out=HeldOut(fraction=2.0), outside="validation")
         parts += make_parts(maker, "validation", validation_documents, validation.name, data.num_proc)
     _write_manifest(folder, settings, tokenizer, maker, parts)
+
+
+def _maker(folder: Path, data: DataConfig, tokenizer, held_out: HeldOut, outside: str | None) -> PartMaker:
+    return PartMaker(
+        folder=folder,
+        encode=Encoder(tokenizer, data.document_tokens if data.joined_by is None else "none"),
+        held_out=held_out,
+        outside=outside,
+        row_length=data.sequence_length if data.packing == "best_fit" else None,
+        keep=data.cropped == "keep",
+        dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
+        tokenizer=tokenizer_hash(tokenizer),
+    )
+
+
+@contextlib.contextmanager
+def shard_writer(data: DataConfig, rank: int, world_size: int) -> Iterator[Worker]:
+    """One of several workers that write their documents to the folder `data.source`, see written.py."""
+    if data.tokenizer in TRAINERS:
+        raise RecipeError(
+            f"data.tokenizer={data.tokenizer!r} is trained on all documents, of which a worker sees its own alone: "
+            "train one on some of them before, and name its folder"
+        )
+    folder = expanded(data.source)
+    settings = _settings(data, training_source(data), None, written=True)
+    with _writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder, _wait):
+            if (folder / SETTINGS).exists():
+                _check_settings(folder, read_sealed(folder / SETTINGS), settings)
+            elif any(not path.name.startswith(".") for path in folder.iterdir()):
+                raise RecipeError(f"{folder} holds something else: let data.source be an empty or a new folder")
+            else:
+                write_facts(folder / SETTINGS, settings)
+            tokenizer = _tokenizer(folder, data, ())
+        maker = _maker(folder, data, tokenizer, HeldOut(fraction=data.validation_fraction), "validation")
+        with worker(maker, rank, world_size) as documents:
+            yield documents
 
 
 def _texts(documents: Documents, name: str) -> Iterator[str]:

@@ -1,0 +1,101 @@
+"""Shards that are written where documents are made: by the workers of another pipeline, each its share of them.
+
+A recipe whose `data.source` is the folder says how: its tokenizer, packing and fraction held out. Each worker writes
+parts as `looped prepare` makes them (part_files.py), and at last how many these were; when all workers have ended,
+preparing writes the manifest. One that was killed runs again and keeps its parts that are whole. It must then see the
+same documents again.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from looped_recipes.common.checksums import read_sealed
+from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.recipe import DataConfig, RecipeError
+
+from .part_files import STREAMED_PART, PartMaker, write_facts
+
+
+WORKER = re.compile(r"worker-(\d+)\.json")
+
+
+def is_written(source: str) -> bool:
+    """Whether workers write, or have written, to the folder of this name."""
+    folder = expanded(source)
+    return folder.is_dir() and any(WORKER.fullmatch(path.name) for path in folder.iterdir())
+
+
+def check_written(data: DataConfig):
+    """What shards that are written elsewhere cannot have."""
+    reasons = {
+        "validation_source": "documents are held out by data.validation_fraction",
+        "validation_split": "documents are held out by data.validation_fraction",
+        "joined_by": "the documents lie at several workers",
+        "max_documents": "the pipeline says which documents there are",
+        "document_start": "the pipeline says where documents begin",
+    }
+    for name, reason in reasons.items():
+        if (value := getattr(data, name)) is not None:
+            raise RecipeError(f"data.{name}={value!r} does not go with shards that workers write: {reason}")
+
+
+class Worker:
+    """Writes the documents of one worker of several, in the order in which they come."""
+
+    def __init__(self, maker: PartMaker, rank: int, world_size: int):
+        self.maker, self.rank, self.world_size = maker, rank, world_size
+        self.texts: list[str] = []
+        self.parts: list[str] = []
+
+    def add(self, text: str):
+        self.texts.append(text)
+        if len(self.texts) == STREAMED_PART:
+            self.write()
+
+    def write(self):
+        part = f"part-{self.rank:05}-{len(self.parts):05}"
+        if not self.maker.is_made(part):
+            self.maker(part, self.texts)
+        self.parts.append(part)
+        self.texts = []
+
+    def end(self):
+        if self.texts:
+            self.write()
+        self.tell(self.parts)
+
+    def tell(self, parts: list[str] | None):
+        """None: not all of them are written."""
+        told = {"parts": parts, "world_size": self.world_size}
+        write_facts(self.maker.folder / f"worker-{self.rank:05}.json", told)
+
+
+@contextmanager
+def worker(maker: PartMaker, rank: int, world_size: int) -> Iterator[Worker]:
+    made = Worker(maker, rank, world_size)
+    made.tell(None)
+    yield made
+    made.end()
+
+
+def parts_of_workers(folder: Path) -> list[str]:
+    """Of all of them, in order; an error if one has not ended."""
+    told = {}
+    for path in sorted(folder.iterdir()):
+        if match := WORKER.fullmatch(path.name):
+            told[int(match[1])] = read_sealed(path)
+    sizes = {each["world_size"] for each in told.values()}
+    if len(sizes) != 1:
+        raise RecipeError(
+            f"{folder} was written by runs of {sorted(sizes)} workers: write one of them to a new folder"
+        )
+    (world_size,) = sizes
+    missing = [rank for rank in range(world_size) if told.get(rank, {}).get("parts") is None]
+    if missing:
+        raise RecipeError(
+            f"of the {world_size} workers that write to {folder}, {len(missing)} have not ended: {missing[:8]}"
+            f"{'...' if len(missing) > 8 else ''}; run them again, what they have written is kept"
+        )
+    return [part for rank in range(world_size) for part in told[rank]["parts"]]
