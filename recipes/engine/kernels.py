@@ -1,7 +1,9 @@
 """Kernels of others that a recipe names: refused where they are missing, else taken.
 
 Of Liger, one each takes the place of several of torch: for RMSNorms, and for the gated activation of an MLP (SwiGLU).
-Compiling fuses the same; this is for blocks that are not compiled.
+Compiling fuses the same; this is for blocks that are not compiled. Liger's rotary positions are left out: its kernel
+rotates queries and keys in one call and in place, and here they are rotated where each is made, since loops may share
+keys or take them from another state.
 """
 
 from importlib.util import find_spec
