@@ -24,12 +24,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Beyond:
-    """A claim without a number: two processor cores do not reach it in hours, or, `later`, it was not run yet."""
+    """A claim without a number: two processor cores do not reach it in hours."""
 
     where: str
     says: str
     why: str
-    later: bool = False
 
 
 class Figure(NamedTuple):
@@ -82,7 +81,7 @@ def load(results: Path, source: str) -> dict | None:
 
 def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:
     if isinstance(claim, Beyond):
-        return Row(paper, claim, UNMEASURED if claim.later else UNREACHABLE)
+        return Row(paper, claim, UNREACHABLE)
     content = load(results, claim.source)
     if content is None:
         return Row(paper, claim, UNMEASURED)
