@@ -14,6 +14,7 @@ decodes in other ways (beams, drafts) does so beside them, when there is room fo
 import copy
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
@@ -31,6 +32,7 @@ OF_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_
 PROMPT_TOKENS = 512  # in a pass: they fill a processor, and take little time
 FEW_TOKENS = 32  # all loops over these take little more time than those of a token of all rows
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 
 
 class SharedPasses:
@@ -59,14 +61,16 @@ class SharedPasses:
     def __exit__(self, *error):
         self._context.run(self._decoding.__exit__, None, None, None)
 
-    def generate(self, *args, **kwargs):
-        outer = _current.set(self)
+    def generate(self, *args, check: Callable[[], None] | None = None, **kwargs):
+        """`model.generate`. check: called before the prompt and between its loops; what it raises ends this call."""
+        outer, outer_check = _current.set(self), _check.set(check)
         try:
             # calls in inference mode and others could not write the same tensors
             with torch.inference_mode(False), multiplying_as_in(self._context):
                 return self.model.generate(*args, **kwargs)
         finally:
             _current.reset(outer)
+            _check.reset(outer_check)
 
     @contextmanager
     def turn(self):
@@ -90,11 +94,13 @@ class SharedPasses:
         with self._entrance:
             self._turn.acquire()
         self._turn_of = threading.get_ident()
+        check_call()
 
     def decode(self, make_engine, num_rows: int, max_length: int):
         """`_sample` of transformers. make_engine: runs the prompt, and calls what it is given after every loop."""
         with self.room(num_rows, num_rows * max_length):
             with self.turn():
+                check_call()
                 decoder = ContinuousDecoder(make_engine(after_loop=self.give_way), self.table)
                 self.decoders.append(decoder)
             try:
@@ -184,6 +190,12 @@ class SharedPasses:
     def _fits(self, rows: int, tokens: int) -> bool:
         has_room = self.max_tokens is None or self._tokens + tokens <= self.max_tokens
         return has_room and self._rows + rows <= self.max_rows
+
+
+def check_call():
+    """That somebody still waits for what this thread generates."""
+    if (check := _check.get()) is not None:
+        check()
 
 
 def shared_passes_of(model) -> SharedPasses | None:

@@ -163,6 +163,27 @@ def test_a_client_that_hangs_up_without_a_stream(served):
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_hangs_up_during_its_prompt(served, stream, monkeypatch):
+    """It ends between two loops, of which all would take a minute."""
+    _, _, client, passes, _ = served
+    give_way = SharedPasses.give_way
+
+    def slowly(passes, tokens):
+        time.sleep(0.06)
+        give_way(passes, tokens)
+
+    monkeypatch.setattr(SharedPasses, "give_way", slowly)
+    with pytest.raises(openai.APITimeoutError):
+        list(complete(client, "a b " * 20, 2, {"num_loops": 1000}, timeout=1.0, stream=stream))
+    assert passes._tokens
+    begun = time.monotonic()
+    while passes._tokens and time.monotonic() - begun < 20:
+        time.sleep(0.05)
+    assert not passes.decoders and passes._tokens == 0
+    assert complete(client, "a", 2, {}).usage.completion_tokens == 2
+
+
 def test_a_stream_that_fails_says_why(served, monkeypatch):
     _, _, client, passes, _ = served
 

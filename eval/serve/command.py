@@ -69,14 +69,24 @@ class UntilCancelled(BaseStreamer):
     """Ends a generation whose client has gone away."""
 
     def __init__(self):
-        self.is_cancelled = threading.Event()
+        self._cancelled = threading.Event()
+
+    def cancel(self):
+        self._cancelled.set()
 
     def put(self, value):
-        if self.is_cancelled.is_set():
+        if self._cancelled.is_set():
             raise Cancelled
 
     def end(self):
         pass
+
+
+def check_client(streamer):
+    """That it has not gone away: else the streamer raises."""
+    cancelled = getattr(streamer, "_cancelled", None)  # that of transformers; beams have none
+    if cancelled is not None and cancelled.is_set():
+        streamer.put(None)
 
 
 class ModelOfRequest:
@@ -96,7 +106,7 @@ class ModelOfRequest:
             streamer = self.until_cancelled
         settings = {**kwargs, **self.asked.fields, "return_dict_in_generate": True}
         try:
-            result = self.passes.generate(streamer=streamer, **settings)
+            result = self.passes.generate(streamer=streamer, check=partial(check_client, streamer), **settings)
         except (ValueError, TypeError, RuntimeError) as error:
             if streamer is None or streamer is self.until_cancelled:
                 raise
@@ -121,7 +131,7 @@ class SharedGenerateManager(GenerateManager):
         try:
             return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
         except asyncio.CancelledError:
-            model.until_cancelled.is_cancelled.set()
+            model.until_cancelled.cancel()
             raise
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
