@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, copy_context
+from typing import Any
 
 import torch
 
@@ -232,7 +233,8 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     def generate(i: int) -> GenerationOutput:
         of_prompt = {**fields, **{name: values[i] for name, values in lists.items()}}
         prompt = torch.tensor([inputs[i]], device=model.device)
-        settings = {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True, **kwargs, **of_prompt}
+        settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **kwargs, **of_prompt}
+        settings["return_dict_in_generate"] = True
         output = GenerationOutput(f"req_{i}", prompt_ids=list(inputs[i]))
         try:
             result = passes.generate(prompt, generation_config=copy.deepcopy(generation_config), **settings)
