@@ -112,6 +112,18 @@ def test_runs_of_other_numbers_of_workers_do_not_mix(data):
         prepare(data)
 
 
+def test_no_worker_has_begun(data, tmp_path):
+    write(data, 0)
+    (tmp_path / "shards" / "worker-00000.json").unlink()
+    with pytest.raises(RecipeError, match="no worker has written to"):
+        prepare(data)
+
+
+def test_what_a_pipeline_raises_is_its_own(data):
+    with pytest.raises(OSError, match="of the crawl"), shard_writer(data, 0, WORKERS):
+        raise OSError("of the crawl")
+
+
 def test_a_folder_that_holds_something_else(data, tmp_path):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "mine.txt").write_text("not theirs")

@@ -50,6 +50,8 @@ class Whole(SharedPasses):
 
 
 def long_prompt(args) -> dict:
+    if args.batch_size < 2:
+        raise ValueError(f"--batch-size {args.batch_size}: the prompt of one row is to meet others, so pass 2 or more")
     model = build(args, looped_config(args)).eval()
     long = tokens(args, batch=1, length=args.prompt)
     few = [tokens(args, batch=1, length=FEW) for _ in range(args.batch_size - 1)]

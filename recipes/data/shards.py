@@ -41,14 +41,13 @@ from .part_files import (
 from .shuffle import rows_of_step
 from .sources import Documents, Source, readable, training_source, validation_source
 from .tokenizers import TRAINERS, Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_settings
-from .written import Worker, check_written, is_written, parts_of_workers, worker
+from .written import SETTINGS, Worker, check_written, is_written, parts_of_workers, worker
 
 
 __all__ = ["Prepared", "PackedRows", "open_prepared", "prepare", "rows_of_step"]
 
 FORMAT = 1  # raised when the same settings give other shards
 MANIFEST = "manifest.json"
-SETTINGS = "settings.json"  # of workers that write
 WRITTEN = {"written": "by workers"}  # a source that is nowhere else
 TOKENIZER = "tokenizer"
 
@@ -200,9 +199,9 @@ def shard_writer(data: DataConfig, rank: int, world_size: int) -> Iterator[Worke
             else:
                 write_facts(folder / SETTINGS, settings)
             tokenizer = _tokenizer(folder, data, ())
-        maker = _maker(folder, data, tokenizer, HeldOut(fraction=data.validation_fraction), "validation")
-        with worker(maker, rank, world_size) as documents:
-            yield documents
+    maker = _maker(folder, data, tokenizer, HeldOut(fraction=data.validation_fraction), "validation")
+    with worker(maker, rank, world_size) as documents:
+        yield documents
 
 
 def _texts(documents: Documents, name: str) -> Iterator[str]:

@@ -18,13 +18,16 @@ from looped_recipes.settings.recipe import DataConfig, RecipeError
 from .part_files import STREAMED_PART, PartMaker, write_facts
 
 
+SETTINGS = "written_by_workers.json"  # on which all of them agree
 WORKER = re.compile(r"worker-(\d+)\.json")
 
 
 def is_written(source: str) -> bool:
     """Whether workers write, or have written, to the folder of this name."""
-    folder = expanded(source)
-    return folder.is_dir() and any(WORKER.fullmatch(path.name) for path in folder.iterdir())
+    try:
+        return (expanded(source) / SETTINGS).is_file()
+    except OSError:  # no name of a file
+        return False
 
 
 def check_written(data: DataConfig):
@@ -87,7 +90,9 @@ def parts_of_workers(folder: Path) -> list[str]:
         if match := WORKER.fullmatch(path.name):
             told[int(match[1])] = read_sealed(path)
     sizes = {each["world_size"] for each in told.values()}
-    if len(sizes) != 1:
+    if not sizes:
+        raise RecipeError(f"no worker has written to {folder} yet")
+    if len(sizes) > 1:
         raise RecipeError(
             f"{folder} was written by runs of {sorted(sizes)} workers: write one of them to a new folder"
         )
