@@ -259,7 +259,11 @@ def test_every_pass_of_a_validation_begins_a_step_of_the_graphs(monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 64, 8 * length)
     rows = PackedRows([tokens], length, length, start=1, token_bytes=torch.ones(64))
     alone = SimpleNamespace(
-        process_index=0, num_processes=1, device=torch.device("cpu"), reduce=lambda tensor, reduction: tensor
+        process_index=0,
+        num_processes=1,
+        parallelism_config=None,
+        device=torch.device("cpu"),
+        reduce=lambda tensor, reduction: tensor,
     )
     assert validate(alone, model, model.config, recipe, rows)["validation/loss"] > 0
     assert len(begun) == 3
