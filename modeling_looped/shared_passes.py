@@ -76,25 +76,28 @@ class SharedPasses:
     @contextmanager
     def turn(self):
         """One at a time, in the order in which they came."""
-        with self._entrance:
-            self._turn.acquire()
+        self._take_turn()
         try:
-            self._turn_of = threading.get_ident()
             yield
         finally:
-            if self._turn_of == threading.get_ident():
-                self._turn_of = None
-                self._turn.release()
+            if self._turn_of == threading.get_ident():  # not where an interrupt came while it waited to get it back
+                self._end_turn()
+
+    def _take_turn(self):
+        with self._entrance:
+            self._turn.acquire()
+        self._turn_of = threading.get_ident()
+
+    def _end_turn(self):
+        self._turn_of = None
+        self._turn.release()
 
     def give_way(self, tokens: int):
         """To whoever waits for a turn, after a loop over so many tokens; then it is ours again."""
         if tokens <= FEW_TOKENS:
             return
-        self._turn_of = None
-        self._turn.release()
-        with self._entrance:
-            self._turn.acquire()
-        self._turn_of = threading.get_ident()
+        self._end_turn()
+        self._take_turn()
         check_call()
 
     def decode(self, make_engine, num_rows: int, max_length: int):

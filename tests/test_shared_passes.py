@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -53,6 +54,14 @@ def requests(model, count: int, seed: int = 0, ways=WAYS) -> list[dict]:
         inputs = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": rng.randint(1, 12)}
         made.append({**inputs, **rng.choice(ways), **GREEDY})
     return made
+
+
+def outcome(passes: SharedPasses, request: dict):
+    """What it gives or raises."""
+    try:
+        return passes.generate(**request)
+    except BaseException as error:
+        return error
 
 
 def together(passes: SharedPasses, asked: list[dict], threads: int = 8) -> list:
@@ -109,19 +118,13 @@ def test_others_go_on_between_the_loops_of_a_prompt(ends, monkeypatch):
             if self.left < 0:
                 started.set()
 
-    def run(request: dict):
-        try:
-            return passes.generate(**request)
-        except BaseException as error:
-            return error
-
     started = threading.Event()
     monkeypatch.setattr(shared_passes, "FEW_TOKENS", 9)
     with SharedPasses(model, prompt_tokens=10) as passes, ThreadPoolExecutor(1) as pool:
         decoding = pool.submit(passes.generate, streamer=Starts(2), **small)
         assert started.wait(60)
         monkeypatch.setattr(SharedPasses, "give_way", counts)
-        result = run(large)
+        result = outcome(passes, large)
         assert_same([decoding.result(timeout=60)], alone[:1])
     gained = [after - before for before, after in zip(ticks, ticks[1:])]
     if ends:
@@ -411,14 +414,8 @@ def test_an_interrupt_ends_one(stage, monkeypatch):
     else:
         monkeypatch.setattr(continuous, stage, interrupted)
 
-    def run(request: dict):
-        try:
-            return passes.generate(**request)
-        except BaseException as error:
-            return error
-
     with SharedPasses(model) as passes, ThreadPoolExecutor(len(asked)) as pool:
-        results = list(pool.map(run, asked))
+        results = list(pool.map(partial(outcome, passes), asked))
     failed = [i for i, result in enumerate(results) if isinstance(result, KeyboardInterrupt)]
     assert len(failed) in ((1, 2) if stage == "streamer" else (1,))
     others = [i for i in range(len(asked)) if i not in failed]

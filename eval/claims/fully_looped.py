@@ -69,7 +69,10 @@ def grown(run: dict) -> float:
 
 def swing(run: dict) -> float:
     """Logarithm to base 10, of the largest gradient of the first MLP over the least, after the first step."""
-    norms = [norm for step, norm in run["first_mlp_gradient_norm_by_step"].items() if int(step)]
+    return decades([norm for step, norm in run["first_mlp_gradient_norm_by_step"].items() if int(step)])
+
+
+def decades(norms: list[float]) -> float:
     return math.log10(max(norms) / min(norms))
 
 
@@ -83,17 +86,15 @@ def read_gradients(folder: Path) -> dict | None:
         return None
     for run in found["runs"]:
         records = read_metrics(folder / run["name"] / "metrics.jsonl")
-        by_block = {name: [r[f"gradient_norm/{name}"] for r in records if f"gradient_norm/{name}" in r]
-                    for name in WATCHED.values()}  # fmt: skip
-        run["gradient_norms"] = by_block
+        norms = {block: [record.get(f"gradient_norm/{block}") for record in records] for block in WATCHED.values()}
+        run["gradient_norms"] = {block: [norm for norm in each if norm is not None] for block, each in norms.items()}
     return found
 
 
 def swing_of(content: dict, system: str, block: str) -> float:
     """As `swing`, of one block."""
     run = next(run for run in content["runs"] if run["model.preset"] == system)
-    norms = run["gradient_norms"][block][1:]
-    return math.log10(max(norms) / min(norms))
+    return decades(run["gradient_norms"][block][1:])
 
 
 def gradient_claims() -> list[Claim]:

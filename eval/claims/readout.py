@@ -20,6 +20,10 @@ class Trained(NamedTuple):
     source: str
     size: str
 
+    def claim(self, where: str, says: str, number: str, read: Callable[[dict], float], rule: Rule) -> Claim:
+        """read: of a seed."""
+        return Claim(where, says, number, self.size, self.source, over_runs(read), rule)
+
 
 SHORT = Trained("claims/core", "width 96, 2 layers, 4 loops, 400 steps of 1,024 tokens")
 LONG_SIZE = "width 64, 2 layers, 4 loops, 5,000 steps of 1,024 words, white space and signs"
@@ -110,10 +114,7 @@ def probe(content: dict, system: str, name: str) -> float:
 def about_four(trained: Trained) -> list[Claim]:
     """Loss at the last loop or at every one, through a normed readout or a raw one: table 2, tables 3, 4, 10 to 14,
     figures 1, 4 and 5."""
-    both = "both with a loss at every loop (the paper's 44M)"
-
-    def claim(where: str, says: str, number: str, read: Callable[[dict], float], rule: Rule) -> Claim:
-        return Claim(where, says, number, trained.size, trained.source, over_runs(read), rule)
+    claim, both = trained.claim, "both with a loss at every loop (the paper's 44M)"
 
     def probe_claim(where: str, says: str, number: str, name: str, order: int, paper: float) -> Claim:
         """Logarithm to base 10 of a probe behind the raw readout over that behind the normed one, or the other way."""
@@ -186,10 +187,7 @@ def about_four(trained: Trained) -> list[Claim]:
 
 def about_others(trained: Trained) -> list[Claim]:
     """What is tried against the drift: the rest of table 2, tables 3, 5 and 13."""
-
-    def claim(where: str, says: str, number: str, read: Callable[[dict], float], rule: Rule) -> Claim:
-        return Claim(where, says, number, trained.size, trained.source, over_runs(read), rule)
-
+    claim = trained.claim
     return [
         norm_claim(trained, "a penalty on the norm holds it behind a normed readout",
                    "per_loop_rmsnorm", "per_loop_penalty"),
@@ -231,7 +229,7 @@ def of_a_norm_between_loops() -> Claim:
 
     says = "a norm between loops keeps the loss from the trained depth on, to twice of it"
     number = "loss after 8 loops less that after 4, either sign"
-    return Claim("figure 7", says, number, SHORT.size, SHORT.source, over_runs(change), AtMost(0.05))
+    return SHORT.claim("figure 7", says, number, change, AtMost(0.05))
 
 
 def halting_loops(content: dict, system: str) -> float:
@@ -244,7 +242,7 @@ def halting_claim(trained: Trained, name: str, system: str, mean: float) -> Clai
 
     number = f"mean loops: {worded(system)} less per loop rmsnorm"
     says = f"with {name} it takes {mean} loops"
-    return Claim("table 13", says, number, trained.size, trained.source, over_runs(more), Effect(mean - 1))
+    return trained.claim("table 13", says, number, more, Effect(mean - 1))
 
 
 def heavy_tail(content: dict, system: str) -> float:

@@ -9,6 +9,8 @@ writes to the recipe's `data.source`, with the tokenizer and packing of the reci
 
 from datatrove.pipeline.base import PipelineStep
 
+from looped_recipes.settings.recipe import load_recipe
+
 from .shards import shard_writer
 
 
@@ -23,8 +25,6 @@ class LoopedShards(PipelineStep):
         self.recipe, self.overrides = str(recipe), overrides
 
     def run(self, data, rank: int = 0, world_size: int = 1):
-        from looped_recipes.settings.recipe import load_recipe
-
         with shard_writer(load_recipe(self.recipe, list(self.overrides)).data, rank, world_size) as writer:
             for document in data:
                 writer.add(document.text)

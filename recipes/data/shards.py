@@ -69,7 +69,7 @@ def prepare(data: DataConfig, check: bool = True) -> Prepared:
     """
     training, validation = training_source(data), validation_source(data)
     settings = _settings(data, training, validation)
-    folder = expanded(data.source) if is_written(data.source) else _folder(data, settings)
+    folder = expanded(data.source) if settings["source"] == WRITTEN else _folder(data, settings)
     with _writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_whole(folder):
