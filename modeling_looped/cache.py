@@ -193,6 +193,9 @@ class LoopedCache(DynamicCache):
             if type(held) is PreallocatedLayer and held.is_initialized:  # they go on in the dtype of the model
                 held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
 
+    def release(self):
+        """Nothing is shared with others."""
+
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
         """A token of each row, at its position, leaves its last keys and values in slots that it did not use. loops:
         how many it ran."""

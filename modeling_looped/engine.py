@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +19,12 @@ from .context import PassContext
 from .depth import check_depths, placed
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
+from .paged_rows import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
 from .token_selector import TokenSelector, by_number, first_batchwise_part
 
 
+FLEX = "flex_attention"
 TOKENS_OF_ENDS = 32  # in a pass: some ways of attention copy what each of them sees
 
 
@@ -31,7 +33,9 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
     cache, implementation = model_kwargs.get("past_key_values"), model.config._attn_implementation
     quantized = found("transformers.cache_utils", "QuantizedCache", ())
     obstacles = {
-        f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager"),
+        f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager", FLEX),
+        f"attn_implementation={implementation!r} and cache_dtype='int8'": implementation == FLEX
+        and config.depth_options.is_int8,
         "use_cache=False": not model_kwargs.get("use_cache", True),
         "output_attentions": config.output_attentions,
         "output_hidden_states": config.output_hidden_states,
@@ -47,6 +51,10 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
     if (rope_type := rope_type_by_length(model.model)) is not None:
         return f"rope_type={rope_type!r}, whose angles depend on the longest text so far"
     return first_batchwise_part(processors, criteria)
+
+
+def is_paged(model) -> bool:
+    return model.config._attn_implementation == FLEX
 
 
 def rope_type_by_length(trunk) -> str | None:
@@ -129,12 +137,7 @@ def read_logits(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.
 
 
 def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
-    trunk, views, start = tokens.engine.trunk, [], 0
-    for engine, rows, places in tokens.parts:
-        end = start + len(rows)
-        views.append(RowView(engine.cache, engine.padding, rows, loops[start:end], places))
-        start = end
-    view = views[0] if len(views) == 1 else JointView(views)
+    trunk, view = tokens.engine.trunk, view_of(tokens.parts, loops)
     eager = trunk.config._attn_implementation == "eager"
     return PassContext(
         num_rows=len(loops),
@@ -148,11 +151,33 @@ def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
     )
 
 
-class RowEngine:
-    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`, and
-    what is called after every loop of the prompt, with the number of tokens in it."""
+def view_of(parts: list[RowsOfEngine], loops: list[int]) -> RowView | JointView | PagedView:
+    if parts[0].engine.is_paged:
+        return PagedView([(part.engine.cache, part.rows, part.places) for part in parts], loops)
+    views, start = [], 0
+    for engine, rows, places in parts:
+        end = start + len(rows)
+        views.append(RowView(engine.cache, engine.padding, rows, loops[start:end], places))
+        start = end
+    return views[0] if len(views) == 1 else JointView(views)
 
-    def __init__(self, model, input_ids, processors, criteria, config, streamer, model_kwargs: dict, after_loop=None):
+
+class RowEngine:
+    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`; what
+    is called after every loop of the prompt, with the number of tokens in it; pages to share with other batches."""
+
+    def __init__(
+        self,
+        model,
+        input_ids,
+        processors,
+        criteria,
+        config,
+        streamer,
+        model_kwargs: dict,
+        after_loop: Callable[[int], None] | None = None,
+        pages: Pages | None = None,
+    ):
         self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
         self.num_rows, self.rule = len(input_ids), self.options.exit_rule(model.config)
@@ -163,13 +188,11 @@ class RowEngine:
 
         outputs = self.prefill(input_ids, model_kwargs, after_loop)
         self.given_cache = outputs.past_key_values
-        is_ours = isinstance(self.given_cache, LoopedCache)
-        self.cache = self.given_cache if is_ours else LoopedCache(model.config, num_loops=max(self.limits))
-        self.cache.is_int8 = self.options.is_int8  # whatever a call before asked for
-        self.cache.fill_buffers(self.given_cache, config.max_length)
         self.prompt_length = int(self.given_cache.get_seq_length())
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
+        self.is_paged = is_paged(model)
+        self.cache: Any = self.hold(pages)  # LoopedCache or PagedRows
         self.shifts = [0] * self.num_rows  # from a place to its position, which leaves out padding
         if positions is not None:
             shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
@@ -177,6 +200,24 @@ class RowEngine:
 
         self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
         self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], self.depths_of_prompts)
+
+    def hold(self, pages: Pages | None) -> LoopedCache | PagedRows:
+        """What the prompt has left, where rows can go on apart."""
+        is_ours = isinstance(self.given_cache, LoopedCache)
+        cache = self.given_cache if is_ours else LoopedCache(self.model.config, num_loops=max(self.limits))
+        if self.is_paged:
+            pages = Pages(self.model.config) if pages is None else pages
+            held = PagedRows(pages, self.given_cache, cache, self.padding.mask)
+            if not self.returns_cache:
+                self.given_cache.layers.clear()
+            return held
+        cache.is_int8 = self.options.is_int8  # whatever a call before asked for
+        cache.fill_buffers(self.given_cache, self.config.max_length)
+        return cache
+
+    @property
+    def returns_cache(self) -> bool:
+        return self.config.return_dict_in_generate or self.config.cache_is_given
 
     def prefill(self, input_ids, model_kwargs: dict, after_loop: Callable[[int], None] | None):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
@@ -256,12 +297,11 @@ class RowEngine:
     def output(self):
         """What `_sample` of transformers returns."""
         sequences, loops = self.selector.finish()
-        keeps = self.config.return_dict_in_generate
-        if keeps or self.config.cache_is_given:
+        if self.returns_cache:
             new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # nothing was computed from the last
             self.compute_ends(self.prompt_length + new_tokens)
             self.cache.store_back(self.given_cache, self.prompt_length + new_tokens)
-        if not keeps:
+        if not self.config.return_dict_in_generate:
             return sequences
         return LoopedGenerateOutput(
             sequences=sequences,  # pyrefly: ignore[bad-argument-type]  transformers asks for torch.LongTensor

@@ -26,6 +26,8 @@ from .checks import refuse_if
 from .continuous import ContinuousDecoder, RowTable, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
+from .engine import is_paged
+from .paged_rows import Pages
 
 
 # arguments of generate_batch that belong to the continuous batching of transformers
@@ -46,6 +48,7 @@ class SharedPasses:
         self.prompt_tokens = check_count("prompt_tokens", prompt_tokens)
         self.max_tokens = None if max_tokens is None else check_count("max_tokens", max_tokens)
         self.table, self.decoders = RowTable(), []  # their rows lie in the table in the same order
+        self.pages = Pages(model.config)  # of the decoders, where attention reads pages
         self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean
         self._entrance, self._turn = threading.Lock(), threading.Lock()
         self._turn_of: int | None = None  # thread
@@ -101,21 +104,23 @@ class SharedPasses:
         check_call()
 
     def decode(self, make_engine, num_rows: int, max_length: int):
-        """`_sample` of transformers. make_engine: runs the prompt, and calls what it is given after every loop."""
+        """`_sample` of transformers. make_engine: runs the prompt, and calls `after_loop` in it."""
         with self.room(num_rows, num_rows * max_length):
             with self.turn():
                 check_call()
-                decoder = ContinuousDecoder(make_engine(after_loop=self.give_way), self.table)
+                engine = make_engine(after_loop=self.give_way, pages=self.pages)
+                decoder = ContinuousDecoder(engine, self.table)
                 self.decoders.append(decoder)
             try:
                 while not decoder.is_done:
                     with self.turn():
                         if not decoder.is_done:
                             self.tick()
+                with self.turn():
+                    return decoder.output()
             finally:
                 with self.turn():
                     self.remove(decoder)
-            return decoder.output()
 
     @contextmanager
     def beside(self, num_rows: int, max_length: int):
@@ -130,6 +135,7 @@ class SharedPasses:
 
     def remove(self, decoder: ContinuousDecoder):
         num_rows = decoder.engine.num_rows
+        decoder.engine.cache.release()
         self.table.remove(decoder.first_row, num_rows)
         for later in self.decoders[self.decoders.index(decoder) + 1 :]:
             later.first_row -= num_rows
@@ -140,7 +146,7 @@ class SharedPasses:
         self.ticks += 1
         self.row_ticks += sum(len(decoder.selector.running()) for decoder in running)
         # rows of several caches attend without a softcap
-        apart = self.model.config.attention_softcap is not None
+        apart = self.model.config.attention_softcap is not None and not is_paged(self.model)
         for decoders in [[decoder] for decoder in running] if apart else [running]:
             self.run(decoders)
 

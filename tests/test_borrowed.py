@@ -39,6 +39,7 @@ GONE = {
     ("transformers.generation.logits_process", "EtaLogitsWarper"): True,
     ("transformers.generation.stopping_criteria", "StopStringCriteria"): True,
     ("torch.nn.attention.flex_attention", "BlockMask"): True,
+    ("torch.nn.attention.flex_attention", "flex_attention"): True,
     ("torch", "_foreach_copy_"): True,
     ("torch._C", "_are_functorch_transforms_active"): True,
 }
