@@ -127,6 +127,13 @@ def test_of_a_long_prompt(capsys):
     assert line["longest_pause_in_tokens"] >= 1 <= line["longest_pause_in_tokens_whole"]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_of_pages(capsys):
+    with torch.compiler.set_stance("force_eager"):
+        line = lines_of("pages", capsys, prompt=9)["pages"]
+    assert line["pages_over_apart"] > 0 and min(line["passes"].values()) >= 2
+
+
 def test_weights_that_serving_reads():
     """Of a request alone, those of the loop in every loop, and of the head at every token but that of the prompt."""
     model = tiny_model(num_loops=4)

@@ -17,6 +17,7 @@ from .kept_tokens import cache
 from .long_prompt import long_prompt
 from .models import build, looped_config, print_line, tokens, unrolled_llama
 from .options import parse
+from .pages import pages
 from .products import products
 from .serving import serving
 
@@ -144,6 +145,7 @@ BENCHMARKS = {
     "cache": cache,
     "serving": serving,
     "long_prompt": long_prompt,
+    "pages": pages,
     "products": products,
     "harness": harness,
     "_memory": measure_memory,

@@ -12,6 +12,7 @@ sharing  bytes of the cache and loss of decoding under each cache_sharing, on th
 cache    bytes of the cache and time per token of decoding with `cache_dtype="int8"`, over those with the model's dtype
 serving  throughput and latency of requests that share passes, with early exit over full depth
 long_prompt   longest pause of rows that decode while a prompt of another request begins, over that if it is not cut
+pages    time of a pass of many requests by pages under flex attention, over that by attention request by request
 products  time of products of few rows, attention, decoding and training by the ways of cpu.py, over that by torch's
 harness  time to score multiple-choice requests at all depths over lm-eval's own model at one, and at each in turn
 
@@ -29,7 +30,7 @@ from looped_recipes.common.command_line import Parser
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
 BENCHMARKS = ["train", "memory", "depths", "decode", "llama", "bandwidth", "exits", "speculation", "sharing"]
-BENCHMARKS += ["cache", "serving", "long_prompt", "products", "harness", "_memory"]
+BENCHMARKS += ["cache", "serving", "long_prompt", "pages", "products", "harness", "_memory"]
 
 
 def add_arguments(parser, layers: int, loops: int, batch: int):

@@ -131,6 +131,14 @@ PIECES = [
         [Aim("exits over what FLOPs predict", "over_prediction", least=0.8)],
     ),
     Piece(
+        "pages",
+        "pages",
+        "passes of many requests by pages under flex attention, over attention request by request",
+        60,
+        240,
+        [Aim("time of a pass by pages", "pages_over_apart", most=1.0)],
+    ),
+    Piece(
         "speculation",
         "speculation",
         "self-speculation on the trained model",

@@ -24,9 +24,9 @@ WAYS = {
 }
 
 
-def exiting_model():
-    fields = {"num_loops": 4, "exit_gate": "raw", "loop_loss": "per_loop", "eos_token_id": None, "pad_token_id": 0}
-    return tiny_model(**fields).double()
+def exiting_model(**fields):
+    exits = {"num_loops": 4, "exit_gate": "raw", "loop_loss": "per_loop", "eos_token_id": None, "pad_token_id": 0}
+    return tiny_model(**exits, **fields).double()
 
 
 def decode(model, device: str, **how):

@@ -1,0 +1,67 @@
+"""A pass over the tokens of many requests, whose keys and values flex attention reads in pages, over one in which each
+request attends by itself.
+
+Called by `looped benchmark pages`.
+"""
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from looped_eval.common.timing import now
+from modeling_looped.shared_passes import SharedPasses
+
+from .models import build, looped_config, tokens
+
+
+WAYS = {"sdpa": "apart", "flex_attention": "pages"}
+
+
+class Timed(SharedPasses):
+    """Keeps the seconds of passes in which all rows take part."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seconds: list[float] = []
+
+    def tick(self):
+        is_full = len(self.decoders) == self.max_rows and not any(decoder.is_done for decoder in self.decoders)
+        start = now()
+        super().tick()
+        if is_full:
+            self.seconds.append(now() - start)
+
+
+def pages(args) -> dict:
+    """Prompts of half to the whole of --prompt, one row each, at loops of their own."""
+    model = build(args, looped_config(args)).eval()
+    lengths = [args.prompt - i * args.prompt // (2 * args.batch_size) for i in range(args.batch_size)]
+    prompts = [tokens(args, batch=1, length=length) for length in lengths]
+    decode(model, "flex_attention", prompts, 4)  # compiles
+    seconds = {way: [] for way in WAYS}
+    for _ in range(args.repeats):
+        for way in WAYS:
+            seconds[way] += decode(model, way, prompts, args.new_tokens)
+    least = {WAYS[way]: statistics.quantiles(found, n=4)[0] for way, found in seconds.items()}
+    return {
+        "pages_over_apart": least["pages"] / least["apart"],
+        **{f"milliseconds_of_a_pass_{name}": 1e3 * value for name, value in least.items()},
+        "passes": {WAYS[way]: len(found) for way, found in seconds.items()},
+    }
+
+
+def decode(model, way: str, prompts: list[torch.Tensor], new_tokens: int) -> list[float]:
+    model.set_attn_implementation(way)
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    # no state is as close as this to the one before, and asking keeps passes apart
+    never = {"exit_criterion": "latent_diff", "exit_threshold": 0.0, "prompt_loops": 1}
+
+    def generate(prompt: torch.Tensor):
+        passes.generate(prompt, attention_mask=torch.ones_like(prompt), **settings, **never)
+
+    with Timed(model, max_rows=len(prompts)) as passes, ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(generate, prompts))
+    if len(passes.seconds) < 2:
+        raise ValueError(f"--new-tokens {new_tokens}: no pass had the rows of all requests, so pass more")
+    return passes.seconds
