@@ -132,6 +132,16 @@ class LoopedCache(DynamicCache):
         """Tokens for which the buffers have room."""
         return self.buffers[0].shape[-2]
 
+    def begin_empty(self, num_rows: int, like: torch.Tensor):
+        """Layers as a pass over no tokens would leave them; keys and values are of the dtype and device of `like`."""
+        config = self.model_config
+        for slot, layer in enumerate(self.layers):
+            section = "core" if slot >= config.core_slot(0) else "prelude"
+            heads = config.block_sizes(section).num_key_value_heads
+            states = like.new_empty(num_rows, heads, 0, config.head_dim)
+            layer.lazy_initialization(states, states)
+            layer.keys = layer.values = states
+
     def fill_buffers(self, cache: Cache, max_length: int):
         """Into buffers, what a cache (this one, or another) holds: layer by layer, so that little is held twice.
 

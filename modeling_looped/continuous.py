@@ -6,6 +6,7 @@ weights, whose reading is what decoding costs, are read once a tick for all. Wha
 table: a batch is its rows, and many requests are theirs, one after the other.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import NamedTuple
@@ -13,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from .depth import placed
-from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_loop
+from .engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
 from .exit_criteria import ABSENT, INITIAL, ExitRule
+from .prompts import Prompt, begin_parts, end_parts
 
 
 OF_TOKENS = ("ids", "embedded", "rotary")
@@ -90,8 +92,10 @@ class ContinuousDecoder:
 
     def __init__(self, engine: RowEngine, table: RowTable):
         self.engine, self.selector, self.rule = engine, engine.selector, engine.rule
+        self.prompt = Prompt(engine) if engine.prompt_is_left else None  # as long as it is on its way
         self.loops = [0] * engine.num_rows  # that the token of each row has run
-        self.starting = self.selector.running()  # rows whose next token begins with the next tick
+        self.starting = self.running()  # rows whose next token begins with the next tick
+        self.has_begun = False
         self.error: BaseException | None = None  # of a streamer, a processor or a criterion: of this batch alone
         self.first_row = table.add(engine.num_rows)  # in the table
         table.put(self.rows_in_table(), {"state": engine.warm_state})
@@ -99,9 +103,13 @@ class ContinuousDecoder:
     def rows_in_table(self) -> list[int]:
         return list(range(self.first_row, self.first_row + self.engine.num_rows))
 
+    def running(self) -> list[int]:
+        """Rows that decode."""
+        return self.selector.running() if self.prompt is None else []
+
     @property
     def is_done(self) -> bool:
-        return self.error is not None or not self.selector.running()
+        return self.error is not None or (self.prompt is None and not self.running())
 
     def output(self):
         if self.error is not None:
@@ -110,24 +118,27 @@ class ContinuousDecoder:
 
     def progress(self) -> tuple:
         """What a tick changes until it emits tokens, beside the table."""
-        return self.emitted(), list(self.loops), self.starting
+        begun = self.starting, self.has_begun, list(self.loops)
+        return self.emitted(), begun, self.prompt, self.prompt and self.prompt.progress()
 
     def emitted(self) -> tuple:
         return list(self.selector.lengths), list(self.selector.waiting)
 
     def go_back(self, progress: tuple) -> bool:
         """To where a tick began that failed; False if tokens of these rows were emitted before."""
-        emitted, loops, starting = progress
+        emitted, begun, prompt, of_prompt = progress
         if emitted != self.emitted():
             return False
-        self.loops, self.starting = loops, starting
+        (self.starting, self.has_begun, self.loops), self.prompt = begun, prompt
+        if prompt is not None:
+            prompt.go_back(of_prompt)
         return True
 
     def new_tokens(self) -> tuple[RowsOfEngine, torch.Tensor]:
         """Of the rows that start, and their ids, [rows, 1]."""
         for row in self.starting:
             self.loops[row] = 0
-        rows, self.starting = self.starting, []
+        rows, self.starting, self.has_begun = self.starting, [], True
         return self.part(rows), self.selector.last_tokens(rows)
 
     def part(self, rows: list[int]) -> RowsOfEngine:
@@ -135,8 +146,11 @@ class ContinuousDecoder:
 
     def emit(self, rows: list[int], logits: torch.Tensor):
         """The next tokens of `rows`, which exit; those that have got theirs begin the next."""
-        loops = [self.loops[row] for row in rows]
-        self.engine.cache.leave_in_deeper_loops(rows, loops, self.engine.last_places(rows))
+        if self.prompt is None:
+            loops = [self.loops[row] for row in rows]
+            self.engine.cache.leave_in_deeper_loops(rows, loops, self.engine.last_places(rows))
+        else:
+            self.prompt, loops = None, self.engine.depths_of_prompts
         emitted = self.selector.emit(rows, logits, loops)
         self.starting = [row for row in emitted if self.selector.unfinished[row]]
 
@@ -163,17 +177,51 @@ def by_decoder(places: list[Place]) -> dict[ContinuousDecoder, list[int]]:
     return rows
 
 
-def tick(table: RowTable, decoders: list[ContinuousDecoder]):
-    """One loop of every running row of all of them; tokens of those that exit."""
+def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int = 0) -> int:
+    """One loop of every running row of all of them, and of a part of their prompts; tokens of those that exit. Returns
+    how many rows ran. prompt_tokens: the most of prompts in a pass."""
     trunk = decoders[0].engine.trunk
-    if starting := [decoder for decoder in decoders if decoder.starting]:
+    waiting = wait_for_others(decoders)
+    if starting := [decoder for decoder in decoders if decoder.starting and decoder not in waiting]:
         begin_tokens(table, starting)
-    places = [Place(decoder, row) for decoder in decoders for row in decoder.selector.running()]
+    prompts = [decoder.prompt for decoder in decoders if decoder.prompt is not None]
+    begin_parts(prompts, prompt_tokens)
+    entering = [(prompt, prompt.part) for prompt in prompts if prompt.part is not None]
+
+    places = [Place(decoder, row) for decoder in decoders if decoder not in waiting for row in decoder.running()]
     rows = in_table(places)
-    loops = [place.loops for place in places]
-    state = run_loop(tokens_at(table, places), loops, table.take(rows, ["state"])["state"])
-    table.put(rows, {"state": trunk.to_next_loop(state)})
-    emit_exiting_rows(table, places, state)  # at last: a tick that fails before can be run again
+    tokens, states = [part.tokens for _, part in entering], [part.state for _, part in entering]
+    if places:
+        tokens.append(tokens_at(table, places))
+        states.append(table.take(rows, ["state"])["state"])
+    loops = [part.loop for _, part in entering for _ in range(part.size)] + [place.loops for place in places]
+    state = run_loop(joined(tokens), loops, torch.cat(states) if len(states) > 1 else states[0])
+    *of_prompts, state = state.split([*(part.size for _, part in entering), len(places)])
+    table.put(rows, {"state": trunk.to_next_loop(state) if places else None})
+    for (prompt, _), of_prompt in zip(entering, of_prompts):
+        prompt.after_loop(of_prompt)
+    # at last: a tick that fails before can be run again
+    emit_exiting_rows(table, places, state)
+    end_parts(prompts)
+    ended = {decoder: decoder.prompt for decoder in decoders if decoder.prompt is not None and decoder.prompt.is_done}
+    emit({decoder: prompt.rows for decoder, prompt in ended.items()}, [prompt.by_row() for prompt in ended.values()])
+    return len(places)
+
+
+def wait_for_others(decoders: list[ContinuousDecoder]) -> list[ContinuousDecoder]:
+    """Those that do not begin yet: rows without exits begin with most of the others, and are then read out with them
+    after every token."""
+    of_fixed_depth = [decoder for decoder in decoders if decoder.rule is None]
+    new = [decoder for decoder in of_fixed_depth if decoder.starting and not decoder.has_begun]
+    if not new:
+        return []
+    begin_now, begin_later = 0, Counter()
+    for decoder in of_fixed_depth:
+        if decoder.has_begun:
+            begin_now += len(decoder.starting)
+            under_way = set(decoder.running()).difference(decoder.starting)
+            begin_later.update(decoder.engine.limits[row] - decoder.loops[row] for row in under_way)
+    return new if max(begin_later.values(), default=0) > begin_now else []
 
 
 def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
@@ -223,15 +271,18 @@ def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor)
     if not exits:
         return False
     emitting = by_decoder([places[i] for i in sorted(exits)])
-    parts = of(sorted(exits)).split([len(rows) for rows in emitting.values()])
-    for (decoder, rows), of_rows in zip(emitting.items(), parts):
+    emit(emitting, of(sorted(exits)).split([len(rows) for rows in emitting.values()]))
+    return True
+
+
+def emit(rows: dict[ContinuousDecoder, list[int]], logits: Iterable[torch.Tensor]):
+    for (decoder, of_decoder), its_logits in zip(rows.items(), logits):
         try:
-            decoder.emit(rows, of_rows)
+            decoder.emit(of_decoder, its_logits)
         except BaseException as error:  # the others go on
             decoder.error = error
             if not isinstance(error, Exception):
                 raise
-    return True
 
 
 def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=ABSENT):

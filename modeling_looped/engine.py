@@ -25,7 +25,7 @@ from .token_selector import TokenSelector, by_number, first_batchwise_part
 
 
 FLEX = "flex_attention"
-TOKENS_OF_ENDS = 32  # in a pass: some ways of attention copy what each of them sees
+TOKENS_OF_COPIES = 32  # of one row in a pass, where attention copies what each of them sees
 
 
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
@@ -69,6 +69,22 @@ def may_be_cut(trunk, config, model_kwargs: dict) -> bool:
     return config.prefill_chunk_size is None and not is_whole and rope_type_by_length(trunk) is None
 
 
+def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) -> bool:
+    """Whether tokens of a prompt can be rows of the passes that decode, and give what a pass of their own gives."""
+    options, cache = config.depth_options, model_kwargs.get("past_key_values")
+    is_ours = type(cache) is LoopedCache and not config.cache_is_given and cache.sharing == "none"
+    is_plain = not (options.is_int8 or options.warm_start or padding.has_holes or padding.has_empty_rows)
+    is_in_one_place = model.tp_size is None and not hasattr(model, "hf_device_map")
+    if not (is_ours and is_plain and is_in_one_place and may_be_cut(model.model, config, model_kwargs)):
+        return False
+    device = model.device.type
+    if torch.is_autocast_enabled(device) or not padding.goes_with(model_kwargs.get("position_ids")):
+        return False
+    if is_paged(model):
+        return not any(padding.starts)  # a page that another batch has left says nothing of padding
+    return device == "cpu" and model.config.attention_softcap is None
+
+
 class RowsOfEngine(NamedTuple):
     """Tokens of some rows of an engine's batch, one each."""
 
@@ -91,6 +107,16 @@ class Tokens:
     def engine(self) -> "RowEngine":
         """Any of them."""
         return self.parts[0].engine
+
+
+def joined(all_tokens: list[Tokens]) -> Tokens:
+    """Of one model, for one pass."""
+    if len(all_tokens) == 1:
+        return all_tokens[0]
+    ids, embedded = (torch.cat([getattr(tokens, name) for tokens in all_tokens]) for name in ("ids", "embedded"))
+    tables = [tokens.rotary for tokens in all_tokens if tokens.rotary is not None]
+    parts = [part for tokens in all_tokens for part in tokens.parts]
+    return Tokens(parts, ids, embedded, torch.cat(tables) if tables else None)
 
 
 def one_or_each(numbers: list[int]) -> int | list[int]:
@@ -132,8 +158,12 @@ def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.
 def read_logits(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
     model = tokens.engine.model
-    context = pass_context(tokens, [0] * len(loops)) if len(model.model.coda) else None
-    return model.logits(model.model.readout(model.model.run_coda(state, context), loops))
+    return model.logits(model.model.readout(run_coda(tokens, state), loops))
+
+
+def run_coda(tokens: Tokens, state: torch.Tensor) -> torch.Tensor:
+    trunk = tokens.engine.trunk
+    return trunk.run_coda(state, pass_context(tokens, [0] * len(state)) if len(trunk.coda) else None)
 
 
 def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
@@ -163,8 +193,12 @@ def view_of(parts: list[RowsOfEngine], loops: list[int]) -> RowView | JointView 
 
 
 class RowEngine:
-    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`; what
-    is called after every loop of the prompt, with the number of tokens in it; pages to share with other batches."""
+    """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`.
+
+    prompt_tokens: the most of a prompt that a pass takes, where other batches share passes with this one. A prompt
+    that can go through the loops beside their rows is left to `prompts.py`; of one that runs by itself, after_loop is
+    called after every loop, with the number of tokens in it. pages: to share with other batches.
+    """
 
     def __init__(
         self,
@@ -175,6 +209,7 @@ class RowEngine:
         config,
         streamer,
         model_kwargs: dict,
+        prompt_tokens: int | None = None,
         after_loop: Callable[[int], None] | None = None,
         pages: Pages | None = None,
     ):
@@ -184,27 +219,36 @@ class RowEngine:
         self.prompt_loops = None if self.rule is None else self.options.prompt_loops
         # repeated with the prompts, unlike those of the options
         self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
+        self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
         self.rotary_table = None  # by position
-
-        outputs = self.prefill(input_ids, model_kwargs, after_loop)
-        self.given_cache = outputs.past_key_values
-        self.prompt_length = int(self.given_cache.get_seq_length())
         mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
-        self.is_paged = is_paged(model)
+        self.is_paged, self.warm_state = is_paged(model), None
+        self.prompt_is_left, length = False, input_ids.shape[1]
+        if prompt_tokens is not None:
+            self.prompt_is_left = prompt_goes_in_ticks(model, self.padding, config, model_kwargs)
+        if self.prompt_is_left:
+            logits, self.given_cache, self.prompt_length = None, model_kwargs["past_key_values"], length
+        else:
+            if prompt_tokens is not None and length > prompt_tokens and may_be_cut(self.trunk, config, model_kwargs):
+                config.prefill_chunk_size = prompt_tokens
+            outputs = self.prefill(input_ids, model_kwargs, after_loop)
+            logits, self.given_cache = outputs.logits[:, -1], outputs.past_key_values
+            self.prompt_length = int(self.given_cache.get_seq_length())
         self.cache: Any = self.hold(pages)  # LoopedCache or PagedRows
         self.shifts = [0] * self.num_rows  # from a place to its position, which leaves out padding
         if positions is not None:
             shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
             self.shifts = shifts * (self.num_rows // len(positions))
-
-        self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
-        self.selector.emit(list(range(self.num_rows)), outputs.logits[:, -1], self.depths_of_prompts)
+        if logits is not None:
+            self.selector.emit(list(range(self.num_rows)), logits, self.depths_of_prompts)
 
     def hold(self, pages: Pages | None) -> LoopedCache | PagedRows:
-        """What the prompt has left, where rows can go on apart."""
+        """What the prompt has left, or will leave, where rows can go on apart."""
         is_ours = isinstance(self.given_cache, LoopedCache)
         cache = self.given_cache if is_ours else LoopedCache(self.model.config, num_loops=max(self.limits))
+        if self.prompt_is_left:
+            cache.begin_empty(self.num_rows, self.trunk.embed_tokens.weight)
         if self.is_paged:
             pages = Pages(self.model.config) if pages is None else pages
             held = PagedRows(pages, self.given_cache, cache, self.padding.mask)
@@ -213,7 +257,13 @@ class RowEngine:
             return held
         cache.is_int8 = self.options.is_int8  # whatever a call before asked for
         cache.fill_buffers(self.given_cache, self.config.max_length)
+        cache.reserve(self.prompt_length)
         return cache
+
+    @property
+    def copies_past(self) -> bool:
+        """Whether attention copies what each token sees."""
+        return self.is_paged and self.model.device.type == "cpu"
 
     @property
     def returns_cache(self) -> bool:
@@ -283,15 +333,14 @@ class RowEngine:
         before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
         starts = self.last_places(list(range(self.num_rows)))
         left = sorted((place, row) for row, start in enumerate(starts) for place in range(start, end))
-        for first in range(0, len(left), TOKENS_OF_ENDS):
-            places, rows = zip(*left[first : first + TOKENS_OF_ENDS])
+        for first in range(0, len(left), TOKENS_OF_COPIES):
+            places, rows = zip(*left[first : first + TOKENS_OF_COPIES])
             for depth, members in by_number([self.depths_of_prompts[row] for row in rows]):
                 part = RowsOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
                 index = placed([part.rows, [place - before for place in part.places]], self.selector.ids.device)
                 tokens = enter([part], self.selector.ids[tuple(index)][:, None])
                 state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
-                if len(self.trunk.coda):
-                    self.trunk.run_coda(state, pass_context(tokens, [0] * len(part.rows)))
+                run_coda(tokens, state)
                 self.cache.leave_in_deeper_loops(part.rows, [depth] * len(part.rows), part.places)
 
     def output(self):

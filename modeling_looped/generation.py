@@ -22,7 +22,7 @@ from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_count, check_depths, placed
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
-from .engine import RowEngine, may_be_cut, obstacle_to_row_engine
+from .engine import RowEngine, obstacle_to_row_engine
 from .exit_criteria import ExitCriterion
 from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
@@ -202,8 +202,6 @@ class LoopedGenerationMixin(Generative):
             obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
         make_engine = partial(RowEngine, self, input_ids, *rules, streamer, model_kwargs)
         if shared is not None and obstacle is None:
-            if may_be_cut(self.model, generation_config, model_kwargs) and input_ids.shape[1] > shared.prompt_tokens:
-                generation_config.prefill_chunk_size = shared.prompt_tokens
             return shared.decode(make_engine, len(input_ids), generation_config.max_length)
         if not options.changes_decoding:
             if hasattr(streamer, "put_loops"):

@@ -134,6 +134,8 @@ class PagedRows:
             pool, held = self.pages.pool_of(layer), cache.layers[slot]
             pool.hold(layer, held.keys)
         self.reserve(range(len(self.lines[self.pages.core])), length)
+        if length == 0:
+            return
         for slot in range(self.config.core_slot(self.num_stored_loops)):
             layer, loop = self.config.split_slot(slot)
             pool, held = self.pages.pool_of(layer), cache.layers[slot]

@@ -5,6 +5,7 @@ keys and values where they lie, and makes no batch of them. Rows of several cach
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -39,11 +40,43 @@ class Padding:
             is_left = torch.arange(mask.shape[1], device=mask.device) >= starts[:, None]
             self.starts, self.has_holes = starts.tolist(), not torch.equal(is_left, mask)
 
+    @property
+    def has_empty_rows(self) -> bool:
+        return self.mask is not None and max(self.starts) == self.mask.shape[1]
+
+    def goes_with(self, positions: torch.Tensor | None) -> bool:
+        """Whether these positions of the prompts, [rows or 1, length], count the tokens of every row one by one."""
+        if positions is None:
+            return self.mask is None or not any(self.starts)
+        counted = positions - torch.arange(positions.shape[1], device=positions.device) == positions[:, -1:] - (
+            positions.shape[1] - 1
+        )
+        is_padding = torch.zeros_like(counted) if self.mask is None else ~self.mask
+        return bool((counted | is_padding).all())
+
     def tokens(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
         """Where these rows hold tokens, [rows, 1, length]; None without padding."""
         if self.mask is None:
             return None
         return pad(self.mask, (0, length - self.mask.shape[1]), value=True)[rows, None]
+
+
+class Span(NamedTuple):
+    """Tokens that follow each other in one row and loop, and where a buffer holds what they see."""
+
+    count: int
+    seen: tuple  # by the last of them, [1, heads, 2, tokens, head_dim]: shape, strides and offset
+    own: tuple  # their places there, [count, heads, 2, head_dim]
+    mask: torch.Tensor | None  # what each of several sees of that; None if all up to itself
+
+
+def causal_mask(before: int, count: int, window: int | None) -> torch.Tensor | None:
+    """Of `count` tokens, which of them and of those before each sees, [count, before + count]; None if all."""
+    if before == 0 and (window is None or count <= window):
+        return None
+    places, seen = torch.arange(before, before + count)[:, None], torch.arange(before + count)
+    mask = seen <= places
+    return mask if window is None else mask & (seen > places - window)
 
 
 class RowView:
@@ -176,24 +209,44 @@ class RowView:
         states = self.cache.as_stored(torch.cat([keys, values], dim=2))
         return states if len(states) == len(self.writing) else states[self.writing]
 
-    def spans(self, slot: int) -> list[tuple]:
-        """Of each row's token, what it sees in a buffer, [1, heads, 2, tokens, head_dim], and its own place there,
-        [heads, 2, head_dim]: shapes, strides and offsets."""
+    def spans(self, slot: int) -> list[Span]:
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         kind = *buffer.shape, window
         if kind not in self.spans_by_kind:  # the same in all layers of a kind
             heads, head_dim = buffer.shape[2], buffer.shape[-1]
             of_row, of_loop, of_head, of_part, of_token, _ = buffer.stride()
             spans = self.spans_by_kind[kind] = []
-            for row, loop, position in zip(self.rows, self.loops, self.positions):
+            for i, count in self.runs():
+                row, loop, position = self.rows[i], self.loops[i], self.positions[i]
                 start = self.padding.starts[row]
                 if window is not None:
                     start = max(start, position + 1 - window)
-                first = row * of_row + loop % buffer.shape[1] * of_loop
-                shape, strides = (1, heads, 2, position + 1 - start, head_dim), (of_row, of_head, of_part, of_token, 1)
-                own = (heads, 2, head_dim), (of_head, of_part, 1), first + position * of_token
-                spans.append(((shape, strides, first + start * of_token), own))
+                first, end = row * of_row + loop % buffer.shape[1] * of_loop, position + count
+                shape, strides = (1, heads, 2, end - start, head_dim), (of_row, of_head, of_part, of_token, 1)
+                own = (count, heads, 2, head_dim), (of_token, of_head, of_part, 1), first + position * of_token
+                mask = None if count == 1 else causal_mask(position - start, count, window)
+                spans.append(Span(count, (shape, strides, first + start * of_token), own, mask))
         return self.spans_by_kind[kind]
+
+    def write_spans(self, buffer: torch.Tensor, spans: list[Span], stored: torch.Tensor):
+        """The new tokens, [tokens, heads, 2, head_dim], of spans whose loop makes keys and values."""
+        writes, start = set(self.writing), 0
+        for span, states in zip(spans, stored.split([span.count for span in spans])):
+            if start in writes:
+                buffer.as_strided(*span.own).copy_(states)
+            start += span.count
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Tokens that follow each other in one row and loop can attend together: the first, and how many."""
+        runs: list[tuple[int, int]] = []
+        before = None
+        for i, (row, loop, position) in enumerate(zip(self.rows, self.loops, self.positions)):
+            if (row, loop, position - 1) == before and not self.cache.is_int8:  # of which one token is read at a time
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((i, 1))
+            before = row, loop, position
+        return runs
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
         """What each token may see, [rows, 1, 1, tokens so far], per kind of attention.
@@ -233,32 +286,46 @@ class RowView:
 
 
 def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
-    """Attention of one query per row of all views, [rows, heads, 1, head_dim], to what each sees, however long.
+    """Attention of the tokens of all views, [tokens, heads, 1, head_dim], to what each sees, however long.
 
-    In bfloat16 and from 8 bits a row is copied to floats first, all rows into the same memory, which stays in the
-    processor's cache.
+    For a single query in bfloat16, and from 8 bits, a row is copied to floats first, all rows into the same memory,
+    which stays in the processor's cache.
     """
-    new, outputs = None, []  # new: [rows, heads, 2, head_dim]
+    new, outputs, start = None, [], 0  # new: [tokens, heads, 2, head_dim]
     if keys is not None and values is not None:
         new = torch.cat([keys, values], dim=2)
     exact, grouped = is_slow_single_query(queries), queries.shape[1] != views[0].cache.buffers[slot].shape[2]
-    floats = floats_of(queries.dtype)
-    of_rows = iter((queries.to(floats) if exact else queries).unsqueeze(1).unbind())
-    for view in views:
-        buffer, spans, start = view.cache.buffers[slot], view.spans(slot), len(outputs)
+    spans = [view.spans(slot) for view in views]
+    counts = [span.count for of_view in spans for span in of_view]
+    asked = queries.to(floats_of(queries.dtype)) if exact else queries
+    of_spans = iter(zip(queries.split(counts), asked.split(counts)))
+    for view, its_spans in zip(views, spans):
+        buffer, end = view.cache.buffers[slot], start + len(view.rows)
         if new is not None and view.writing:
-            stored = view.cache.as_stored(new[start : start + len(spans)]).unbind()
-            for i in view.writing:
-                buffer.as_strided(*spans[i][1]).copy_(stored[i])
-        for (seen, _), query in zip(spans, of_rows):
-            held = buffer.as_strided(*seen)
-            if view.cache.is_int8:
-                steps = view.in_floats(steps_of(held), floats)
-                outputs.append(attend_to_int8(query, steps, sizes_of(held), None, scaling))
+            view.write_spans(buffer, its_spans, view.cache.as_stored(new[start:end]))
+        start = end
+        for span, (several, one) in zip(its_spans, of_spans):
+            held = buffer.as_strided(*span.seen)
+            if span.count > 1:
+                outputs.append(attend_to_span(several, held, span.mask, scaling, grouped))
                 continue
-            keys, values = (view.in_floats(held, floats) if exact else held).unbind(2)
-            outputs.append(scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=grouped))
+            if view.cache.is_int8:
+                steps = view.in_floats(steps_of(held), floats_of(queries.dtype))
+                outputs.append(attend_to_int8(one, steps, sizes_of(held), None, scaling))
+                continue
+            keys, values = (view.in_floats(held, asked.dtype) if exact else held).unbind(2)
+            outputs.append(scaled_dot_product_attention(one, keys, values, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs).to(queries.dtype)
+
+
+def attend_to_span(queries, held, mask: torch.Tensor | None, scaling: float, grouped: bool) -> torch.Tensor:
+    """Of several tokens, [tokens, heads, 1, head_dim]; held: what the last of them sees."""
+    keys, values = held.unbind(2)
+    how = (mask, 0.0, mask is None)
+    output = scaled_dot_product_attention(
+        queries.transpose(0, 2), keys, values, *how, scale=scaling, enable_gqa=grouped
+    )
+    return output.transpose(0, 2)
 
 
 class JointView:

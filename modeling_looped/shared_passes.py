@@ -5,10 +5,10 @@
         passes.generate(others, exit_criterion="kl", streamer=streamer)
 
 Each call is `model.generate`, with all that it takes, and gives what it would give alone, up to rounding. At every
-tick the core runs once for the rows of all calls. Who holds the turn runs the tick of all, or one loop of a part
-of its prompt; after each such loop a tick comes first, so that a long prompt holds up no one. A call for which there
-is no room waits. One that fails, or whose streamer raises, ends by itself: the others go on. What
-decodes in other ways (beams, drafts) does so beside them, when there is room for it.
+tick the core runs once for the rows of all calls, and for a part of the prompts that came: a long one holds up no one.
+A prompt that cannot run beside rows runs by itself, and after each loop of a part of it a tick comes first. Who holds
+the turn runs the tick of all. A call for which there is no room waits. One that fails, or whose streamer raises, ends
+by itself: the others go on. What decodes in other ways (beams, drafts) does so beside them, when there is room for it.
 """
 
 import copy
@@ -41,7 +41,8 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 class SharedPasses:
     """max_rows: sequences that are decoded at a time. max_tokens: the most tokens, of prompts and to come, that these
     may have together, which bounds the memory of their caches: slots x key/value heads x head_dim x 2 numbers each.
-    prompt_tokens: the most of a prompt that one pass takes; a `prefill_chunk_size` of the call wins over it."""
+    prompt_tokens: the most of prompts that one pass takes; a prompt whose call has a `prefill_chunk_size` runs by
+    itself, in parts of that length."""
 
     def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None, prompt_tokens: int = PROMPT_TOKENS):
         self.model, self.max_rows = model, check_count("max_rows", max_rows)
@@ -49,7 +50,7 @@ class SharedPasses:
         self.max_tokens = None if max_tokens is None else check_count("max_tokens", max_tokens)
         self.table, self.decoders = RowTable(), []  # their rows lie in the table in the same order
         self.pages = Pages(model.config)  # of the decoders, where attention reads pages
-        self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean
+        self.ticks = self.row_ticks = 0  # row_ticks / ticks: rows that shared a pass, in the mean, without prompts
         self._entrance, self._turn = threading.Lock(), threading.Lock()
         self._turn_of: int | None = None  # thread
         self._beside: set[int] = set()  # threads that decode in other ways
@@ -108,12 +109,14 @@ class SharedPasses:
         with self.room(num_rows, num_rows * max_length):
             with self.turn():
                 check_call()
-                engine = make_engine(after_loop=self.give_way, pages=self.pages)
+                engine = make_engine(prompt_tokens=self.prompt_tokens, after_loop=self.give_way, pages=self.pages)
                 decoder = ContinuousDecoder(engine, self.table)
                 self.decoders.append(decoder)
             try:
                 while not decoder.is_done:
                     with self.turn():
+                        if decoder.prompt is not None:
+                            check_call()
                         if not decoder.is_done:
                             self.tick()
                 with self.turn():
@@ -144,7 +147,6 @@ class SharedPasses:
     def tick(self):
         running = [decoder for decoder in self.decoders if not decoder.is_done]
         self.ticks += 1
-        self.row_ticks += sum(len(decoder.selector.running()) for decoder in running)
         # rows of several caches attend without a softcap
         apart = self.model.config.attention_softcap is not None and not is_paged(self.model)
         for decoders in [[decoder] for decoder in running] if apart else [running]:
@@ -153,7 +155,7 @@ class SharedPasses:
     def run(self, decoders: list[ContinuousDecoder]):
         before, table = [decoder.progress() for decoder in decoders], dict(self.table)
         try:
-            self._context.run(tick, self.table, decoders)
+            self.row_ticks += self._context.run(tick, self.table, decoders, self.prompt_tokens)
         except BaseException as error:
             went_on = [decoder for decoder, progress in zip(decoders, before) if not decoder.go_back(progress)]
             self.table.go_back(table, [row for decoder in went_on for row in decoder.rows_in_table()])

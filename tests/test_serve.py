@@ -10,6 +10,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 
+from modeling_looped.prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import tiny_model, tiny_tokenizer
 
@@ -167,13 +168,13 @@ def test_a_client_that_hangs_up_without_a_stream(served):
 def test_a_client_that_hangs_up_during_its_prompt(served, stream, monkeypatch):
     """It ends between two loops, of which all would take a minute."""
     _, _, client, passes, _ = served
-    give_way = SharedPasses.give_way
+    after_loop = Prompt.after_loop
 
-    def slowly(passes, tokens):
+    def slowly(prompt, state):
         time.sleep(0.06)
-        give_way(passes, tokens)
+        after_loop(prompt, state)
 
-    monkeypatch.setattr(SharedPasses, "give_way", slowly)
+    monkeypatch.setattr(Prompt, "after_loop", slowly)
     with pytest.raises(openai.APITimeoutError):
         list(complete(client, "a b " * 20, 2, {"num_loops": 1000}, timeout=1.0, stream=stream))
     assert passes._tokens

@@ -6,12 +6,16 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from modeling_looped import LoopedModel, continuous, shared_passes
+from modeling_looped.prompts import Prompt, begin_parts
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import random_ids, tiny_model
 
@@ -95,12 +99,65 @@ def test_what_each_gives_alone(system, implementation):
     assert not passes.decoders and passes._rows == passes._tokens == 0
 
 
+SMALL = {"input_ids": random_ids(1, 4), "max_new_tokens": 40, "num_loops": 2, **GREEDY}
+LARGE = {"input_ids": random_ids(1, 60, seed=1), "max_new_tokens": 2, **GREEDY}
+PARTS, LOOPS = 6, 4  # of its prompt
+
+
+@contextmanager
+def small_one_decodes(passes: SharedPasses):
+    """When it has its prompt and two tokens behind it."""
+    started = threading.Event()
+
+    class Starts(FailingStreamer):
+        def put(self, value):
+            self.left -= 1
+            if self.left < 0:
+                started.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        decoding = pool.submit(passes.generate, streamer=Starts(2), **SMALL)
+        assert started.wait(60)
+        yield decoding
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "hangs_up"])
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+def test_a_long_prompt_goes_beside_the_rows_of_others(implementation, ends, monkeypatch):
+    model, seen, asked = build("sections"), [], []
+    model.set_attn_implementation(implementation)
+    alone, after_loop = [model.generate(**request) for request in (SMALL, LARGE)], Prompt.after_loop
+
+    def counts(prompt, state):
+        after_loop(prompt, state)
+        seen.append((prompt.part.size, passes.row_ticks))
+
+    def check():
+        asked.append(None)
+        if ends and len(seen) >= 20:
+            raise ConnectionError("the client is gone")
+
+    with SharedPasses(model, prompt_tokens=10) as passes, small_one_decodes(passes) as decoding:
+        monkeypatch.setattr(Prompt, "after_loop", counts)
+        result = outcome(passes, {**LARGE, "check": check})
+        assert_same([decoding.result(timeout=60)], alone[:1])
+    if ends:
+        assert isinstance(result, ConnectionError)
+        assert 20 <= len(seen) < PARTS * LOOPS
+    else:
+        assert_same([result], alone[1:])
+        assert [size for size, _ in seen] == [10] * (PARTS * LOOPS)
+    row_ticks = [ticks for _, ticks in seen[:12]]
+    assert all(after == before + 1 for before, after in pairwise(row_ticks))  # the small one's row, every time
+    assert len(asked) > 5  # by its own thread, which runs about half of the ticks
+    assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "interrupted"])
-def test_others_go_on_between_the_loops_of_a_prompt(ends, monkeypatch):
+def test_others_go_on_between_the_loops_of_a_prompt_by_itself(ends, monkeypatch):
     model, ticks = build("sections"), []
-    small = {"input_ids": random_ids(1, 4), "max_new_tokens": 40, "num_loops": 2, **GREEDY}
-    large = {"input_ids": random_ids(1, 60, seed=1), "max_new_tokens": 2, **GREEDY}
-    alone, give_way = [model.generate(**request) for request in (small, large)], SharedPasses.give_way
+    large = {**LARGE, "cache_dtype": "int8"}
+    alone, give_way = [model.generate(**request) for request in (SMALL, large)], SharedPasses.give_way
 
     def counts(passes, tokens):
         while not passes._entrance.locked() and not decoding.done():  # a small model is faster than threads take turns
@@ -110,19 +167,8 @@ def test_others_go_on_between_the_loops_of_a_prompt(ends, monkeypatch):
         if ends and len(ticks) == 20:
             raise KeyboardInterrupt
 
-    class Starts(FailingStreamer):
-        """Lets the large one begin when the small one decodes: after its prompt and two tokens."""
-
-        def put(self, value):
-            self.left -= 1
-            if self.left < 0:
-                started.set()
-
-    started = threading.Event()
     monkeypatch.setattr(shared_passes, "FEW_TOKENS", 9)
-    with SharedPasses(model, prompt_tokens=10) as passes, ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(passes.generate, streamer=Starts(2), **small)
-        assert started.wait(60)
+    with SharedPasses(model, prompt_tokens=10) as passes, small_one_decodes(passes) as decoding:
         monkeypatch.setattr(SharedPasses, "give_way", counts)
         result = outcome(passes, large)
         assert_same([decoding.result(timeout=60)], alone[:1])
@@ -130,10 +176,91 @@ def test_others_go_on_between_the_loops_of_a_prompt(ends, monkeypatch):
     if ends:
         assert isinstance(result, KeyboardInterrupt)
     else:
-        assert len(ticks) == 6 * 4  # parts of the prompt, and loops
+        assert len(ticks) == PARTS * LOOPS
         assert_same([result], alone[1:])
     assert len(gained) > 12 and min(gained[:12]) > 0, gained  # a tick comes between any two
     assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+class PromptOfTokens:
+    """A stand-in that counts."""
+
+    engine = SimpleNamespace(copies_past=False)
+
+    def __init__(self, left: int, under_way: int = 0):
+        self.left, self.part = [None] * left, SimpleNamespace(size=under_way) if under_way else None
+
+    def begin_part(self, most_tokens: int):
+        self.part = SimpleNamespace(size=min(most_tokens, len(self.left)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes"),
+    [
+        ([(7, 0), (12, 0), (5, 0)], [7, 12, 0]),  # all of the third does not fit
+        ([(7, 0), (12, 0), (1, 0)], [7, 12, 1]),
+        ([(30, 0), (1, 0)], [20, 0]),
+        ([(5, 8), (30, 0), (1, 0)], [8, 0, 0]),  # a long one waits for a pass of its own, and is not passed
+        ([(5, 8), (12, 0)], [8, 12]),
+        ([(0, 20), (1, 0)], [20, 0]),
+    ],
+)
+def test_parts_of_prompts_that_fit_into_a_pass(prompts, sizes):
+    made = [PromptOfTokens(*each) for each in prompts]
+    begin_parts(made, 20)
+    assert [0 if prompt.part is None else prompt.part.size for prompt in made] == sizes
+
+
+@pytest.mark.parametrize(
+    ("others", "waits"),
+    [
+        ([], False),
+        ([(0, 1)], True),
+        ([(0, 1), (1, 2)], True),
+        ([(3, 1), (0, 0)], False),  # one begins now and one later
+        ([(3, 1), (2, 1), (0, 0)], False),
+        ([(2, 1), (2, 1), (0, 0)], True),
+        ([(2, 2)], False),
+    ],
+)
+def test_who_waits_to_begin_with_others(others, waits):
+    """Depth 4. others: loops run, and 0 if it begins, 1 if it is under way, 2 if it has exits."""
+
+    def decoder(loops: int, kind: int, has_begun: bool = True):
+        starting, rule = [0] if kind == 0 else [], object() if kind == 2 else None
+        return SimpleNamespace(
+            rule=rule,
+            starting=starting,
+            has_begun=has_begun,
+            running=lambda: [0],
+            loops=[loops],
+            engine=SimpleNamespace(limits=[4]),
+        )
+
+    new = decoder(0, 0, has_begun=False)
+    waiting = continuous.wait_for_others([*(decoder(*other) for other in others), new])
+    assert waiting == ([new] if waits else [])
+
+
+def test_rows_of_fixed_depth_are_read_out_together(monkeypatch):
+    """Whatever the lengths of their prompts."""
+    model, read, read_logits = build("plain"), [], continuous.read_logits
+    asked = [{**SMALL, "input_ids": random_ids(1, length, seed=length)} for length in (3, 15, 8, 27)]
+    alone = [model.generate(**request) for request in asked]
+
+    def counts(tokens, loops, state):
+        read.append(len(loops))
+        return read_logits(tokens, loops, state)
+
+    monkeypatch.setattr(continuous, "read_logits", counts)
+    with SharedPasses(model, prompt_tokens=10) as passes, ThreadPoolExecutor(len(asked)) as pool:
+        with passes.turn():
+            results = [pool.submit(passes.generate, **request) for request in asked]
+            while passes._rows < len(asked):
+                time.sleep(0.001)
+        assert_same([result.result() for result in results], alone)
+    assert sum(read) == 39 * len(asked)  # the prompts' own readouts are not among these
+    assert len(read) < 1.5 * 40
 
 
 def test_rows_under_the_same_rule_are_scored_together(monkeypatch):
@@ -146,7 +273,7 @@ def test_rows_under_the_same_rule_are_scored_together(monkeypatch):
 
     def ticks(*args):
         calls.append([])
-        tick(*args)
+        return tick(*args)
 
     def scores(table, rule, places, members, *args):
         calls[-1].append((rule, len({places[i].decoder for i in members})))

@@ -43,7 +43,10 @@ class Times:
 
 
 class Whole(SharedPasses):
-    """A prompt holds its turn."""
+    """A prompt runs by itself, in one part, and holds its turn."""
+
+    def generate(self, *args, **kwargs):
+        return super().generate(*args, prefill_chunk_size=self.prompt_tokens, **kwargs)
 
     def give_way(self, tokens: int):
         pass

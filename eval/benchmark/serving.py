@@ -25,7 +25,7 @@ from .over_http import asked_over_http
 
 class Served(NamedTuple):
     tokens_per_second: float
-    decoding_seconds: float  # of all ticks
+    loop_seconds: float  # of a loop of a row, in ticks without prompts
     latencies: list[float]  # seconds from arrival to the last token
     loops: torch.Tensor  # of every token but the prompts'
     rows_in_a_pass: float
@@ -68,15 +68,9 @@ def serving(args) -> dict:
                     "throughput_over_full": gain,
                     "over_mean_loops": gain * per_token[1] / per_token[0],
                     # but for prompts
-                    "decoding_over_mean_loops": full.decoding_seconds
-                    * per_token[1]
-                    / per_token[0]
-                    / exits.decoding_seconds,
+                    "decoding_over_mean_loops": full.loop_seconds / exits.loop_seconds,
                     "over_prediction": gain * per_token[1] * costs[1] / (per_token[0] * costs[0]),
-                    "decoding_over_prediction": full.decoding_seconds
-                    * per_token[1]
-                    * costs[1]
-                    / (per_token[0] * costs[0] * exits.decoding_seconds),
+                    "decoding_over_prediction": full.loop_seconds * costs[1] / (exits.loop_seconds * costs[0]),
                     "weights_over_mean_loops": full.weights * per_token[1] / per_token[0] / exits.weights,
                     "rows_in_a_pass": exits.rows_in_a_pass,
                     "tokens_per_readout": exits.tokens_per_readout,
@@ -104,8 +98,8 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
     with (
         SharedPasses(model, max_rows) as passes,
         ThreadPoolExecutor(len(asked)) as pool,
-        seconds_of_ticks(passes) as ticks,
-        calls_of("run_loop", "read_logits") as calls,
+        timed_ticks(passes) as ticks,
+        calls_of("read_logits") as calls,
     ):
         start = time.perf_counter()
 
@@ -128,10 +122,11 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
     loops = torch.cat([of_tokens for of_tokens, _ in results])
     latencies = [latency for _, latency in results]
     speed, rows = (len(loops) + len(asked)) / seconds, passes.row_ticks / passes.ticks
-    weights = (
-        calls["run_loop"] * count_in_a_loop(model.model.core) + calls["read_logits"] * model.lm_head.weight.numel()
-    )
-    return Served(speed, sum(ticks), latencies, loops, rows, len(loops) / calls["read_logits"], weights)
+    decoding = sum(tick.rows > 0 for tick in ticks)
+    weights = decoding * count_in_a_loop(model.model.core) + calls["read_logits"] * model.lm_head.weight.numel()
+    without_prompts = [tick for tick in ticks if not tick.has_prompts]
+    loop_seconds = sum(tick.seconds for tick in without_prompts) / sum(tick.rows for tick in without_prompts)
+    return Served(speed, loop_seconds, latencies, loops, rows, len(loops) / calls["read_logits"], weights)
 
 
 @contextmanager
@@ -155,18 +150,23 @@ def calls_of(*names: str):
             setattr(continuous, name, function)
 
 
+class Ticked(NamedTuple):
+    seconds: float
+    rows: int  # that decoded
+    has_prompts: bool
+
+
 @contextmanager
-def seconds_of_ticks(passes: SharedPasses):
-    """Of each of them: the rest goes to prompts, which exits do not shorten."""
-    seconds, tick = [], passes.tick
+def timed_ticks(passes: SharedPasses):
+    ticks, tick = [], passes.tick
 
     def timed():
-        start = now()
+        has_prompts, before, start = any(each.prompt for each in passes.decoders), passes.row_ticks, now()
         tick()
-        seconds.append(now() - start)
+        ticks.append(Ticked(now() - start, passes.row_ticks - before, has_prompts))
 
     passes.tick = timed
     try:
-        yield seconds
+        yield ticks
     finally:
         del passes.tick

@@ -1,0 +1,121 @@
+"""Prompts that go through the loops in the ticks of rows that decode.
+
+Weights are read once for both, and a long prompt, which enters in parts, holds up no one. The tokens of a part run
+all their loops together; those of the next part then find their keys and values in the cache.
+"""
+
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from .depth import placed
+from .engine import TOKENS_OF_COPIES, RowEngine, RowsOfEngine, Tokens, enter, joined, run_coda
+
+
+class Part(NamedTuple):
+    """Tokens of a prompt that run together."""
+
+    tokens: Tokens
+    state: torch.Tensor  # h of the loop that comes next
+    loop: int
+    depth: int
+
+    @property
+    def is_at_end(self) -> bool:
+        """With the H of its last loop for its state."""
+        return self.loop == self.depth
+
+    @property
+    def size(self) -> int:
+        return len(self.state)
+
+
+class Prompt:
+    """The prompts of a batch. What a tick changes of it is replaced, not written to, so that it can be undone."""
+
+    def __init__(self, engine: RowEngine):
+        self.engine, self.rows = engine, list(range(engine.num_rows))
+        starts, depths = engine.padding.starts, engine.depths_of_prompts
+        by_depth = sorted(self.rows, key=lambda row: depths[row])  # those of one depth share parts
+        self.left = [(row, place) for row in by_depth for place in range(starts[row], engine.prompt_length)]
+        self.part: Part | None = None
+        self.logits: dict[int, torch.Tensor] = {}  # by row, after its last token
+
+    @property
+    def is_done(self) -> bool:
+        return not self.left and self.part is None
+
+    def by_row(self) -> torch.Tensor:
+        """What the head says after each of them, [rows, vocabulary]."""
+        return torch.stack([self.logits[row] for row in self.rows])
+
+    def begin_part(self, most_tokens: int):
+        depths = self.engine.depths_of_prompts
+        depth = depths[self.left[0][0]]
+        taken = [(row, place) for row, place in islice(self.left, most_tokens) if depths[row] == depth]
+        rows, places = map(list, zip(*taken))
+        tokens = enter([RowsOfEngine(self.engine, rows, places)], self.engine.selector.ids[rows, places][:, None])
+        state = self.engine.trunk.initial_state(tokens.embedded, None)
+        self.part, self.left = Part(tokens, state, 0, depth), self.left[len(taken) :]
+
+    def after_loop(self, state: torch.Tensor):
+        """state: H of the tokens of the part."""
+        assert self.part is not None
+        part = self.part._replace(loop=self.part.loop + 1)
+        self.part = part._replace(state=state if part.is_at_end else self.engine.trunk.to_next_loop(state))
+
+    def last_tokens(self, part: Part) -> list[int]:
+        """Members of a part that the head reads."""
+        ((_, _, places),) = part.tokens.parts
+        return [i for i, place in enumerate(places) if place == self.engine.prompt_length - 1]
+
+    def end_part(self, part: Part, logits: torch.Tensor):
+        """logits: of its `last_tokens`."""
+        ((_, rows, places),) = part.tokens.parts
+        self.engine.cache.leave_in_deeper_loops(rows, [part.depth] * len(rows), places)
+        ended = [rows[i] for i in self.last_tokens(part)]
+        self.part, self.logits = None, {**self.logits, **dict(zip(ended, logits))}
+
+    def progress(self) -> tuple:
+        return self.left, self.part, self.logits
+
+    def go_back(self, progress: tuple):
+        self.left, self.part, self.logits = progress
+
+
+def begin_parts(prompts: list[Prompt], most_tokens: int):
+    """Of prompts in the order in which they came, as much as fits into a pass."""
+    if any(prompt.engine.copies_past for prompt in prompts):
+        most_tokens = min(most_tokens, TOKENS_OF_COPIES)
+    room = most_tokens - sum(prompt.part.size for prompt in prompts if prompt.part is not None)
+    for prompt in prompts:
+        if prompt.part is not None:
+            continue
+        size = min(len(prompt.left), most_tokens)
+        if room < size:
+            return
+        prompt.begin_part(size)
+        room -= size
+
+
+def end_parts(prompts: list[Prompt]):
+    """Those that are through their loops, in one readout."""
+    at_end = [(prompt, prompt.part) for prompt in prompts if prompt.part is not None and prompt.part.is_at_end]
+    if not at_end:
+        return
+    tokens, trunk = joined([part.tokens for _, part in at_end]), prompts[0].engine.trunk
+    state = run_coda(tokens, torch.cat([part.state for _, part in at_end]))
+    members, depths, counts, start = [], [], [], 0
+    for prompt, part in at_end:
+        read = prompt.last_tokens(part)
+        members += [start + i for i in read]
+        depths += [part.depth] * len(read)
+        counts.append(len(read))
+        start += part.size
+    logits = state.new_empty(0)
+    if members:
+        read = state[placed(members, state.device)]
+        logits = prompts[0].engine.model.logits(trunk.readout(read, depths))[:, -1]
+    for (prompt, part), of_prompt in zip(at_end, logits.split(counts)):
+        prompt.end_part(part, of_prompt)
