@@ -55,7 +55,9 @@ class Prompt:
         depth = depths[self.left[0][0]]
         taken = [(row, place) for row, place in islice(self.left, most_tokens) if depths[row] == depth]
         rows, places = map(list, zip(*taken))
-        tokens = enter([RowsOfEngine(self.engine, rows, places)], self.engine.selector.ids[rows, places][:, None])
+        ids = self.engine.selector.ids
+        index = placed([rows, places], ids.device).unbind()
+        tokens = enter([RowsOfEngine(self.engine, rows, places)], ids[index][:, None])
         state = self.engine.trunk.initial_state(tokens.embedded, None)
         self.part, self.left = Part(tokens, state, 0, depth), self.left[len(taken) :]
 
