@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .borrowed import found
-from .cache import LoopedCache
+from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .context import PassContext
 from .depth import check_depths, placed
@@ -66,13 +66,14 @@ def rope_type_by_length(trunk) -> str | None:
 def may_be_cut(trunk, config, model_kwargs: dict) -> bool:
     """Whether the prompt may go through the model in parts, of which each sees the ones before in the cache."""
     is_whole = config.cache_is_given or model_kwargs.get("inputs_embeds") is not None  # transformers cuts neither well
+    is_whole |= sharing_of(model_kwargs.get("past_key_values")) != "none"  # what tokens see depends on the parts
     return config.prefill_chunk_size is None and not is_whole and rope_type_by_length(trunk) is None
 
 
 def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) -> bool:
     """Whether tokens of a prompt can be rows of the passes that decode, and give what a pass of their own gives."""
     options, cache = config.depth_options, model_kwargs.get("past_key_values")
-    is_ours = type(cache) is LoopedCache and not config.cache_is_given and cache.sharing == "none"
+    is_ours = type(cache) is LoopedCache
     is_plain = not (options.is_int8 or options.warm_start or padding.has_holes or padding.has_empty_rows)
     is_in_one_place = model.tp_size is None and not hasattr(model, "hf_device_map")
     if not (is_ours and is_plain and is_in_one_place and may_be_cut(model.model, config, model_kwargs)):

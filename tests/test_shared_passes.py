@@ -182,6 +182,17 @@ def test_others_go_on_between_the_loops_of_a_prompt_by_itself(ends, monkeypatch)
     assert not passes.decoders and passes._rows == passes._tokens == 0
 
 
+@pytest.mark.parametrize("sharing", ["last", "cyclic-2"])
+def test_prompts_are_not_cut_where_loops_share_slots(sharing):
+    model = build("sections")
+    request = {**LARGE, "max_new_tokens": 12, "cache_sharing": sharing}
+    exits = {"exit_criterion": "latent_diff", "exit_threshold": 0.5}
+    asked = [{**request, **way} for way in ({}, exits)]
+    alone = [model.generate(**each) for each in asked]
+    with SharedPasses(model, prompt_tokens=10) as passes:
+        assert_same(together(passes, asked), alone)
+
+
 class PromptOfTokens:
     """A stand-in that counts."""
 
