@@ -204,6 +204,17 @@ def test_what_must_be_positive(option, capsys):
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("asked", "expected"), [([], "sdpa"), (["--attn-implementation", "eager"], "eager")])
+def test_the_attention_that_is_asked_for(asked, expected, tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    models = []
+    monkeypatch.setattr(serve, "build_app", lambda name, model, *others: models.append(model))
+    monkeypatch.setattr(serve.uvicorn, "run", lambda app, **where: None)
+    serve.main([str(tmp_path), *asked])
+    assert [model.config._attn_implementation for model in models] == [expected]
+
+
 def test_what_is_no_port():
     with pytest.raises(SystemExit):
         serve.parse(["folder", "--port", "99999"])

@@ -350,8 +350,9 @@ def main(arguments: list[str] | None = None):
     args = parse(arguments)
     folder, config = open_config(args.model)
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
-    depth = {} if args.num_loops is None else {"num_loops": args.num_loops}
-    model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, **depth).to(args.device).eval()
+    asked = {"num_loops": args.num_loops, "attn_implementation": args.attn_implementation}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype, **asked).to(args.device).eval()
     max_tokens = args.max_tokens or args.max_rows * model.config.max_position_embeddings
     with SharedPasses(model, args.max_rows, max_tokens) as passes:
         app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)

@@ -28,6 +28,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-loops", type=int, help="depth where a request asks for none; default: the model's")
     parser.add_argument("--max-loops", type=int, help="the deepest that a request may ask for; default: 4 times that")
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
+    ways, text = ["sdpa", "eager", "flex_attention"], "default: the model's; flex_attention keeps all keys in pages"
+    parser.add_argument("--attn-implementation", choices=ways, help=text)
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_device()
     args = parser.parse_args(arguments)
