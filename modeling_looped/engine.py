@@ -75,14 +75,14 @@ def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) ->
     options, cache = config.depth_options, model_kwargs.get("past_key_values")
     is_ours = type(cache) is LoopedCache
     is_plain = not (options.is_int8 or options.warm_start or padding.has_holes or padding.has_empty_rows)
-    is_in_one_place = model.tp_size is None and not hasattr(model, "hf_device_map")
+    is_in_one_place = model.tp_size is None and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
     if not (is_ours and is_plain and is_in_one_place and may_be_cut(model.model, config, model_kwargs)):
         return False
     device = model.device.type
     if torch.is_autocast_enabled(device) or not padding.goes_with(model_kwargs.get("position_ids")):
         return False
     if is_paged(model):
-        return not any(padding.starts)  # a page that another batch has left says nothing of padding
+        return device != "meta" and not any(padding.starts)  # a page that another batch has left holds no padding
     return device == "cpu" and model.config.attention_softcap is None
 
 
