@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .borrowed import found
+from .depth import by_number, placed
 from .int8_tokens import SIZE_BYTES, from_int8, to_int8
 
 
@@ -142,10 +143,11 @@ class LoopedCache(DynamicCache):
             layer.lazy_initialization(states, states)
             layer.keys = layer.values = states
 
-    def fill_buffers(self, cache: Cache, max_length: int):
+    def fill_buffers(self, cache: Cache, max_length: int, least: int):
         """Into buffers, what a cache (this one, or another) holds: layer by layer, so that little is held twice.
 
         A static layer holds more than the tokens so far, a sliding one less, its window. max_length: of a generation.
+        least: tokens for which there is to be room, at the least.
         """
         self.max_length, length, self.buffers = max_length, int(cache.get_seq_length()), []
         for layer in range(self.model_config.core_slot(1)):
@@ -153,7 +155,10 @@ class LoopedCache(DynamicCache):
             slots = [cache.layers[self.model_config.slot_at(layer, loop)] for loop in range(loops)]
             rows, heads, _, head_dim = slots[0].keys.shape
             self.dtype, width = slots[0].keys.dtype, head_dim + SIZE_BYTES * self.is_int8
-            shape, dtype = (rows, loops, heads, 2, self.with_room(length), width), torch.int8 if self.is_int8 else None
+            shape, dtype = (
+                (rows, loops, heads, 2, self.with_room(max(length, least)), width),
+                torch.int8 if self.is_int8 else None,
+            )
             buffer = slots[0].keys.new_zeros(shape, dtype=dtype)
             for slot, of_loop in zip(slots, buffer.unbind(1)):
                 for tensor, room in zip((slot.keys, slot.values), of_loop.unbind(2)):
@@ -209,10 +214,20 @@ class LoopedCache(DynamicCache):
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
         """A token of each row, at its position, leaves its last keys and values in slots that it did not use. loops:
         how many it ran."""
-        for row, ran, position in zip(rows, map(self.model_config.num_stored_loops, loops), positions):
-            for buffer in self.buffers[self.model_config.core_slot(0) :] if ran < self.num_stored_loops else ():
-                token = buffer[row, :, :, :, position]  # [loops, heads, 2, head_dim]
-                token[ran:] = token[ran - 1]
+        core = self.buffers[self.model_config.core_slot(0) :]
+        for ran, members in by_number(list(map(self.model_config.num_stored_loops, loops))):
+            if ran >= self.num_stored_loops:
+                continue
+            if len(members) == 1:
+                (i,) = members
+                for buffer in core:
+                    token = buffer[rows[i], :, :, :, positions[i]]  # [loops, heads, 2, head_dim]
+                    token[ran:] = token[ran - 1]
+                continue
+            of_tokens = [[numbers[i] for i in members] for numbers in (rows, positions)]
+            its_rows, places = placed(of_tokens, core[0].device).unbind()
+            for buffer in core:
+                buffer[its_rows, ran:, :, :, places] = buffer[its_rows, ran - 1, :, :, places].unsqueeze(1)
 
 
 class CacheView:

@@ -75,6 +75,14 @@ class DepthPlan(NamedTuple):
         return tuple(loops)
 
 
+def by_number(numbers: list[int]):
+    """Of each number, where it stands."""
+    groups: dict[int, list[int]] = {}
+    for i, number in enumerate(numbers):
+        groups.setdefault(number, []).append(i)
+    return groups.items()
+
+
 def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Numbers of the host on a device. A GPU is waited for where it copies memory that is not pinned."""
     tensor = torch.as_tensor(values, dtype=dtype)

@@ -16,15 +16,16 @@ from .borrowed import found
 from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .context import PassContext
-from .depth import check_depths, placed
+from .depth import by_number, check_depths, placed
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .paged_rows import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
-from .token_selector import TokenSelector, by_number, first_batchwise_part
+from .token_selector import TokenSelector, first_batchwise_part
 
 
 FLEX = "flex_attention"
+IN_TICKS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "num_loops", "logits_to_keep"}
 TOKENS_OF_COPIES = 32  # of one row in a pass, where attention copies what each of them sees
 
 
@@ -74,15 +75,16 @@ def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) ->
     """Whether tokens of a prompt can be rows of the passes that decode, and give what a pass of their own gives."""
     options, cache = config.depth_options, model_kwargs.get("past_key_values")
     is_ours = type(cache) is LoopedCache
-    is_plain = not (options.is_int8 or options.warm_start or padding.has_holes or padding.has_empty_rows)
+    others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS  # as a state to begin with
+    is_plain = not (options.is_int8 or options.warm_start or padding.has_holes or padding.has_empty_rows or others)
     is_in_one_place = model.tp_size is None and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
     if not (is_ours and is_plain and is_in_one_place and may_be_cut(model.model, config, model_kwargs)):
         return False
-    device = model.device.type
-    if torch.is_autocast_enabled(device) or not padding.goes_with(model_kwargs.get("position_ids")):
+    device = model.device.type  # "meta" where layers are offloaded
+    if device == "meta" or not padding.goes_with(model_kwargs.get("position_ids")):
         return False
     if is_paged(model):
-        return device != "meta" and not any(padding.starts)  # a page that another batch has left holds no padding
+        return not any(padding.starts)  # a page that another batch has left says nothing of padding
     return device == "cpu" and model.config.attention_softcap is None
 
 
@@ -229,6 +231,7 @@ class RowEngine:
         if prompt_tokens is not None:
             self.prompt_is_left = prompt_goes_in_ticks(model, self.padding, config, model_kwargs)
         if self.prompt_is_left:
+            check_length(model.config, length)
             logits, self.given_cache, self.prompt_length = None, model_kwargs["past_key_values"], length
         else:
             if prompt_tokens is not None and length > prompt_tokens and may_be_cut(self.trunk, config, model_kwargs):
@@ -257,8 +260,7 @@ class RowEngine:
                 self.given_cache.layers.clear()
             return held
         cache.is_int8 = self.options.is_int8  # whatever a call before asked for
-        cache.fill_buffers(self.given_cache, self.config.max_length)
-        cache.reserve(self.prompt_length)
+        cache.fill_buffers(self.given_cache, self.config.max_length, self.prompt_length)
         return cache
 
     @property

@@ -198,6 +198,8 @@ class LoopedGenerationMixin(Generative):
     ):
         rules, options = (logits_processor, stopping_criteria, generation_config), generation_config.depth_options
         shared, obstacle = shared_passes_of(self) if options.shares_passes else None, None
+        if torch.is_autocast_enabled(input_ids.device.type):  # of this thread, which would run passes of others
+            shared = None
         if shared is not None or options.changes_decoding:
             obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
         make_engine = partial(RowEngine, self, input_ids, *rules, streamer, model_kwargs)

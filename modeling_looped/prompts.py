@@ -1,16 +1,20 @@
 """Prompts that go through the loops in the ticks of rows that decode.
 
-Weights are read once for both, and a long prompt, which enters in parts, holds up no one. The tokens of a part run
-all their loops together; those of the next part then find their keys and values in the cache.
+Weights are read once for both, and a long prompt, which enters in parts, holds up no one: rows go on in every pass,
+and prompts take turns. The tokens of a part run all their loops together; those of the next part then find their keys
+and values in the cache.
 """
 
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple
 
 import torch
 
 from .depth import placed
 from .engine import TOKENS_OF_COPIES, RowEngine, RowsOfEngine, Tokens, enter, joined, run_coda
+
+
+NUMBERS = count()
 
 
 class Part(NamedTuple):
@@ -40,6 +44,7 @@ class Prompt:
         by_depth = sorted(self.rows, key=lambda row: depths[row])  # those of one depth share parts
         self.left = [(row, place) for row in by_depth for place in range(starts[row], engine.prompt_length)]
         self.part: Part | None = None
+        self.number = next(NUMBERS)  # in the order of those that wait for their next part
         self.logits: dict[int, torch.Tensor] = {}  # by row, after its last token
 
     @property
@@ -50,7 +55,8 @@ class Prompt:
         """What the head says after each of them, [rows, vocabulary]."""
         return torch.stack([self.logits[row] for row in self.rows])
 
-    def begin_part(self, most_tokens: int):
+    def begin_part(self, most_tokens: int) -> int:
+        """Returns how many tokens it has."""
         depths = self.engine.depths_of_prompts
         depth = depths[self.left[0][0]]
         taken = [(row, place) for row, place in islice(self.left, most_tokens) if depths[row] == depth]
@@ -60,6 +66,7 @@ class Prompt:
         tokens = enter([RowsOfEngine(self.engine, rows, places)], ids[index][:, None])
         state = self.engine.trunk.initial_state(tokens.embedded, None)
         self.part, self.left = Part(tokens, state, 0, depth), self.left[len(taken) :]
+        return len(taken)
 
     def after_loop(self, state: torch.Tensor):
         """state: H of the tokens of the part."""
@@ -78,27 +85,27 @@ class Prompt:
         self.engine.cache.leave_in_deeper_loops(rows, [part.depth] * len(rows), places)
         ended = [rows[i] for i in self.last_tokens(part)]
         self.part, self.logits = None, {**self.logits, **dict(zip(ended, logits))}
+        self.number = next(NUMBERS)  # behind those that came meanwhile
 
     def progress(self) -> tuple:
-        return self.left, self.part, self.logits
+        return self.left, self.part, self.number, self.logits
 
     def go_back(self, progress: tuple):
-        self.left, self.part, self.logits = progress
+        self.left, self.part, self.number, self.logits = progress
 
 
 def begin_parts(prompts: list[Prompt], most_tokens: int):
-    """Of prompts in the order in which they came, as much as fits into a pass."""
+    """As much of the prompts that wait as fits into a pass, in turn: a long one takes what is left if that is half of
+    a pass, and those that came meanwhile go before its next part."""
     if any(prompt.engine.copies_past for prompt in prompts):
         most_tokens = min(most_tokens, TOKENS_OF_COPIES)
     room = most_tokens - sum(prompt.part.size for prompt in prompts if prompt.part is not None)
-    for prompt in prompts:
+    for prompt in sorted(prompts, key=lambda prompt: prompt.number):
         if prompt.part is not None:
             continue
-        size = min(len(prompt.left), most_tokens)
-        if room < size:
+        if room < min(len(prompt.left), (most_tokens + 1) // 2):
             return
-        prompt.begin_part(size)
-        room -= size
+        room -= prompt.begin_part(room)
 
 
 def end_parts(prompts: list[Prompt]):

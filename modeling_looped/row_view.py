@@ -239,13 +239,15 @@ class RowView:
     def runs(self) -> list[tuple[int, int]]:
         """Tokens that follow each other in one row and loop can attend together: the first, and how many."""
         runs: list[tuple[int, int]] = []
-        before = None
+        before, writing = None, set(self.writing)
         for i, (row, loop, position) in enumerate(zip(self.rows, self.loops, self.positions)):
-            if (row, loop, position - 1) == before and not self.cache.is_int8:  # of which one token is read at a time
+            # where loops read the keys of an earlier one, of tokens at one stored loop some may write and some not
+            kind = row, loop, i in writing
+            if before == (*kind, position - 1) and not self.cache.is_int8:  # of which one token is read at a time
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
                 runs.append((i, 1))
-            before = row, loop, position
+            before = *kind, position
         return runs
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
@@ -297,24 +299,24 @@ def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, sc
     exact, grouped = is_slow_single_query(queries), queries.shape[1] != views[0].cache.buffers[slot].shape[2]
     spans = [view.spans(slot) for view in views]
     counts = [span.count for of_view in spans for span in of_view]
-    asked = queries.to(floats_of(queries.dtype)) if exact else queries
-    of_spans = iter(zip(queries.split(counts), asked.split(counts)))
+    in_floats = queries.to(floats_of(queries.dtype)) if exact else queries
+    of_spans = iter(zip(queries.split(counts), in_floats.split(counts)))
     for view, its_spans in zip(views, spans):
         buffer, end = view.cache.buffers[slot], start + len(view.rows)
         if new is not None and view.writing:
             view.write_spans(buffer, its_spans, view.cache.as_stored(new[start:end]))
         start = end
-        for span, (several, one) in zip(its_spans, of_spans):
+        for span, (its_queries, its_floats) in zip(its_spans, of_spans):
             held = buffer.as_strided(*span.seen)
             if span.count > 1:
-                outputs.append(attend_to_span(several, held, span.mask, scaling, grouped))
+                outputs.append(attend_to_span(its_queries, held, span.mask, scaling, grouped))
                 continue
             if view.cache.is_int8:
                 steps = view.in_floats(steps_of(held), floats_of(queries.dtype))
-                outputs.append(attend_to_int8(one, steps, sizes_of(held), None, scaling))
+                outputs.append(attend_to_int8(its_floats, steps, sizes_of(held), None, scaling))
                 continue
-            keys, values = (view.in_floats(held, asked.dtype) if exact else held).unbind(2)
-            outputs.append(scaled_dot_product_attention(one, keys, values, scale=scaling, enable_gqa=grouped))
+            keys, values = (view.in_floats(held, its_floats.dtype) if exact else held).unbind(2)
+            outputs.append(scaled_dot_product_attention(its_floats, keys, values, scale=scaling, enable_gqa=grouped))
     return torch.cat(outputs).to(queries.dtype)
 
 
@@ -329,7 +331,7 @@ def attend_to_span(queries, held, mask: torch.Tensor | None, scaling: float, gro
 
 
 class JointView:
-    """A pass over one token each of rows of several caches, which `views` see one by one."""
+    """A pass over tokens of rows of several caches, which `views` see one by one."""
 
     def __init__(self, views: list[RowView]):
         self.views, self.sizes = views, [len(view.rows) for view in views]
@@ -343,8 +345,13 @@ class JointView:
             return attend_row_by_row(self.views, *states_slot_and_scaling)
         *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
         none = [None] * len(self.views)
-        parts = zip(self.views, *(none if state is None else state.split(self.sizes) for state in states))
-        return torch.cat([view.attend_by_itself(*of_view, slot, scaling) for view, *of_view in parts])
+        outputs = []
+        for view, *of_view in zip(
+            self.views, *(none if state is None else state.split(self.sizes) for state in states)
+        ):
+            attend = view.attend if view.goes_by_row else view.attend_by_itself
+            outputs.append(attend(*of_view, slot, scaling))
+        return torch.cat(outputs)
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
         return dict.fromkeys(("full_attention", "sliding_attention"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
-from .depth import placed
+from .depth import by_number, placed
 
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
@@ -46,14 +46,6 @@ def cannot_stop(criterion, length: int) -> bool:
         return False
     known = criterion.max_position_embeddings
     return length < criterion.max_length and (known is None or length <= known)
-
-
-def by_number(numbers: list[int]):
-    """Of each number, where it stands."""
-    groups: dict[int, list[int]] = {}
-    for i, number in enumerate(numbers):
-        groups.setdefault(number, []).append(i)
-    return groups.items()
 
 
 class TokenSelector:

@@ -176,7 +176,7 @@ def test_a_client_that_hangs_up_during_its_prompt(served, stream, monkeypatch):
 
     monkeypatch.setattr(Prompt, "after_loop", slowly)
     with pytest.raises(openai.APITimeoutError):
-        list(complete(client, "a b " * 20, 2, {"num_loops": 1000}, timeout=1.0, stream=stream))
+        list(complete(client, "a b " * 20, 2, {"num_loops": 1000}, timeout=2.0, stream=stream))
     assert passes._tokens
     begun = time.monotonic()
     while passes._tokens and time.monotonic() - begun < 20:

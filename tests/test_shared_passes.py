@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.prompts import Prompt, begin_parts
+from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import random_ids, tiny_model
 
@@ -198,28 +200,112 @@ class PromptOfTokens:
 
     engine = SimpleNamespace(copies_past=False)
 
-    def __init__(self, left: int, under_way: int = 0):
-        self.left, self.part = [None] * left, SimpleNamespace(size=under_way) if under_way else None
+    def __init__(self, number: int, left: int, under_way: int = 0):
+        self.number, self.left = number, [None] * left
+        self.part = SimpleNamespace(size=under_way) if under_way else None
 
     def begin_part(self, most_tokens: int):
         self.part = SimpleNamespace(size=min(most_tokens, len(self.left)))
+        return self.part.size
 
 
 @pytest.mark.parametrize(
     ("prompts", "sizes"),
     [
-        ([(7, 0), (12, 0), (5, 0)], [7, 12, 0]),  # all of the third does not fit
-        ([(7, 0), (12, 0), (1, 0)], [7, 12, 1]),
-        ([(30, 0), (1, 0)], [20, 0]),
-        ([(5, 8), (30, 0), (1, 0)], [8, 0, 0]),  # a long one waits for a pass of its own, and is not passed
-        ([(5, 8), (12, 0)], [8, 12]),
-        ([(0, 20), (1, 0)], [20, 0]),
+        ([(0, 7), (1, 12), (2, 5)], [7, 12, 0]),  # of the third there is no room for all, nor for half of a pass
+        ([(0, 7), (1, 12), (2, 1)], [7, 12, 1]),
+        ([(0, 30), (1, 1)], [20, 0]),
+        ([(2, 30), (1, 1)], [19, 1]),  # one that has had a part goes behind those that came meanwhile
+        ([(0, 5, 8), (1, 30), (2, 1)], [8, 12, 0]),
+        ([(0, 5, 14), (1, 30), (2, 1)], [14, 0, 0]),  # and is not passed while it waits for half of a pass
+        ([(0, 5, 8), (1, 12)], [8, 12]),
+        ([(0, 0, 20), (1, 1)], [20, 0]),
     ],
 )
 def test_parts_of_prompts_that_fit_into_a_pass(prompts, sizes):
     made = [PromptOfTokens(*each) for each in prompts]
     begin_parts(made, 20)
     assert [0 if prompt.part is None else prompt.part.size for prompt in made] == sizes
+
+
+def test_a_short_prompt_goes_before_the_next_part_of_a_long_one(monkeypatch):
+    model, after_loop, ended = build("plain"), Prompt.after_loop, []
+    long, short = ({**LARGE, "input_ids": random_ids(1, length, seed=length)} for length in (60, 3))
+    alone = [model.generate(**request) for request in (long, short)]
+    asked, pool = threading.Event(), ThreadPoolExecutor(2)
+
+    def counts(prompt, state):
+        after_loop(prompt, state)
+        if prompt.part.is_at_end:
+            ended.append(prompt.engine.prompt_length)
+        if len(ended) == 1 and not asked.is_set():  # the short one comes after the first part of the long one
+            asked.set()
+            results.append(pool.submit(passes.generate, **short))
+            while passes._rows < 2 or not passes._entrance.locked():
+                time.sleep(0.001)
+
+    monkeypatch.setattr(Prompt, "after_loop", counts)
+    with SharedPasses(model, prompt_tokens=6) as passes, pool:
+        results = [pool.submit(passes.generate, **long)]
+        while len(results) < 2:
+            time.sleep(0.001)
+        assert_same([result.result(timeout=60) for result in results], alone)
+    assert 3 in ended[:4] and ended.count(60) >= 10
+
+
+def test_a_prompt_beside_rows_that_cannot_go_by_row(monkeypatch):
+    """Those with holes between their tokens alone are copied."""
+    model, copied, by_itself = build("plain"), [], RowView.attend_by_itself
+    holes = {**SMALL, "attention_mask": torch.tensor([[1, 0, 1, 1]])}
+    alone = [model.generate(**request) for request in (holes, LARGE)]
+
+    def counts(view, queries, *others):
+        copied.append(len(queries))
+        return by_itself(view, queries, *others)
+
+    monkeypatch.setattr(RowView, "attend_by_itself", counts)
+    with SharedPasses(model) as passes:
+        assert_same(together(passes, [holes, LARGE]), alone)
+    assert set(copied) == {1}
+
+
+def test_a_state_to_begin_with():
+    model = tiny_model(num_loops=4, state_init="normal", injection="concat")
+    state = torch.randn(1, 6, model.config.state_size)
+    request = {"input_ids": random_ids(1, 6), "initial_state": state, "max_new_tokens": 1, **GREEDY}
+    exits = {"exit_criterion": "latent_diff", "exit_threshold": 1e-9, "max_new_tokens": 1}
+    asked = [request, {**request, **exits}]
+    with SharedPasses(model) as passes:
+        assert_same(together(passes, asked), [model.generate(**each) for each in asked])
+
+
+def test_a_model_that_is_offloaded():
+    model = build("plain")
+    asked = requests(model, 4, ways=WAYS[:4])
+    alone = [model.generate(**request) for request in asked]
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with SharedPasses(model) as passes:
+        assert_same(together(passes, asked), alone)
+
+
+def test_autocast_of_one_is_not_that_of_others():
+    model = build("plain")
+    request = {"input_ids": random_ids(1, 9), "max_new_tokens": 30, **GREEDY}
+    seen, layer = [], model.model.core[0].self_attn.q_proj
+    layer.register_forward_hook(lambda module, inputs, queries: seen.append((queries.dtype, threading.get_ident())))
+
+    def rounded():
+        with torch.autocast("cpu", torch.bfloat16):
+            return passes.generate(**request), threading.get_ident()
+
+    expected = model.generate(**request)
+    seen.clear()
+    with SharedPasses(model) as passes, ThreadPoolExecutor(2) as pool:
+        one, other = pool.submit(rounded), pool.submit(passes.generate, **request)
+        _, thread = one.result()
+        assert_same([other.result()], [expected])
+    assert {dtype for dtype, _ in seen} == {torch.float32, torch.bfloat16}
+    assert {of for dtype, of in seen if dtype == torch.bfloat16} == {thread}
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,18 @@ def test_greedy_tokens_are_those_of_full_depth(system, draft_loops, optimist):
         assert torch.equal(model.generate(**prompts, max_new_tokens=NEW, do_sample=False, **arguments), full)
 
 
+@pytest.mark.parametrize("fields", [{"key_value_interval": 2}, {"num_key_value_loops": 1}], ids=str)
+@pytest.mark.parametrize("draft_loops", [1, 2])
+def test_tokens_in_flight_whose_loops_share_keys(fields, draft_loops, optimist):
+    """At one stored loop, of which some write keys and some do not: none may be written for another."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model, ids = tiny_model(num_loops=4, **fields), random_ids(1, 6, seed=seed)
+        settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        drafted = model.generate(ids, draft_loops=draft_loops, **settings)
+        assert torch.equal(drafted, model.generate(ids, **settings)), seed
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("num_loops", [2, 6])
 @pytest.mark.covering
