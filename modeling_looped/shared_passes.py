@@ -32,7 +32,8 @@ from .paged_rows import Pages
 
 # arguments of generate_batch that belong to the continuous batching of transformers
 OF_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
-PROMPT_TOKENS = 512  # in a pass: they fill a processor, and take little time
+# in a pass: they fill a processor, and take little time, which rows that decode wait in each loop of a token
+PROMPT_TOKENS, PROMPT_TOKENS_ON_CPU = 512, 128
 FEW_TOKENS = 32  # all loops over these take little more time than those of a token of all rows
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
@@ -41,11 +42,13 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 class SharedPasses:
     """max_rows: sequences that are decoded at a time. max_tokens: the most tokens, of prompts and to come, that these
     may have together, which bounds the memory of their caches: slots x key/value heads x head_dim x 2 numbers each.
-    prompt_tokens: the most of prompts that one pass takes; a prompt whose call has a `prefill_chunk_size` runs by
+    prompt_tokens: the most of prompts that one pass takes, by default what suits the device; a prompt whose call has a `prefill_chunk_size` runs by
     itself, in parts of that length."""
 
-    def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None, prompt_tokens: int = PROMPT_TOKENS):
+    def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None, prompt_tokens: int | None = None):
         self.model, self.max_rows = model, check_count("max_rows", max_rows)
+        if prompt_tokens is None:
+            prompt_tokens = PROMPT_TOKENS_ON_CPU if model.device.type == "cpu" else PROMPT_TOKENS
         self.prompt_tokens = check_count("prompt_tokens", prompt_tokens)
         self.max_tokens = None if max_tokens is None else check_count("max_tokens", max_tokens)
         self.table, self.decoders = RowTable(), []  # their rows lie in the table in the same order
