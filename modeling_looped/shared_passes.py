@@ -42,8 +42,8 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None
 class SharedPasses:
     """max_rows: sequences that are decoded at a time. max_tokens: the most tokens, of prompts and to come, that these
     may have together, which bounds the memory of their caches: slots x key/value heads x head_dim x 2 numbers each.
-    prompt_tokens: the most of prompts that one pass takes, by default what suits the device; a prompt whose call has a `prefill_chunk_size` runs by
-    itself, in parts of that length."""
+    prompt_tokens: the most of prompts that one pass takes, by default what suits the device; a prompt whose call has a
+    `prefill_chunk_size` runs by itself, in parts of that length."""
 
     def __init__(self, model, max_rows: int = 8, max_tokens: int | None = None, prompt_tokens: int | None = None):
         self.model, self.max_rows = model, check_count("max_rows", max_rows)
