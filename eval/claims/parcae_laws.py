@@ -6,7 +6,7 @@ from pathlib import Path
 
 from looped_recipes.common.chart import Chart, Line, ordered
 
-from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed
+from .definition import Claim, Measurement, Setting, each_seed
 from .functions import by_function, result_of
 from .rules import AtMost, Effect, Near
 from .sweeps import by_sweep, runs_of, sweep_alone
@@ -105,6 +105,6 @@ def law_charts(content: dict) -> list[Chart]:
 
 
 LAW_MEASUREMENTS = [
-    Measurement("sizes", sweep_alone("sizes"), runs_of, SIX_SEEDS),
+    Measurement("sizes", sweep_alone("sizes"), runs_of),
     Measurement("isoflop", laws_of, read_laws),
 ]
