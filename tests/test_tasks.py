@@ -276,7 +276,7 @@ def members(entry) -> list[tuple[str, dict]]:
 def test_groups_name_tasks_that_exist(all_tasks):
     index = all_tasks.task_index
     groups = [name for name in all_tasks.all_groups if index[name].yaml_path.parent == FOLDER]
-    assert len(groups) == 9
+    assert len(groups) == 10
     for group in groups:
         for task, _ in members(index[group]):
             assert task in all_tasks.all_tasks, (group, task)

@@ -15,7 +15,7 @@ CERTAINTY = 0.9  # of every word of the answer, at which a question stops loopin
 LEVELS = (1, 2, 3, 4)
 TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {  # what is harder, how hard, a question
     "p_hop": ("hops", LEVELS, lambda number, level: p_hop_question(number, level)),
-    "permutation": ("swaps", LEVELS, lambda number, level: permutation_question(number, level, symbols=3)),
+    "permutation": ("swaps", LEVELS, lambda number, level: permutation_question(number, level)),
     "addition": ("digits", (4,), lambda number, level: addition_question(number, level)),
     "story": ("sentences", LEVELS, lambda number, level: story_question(number, level)),
 }

@@ -28,6 +28,7 @@ class Training(NamedTuple):
     length: int  # of a row: one document
     rows: int  # of a step
     steps: int = 600
+    model: tuple[str, ...] = ()  # settings of all three
 
     @property
     def size(self) -> str:
@@ -36,12 +37,15 @@ class Training(NamedTuple):
     @property
     def settings(self) -> list[str]:
         rows = [f"training.rows_per_step={self.rows}", f"training.micro_batch_size={self.rows}"]
-        return [f"data.sequence_length={self.length}", f"training.steps={self.steps}", "data.packing=best_fit", *rows]
+        steps = f"training.steps={self.steps}"
+        return [f"data.sequence_length={self.length}", steps, "data.packing=best_fit", *rows, *self.model]
 
 
+# places and swaps have no names but where they stand, which rotary positions alone do not tell
+BY_PLACE = ("model.position_embedding=learned",)
 TRAININGS = {
     "p_hop": Training(["hops=4"], 35, 96),
-    "permutation": Training(["swaps=4", "symbols=3", "questions=3"], 17, 192, steps=2400),
+    "permutation": Training(["swaps=4", "symbols=5", "questions=5"], 23, 128, steps=1200, model=BY_PLACE),
     "addition": Training(["digits=4"], 17, 192),
     "story": Training(["relations=4"], 83, 40, steps=2400),
 }

@@ -9,7 +9,7 @@ from statistics import fmean
 from looped_recipes.common.chart import Chart, Line, ordered
 from looped_recipes.common.metrics import read_metrics
 
-from .definition import Beyond, Claim, Figure, Measurement, Paper, each_seed
+from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed
 from .rules import AtMost, Effect, Estimate, Near, Rule, over_seeds
 from .sweeps import runs_of, sweep_alone
 
@@ -248,7 +248,7 @@ FULLY_LOOPED = Paper(
     "Simply Stabilizing the Loop via Fully Looped Transformer",
     [
         Measurement("attention", sweep_alone("attention"), runs_of),
-        Measurement("gradients", sweep_alone("gradients"), read_gradients),
+        Measurement("gradients", sweep_alone("gradients"), read_gradients, SIX_SEEDS),
     ],
     [
         Claim(

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, Matrix
 
-from .definition import Claim, Measurement, Setting, each_seed
+from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed
 from .functions import by_function, result_of
 from .rules import AtMost, Effect, Near
 from .sweeps import by_sweep, runs_of
@@ -68,4 +68,4 @@ def after_training_charts(content: dict) -> list:
     return [*cosines, Chart("After training: norm of the state", "loop", "norm", lines, whole_x=True)]
 
 
-AFTER_TRAINING = Measurement("after_training", commands, read)
+AFTER_TRAINING = Measurement("after_training", commands, read, SIX_SEEDS)
