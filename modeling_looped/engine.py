@@ -25,7 +25,9 @@ from .token_selector import TokenSelector, first_batchwise_part
 
 
 FLEX = "flex_attention"
-IN_TICKS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "num_loops", "logits_to_keep"}
+# what else a call passes to the model, as a state to begin with, only a pass of its own can take
+IN_TICKS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "num_loops"}
+IN_TICKS |= {"logits_to_keep", "tokenizer"}  # which change nothing there
 TOKENS_OF_COPIES = 32  # of one row in a pass, where attention copies what each of them sees
 
 
@@ -75,7 +77,7 @@ def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) ->
     """Whether tokens of a prompt can be rows of the passes that decode, and give what a pass of their own gives."""
     options, cache = config.depth_options, model_kwargs.get("past_key_values")
     is_ours = type(cache) is LoopedCache
-    others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS  # as a state to begin with
+    others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS
     is_plain = not (options.is_int8 or options.warm_start or padding.has_holes or padding.has_empty_rows or others)
     is_in_one_place = model.tp_size is None and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
     if not (is_ours and is_plain and is_in_one_place and may_be_cut(model.model, config, model_kwargs)):
