@@ -48,11 +48,9 @@ class Padding:
         """Whether these positions of the prompts, [rows or 1, length], count the tokens of every row one by one."""
         if positions is None:
             return self.mask is None or not any(self.starts)
-        counted = positions - torch.arange(positions.shape[1], device=positions.device) == positions[:, -1:] - (
-            positions.shape[1] - 1
-        )
-        is_padding = torch.zeros_like(counted) if self.mask is None else ~self.mask
-        return bool((counted | is_padding).all())
+        shifts = positions - torch.arange(positions.shape[1], device=positions.device)
+        is_counted = shifts == shifts[:, -1:]
+        return bool((is_counted if self.mask is None else is_counted | ~self.mask).all())
 
     def tokens(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
         """Where these rows hold tokens, [rows, 1, length]; None without padding."""
