@@ -123,8 +123,15 @@ def small_one_decodes(passes: SharedPasses):
         yield decoding
 
 
+@pytest.fixture
+def uncompiled():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "hangs_up"])
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
+@pytest.mark.usefixtures("uncompiled")
 def test_a_long_prompt_goes_beside_the_rows_of_others(implementation, ends, monkeypatch):
     model, seen, asked = build("sections"), [], []
     model.set_attn_implementation(implementation)
