@@ -167,6 +167,17 @@ if Version(transformers.__version__) < Version("5.23"):
     PROCESSORS_OF_PADDING.add("repetition_penalty")
 
 
+AGAINST_REPEATING = {"repetition_penalty", "no_repeat_ngram_size"}  # change nothing where no token comes twice
+
+
+def repeats_a_token(sequences: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether a new token stands before it in its row, padding left out."""
+    length = mask.shape[1]
+    rows = zip(sequences.tolist(), mask.tolist())
+    said = [([token for token, held in zip(row, is_token) if held], row[length:]) for row, is_token in rows]
+    return any(token in before + new[:i] for before, new in said for i, token in enumerate(new))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -187,7 +198,8 @@ def test_logits_processors(case, arguments):
     plain = generate(model, ids, rule, attention_mask=mask)
     batches = [generate(model, ids, rule, way, attention_mask=mask, **arguments) for way in ("apart", "together")]
     assert found(batches[0]) == found(batches[1])
-    assert batches[0].sequences.tolist() != plain.sequences.tolist()
+    if repeats_a_token(plain.sequences, mask) or not arguments.keys() & AGAINST_REPEATING:
+        assert batches[0].sequences.tolist() != plain.sequences.tolist()
     for i, row in enumerate(rows):
         if i > 0 and PROCESSORS_OF_PADDING & arguments.keys():
             break
