@@ -72,7 +72,15 @@ def make_data(tmp_path):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cuda", help="of the tests marked gpu; cpu runs them without a GPU")
+    said = "of the tests marked gpu; without a GPU, cpu runs them, or pretended (see tests/pretended_device.py)"
+    parser.addoption("--device", default="cuda", help=said)
+
+
+def pytest_configure(config):
+    if config.getoption("--device") == "pretended":
+        from tests.pretended_device import install
+
+        install()
 
 
 @pytest.fixture
@@ -82,9 +90,9 @@ def device(request) -> str:
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and item.config.getoption("--device") == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("there is no GPU (--device cpu runs the same code)")
+    device = item.config.getoption("--device")
+    if item.get_closest_marker("gpu") and device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU (--device cpu runs the same code)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow

@@ -99,7 +99,7 @@ def test_losses_and_gradients_are_those_of_the_cpu(loss, device):
         model.to(device).zero_grad()
         outputs = model(ids.to(device), labels=labels.to(device), num_loops=[2, 3, 1], use_cache=False)
         outputs.loss.backward()
-        gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad.clone().cpu() for name, p in model.named_parameters() if p.grad is not None}
         return outputs.loss.item(), outputs.loop_losses, gradients
 
     expected, of_loops, gradients = loss_and_gradients("cpu")

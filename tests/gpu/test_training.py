@@ -28,8 +28,8 @@ def loss_and_gradients(model, ids, **how):
 @pytest.mark.parametrize("num_loops", [3, [2, 4]], ids=["one_depth", "mixed_depths"])
 @pytest.mark.parametrize("way", [True, "loops", "selective", "offload"], ids=str)
 def test_gradient_checkpointing_changes_nothing(way, system, num_loops, device):
-    if (way, device) == ("offload", "cpu"):
-        pytest.skip("activations lie in the memory of the host anyway")
+    if way == "offload" and device != "cuda":
+        pytest.skip("activations lie in the memory of the host anyway, or it cannot be pinned")
     model, ids = tiny_model(**SYSTEMS[system]).to(device).train(), random_ids(2, 8).to(device)
     expected, gradients = loss_and_gradients(model, ids, num_loops=num_loops)
     keep_fewer_activations(model, way)
