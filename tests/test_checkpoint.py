@@ -529,15 +529,16 @@ SPLIT = {
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_split(), reason="this transformers cannot split a model that is already made")
-def test_split_matrices_give_the_losses_of_one_process(tmp_path):
-    """Two shards of two halves. One process goes on from where four stopped."""
+@pytest.mark.parametrize("num_processes, mesh", [(4, (1, 2, 2)), (8, (2, 2, 2))], ids=["shards", "replicas"])
+def test_split_matrices_give_the_losses_of_one_process(num_processes, mesh, tmp_path):
+    """Two shards of two halves, once or twice. One process goes on from where they stopped."""
     how = {name: {**each, "model": {"vocab_size": 100, **each["model"]}} for name, each in SPLIT.items()}
     tasks = [
-        {"steps": [0, 3], "fsdp": True, "mesh": (1, 2, 2), "save": str(tmp_path / name), **each}
+        {"steps": [0, 3], "fsdp": True, "mesh": mesh, "save": str(tmp_path / name), **each}
         for name, each in how.items()
     ]
     tasks[0]["export"] = str(tmp_path / "export")
-    results = dict(zip(how, launch(tmp_path, tasks, num_processes=4)))
+    results = dict(zip(how, launch(tmp_path, tasks, num_processes, timeout=480)))
     for name, each in how.items():
         alone = {key: value for key, value in each.items() if key != "blocks_as_units"}
         expected = train([0, 4], **alone)["losses"]

@@ -191,11 +191,11 @@ def _check_mesh(config: ParallelismConfig, is_fsdp: bool):
             f"{others} would be dropped: training shards by data (parallelism_config_dp_replicate_size and "
             "_dp_shard_size, see recipes/accelerate/hsdp.yaml) and splits matrices (parallelism_config_tp_size)"
         )
-    if config.tp_size > 1 and (not is_fsdp or config.dp_shard_size < 2 or config.dp_replicate_size > 1):
+    if config.tp_size > 1 and (not is_fsdp or config.dp_shard_size < 2):
         raise RecipeError(
-            f"parallelism_config_tp_size={config.tp_size} goes with FSDP2, parallelism_config_dp_shard_size of 2 or "
-            f"more and _dp_replicate_size of 1, not with {'FSDP2' if is_fsdp else 'DDP'}, {config.dp_shard_size} and "
-            f"{config.dp_replicate_size}: start from recipes/accelerate/tensor_parallel.yaml"
+            f"parallelism_config_tp_size={config.tp_size} goes with FSDP2 and parallelism_config_dp_shard_size of 2 or "
+            f"more, not with {'FSDP2' if is_fsdp else 'DDP'} and {config.dp_shard_size}: start from "
+            "recipes/accelerate/tensor_parallel.yaml"
         )
 
 
