@@ -100,7 +100,7 @@ def test_heads_that_cannot_be_shared_out_are_refused():
 
 @pytest.mark.parametrize("fsdp, shards, found", [(False, 2, "DDP and 2"), (True, 1, "FSDP2 and 1")])
 def test_matrices_are_split_beside_shards_alone(monkeypatch, fsdp, shards, found):
-    sizes = {"DP_REPLICATE": 2, "DP_SHARD": shards, "TP": 2}
+    sizes = {"DP_SHARD": shards, "TP": 2}
     settings = {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
     for key, value in {**settings, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}.items():
         monkeypatch.setenv(key, value)

@@ -14,7 +14,8 @@ import copy, torch
 from tests.pretended_device import install
 install()
 here, there = torch.arange(6.0).view(2, 3).to("pretended"), torch.ones(2, 3)
-assert here.device == torch.device("pretended", 0) and (here + 1).device == here.device and here.tolist() == [[0, 1, 2], [3, 4, 5]]
+assert here.device == torch.device("pretended", 0) and (here + 1).device == here.device
+assert here.tolist() == [[0, 1, 2], [3, 4, 5]]
 for meeting in (lambda: here + there, lambda: there.copy_(here).add_(here), lambda: torch.cat([here, there])):
     try:
         meeting()

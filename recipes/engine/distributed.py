@@ -193,8 +193,8 @@ def _check_mesh(config: ParallelismConfig, is_fsdp: bool):
         )
     if config.tp_size > 1 and (not is_fsdp or config.dp_shard_size < 2):
         raise RecipeError(
-            f"parallelism_config_tp_size={config.tp_size} goes with FSDP2 and parallelism_config_dp_shard_size of 2 or "
-            f"more, not with {'FSDP2' if is_fsdp else 'DDP'} and {config.dp_shard_size}: start from "
+            f"parallelism_config_tp_size={config.tp_size} goes with FSDP2 and parallelism_config_dp_shard_size of 2 "
+            f"or more, not with {'FSDP2' if is_fsdp else 'DDP'} and {config.dp_shard_size}: start from "
             "recipes/accelerate/tensor_parallel.yaml"
         )
 
