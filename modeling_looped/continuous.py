@@ -7,7 +7,7 @@ table: a batch is its rows, and many requests are theirs, one after the other.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ import torch
 
 from .depth import placed
 from .engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
-from .exit_criteria import ABSENT, INITIAL, ExitRule
+from .exit_criteria import ABSENT, ExitRule
 from .prompts import Prompt, begin_parts, end_parts
+from .row_table import RowTable, some
 
 
 OF_TOKENS = ("ids", "embedded", "rotary")
@@ -29,62 +30,6 @@ def decode_continuously(engine: RowEngine):
     while not decoder.is_done:
         tick(table, [decoder])
     return decoder.output()
-
-
-class RowTable(dict):
-    """Tensors of all rows, [rows, ...] each, by name: what the tokens of rows are, and what criteria remember of them.
-
-    Nothing is written in place: a copy of the dict is a state to go back to.
-    """
-
-    num_rows = 0
-
-    def add(self, count: int) -> int:
-        """Rows at the end; the number of the first."""
-        self.num_rows += count
-        for name, tensor in self.items():
-            self[name] = torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), INITIAL.get(name, 0))])
-        return self.num_rows - count
-
-    def remove(self, first: int, count: int):
-        self.num_rows -= count
-        for name, tensor in self.items():
-            self[name] = torch.cat([tensor[:first], tensor[first + count :]])
-
-    def take(self, rows: list[int], names: Iterable[str]) -> dict[str, torch.Tensor]:
-        held = {name: self[name] for name in names if name in self}
-        if not held or len(rows) == self.num_rows:
-            return held
-        index = placed(rows, next(iter(held.values())).device)
-        return {name: tensor[index] for name, tensor in held.items()}
-
-    def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
-        given = {name: values for name, values in tensors.items() if values is not None}
-        if not given or len(rows) == self.num_rows:
-            self.update(given)
-            return
-        index = placed(rows, next(iter(given.values())).device)
-        for name, values in given.items():
-            if name not in self:
-                self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
-            self[name] = self[name].index_copy(0, index, values)
-
-    def forget(self, rows: list[int]):
-        """What criteria remember of them."""
-        for name in self.keys() & INITIAL.keys():
-            self[name] = self[name].index_fill(0, placed(rows, self[name].device), INITIAL[name])
-
-    def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
-        """To what it held, but for some rows."""
-        kept = self.take(but_for, self) if but_for else {}
-        self.clear()
-        self.update(before)
-        self.put(but_for, kept)
-
-
-def some(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
-    """These, in ascending order, of all rows of a tensor."""
-    return tensor if len(rows) == len(tensor) else tensor[placed(rows, tensor.device)]
 
 
 class ContinuousDecoder:
@@ -254,6 +199,7 @@ def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor)
             due.setdefault(decoder.rule, []).append(i)
 
     due = {rule: members for rule, members in due.items() if not exits.issuperset(members)}
+    state = read_late_exits(table, places, state, due, exits)
     by_logits = {rule: due.pop(rule) for rule in list(due) if rule.criterion.needs == "logits"}
     for rule, members in due.items():
         exits.update(stopping(table, rule, places, members, state))
@@ -287,11 +233,62 @@ def emit(rows: dict[ContinuousDecoder, list[int]], logits: Iterable[torch.Tensor
 
 def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=ABSENT):
     """Members of `places`, read under one rule, that exit. state: H of all places; logits: of the members."""
-    criterion, rows = rule.criterion, in_table([places[i] for i in members])
-    remembered, model = table.take(rows, criterion.remembers), places[0].decoder.engine.model
-    score, remembered = criterion.after_loop(model, some(members, state)[:, 0], lambda: logits, remembered)
-    table.put(rows, remembered)
+    score = score_after_loop(table, rule, places, members, state, logits)
     if not any(rule.checks_at(places[i].loops) for i in members):
         return []  # without waiting for the device
     passes = zip(members, rule.exits(score).tolist())
     return [i for i, passed in passes if passed and rule.checks_at(places[i].loops)]
+
+
+def score_after_loop(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits):
+    criterion, rows = rule.criterion, in_table([places[i] for i in members])
+    remembered, model = table.take(rows, criterion.remembers), places[0].decoder.engine.model
+    score, remembered = criterion.after_loop(model, some(members, state)[:, 0], lambda: logits, remembered)
+    table.put(rows, remembered)
+    return score
+
+
+def read_late_exits(table: RowTable, places: list[Place], state: torch.Tensor, due: dict, exits: set[int]):
+    """Of rules that are read back once per some checks, which it takes out of `due`; adds to `exits` those that are
+    found. Returns H, of tokens that exited before as it was then."""
+    late: dict[ExitRule, list[int]] = {}
+    for i, (decoder, _) in enumerate(places):
+        if decoder.rule is not None and decoder.rule.read_interval > 1:
+            late.setdefault(decoder.rule, []).append(i)
+    for rule, members in late.items():
+        if rule in due:
+            keep_first_exits(table, rule, places, due.pop(rule), state)
+        kept = table.take(in_table([places[i] for i in members]), ("exit_loop", "exit_state"))
+        if not kept or not any(i in exits or rule.is_read_at(places[i].loops) for i in members):
+            continue
+        loops = kept["exit_loop"].tolist()
+        found = [number for number, loop in enumerate(loops) if loop]
+        if not found:
+            continue
+        passed, then = [members[number] for number in found], some(found, kept["exit_state"])
+        for number in found:
+            decoder, row = places[members[number]]
+            decoder.loops[row] = loops[number]
+        exits.update(passed)
+        state = state.index_copy(0, placed(passed, state.device), then)
+        trunk = places[0].decoder.engine.trunk
+        table.put(in_table([places[i] for i in passed]), {"state": trunk.to_next_loop(then)})
+    return state
+
+
+def keep_first_exits(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state: torch.Tensor):
+    """On the device: the loop at which each first passed a check, and H after it."""
+    its, loops = [places[i] for i in members], [places[i].loops for i in members]
+    states = some(members, state)
+    logits = read_logits(tokens_at(table, its), loops, states)[:, -1] if rule.criterion.needs == "logits" else ABSENT
+    score = score_after_loop(table, rule, places, members, state, logits)
+    if not any(map(rule.checks_at, loops)):
+        return
+    kept = table.take(in_table(its), ("exit_loop", "exit_state"))
+    now = placed([loop if rule.checks_at(loop) else 0 for loop in loops], state.device)
+    before = kept.get("exit_loop", torch.zeros_like(now))
+    is_first = rule.exits(score) & (before == 0)
+    after = {"exit_loop": torch.where(is_first, now, before), "exit_state": states}
+    if "exit_state" in kept:
+        after["exit_state"] = torch.where(is_first[:, None, None], states, kept["exit_state"])
+    table.put(in_table(its), after)

@@ -11,7 +11,7 @@ from .exit_criteria import ExitRule, exit_rule
 
 
 OF_CRITERION = ("exit_threshold",)
-OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "exit_selection", "prompt_loops")
+OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "exit_read_interval", "exit_selection", "prompt_loops")
 EXITS = ("exit_criterion", *OF_EXITS)
 
 
@@ -26,6 +26,7 @@ class DepthOptions:
     exit_threshold: float | None = None
     min_loops: int = 1  # exits are checked from this loop on, and
     exit_interval: int = 1  # at every n-th loop after it
+    exit_read_interval: int = 1  # every n-th check is read back: the same tokens, and a GPU is waited for less
     exit_selection: str = "stop"  # or "after": all loops run, and then one is read out, also of the prompt (Ouro)
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops
     warm_start: bool = False  # the next token's loops start from the last token's state
@@ -88,7 +89,8 @@ class DepthOptions:
             return None
         depth = self.deepest(model_config)
         settings = self.exit_threshold, self.min_loops, self.exit_interval
-        rule = exit_rule(model_config, self.exit_criterion, *settings, depth, self.exit_selection)
+        how = depth, self.exit_selection, self.exit_read_interval
+        rule = exit_rule(model_config, self.exit_criterion, *settings, *how)
         refuse_if(
             rule.after_all and self.prompt_loops is not None,
             f"prompt_loops={self.prompt_loops} says where the loops of the prompt end, but with "
@@ -165,6 +167,11 @@ class DepthOptions:
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
         if not asked:
             return
+        refuse_if(
+            is_shared and self.exit_read_interval > 1,
+            f"cache_sharing={sharing!r} gives several loops one slot, where tokens that run on behind their exit, as "
+            f"with exit_read_interval={self.exit_read_interval}, would leave other keys: leave one out",
+        )
         is_another = sharing_of(cache) != sharing or (self.is_int8 and not isinstance(cache, LoopedCache))
         contradictions = {
             "past_key_values": cache is not None and is_another,

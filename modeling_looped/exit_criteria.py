@@ -44,6 +44,7 @@ Score = tuple[torch.Tensor, Memory]
 
 # by what is remembered: its value before the first reading, from which any reading is infinitely far
 INITIAL = {"entropy": math.inf, "log_p": math.inf, "last_state": math.inf, "best": -1, "count": 0, "stay": 1.0}
+INITIAL["exit_loop"] = 0  # of a token that has not passed, where checks are not read back at once
 
 
 def remembered(memory: Memory, name: str) -> torch.Tensor | float:
@@ -146,6 +147,7 @@ class ExitRule(NamedTuple):
     interval: int = 1  # check at min_loops and at every n-th loop after it
     per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
     after_all: bool = False  # every loop runs, and what is read out is chosen afterwards
+    read_interval: int = 1  # of rows that decode apart: every n-th check is read back from the device
 
     @property
     def criterion(self) -> Criterion:
@@ -166,6 +168,9 @@ class ExitRule(NamedTuple):
     def checks_at(self, loop: int) -> bool:
         return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
 
+    def is_read_at(self, loop: int) -> bool:
+        return self.checks_at(loop) and ((loop - self.min_loops) // self.interval + 1) % self.read_interval == 0
+
     def exits(self, score: torch.Tensor) -> torch.Tensor:
         if self.per_sequence:
             score = score.double().mean(-1)
@@ -182,6 +187,7 @@ def exit_rule(
     interval: int = 1,
     num_loops: int | None = None,
     selection: str = "stop",
+    read_interval: int = 1,
 ) -> ExitRule:
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
     if not isinstance(criterion, str) or criterion not in CRITERIA:
@@ -215,6 +221,7 @@ def exit_rule(
         raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
     deepest = config.num_loops if num_loops is None else num_loops
     min_loops, interval = check_count("min_loops", min_loops), check_count("exit_interval", interval)
+    check_count("exit_read_interval", read_interval)
     if min_loops > deepest:
         raise ValueError(
             f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run: lower it, or run "
@@ -225,4 +232,7 @@ def exit_rule(
             f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs them "
             "all and then chooses which to read out"
         )
-    return ExitRule(criterion, float(threshold), min_loops, interval, after_all=selection == "after")
+    is_after_all = selection == "after"
+    return ExitRule(
+        criterion, float(threshold), min_loops, interval, after_all=is_after_all, read_interval=read_interval
+    )

@@ -54,6 +54,7 @@ class LoopedGenerationMixin(Generative):
         exit_threshold: float | None = AS_SAVED,
         min_loops: int | None = AS_SAVED,
         exit_interval: int | None = AS_SAVED,
+        exit_read_interval: int | None = AS_SAVED,
         exit_selection: Literal["stop", "after"] | None = AS_SAVED,
         prompt_loops: int | None = AS_SAVED,
         state_seed: int | None = AS_SAVED,
@@ -69,6 +70,8 @@ class LoopedGenerationMixin(Generative):
         num_loops: depth of every token, or the most it may take; one number or one per prompt.
         exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
         min_loops, exit_interval: check for exits from this loop on, and at every n-th loop after it.
+        exit_read_interval: where rows decode apart, every n-th check is read back from the device; tokens and their
+            loops stay the same, a GPU is waited for less often, and a token that has passed runs on until then.
         exit_selection: "stop", or "after": all loops run, and the loop that is read out is chosen afterwards, also at
             the prompt's end, as the release of Ouro does.
         prompt_loops: depth of the prompt, by default num_loops.

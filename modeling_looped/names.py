@@ -114,7 +114,7 @@ ARGUMENTS = {
         adaptive_computation
     """,
     "exit_rule (that of generate is exit_criterion and fields beside it)": """
-        exit_criterion exit_threshold min_loops exit_interval exit_selection
+        exit_criterion exit_threshold min_loops exit_interval exit_read_interval exit_selection
     """,
     "generate(draft_loops=...)": "draft_loops draft_tokens",
     "generate(cache_sharing=..., cache_dtype=..., warm_start=..., prompt_loops=..., state_seed=...)": """

@@ -54,6 +54,17 @@ def test_with_exits_once_per_check_and_token(model, criterion, interval):
     assert reads == math.ceil((LOOPS - 1) / interval) + 1
 
 
+@pytest.mark.parametrize("reads_every", [2, 3, LOOPS])
+@pytest.mark.parametrize("criterion", ["logit_margin", "latent_diff"])
+def test_with_exits_that_are_read_late(model, criterion, reads_every):
+    """Once per so many checks, at the last loop, and for the token."""
+    never = {"logit_margin": 1e9, "latent_diff": 0}[criterion]
+    how = {"exit_criterion": criterion, "exit_threshold": never, "exit_read_interval": reads_every}
+    reads, copies, loops = of_a_token(model, eos_token_id=98, **how)
+    assert (loops == LOOPS).all() and not copies
+    assert reads == (LOOPS - 1) // reads_every + 2
+
+
 @pytest.mark.parametrize("criterion", ["logit_margin", "latent_diff", "gate"])
 def test_rows_that_exit_apart_copy_nothing_that_waits(model, criterion):
     threshold = {"logit_margin": 0.5, "latent_diff": 0.2, "gate": 0.9}[criterion]

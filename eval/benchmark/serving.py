@@ -41,7 +41,8 @@ def serving(args) -> dict:
     model = exiting_model(args)
     rng, batch = random.Random(0), args.batch_size
     lengths = [
-        (rng.randint(args.prompt // 2, args.prompt), rng.randint(*spread(args.new_tokens)))
+        # the first of the new tokens is the prompt's
+        (rng.randint(args.prompt // 2, args.prompt), max(2, rng.randint(*spread(args.new_tokens))))
         for _ in range(args.requests)
     ]
     asked = [(tokens(args, batch=1, length=length), new_tokens) for length, new_tokens in lengths]
@@ -121,8 +122,8 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
         seconds = time.perf_counter() - start
     loops = torch.cat([of_tokens for of_tokens, _ in results])
     latencies = [latency for _, latency in results]
-    speed, rows = (len(loops) + len(asked)) / seconds, passes.row_ticks / passes.ticks
-    decoding = sum(tick.rows > 0 for tick in ticks)
+    speed, decoding = (len(loops) + len(asked)) / seconds, sum(tick.rows > 0 for tick in ticks)
+    rows = passes.row_ticks / decoding
     weights = decoding * count_in_a_loop(model.model.core) + calls["read_logits"] * model.lm_head.weight.numel()
     without_prompts = [tick for tick in ticks if not tick.has_prompts]
     loop_seconds = sum(tick.seconds for tick in without_prompts) / sum(tick.rows for tick in without_prompts)

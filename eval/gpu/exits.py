@@ -1,5 +1,6 @@
 """Decoding with early exit at batch 1, 8 and 64, over what the operations of the loops and checks that ran predict."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 
 from looped_eval.benchmark.decoding import exiting_model, measure_exits
@@ -9,7 +10,8 @@ from .against_llama import shaped
 from .pieces import Measurement, Setting
 
 
-CRITERIA = ("logit_margin", "latent_diff")
+# and every how many checks are read back from the device
+WAYS = (("logit_margin", 1), ("latent_diff", 1), ("latent_diff", 4))
 BATCHES = (1, 8, 64)
 
 
@@ -19,14 +21,18 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
         if setting.tiny
         else {"prompt": 64, "new_tokens": 64, "repeats": 3}
     )
-    args = shaped(setting, 4, 8, 1024, dtype=setting.dtype, exit_interval=1, **sizes)
+    args = shaped(setting, 4, 8, 1024, dtype=setting.dtype, exit_interval=1, exit_read_interval=1, **sizes)
     model = None
     for batch in BATCHES[:2] if setting.tiny else BATCHES:
-        for criterion in CRITERIA:
+        for criterion, reads in WAYS:
 
-            def run(batch=batch, criterion=criterion):
+            def run(batch=batch, criterion=criterion, reads=reads):
                 nonlocal model
                 model = model or exiting_model(args)
-                return measure_exits(model, tokens(args, batch=batch, length=args.prompt), criterion, args)
+                how = Namespace(**{**vars(args), "exit_read_interval": reads})
+                found = measure_exits(model, tokens(args, batch=batch, length=args.prompt), criterion, how)
+                # beside the aim, which is for exits that are read at every check
+                return found if reads == 1 else {f"{name}_read_late": value for name, value in found.items()}
 
-            yield Measurement(f"batch_{batch}_{criterion}", run)
+            late = "" if reads == 1 else f"_read_every_{reads}"
+            yield Measurement(f"batch_{batch}_{criterion}{late}", run)

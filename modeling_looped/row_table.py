@@ -1,0 +1,64 @@
+"""What all rows that decode have on the device, in one table."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from .depth import placed
+from .exit_criteria import INITIAL
+
+
+class RowTable(dict):
+    """Tensors of all rows, [rows, ...] each, by name: what the tokens of rows are, and what criteria remember of them.
+
+    Nothing is written in place: a copy of the dict is a state to go back to.
+    """
+
+    num_rows = 0
+
+    def add(self, count: int) -> int:
+        """Rows at the end; the number of the first."""
+        self.num_rows += count
+        for name, tensor in self.items():
+            self[name] = torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), INITIAL.get(name, 0))])
+        return self.num_rows - count
+
+    def remove(self, first: int, count: int):
+        self.num_rows -= count
+        for name, tensor in self.items():
+            self[name] = torch.cat([tensor[:first], tensor[first + count :]])
+
+    def take(self, rows: list[int], names: Iterable[str]) -> dict[str, torch.Tensor]:
+        held = {name: self[name] for name in names if name in self}
+        if not held or len(rows) == self.num_rows:
+            return held
+        index = placed(rows, next(iter(held.values())).device)
+        return {name: tensor[index] for name, tensor in held.items()}
+
+    def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
+        given = {name: values for name, values in tensors.items() if values is not None}
+        if not given or len(rows) == self.num_rows:
+            self.update(given)
+            return
+        index = placed(rows, next(iter(given.values())).device)
+        for name, values in given.items():
+            if name not in self:
+                self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
+            self[name] = self[name].index_copy(0, index, values)
+
+    def forget(self, rows: list[int]):
+        """What criteria remember of them."""
+        for name in self.keys() & INITIAL.keys():
+            self[name] = self[name].index_fill(0, placed(rows, self[name].device), INITIAL[name])
+
+    def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
+        """To what it held, but for some rows."""
+        kept = self.take(but_for, self) if but_for else {}
+        self.clear()
+        self.update(before)
+        self.put(but_for, kept)
+
+
+def some(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
+    """These, in ascending order, of all rows of a tensor."""
+    return tensor if len(rows) == len(tensor) else tensor[placed(rows, tensor.device)]
