@@ -318,7 +318,7 @@ def warnings_of_clients(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", quick_and_slow(LOSSES, "terminal", "exit_weighted", "norm_penalty"))
 def test_fine_tuning_has_the_models_own_loss(loss, tmp_path, warnings_of_clients):
     trl = trl_or_skip()
     from modeling_looped.trainers import OwnLoss
@@ -348,7 +348,7 @@ def fused_head_or_skip():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", quick_and_slow(LOSSES, "per_loop", "gate"))
 def test_a_trainer_with_another_loss_is_said_to_be_one(loss, tmp_path, warnings_of_clients):
     trl = trl_or_skip()
     fused_head_or_skip()

@@ -409,7 +409,6 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
     quick_and_slow(
         [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")],
         ("windows", "sdpa"),
-        ("like_olmo2", "sdpa"),
         ("plain", "eager"),
     ),
 )

@@ -13,7 +13,7 @@ from modeling_looped import LoopedForCausalLM, losses
 from modeling_looped.layers import rotary_tables
 from modeling_looped.losses import exit_log_probabilities
 
-from .helpers import random_ids, tiny_config, tiny_model
+from .helpers import quick_and_slow, random_ids, tiny_config, tiny_model
 
 
 LOSSES = {
@@ -41,6 +41,7 @@ LOSSES = {
     "gate_raw": {"loop_loss": "gate", "exit_gate": "raw"},
     "gate_normed": {"loop_loss": "gate", "exit_gate": "normed"},
 }
+SOME_LOSSES = quick_and_slow(LOSSES, "terminal", "per_loop_penalty", "exit_weighted_normed", "gate_raw")
 READOUTS = {
     "rmsnorm": {},
     "layernorm": {"readout_norm": "layernorm"},
@@ -349,6 +350,7 @@ class TestConventions:
         """The plain loss, on logits that are returned, is transformers' own, which is in fp32 whatever it is given."""
         return (1e-5, 1e-7) if loss == "terminal" and output_logits else (1e-9, 1e-11)
 
+    @pytest.mark.covering
     def test_shifted_labels_are_taken_as_they_are(self, model, output_logits, tolerance):
         ids, labels = batch()
         longer = torch.cat([labels, torch.full((len(labels), 1), IGNORE)], dim=1)
@@ -367,6 +369,7 @@ class TestConventions:
         found = model(ids, labels=labels, num_items_in_batch=items, output_logits=output_logits).loss
         assert_same(model, found, reference_loss(model, ids, labels, items=29), *tolerance)
 
+    @pytest.mark.covering
     def test_accumulated_micro_batches_are_the_batch(self, model, output_logits, tolerance):
         ids, labels = batch(batch_size=4)
         items = int((labels[:, 1:] != IGNORE).sum())
@@ -410,7 +413,7 @@ class TestConventions:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", SOME_LOSSES)
 def test_padding_on_the_left_is_no_token(loss):
     model = float64_model(**LOSSES[loss])
     ids, labels = batch(batch_size=2)
@@ -474,7 +477,7 @@ def test_gate_loss_trains_the_gate_alone(gate):
 # Under the tools of training
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", SOME_LOSSES)
 @pytest.mark.parametrize("backprop_loops", [None, 1])
 @pytest.mark.covering
 def test_bfloat16_autocast_stays_near(loss, backprop_loops):
@@ -492,7 +495,7 @@ def test_bfloat16_autocast_stays_near(loss, backprop_loops):
             assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.97, name
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", SOME_LOSSES)
 def test_gradient_checkpointing_changes_nothing(loss):
     model = float64_model(**LOSSES[loss], num_prelude_layers=1, num_coda_layers=1).train()
     ids, labels = batch()

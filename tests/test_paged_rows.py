@@ -7,7 +7,7 @@ import torch
 
 from modeling_looped import SharedPasses, paged_rows
 from modeling_looped.engine import FLEX
-from tests.helpers import random_ids
+from tests.helpers import quick_and_slow, random_ids
 from tests.test_shared_passes import GREEDY, SYSTEMS, assert_same, build, requests, together
 
 
@@ -69,7 +69,7 @@ def test_what_rows_give_without_pages(system, way):
             torch.testing.assert_close(kept, wanted)
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "plain", "windows", "parts_of_loops", "softcap"))
 @pytest.mark.covering
 def test_requests_share_pages(system):
     model = made(system)
@@ -113,6 +113,7 @@ def test_a_prompt_is_held_twice_only_where_its_cache_is_returned(is_returned, mo
     assert bool(caches[0].layers) == is_returned
 
 
+@pytest.mark.parametrize("small_pages", quick_and_slow(["copies", "kernel"], "copies"), indirect=True)
 def test_memory_that_runs_out_ends_one_and_no_other(monkeypatch):
     model = made("sections")
     small, large = ({"input_ids": random_ids(1, n), "max_new_tokens": 12, **GREEDY, **WAYS["margin"]} for n in (4, 60))

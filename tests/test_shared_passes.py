@@ -19,7 +19,7 @@ from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.prompts import Prompt, begin_parts
 from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import quick_and_slow, random_ids, tiny_model
 
 
 SYSTEMS = {
@@ -88,7 +88,7 @@ def assert_same(results: list, alone: list):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "sections", "windows", "parts_of_loops", "softcap"))
 def test_what_each_gives_alone(system, implementation):
     model = build(system)
     if system != "softcap":  # which eager attention alone has here

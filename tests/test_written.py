@@ -131,6 +131,7 @@ def test_a_folder_that_holds_something_else(data, tmp_path):
         write(data, 0)
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_datatrove(data, tmp_path):
     pytest.importorskip("datatrove")
     from datatrove.data import Document
