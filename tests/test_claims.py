@@ -313,21 +313,25 @@ def test_seeds_without_a_system_or_a_probe_are_left_out():
 
 
 def test_models_of_two_sweeps_of_a_seed_are_compared(tmp_path):
+    """Also where only one of the sweeps was run in this folder."""
     made_by = {"command": "trained", "commit": "abc", "versions": {}, "hardware": "none"}
 
-    def trained(sweep: str, system: str, loss: float):
-        folder = tmp_path / sweep / "seed_0"
+    def collected(sweep: str, seed: int, system: str, loss: float):
+        folder = tmp_path / f"runs of {sweep}" / sweep / f"seed_{seed}"
         folder.mkdir(parents=True)
         line = {"name": system, "model.preset": f"readout_{system}", "loss": loss, "metrics": {}, **made_by}
         (folder / "results.jsonl").write_text(json.dumps(line) + "\n")
         (folder / "probes.json").write_text(json.dumps({system: {"scale_range": loss}, **made_by}))
-        return folder
+        chosen = [m for m in readout.READOUT.measurements if m.name == sweep]
+        measuring.collect(chosen, Setting(folder.parents[1], "embedded"), tmp_path)
 
-    rest = trained("table_2_rest", "per_loop_penalty", 2.5)
-    assert readout.read_rest(rest) is None  # those that it is compared to are not measured
-    trained("table_2", "per_loop_rmsnorm", 3.0)
-    content = {"seeds": {"0": readout.read_rest(rest)}}
-    assert readout.loss_more("per_loop_rmsnorm", "per_loop_penalty")(content) == Estimate(0.5, None, None, 1)
+    collected("table_2_rest", 0, "per_loop_penalty", 2.5)
+    collected("table_2_rest", 1, "per_loop_penalty", 2.0)
+    number = readout.loss_more("per_loop_rmsnorm", "per_loop_penalty")
+    assert number(load(tmp_path, "table_2_rest")) is None  # those that it is compared to are not measured
+    collected("table_2", 0, "per_loop_rmsnorm", 3.0)
+    content = load(tmp_path, "table_2_rest")
+    assert number(content) == Estimate(0.5, None, None, 1)
     assert readout.probe(content["seeds"]["0"], "per_loop_rmsnorm", "scale_range") == 3.0
 
 

@@ -58,6 +58,7 @@ class Measurement(NamedTuple):
     commands: Callable[[Setting, int], list[list[str]]]
     read: Callable[[Path], dict | None]
     seeds: tuple[int, ...] = (0, 1, 2)
+    beside: str | None = None  # the measurement that has the models of the same seeds to which its own are compared
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,17 @@ class Row(NamedTuple):
 
 def load(results: Path, source: str) -> dict | None:
     path = results / f"{source}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if (beside := content.get("beside")) is not None:
+        others = (load(path.parent, beside) or {"seeds": {}})["seeds"]
+        content["seeds"] = {
+            seed: {"runs": others[seed]["runs"] + its["runs"], "probes": others[seed]["probes"] | its["probes"]}
+            for seed, its in content["seeds"].items()
+            if seed in others
+        }
+    return content
 
 
 def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:

@@ -247,7 +247,7 @@ def charts(content: dict) -> list[Chart]:
 FULLY_LOOPED = Paper(
     "Simply Stabilizing the Loop via Fully Looped Transformer",
     [
-        Measurement("attention", sweep_alone("attention"), runs_of),
+        Measurement("attention", sweep_alone("attention"), runs_of, SIX_SEEDS),
         Measurement("gradients", sweep_alone("gradients"), read_gradients, SIX_SEEDS),
     ],
     [

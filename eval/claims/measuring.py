@@ -92,9 +92,11 @@ def told(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dic
     reads_text = any(setting.text in part for command in measurement.commands(setting, 0) for part in command)
     text = f" --text {Path(setting.text).name}" if reads_text and setting.text != "embedded" else ""
     commits = list(dict.fromkeys(one["commit"] for one in made_by))
+    beside = {} if measurement.beside is None else {"beside": measurement.beside}
     return {
         "command": f"looped claims run runs/claims --only {measurement.name}{text}",
         "commit": ", ".join(commits),
         "versions": made_by[-1]["versions"],
         "hardware": made_by[-1]["hardware"],
+        **beside,
     }

@@ -99,14 +99,6 @@ def read(folder: Path) -> dict | None:
     return {**found, "probes": probes}
 
 
-def read_rest(folder: Path) -> dict | None:
-    """With the models of table_2, of the same seed, to which they are compared."""
-    rest, others = read(folder), read(folder.parents[1] / "table_2" / folder.name)
-    if rest is None or others is None:
-        return None
-    return {**rest, "runs": others["runs"] + rest["runs"], "probes": others["probes"] | rest["probes"]}
-
-
 def probe(content: dict, system: str, name: str) -> float:
     return content["probes"][run_of(content, system)["name"]][name]
 
@@ -295,7 +287,7 @@ READOUT = Paper(
     "The readout blind spot",
     [
         *(Measurement(name, commands_of(name), read) for name in ("core", "table_2")),
-        Measurement("table_2_rest", commands_of("table_2_rest"), read_rest),
+        Measurement("table_2_rest", commands_of("table_2_rest"), read, beside="table_2"),
     ],
     [
         *about_four(SHORT),

@@ -177,7 +177,7 @@ def theorem_charts(content: dict) -> list[Chart]:
 
 RESIDUAL_SCALING = Paper(
     "On the Residual Scaling of Looped Transformers",
-    [function("growth"), function("cosines"), function("theorems", seeds=10), BEST_RATES, AFTER_TRAINING],
+    [function("growth"), function("cosines", seeds=6), function("theorems", seeds=10), BEST_RATES, AFTER_TRAINING],
     [
         *growth_claims(),
         *cosine_claims(),
