@@ -282,16 +282,18 @@ def attend_to_pages(queries, room, mask, scaling: float, softcap: float | None) 
     torch._dynamo.mark_static(wide)
     for states in (keys, values):
         torch._dynamo.mark_static(states, [0, 1, 3])
-    return compiled_kernel()(wide, keys, values, mask, scaling, softcap)[: len(queries)]
+    # a tensor: the kernel takes no number that its compilation leaves open
+    limit = None if softcap is None else queries.new_full((), softcap, dtype=torch.float32)
+    return compiled_kernel()(wide, keys, values, mask, scaling, limit)[: len(queries)]
 
 
-def kernel(queries, keys, values, mask, scaling: float, softcap: float | None):
+def kernel(queries, keys, values, mask, scaling: float, softcap: torch.Tensor | None):
     grouped = queries.shape[1] != keys.shape[1]
     score = None if softcap is None else capped_at(softcap)
     return flex_attention(queries, keys, values, score, mask, scaling, enable_gqa=grouped)
 
 
-def capped_at(softcap: float) -> Callable:
+def capped_at(softcap: torch.Tensor) -> Callable:
     return lambda score, *place: torch.tanh(score / softcap) * softcap
 
 

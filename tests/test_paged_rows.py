@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from modeling_looped import SharedPasses, paged_rows
+from modeling_looped.depth import BlockMask
 from modeling_looped.engine import FLEX
+from modeling_looped.paged_rows import attend_to_copies
 from tests.helpers import quick_and_slow, random_ids
 from tests.test_shared_passes import GREEDY, SYSTEMS, assert_same, build, requests, together
 
@@ -111,6 +113,30 @@ def test_a_prompt_is_held_twice_only_where_its_cache_is_returned(is_returned, mo
     expected, found = without_pages(model, request), model.generate(**request)
     assert torch.equal(*([x.sequences if is_returned else x for x in (found, expected)]))
     assert bool(caches[0].layers) == is_returned
+
+
+@pytest.mark.parametrize("small_pages", ["kernel"], indirect=True)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_kernel_can_be_compiled_for_all_lengths(softcap, monkeypatch):
+    """As it was traced it is run here, without the compiler: it takes no number that tracing leaves open."""
+    monkeypatch.setattr(paged_rows, "PAGE", 128)
+    torch._dynamo.reset()
+    compiled = torch.compile(paged_rows.kernel, dynamic=True, backend="eager", fullgraph=True)
+    monkeypatch.setattr(paged_rows, "compiled_kernel", lambda: compiled)
+    room, queries = torch.randn(2, 2, 3 * 128, 16), 10 * torch.randn(3, 4, 1, 16)  # keys and values in three pages
+    lasts, pages_of = torch.tensor([5, 200, 127, 0]), torch.tensor([[0, 0, 0], [2, 1, 0], [1, 0, 0], [0, 0, 0]])
+    starts = torch.tensor([[0, 999, 999], [999, 128, 0], [999, 0, 999], [999, 999, 999]])  # of each page, by token
+    seen = BlockMask.from_kv_blocks(
+        torch.tensor([1, 2, 1, 0], dtype=torch.int32)[:, None, None],
+        pages_of.int()[:, None, None].contiguous(),
+        BLOCK_SIZE=128,
+        mask_mod=lambda token, head, query, index: starts[token, index // 128] + index % 128 <= lasts[token],
+        seq_lengths=(1, 3 * 128),
+        compute_q_blocks=False,
+    )
+    with torch.compiler.set_stance("default"):
+        found = paged_rows.attend_to_pages(queries, room, seen, 0.25, softcap)
+    torch.testing.assert_close(found, attend_to_copies(queries, room, seen, 0.25, softcap))
 
 
 @pytest.mark.parametrize("small_pages", quick_and_slow(["copies", "kernel"], "copies"), indirect=True)

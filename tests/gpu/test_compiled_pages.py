@@ -21,11 +21,14 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("way", ["margin", "mixed_depths_and_exits", "speculation"])
-def test_rows_in_pages(way, device):
+def test_rows_in_pages(way, softcap, device):
     """In float32: the kernel takes no wider numbers. Logits of the tokens that the CPU chose."""
     ways = {**WAYS, "mixed_depths_and_exits": {**WAYS["mixed_depths"], **WAYS["latent"]}}
-    model = exiting_model(head_dim=16).float()
+    model = exiting_model(head_dim=16, attention_softcap=softcap).float()
+    if softcap is not None:
+        model.set_attn_implementation("eager")
     expected = decode(model, "cpu", **ways[way], output_logits=True)
     model.set_attn_implementation("flex_attention")
     found = decode(model, device, **ways[way], output_logits=True)
