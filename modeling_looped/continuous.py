@@ -284,11 +284,10 @@ def keep_first_exits(table: RowTable, rule: ExitRule, places: list[Place], membe
     score = score_after_loop(table, rule, places, members, state, logits)
     if not any(map(rule.checks_at, loops)):
         return
-    kept = table.take(in_table(its), ("exit_loop", "exit_state"))
     now = placed([loop if rule.checks_at(loop) else 0 for loop in loops], state.device)
-    before = kept.get("exit_loop", torch.zeros_like(now))
-    is_first = rule.exits(score) & (before == 0)
-    after = {"exit_loop": torch.where(is_first, now, before), "exit_state": states}
-    if "exit_state" in kept:
-        after["exit_state"] = torch.where(is_first[:, None, None], states, kept["exit_state"])
-    table.put(in_table(its), after)
+    kept = table.take(in_table(its), ("exit_loop", "exit_state"))
+    before, then = kept.get("exit_loop", torch.zeros_like(now)), kept.get("exit_state", states)
+    passes = rule.exits(score).to(state.device)  # from where the head is
+    is_first = passes & (before == 0)
+    then = torch.where(is_first[:, None, None], states, then)
+    table.put(in_table(its), {"exit_loop": torch.where(is_first, now, before), "exit_state": then})

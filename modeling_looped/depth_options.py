@@ -26,7 +26,7 @@ class DepthOptions:
     exit_threshold: float | None = None
     min_loops: int = 1  # exits are checked from this loop on, and
     exit_interval: int = 1  # at every n-th loop after it
-    exit_read_interval: int = 1  # every n-th check is read back: the same tokens, and a GPU is waited for less
+    exit_read_interval: int = 1  # every n-th check is read back: the same exits, and a GPU is waited for less
     exit_selection: str = "stop"  # or "after": all loops run, and then one is read out, also of the prompt (Ouro)
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops
     warm_start: bool = False  # the next token's loops start from the last token's state
@@ -167,8 +167,9 @@ class DepthOptions:
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
         if not asked:
             return
+        reads_late = self.exit_read_interval > 1 and self.exit_criterion is not None and not self.reads_after_all
         refuse_if(
-            is_shared and self.exit_read_interval > 1,
+            is_shared and reads_late,
             f"cache_sharing={sharing!r} gives several loops one slot, where tokens that run on behind their exit, as "
             f"with exit_read_interval={self.exit_read_interval}, would leave other keys: leave one out",
         )

@@ -44,7 +44,6 @@ Score = tuple[torch.Tensor, Memory]
 
 # by what is remembered: its value before the first reading, from which any reading is infinitely far
 INITIAL = {"entropy": math.inf, "log_p": math.inf, "last_state": math.inf, "best": -1, "count": 0, "stay": 1.0}
-INITIAL["exit_loop"] = 0  # of a token that has not passed, where checks are not read back at once
 
 
 def remembered(memory: Memory, name: str) -> torch.Tensor | float:
@@ -221,7 +220,7 @@ def exit_rule(
         raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
     deepest = config.num_loops if num_loops is None else num_loops
     min_loops, interval = check_count("min_loops", min_loops), check_count("exit_interval", interval)
-    check_count("exit_read_interval", read_interval)
+    read_interval = check_count("exit_read_interval", read_interval)
     if min_loops > deepest:
         raise ValueError(
             f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run: lower it, or run "

@@ -174,6 +174,8 @@ class PagedRows:
     def store_back(self, cache, length: int):
         """`cache` is to hold the tokens up to `length` of all rows; of one that is deeper, the deeper slots too."""
         start = int(cache.get_seq_length())
+        if start == length:  # no token was computed after the prompt
+            return
         for slot, held in enumerate(cache.layers):
             layer, loop = self.config.split_slot(slot)
             pool = self.pages.pool_of(layer)

@@ -8,8 +8,13 @@ from .depth import placed
 from .exit_criteria import INITIAL
 
 
+# by name: the value of a token that begins
+AT_FIRST = {**INITIAL, "exit_loop": 0}  # the loop at which it passed a check that has not been read back
+
+
 class RowTable(dict):
-    """Tensors of all rows, [rows, ...] each, by name: what the tokens of rows are, and what criteria remember of them.
+    """Tensors of all rows, [rows, ...] each, by name: what the tokens of rows are, what criteria remember of them, and
+    where they have passed a check.
 
     Nothing is written in place: a copy of the dict is a state to go back to.
     """
@@ -20,7 +25,7 @@ class RowTable(dict):
         """Rows at the end; the number of the first."""
         self.num_rows += count
         for name, tensor in self.items():
-            self[name] = torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), INITIAL.get(name, 0))])
+            self[name] = torch.cat([tensor, tensor.new_full((count, *tensor.shape[1:]), AT_FIRST.get(name, 0))])
         return self.num_rows - count
 
     def remove(self, first: int, count: int):
@@ -43,13 +48,13 @@ class RowTable(dict):
         index = placed(rows, next(iter(given.values())).device)
         for name, values in given.items():
             if name not in self:
-                self[name] = values.new_full((self.num_rows, *values.shape[1:]), INITIAL.get(name, 0))
+                self[name] = values.new_full((self.num_rows, *values.shape[1:]), AT_FIRST.get(name, 0))
             self[name] = self[name].index_copy(0, index, values)
 
     def forget(self, rows: list[int]):
-        """What criteria remember of them."""
-        for name in self.keys() & INITIAL.keys():
-            self[name] = self[name].index_fill(0, placed(rows, self[name].device), INITIAL[name])
+        """What criteria remember of them, and where they have passed a check."""
+        for name in self.keys() & AT_FIRST.keys():
+            self[name] = self[name].index_fill(0, placed(rows, self[name].device), AT_FIRST[name])
 
     def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
         """To what it held, but for some rows."""

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from .checks import refuse_if
-from .continuous import ContinuousDecoder, RowTable, tick
+from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
 from .engine import is_paged
 from .paged_rows import Pages
+from .row_table import RowTable
 
 
 # arguments of generate_batch that belong to the continuous batching of transformers

@@ -1,9 +1,10 @@
 """A device beside the CPU, on machines that have none: `pytest tests/gpu --device pretended`.
 
 Its tensors hold their numbers on the CPU and compute there, so results are those of the CPU to the last bit. But as on
-a GPU, tensors of the two places do not meet: an operation that is given both is an error, but for what CUDA allows,
-numbers without dimensions and indices. torch takes it for a backend of its own, which it lets Python define
-(torch.utils.backend_registration). Installed once, it stays for the whole process.
+a GPU, tensors of the two places do not meet: an operation that is given both is an error, but for numbers without
+dimensions and for indices. (CUDA refuses a little more, as generators of the other place.) To torch it is a backend
+of its own, which it lets Python define (torch.utils.backend_registration). Installed once, it stays for the whole
+process.
 """
 
 import types

@@ -333,6 +333,10 @@ def test_models_of_two_sweeps_of_a_seed_are_compared(tmp_path):
     content = load(tmp_path, "table_2_rest")
     assert number(content) == Estimate(0.5, None, None, 1)
     assert readout.probe(content["seeds"]["0"], "per_loop_rmsnorm", "scale_range") == 3.0
+    others = json.loads((tmp_path / "table_2.json").read_text())
+    (tmp_path / "table_2.json").write_text(json.dumps({**others, "command": others["command"] + " --text my.jsonl"}))
+    with pytest.raises(ValueError, match="table_2.json, but was measured on another text.*my.jsonl"):
+        load(tmp_path, "table_2_rest")
 
 
 def test_gradients_that_swing_and_runs_that_collapse():

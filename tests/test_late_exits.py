@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from modeling_looped import SharedPasses
+from modeling_looped.exit_criteria import ExitRule
 
 from .helpers import random_ids, tiny_model
 from .test_shared_passes import together
@@ -58,6 +59,50 @@ def test_tokens_loops_and_cache_are_the_same(system, criterion, more, reads):
         for name in ("keys", "values"):
             of_places = (getattr(layer, name).transpose(1, 2)[kept] for layer in (ours, theirs))
             torch.testing.assert_close(*of_places, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"do_sample": True, "top_k": 20},
+        {"cache_dtype": "int8"},
+        {"prompt_loops": 2, "repetition_penalty": 1.3, "output_scores": True},
+    ],
+    ids=str,
+)
+def test_of_one_row_in_two_turns(more):
+    model, ids, turns = made("sections"), random_ids(1, 6), []
+    for reads in (1, 4):
+        torch.manual_seed(0)
+        how = asked("latent_diff", exit_read_interval=reads, **more)
+        first = model.generate(ids, **how)
+        longer = torch.cat([first.sequences, random_ids(1, 3)], dim=1)
+        turns.append((first, model.generate(longer, past_key_values=first.past_key_values, **how)))
+    for expected, found in zip(*turns):
+        assert_same(found, expected)
+        if "output_scores" in more:
+            torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores))
+
+
+def test_in_pages():
+    model, ids = made("plain"), random_ids(2, 6)
+    model.set_attn_implementation("flex_attention")
+    assert_same(*(model.generate(ids, exit_read_interval=n, **asked("latent_diff")) for n in (3, 1)))
+
+
+def test_a_head_on_another_device(monkeypatch):
+    """Its score is then there, and what is kept is where the states are."""
+    model, ids, places = made("plain"), random_ids(1, 6), []
+    exits = ExitRule.exits
+
+    class Passed(torch.Tensor):
+        def to(self, place):
+            places.append(place)
+            return super().as_subclass(torch.Tensor).to(place)
+
+    monkeypatch.setattr(ExitRule, "exits", lambda rule, score: exits(rule, score).as_subclass(Passed))
+    model.generate(ids, exit_read_interval=2, **asked("logit_margin"))
+    assert places and set(places) == {model.device}
 
 
 def test_some_tokens_exit_between_reads():

@@ -139,6 +139,13 @@ def test_the_kernel_can_be_compiled_for_all_lengths(softcap, monkeypatch):
     torch.testing.assert_close(found, attend_to_copies(queries, room, seen, 0.25, softcap))
 
 
+def test_a_call_that_computes_nothing_after_the_prompt():
+    request = {"input_ids": random_ids(2, 5), "max_new_tokens": 1, **GREEDY, **WAYS["margin"]}
+    model = made("plain")
+    expected = without_pages(model, request)
+    assert_same([model.generate(**request)], [expected])
+
+
 @pytest.mark.parametrize("small_pages", quick_and_slow(["copies", "kernel"], "copies"), indirect=True)
 def test_memory_that_runs_out_ends_one_and_no_other(monkeypatch):
     model = made("sections")

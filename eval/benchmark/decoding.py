@@ -67,7 +67,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
 
     def decode(**how) -> Decoding:
         if "exit_criterion" in how:
-            how |= {"exit_interval": args.exit_interval, "exit_read_interval": args.exit_read_interval}
+            how["exit_interval"] = args.exit_interval
         how = {"max_new_tokens": args.new_tokens, **settings, **how}
         return timed(model, prompt, return_dict_in_generate=True, past_key_values=copy.deepcopy(prefilled), **how)
 

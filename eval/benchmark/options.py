@@ -58,7 +58,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")
-    parser.add_argument("--exit-read-interval", type=int, default=1, help="exits: checks between reads of them")
     parser.add_argument("--model", help="speculation, sharing: folder of a trained model")
     text = (
         "speculation, sharing: the model, this many times as wide, which computes the same at the cost of a large one"

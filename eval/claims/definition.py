@@ -84,13 +84,23 @@ def load(results: Path, source: str) -> dict | None:
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
     if (beside := content.get("beside")) is not None:
-        others = (load(path.parent, beside) or {"seeds": {}})["seeds"]
+        with_others = load(path.parent, beside) or {**content, "seeds": {}}
+        if text_of(content) != text_of(with_others):
+            raise ValueError(
+                f"{path} is compared to {beside}.json, but was measured on another text: `{content['command']}`, "
+                f"`{with_others['command']}`. Measure one of them again"
+            )
+        others = with_others["seeds"]
         content["seeds"] = {
             seed: {"runs": others[seed]["runs"] + its["runs"], "probes": others[seed]["probes"] | its["probes"]}
             for seed, its in content["seeds"].items()
             if seed in others
         }
     return content
+
+
+def text_of(content: dict) -> str:
+    return content["command"].partition(" --text ")[2]
 
 
 def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:

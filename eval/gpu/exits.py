@@ -1,18 +1,21 @@
 """Decoding with early exit at batch 1, 8 and 64, over what the operations of the loops and checks that ran predict."""
 
-from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 
-from looped_eval.benchmark.decoding import exiting_model, measure_exits
+import torch
+
+from looped_eval.benchmark.decoding import exiting_model, measure_exits, passing_threshold
 from looped_eval.benchmark.models import tokens
+from looped_eval.common.timing import in_turns
 
 from .against_llama import shaped
 from .pieces import Measurement, Setting
 
 
-# and every how many checks are read back from the device
-WAYS = (("logit_margin", 1), ("latent_diff", 1), ("latent_diff", 4))
+CRITERIA = ("logit_margin", "latent_diff")
 BATCHES = (1, 8, 64)
+CHECKS = 4  # of which one is read back
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
@@ -21,18 +24,28 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
         if setting.tiny
         else {"prompt": 64, "new_tokens": 64, "repeats": 3}
     )
-    args = shaped(setting, 4, 8, 1024, dtype=setting.dtype, exit_interval=1, exit_read_interval=1, **sizes)
+    args = shaped(setting, 4, 8, 1024, dtype=setting.dtype, exit_interval=1, **sizes)
     model = None
+
+    def on_prompts(measure, batch: int, criterion: str) -> dict:
+        nonlocal model
+        model = model or exiting_model(args)
+        return measure(model, tokens(args, batch=batch, length=args.prompt), criterion, args)
+
     for batch in BATCHES[:2] if setting.tiny else BATCHES:
-        for criterion, reads in WAYS:
+        for criterion in CRITERIA:
+            yield Measurement(f"batch_{batch}_{criterion}", partial(on_prompts, measure_exits, batch, criterion))
+        late = partial(on_prompts, measure_late_reads, batch, "latent_diff")
+        yield Measurement(f"batch_{batch}_latent_diff_read_late", late)
 
-            def run(batch=batch, criterion=criterion, reads=reads):
-                nonlocal model
-                model = model or exiting_model(args)
-                how = Namespace(**{**vars(args), "exit_read_interval": reads})
-                found = measure_exits(model, tokens(args, batch=batch, length=args.prompt), criterion, how)
-                # beside the aim, which is for exits that are read at every check
-                return found if reads == 1 else {f"{name}_read_late": value for name, value in found.items()}
 
-            late = "" if reads == 1 else f"_read_every_{reads}"
-            yield Measurement(f"batch_{batch}_{criterion}{late}", run)
+def measure_late_reads(model, prompt, criterion: str, args) -> dict:
+    """Time of a whole call, over that where every check is read back. The device is waited for at its ends alone."""
+    exits = {"exit_criterion": criterion, "exit_threshold": passing_threshold(model, prompt, criterion)}
+    how = {"max_new_tokens": args.new_tokens, "attention_mask": torch.ones_like(prompt), "do_sample": False, **exits}
+
+    def decode(checks: int):
+        return model.generate(prompt, pad_token_id=0, exit_read_interval=checks, **how)
+
+    late, each = in_turns(lambda: decode(CHECKS), lambda: decode(1), args.repeats)
+    return {"checks_for_a_read": CHECKS, "time_over_reading_each": late / each}
