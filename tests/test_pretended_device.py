@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers_processes import import_paths
+
 
 ROOT = Path(__file__).parent.parent
 PREMISE = """
@@ -38,7 +40,7 @@ assert product.dtype == torch.bfloat16 and weight.grad.device == here.device and
 
 
 def run(*command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": import_paths(), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
