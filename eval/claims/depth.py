@@ -8,7 +8,7 @@ from typing import NamedTuple
 from looped_recipes.common.chart import Chart, Line
 
 from .answers import TASKS
-from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
+from .definition import SIX_SEEDS, Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import SYSTEMS, by_function, result_of
 from .rules import AtMost, Effect, Estimate, over_seeds
 from .sweeps import by_sweep
@@ -29,6 +29,7 @@ class Training(NamedTuple):
     rows: int  # of a step
     steps: int = 600
     model: tuple[str, ...] = ()  # settings of all three
+    seeds: tuple[int, ...] = (0, 1, 2)
 
     @property
     def size(self) -> str:
@@ -45,7 +46,7 @@ class Training(NamedTuple):
 BY_PLACE = ("model.position_embedding=learned",)
 TRAININGS = {
     "p_hop": Training(["hops=4"], 35, 96),
-    "permutation": Training(["swaps=4", "symbols=5", "questions=5"], 23, 128, steps=1200, model=BY_PLACE),
+    "permutation": Training(["swaps=4", "symbols=5", "questions=5"], 23, 128, 1200, BY_PLACE, SIX_SEEDS),
     "addition": Training(["digits=4"], 17, 192),
     "story": Training(["relations=4"], 83, 40, steps=2400),
 }
@@ -157,7 +158,7 @@ def by_loops(task: str, content: dict) -> list[Chart]:
 
 DEPTH = Paper(
     "What depth is good for",
-    [Measurement(task, commands_of(task), result_of(task)) for task in TASKS],
+    [Measurement(task, commands_of(task), result_of(task), TRAININGS[task].seeds) for task in TASKS],
     [*(claim for task in TASKS for claim in claims_of(task)), earlier()],
     [Figure(f"claims/{task}", charts_of(task)) for task in TASKS],
 )
