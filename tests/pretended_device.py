@@ -33,7 +33,7 @@ class Pretended(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor):
-        made = torch.Tensor._make_wrapper_subclass(  # ty: ignore
+        made = torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
             strides=held.stride(),
