@@ -7,11 +7,13 @@ error when it is used.
 
 import functools
 import importlib
+from inspect import signature
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers.generation import GenerationMixin
 
 
 def found(module: str, name: str, default: Any = None) -> Any:
@@ -20,6 +22,26 @@ def found(module: str, name: str, default: Any = None) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return default
+
+
+CACHE_NAMES = ("cache", "past_key_values")  # of keys and values, from transformers 5.24 on and before
+# the one by which this transformers passes and returns it; a looped model takes both
+CACHE = CACHE_NAMES["cache" not in signature(GenerationMixin.prepare_inputs_for_generation).parameters]
+# of requests that share a row: from then on models fill it, before that kernels did
+PagedAttentionCache = found("transformers.generation.continuous_batching.cache", "PagedAttentionCache", ())
+KERNELS_FILL_PAGES = CACHE != "cache"
+
+
+def one_cache(cache=None, past_key_values=None):
+    """The cache of a call, which may have either name."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are two names for the same argument, and both are given: pass one")
+    return past_key_values if cache is None else cache
+
+
+def named_cache(cache) -> dict[str, Any]:
+    """As an argument of the classes of transformers' outputs."""
+    return {CACHE: cache}
 
 
 class Missing(nn.Module):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .borrowed import tuples_on_request
+from .borrowed import named_cache, one_cache, tuples_on_request
 from .checks import check_inputs
 from .configuration_looped import LoopedConfig
 from .cpu import project
@@ -66,7 +66,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -84,6 +84,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_logits: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
         loss_positions: np.ndarray | None = None,
+        past_key_values: Cache | None = None,
         **kwargs,
     ) -> LoopedCausalLMOutputWithPast:
         r"""
@@ -108,7 +109,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
-            "past_key_values": past_key_values,
+            "cache": one_cache(cache, past_key_values),
             "use_cache": use_cache,
             "num_loops": num_loops,
             "initial_state": initial_state,
@@ -159,7 +160,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             loop_hidden_states=outputs.loop_hidden_states if asked.output_loop_hidden_states else None,
@@ -169,6 +169,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             exit_logits=self._exit_logits(outputs, keep, exits, depths) if asked.output_exit_logits else None,
             loop_losses=losses,
             loop_token_losses=token_losses,
+            **named_cache(outputs.cache),
         )
 
     def _get_resized_lm_head(self, old_lm_head, *args, **kwargs):

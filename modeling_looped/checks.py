@@ -2,6 +2,7 @@
 
 import torch
 
+from .borrowed import PagedAttentionCache
 from .depth import DepthPlan
 
 
@@ -63,14 +64,12 @@ def is_recorded(options: dict) -> bool:
     return bool(options.get("output_hidden_states") or options.get("output_attentions"))
 
 
-def check_pass(
-    config, plan: DepthPlan, inputs_embeds, past_key_values, initial_state, every_loop: bool, recording: dict
-):
+def check_pass(config, plan: DepthPlan, inputs_embeds, cache, initial_state, every_loop: bool, recording: dict):
     """Refuses arguments of a pass that do not go together, or not with this model.
 
     recording: keyword arguments, as `is_recorded` reads them."""
-    past = 0 if past_key_values is None else past_key_values.get_seq_length()
-    if not packs_requests(config._attn_implementation):
+    if not (packs_requests(config._attn_implementation) or isinstance(cache, PagedAttentionCache)):
+        past = 0 if cache is None else cache.get_seq_length()
         check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
     if initial_state is not None:
         check_takes_initial_state(config)

@@ -179,7 +179,7 @@ class LoopedConfig(RopeOfLayers):
         "final_logit_softcapping": "logit_softcap",
         "attn_logit_softcapping": "attention_softcap",
     }
-    keys_to_ignore_at_inference = ["past_key_values", "loop_losses", "loop_token_losses"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "loop_losses", "loop_token_losses"]
 
     # the first field, so that a newer format is reported before its unknown values
     format_version: int = validated_field(check_format_version, default=FORMAT_VERSION)

@@ -17,7 +17,7 @@ class PassContext:
     position_ids: torch.Tensor | None  # read by nothing but some attention kernels
     position_embeddings: dict[str, tuple[torch.Tensor, ...]]  # the two of `rotary_tables`, by kind
     value_embeddings: dict[int, torch.Tensor]  # by layer
-    past_key_values: Any  # a cache, or what else has its `update`
+    cache: Any  # a cache, or what else has its `update`
     site: Callable[[int], Any]  # where a slot attends
     slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
     # by layer whose loops share them, the last keys and values that it attended to, of at least these rows
@@ -58,9 +58,9 @@ class PassContext:
             **self.options,
         }
         slot = block.first_slot + slots_before
-        held = slot_of_region(self.past_key_values, slot) if self.has_regions else None
+        held = slot_of_region(self.cache, slot) if self.has_regions else None
         if held is None:
-            output = block(*args, site=self.site(slot), past_key_values=self.past_key_values, **kwargs)
+            output = block(*args, site=self.site(slot), cache=self.cache, **kwargs)
             output, *states = output if keeps_keys else (output,)
         else:
             kwargs["site"] = self.site(block.first_slot)  # the same in every loop

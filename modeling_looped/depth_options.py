@@ -175,7 +175,7 @@ class DepthOptions:
         )
         is_another = sharing_of(cache) != sharing or (self.is_int8 and not isinstance(cache, LoopedCache))
         contradictions = {
-            "past_key_values": cache is not None and is_another,
+            "a cache": cache is not None and is_another,
             f"cache_implementation={config.cache_implementation!r}": config.cache_implementation is not None,
             "use_cache=False": config.use_cache is False,
         }

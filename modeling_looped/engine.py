@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .borrowed import found
+from .borrowed import CACHE, found, named_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .context import PassContext
@@ -26,14 +26,14 @@ from .token_selector import TokenSelector, first_batchwise_part
 
 FLEX = "flex_attention"
 # what else a call passes to the model, as a state to begin with, only a pass of its own can take
-IN_TICKS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "num_loops"}
+IN_TICKS = {"attention_mask", "position_ids", CACHE, "use_cache", "num_loops"}
 IN_TICKS |= {"logits_to_keep", "tokenizer"}  # which change nothing there
 TOKENS_OF_COPIES = 32  # of one row in a pass, where attention copies what each of them sees
 
 
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
     """Why this batch cannot be decoded here, or None."""
-    cache, implementation = model_kwargs.get("past_key_values"), model.config._attn_implementation
+    cache, implementation = model_kwargs.get(CACHE), model.config._attn_implementation
     quantized = found("transformers.cache_utils", "QuantizedCache", ())
     obstacles = {
         f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager", FLEX),
@@ -69,13 +69,13 @@ def rope_type_by_length(trunk) -> str | None:
 def may_be_cut(trunk, config, model_kwargs: dict) -> bool:
     """Whether the prompt may go through the model in parts, of which each sees the ones before in the cache."""
     is_whole = config.cache_is_given or model_kwargs.get("inputs_embeds") is not None  # transformers cuts neither well
-    is_whole |= sharing_of(model_kwargs.get("past_key_values")) != "none"  # what tokens see depends on the parts
+    is_whole |= sharing_of(model_kwargs.get(CACHE)) != "none"  # what tokens see depends on the parts
     return config.prefill_chunk_size is None and not is_whole and rope_type_by_length(trunk) is None
 
 
 def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) -> bool:
     """Whether tokens of a prompt can be rows of the passes that decode, and give what a pass of their own gives."""
-    options, cache = config.depth_options, model_kwargs.get("past_key_values")
+    options, cache = config.depth_options, model_kwargs.get(CACHE)
     is_ours = type(cache) is LoopedCache
     others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS
     is_plain = not (options.is_int8 or options.warm_start or padding.has_holes or padding.has_empty_rows or others)
@@ -154,7 +154,7 @@ def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.
     """From h_0 to H of the last loop, of rows of one engine in step."""
     trunk, context = tokens.engine.trunk, pass_context(tokens, [0] * len(tokens.ids))
     for loop in range(num_loops):
-        context.past_key_values.go_to_loop(loop)
+        context.cache.go_to_loop(loop)
         state = state if loop == 0 else trunk.to_next_loop(state)
         state = trunk.core_pass(state, tokens.embedded, loop, num_loops, context)
     return state
@@ -180,7 +180,7 @@ def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
         position_ids=None,
         position_embeddings=tokens.engine.rotary_by_kind(tokens.rotary),
         value_embeddings=trunk.value_embeddings(tokens.ids) if trunk.config.value_embeddings else {},
-        past_key_values=view,
+        cache=view,
         site=trunk.site,
         options={"row_attention": view.row_attention},
     )
@@ -234,12 +234,12 @@ class RowEngine:
             self.prompt_is_left = prompt_goes_in_ticks(model, self.padding, config, model_kwargs)
         if self.prompt_is_left:
             check_length(model.config, length)
-            logits, self.given_cache, self.prompt_length = None, model_kwargs["past_key_values"], length
+            logits, self.given_cache, self.prompt_length = None, model_kwargs[CACHE], length
         else:
             if prompt_tokens is not None and length > prompt_tokens and may_be_cut(self.trunk, config, model_kwargs):
                 config.prefill_chunk_size = prompt_tokens
             outputs = self.prefill(input_ids, model_kwargs, after_loop)
-            logits, self.given_cache = outputs.logits[:, -1], outputs.past_key_values
+            logits, self.given_cache = outputs.logits[:, -1], outputs.cache
             self.prompt_length = int(self.given_cache.get_seq_length())
         self.cache: Any = self.hold(pages)  # LoopedCache or PagedRows
         self.shifts = [0] * self.num_rows  # from a place to its position, which leaves out padding
@@ -298,7 +298,7 @@ class RowEngine:
         self.warm_state = self.trunk.to_next_loop(states[-1]) if states else None
         mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
         length = max(input_ids.shape[1], self.config._mask_length or 0 if mask is None else mask.shape[1])
-        held = int(outputs.past_key_values.get_seq_length())
+        held = int(outputs.cache.get_seq_length())
         refuse_if(
             held != length,
             f"the cache holds {held} tokens of a prompt of {length}: virtual tokens, as prefix and prompt tuning put "
@@ -361,6 +361,6 @@ class RowEngine:
             sequences=sequences,  # pyrefly: ignore[bad-argument-type]  transformers asks for torch.LongTensor
             scores=None if self.selector.scores is None else tuple(self.selector.scores),
             logits=None if self.selector.logits is None else tuple(self.selector.logits),
-            past_key_values=self.given_cache,
             token_loops=loops,
+            **named_cache(self.given_cache),
         )

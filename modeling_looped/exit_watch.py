@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from transformers.cache_utils import DynamicCache
 
-from .borrowed import found
+from .borrowed import found, named_cache
 from .context import PassContext
 from .depth import deepest, depth_per_row, placed
 from .exit_criteria import ExitRule
@@ -55,7 +55,7 @@ class TokenExits(ExitWatch):
         self.final = state
         exits = self.exits(loop, self.limits, state, lambda: self.logits(loop, state, context))
         self.token_loops = torch.where(~exited & exits, loop, self.token_loops)
-        context.past_key_values.frozen = self.token_loops > 0
+        context.cache.frozen = self.token_loops > 0
         return state, None
 
 
@@ -100,7 +100,7 @@ def forward_with_exits(
         return chosen_after(model, rule, inputs, of_rows, keep, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
     if rule.per_sequence:
-        refuse_with_exits(**{name: inputs[name] for name in ("past_key_values", "attention_mask")}, **options)
+        refuse_with_exits(**{name: inputs[name] for name in ("cache", "attention_mask")}, **options)
         watch = SequenceExits(model, rule, of_rows, given.shape[1], given.device)
         states = model.model(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
         logits = None
@@ -109,25 +109,23 @@ def forward_with_exits(
         return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
 
     # what a token leaves at its exit lives in a cache, so there is one
-    cache = DynamicCache(config=model.config) if inputs["past_key_values"] is None else inputs["past_key_values"]
-    returned = None if inputs["past_key_values"] is None and inputs["use_cache"] is False else cache
-    inputs["past_key_values"] = cache
+    cache = DynamicCache(config=model.config) if inputs["cache"] is None else inputs["cache"]
+    returned = None if inputs["cache"] is None and inputs["use_cache"] is False else cache
+    inputs["cache"] = cache
     if len(model.model.coda) and rule.criterion.needs == "logits":  # each check overwrites what the last wrote
         refuse_with_exits(**{type(cache).__name__: is_fixed(cache)})
         if given.shape[1] > 1:  # the check of a token reads what the token before left at its exit
-            arguments = {"past_key_values": cache, "num_loops": depths, "exit_rule": rule, **options}
-            outputs = token_by_token(model, inputs, given.shape[1], keep, arguments)
-            outputs.past_key_values = returned
-            return outputs
+            arguments = {"cache": cache, "num_loops": depths, "exit_rule": rule, **options}
+            return token_by_token(model, inputs, given.shape[1], keep, returned, arguments)
 
     watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
     outputs = model.model(**inputs, exit_watch=watch, **options)
     return LoopedCausalLMOutputWithPast(
         logits=model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
-        past_key_values=returned,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
         token_loops=watch.token_loops,
+        **named_cache(returned),
     )
 
 
@@ -163,10 +161,10 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
             running = running & ~exits
     return LoopedCausalLMOutputWithPast(
         logits=model.logits(model.model.readout(chosen, loops)[:, keep]),
-        past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
         token_loops=loops,
+        **named_cache(outputs.cache),
     )
 
 
@@ -175,10 +173,11 @@ def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, par
     return whole.index_copy(0, rows, parts)
 
 
-def token_by_token(model, inputs: dict, length: int, keep, arguments: dict):
-    """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache."""
+def token_by_token(model, inputs: dict, length: int, keep, returned, arguments: dict):
+    """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache, which is
+    returned if it is asked for."""
     tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids")}
-    attention_mask, past = inputs["attention_mask"], int(inputs["past_key_values"].get_seq_length())
+    attention_mask, past = inputs["attention_mask"], int(inputs["cache"].get_seq_length())
     if attention_mask is not None and not (torch.is_tensor(attention_mask) and attention_mask.ndim == 2):
         refuse_with_exits(**{"a prepared attention_mask": True})
     outputs = []
@@ -189,6 +188,7 @@ def token_by_token(model, inputs: dict, length: int, keep, arguments: dict):
     return LoopedCausalLMOutputWithPast(
         logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
+        **named_cache(returned),
     )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from transformers.generation import BaseStreamer, GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
+from .borrowed import CACHE, CACHE_NAMES, one_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_softcap
 from .continuous import decode_continuously
@@ -90,6 +91,8 @@ class LoopedGenerationMixin(Generative):
         each `put` (but not by assisted decoding).
         """
         asked = dict(locals())
+        if (cache := one_cache(**{name: kwargs.pop(name, None) for name in CACHE_NAMES})) is not None:
+            kwargs[CACHE] = cache
         kwargs |= {name: asked[name] for name in DEPTH_FIELDS if asked[name] is not AS_SAVED}
         prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
         check_prompt(next((prompt for prompt in prompts if prompt is not None), None))
@@ -149,7 +152,7 @@ class LoopedGenerationMixin(Generative):
         options, asked = DepthOptions.merged(self.generation_config, generation_config, arguments)
         prepared: tuple[Any, dict] = super()._prepare_generation_config(generation_config, **kwargs)
         config, model_kwargs = prepared
-        config.depth_options, config.cache_is_given = options, kwargs.get("past_key_values") is not None
+        config.depth_options, config.cache_is_given = options, kwargs.get(CACHE) is not None
         if options.num_loops is not None:
             model_kwargs["num_loops"] = options.num_loops
         rule = options.exit_rule(self.config)
@@ -167,19 +170,19 @@ class LoopedGenerationMixin(Generative):
                 f"assistant_early_exit={config.assistant_early_exit} drafts with the first layers, and these layers "
                 "loop: pass draft_loops=k to draft with the first k loops"
             )
-        options.check_cache(model_kwargs.get("past_key_values"), config)
+        options.check_cache(model_kwargs.get(CACHE), config)
         if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
             config.disable_compile = True  # a static cache compiles by itself, but which rows run is data
         return config, model_kwargs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        is_given = model_kwargs.get("past_key_values") is not None
+        is_given = model_kwargs.get(CACHE) is not None
         is_dynamic = generation_config.cache_implementation in (None, "dynamic")
         if is_given or not is_dynamic or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         options = generation_config.depth_options
         cache = LoopedCache(self.config, options.cache_sharing, options.deepest(self.config), options.is_int8)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
 
@@ -226,7 +229,7 @@ class LoopedGenerationMixin(Generative):
         return self._by_passes(super()._beam_search, "beam search", *arguments, **model_kwargs)
 
     def _assisted_decoding(self, *arguments, **model_kwargs):
-        refuse_sharing(sharing_of(model_kwargs.get("past_key_values")), "assisted decoding")
+        refuse_sharing(sharing_of(model_kwargs.get(CACHE)), "assisted decoding")
         return self._by_passes(super()._assisted_decoding, "assisted decoding", *arguments, **model_kwargs)
 
     def _by_passes(
@@ -354,7 +357,7 @@ class SeededStates:
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         positions = inputs.get("position_ids")
         if positions is None:
-            cache = inputs.get("past_key_values")
+            cache = inputs.get(CACHE)
             past = 0 if cache is None else int(cache.get_seq_length())
             positions = torch.arange(past, past + tokens.shape[1])[None]
         positions = positions.to("cpu").clamp(min=0)

@@ -13,7 +13,13 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .borrowed import RotaryEmbedding, eager_attention, eager_attention_forward
+from .borrowed import (
+    KERNELS_FILL_PAGES,
+    PagedAttentionCache,
+    RotaryEmbedding,
+    eager_attention,
+    eager_attention_forward,
+)
 from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
@@ -231,7 +237,7 @@ class LoopedAttention(LoopedLayer):
         site: AttentionSite | DeeperSite,  # of the cache slot that this loop of the layer fills
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
+        cache=None,
         value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
         row_attention: Callable | None = None,  # of rows at loops and positions of their own, in place of the cache
         loop: int | torch.Tensor | None = None,
@@ -253,8 +259,12 @@ class LoopedAttention(LoopedLayer):
             return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None, None, None
         if kept_keys is not None and kept_values is not None:
             keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
-        elif past_key_values is not None:  # one that knows which rows make keys
-            keys, values = past_key_values.update(keys, values, slot)
+        elif isinstance(cache, PagedAttentionCache) and KERNELS_FILL_PAGES:
+            kwargs["cache"] = cache
+        elif isinstance(cache, PagedAttentionCache):
+            keys, values = cache.update(keys, values, slot, kwargs=kwargs)
+        elif cache is not None:  # one that knows which rows make keys
+            keys, values = cache.update(keys, values, slot)
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         if is_plain and not (self.training and site.attention_dropout):
             output = attend_on_cpu(queries, keys, values, attention_mask, scaling)

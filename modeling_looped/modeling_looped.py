@@ -30,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
-from .borrowed import captured, config_defaults
+from .borrowed import CACHE, CACHE_NAMES, captured, config_defaults, named_cache, one_cache
 from .cache import CacheView, view_for_pass
 from .checks import (
     check_inputs,
@@ -72,6 +73,8 @@ from .regions import can_have_regions
 from .samplers import truncated_normal_
 
 
+logger = logging.get_logger(__name__)
+
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
 
 
@@ -81,7 +84,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LoopedBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(CACHE_NAMES)
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -224,13 +227,14 @@ class LoopedModel(LoopedPreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         num_loops: int | list[int] | torch.Tensor | None = None,
         backprop_loops: int | None = None,
         initial_state: torch.Tensor | None = None,
         exit_watch: TokenExits | SequenceExits | None = None,
+        past_key_values: Cache | None = None,
         output_loop_hidden_states: bool = False,
         output_loop_readout_states: bool = False,
         has_loss: bool = False,
@@ -245,21 +249,26 @@ class LoopedModel(LoopedPreTrainedModel):
         has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
         """
         check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
-        if self.training and torch.is_grad_enabled() and not has_loss:
+        cache = one_cache(cache, past_key_values)
+        has_gradients = self.training and torch.is_grad_enabled()
+        if has_gradients and not has_loss:
             warn_of_another_loss(self.config)
+        if cache is not None and has_gradients and any(block.gradient_checkpointing for block in self.core):
+            logger.warning_once("With gradient checkpointing a pass has no cache: the one that is given is left out.")
+            cache = None
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
         batch_size = inputs_embeds.shape[0]
         plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
-        check_pass(self.config, plan, inputs_embeds, past_key_values, initial_state, every_loop, kwargs)
+        check_pass(self.config, plan, inputs_embeds, cache, initial_state, every_loop, kwargs)
 
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
-        if past_key_values is not None and no_cache_because:
-            raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without past_key_values.")
-        has_regions = can_have_regions(past_key_values, attention_mask, position_ids) and not is_recorded(kwargs)
+        if cache is not None and no_cache_because:
+            raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without a cache.")
+        has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(kwargs)
         is_packed = position_ids is not None  # perhaps: positions that are made here restart nowhere
         if position_ids is None:
-            position_ids = self._positions(inputs_embeds, attention_mask, past_key_values)
+            position_ids = self._positions(inputs_embeds, attention_mask, cache)
         # from here to the end of the loop, rows are sorted by depth
         inputs_embeds, attention_mask, position_ids, initial_state, input_ids = (
             plan.sort(tensor) for tensor in (inputs_embeds, attention_mask, position_ids, initial_state, input_ids)
@@ -267,10 +276,10 @@ class LoopedModel(LoopedPreTrainedModel):
         # before a cache is made: beside one, packed documents are not looked for
         # to look for documents, a GPU would be waited for, and a compiler would make a mask of every pass
         of_documents = position_ids if is_packed else None
-        masks = self.attention_masks(attention_mask, inputs_embeds, past_key_values, of_documents, plan)
-        if use_cache and past_key_values is None and not no_cache_because:  # by default use_cache makes no demand
-            past_key_values = DynamicCache(config=self.config)
-        view = view_for_pass(past_key_values, self.config, plan, may_exit=exit_watch is not None)
+        masks = self.attention_masks(attention_mask, inputs_embeds, cache, of_documents, plan)
+        if use_cache and cache is None and not no_cache_because:  # by default use_cache makes no demand
+            cache = DynamicCache(config=self.config)
+        view = view_for_pass(cache, self.config, plan, may_exit=exit_watch is not None)
 
         x = self.embed(inputs_embeds, position_ids)
         context = PassContext(
@@ -279,12 +288,12 @@ class LoopedModel(LoopedPreTrainedModel):
             position_ids=position_ids,
             position_embeddings=self.rotary(x, position_ids),
             value_embeddings=self.value_embeddings(input_ids),
-            past_key_values=view,
+            cache=view,
             site=self.site,
             slots_per_loop=len(self.core),
             kept={cast(LoopedBlock, block).layer: () for block in self.core if self.config.shares_keys},
             options={"use_cache": use_cache, **kwargs},
-            has_regions=has_regions and view is past_key_values,
+            has_regions=has_regions and view is cache,
         )
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
@@ -302,10 +311,10 @@ class LoopedModel(LoopedPreTrainedModel):
             view.finish()
         return LoopedModelOutputWithPast(
             last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
-            past_key_values=past_key_values,
             loop_hidden_states=plan.spread(ticks) if output_loop_hidden_states else None,
             loop_readout_states=loop_readout_states,
             first_state=plan.unsort(state) if output_loop_hidden_states else None,
+            **named_cache(cache),
         )
 
     def _input_embeddings(self, input_ids, inputs_embeds: Any) -> torch.Tensor:
@@ -493,7 +502,7 @@ class LoopedModel(LoopedPreTrainedModel):
         same = all(makes) or not any(makes)
         return makes[0] if same else placed(makes, like.device)[:, None, None, None]
 
-    def _positions(self, inputs_embeds, attention_mask, past_key_values):
+    def _positions(self, inputs_embeds, attention_mask, cache):
         """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""
         length = inputs_embeds.shape[1]
         if (
@@ -502,31 +511,31 @@ class LoopedModel(LoopedPreTrainedModel):
             and attention_mask.ndim == 2
         ):
             return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past = cache.get_seq_length() if cache is not None else 0
         return (torch.arange(length, device=inputs_embeds.device) + past).unsqueeze(0)
 
-    def attention_masks(self, attention_mask, inputs_embeds, past_key_values, position_ids, plan: DepthPlan) -> dict:
+    def attention_masks(self, attention_mask, inputs_embeds, cache, position_ids, plan: DepthPlan) -> dict:
         if isinstance(attention_mask, dict):  # prepared by generate
             return {layer_type: plan.sort(mask) for layer_type, mask in attention_mask.items()}
         arguments = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: cache if isinstance(cache, Cache) else None,  # one of requests that share a row says nothing
             "position_ids": position_ids,
         }
         makers: dict[str, Callable] = {
             "full_attention": create_causal_mask,
             "sliding_attention": create_sliding_window_causal_mask,
         }
-        if torch.compiler.is_compiling() and is_plainly_causal(**arguments):
+        if torch.compiler.is_compiling() and is_plainly_causal(self.config, attention_mask, cache, position_ids):
             makers["full_attention"] = lambda **_: None  # older transformers make a mask of every compiled pass
         return {layer_type: makers[layer_type](**arguments) for layer_type in self.layer_types}
 
 
-def is_plainly_causal(config, attention_mask, past_key_values, position_ids, **others) -> bool:
+def is_plainly_causal(config, attention_mask, cache, position_ids) -> bool:
     """Whether the kernel's own causal mask says all; an exported graph could not tell one token from several."""
-    given = (attention_mask, past_key_values, position_ids)
+    given = (attention_mask, cache, position_ids)
     is_bare = all(tensor is None for tensor in given)
     return is_bare and config._attn_implementation == "sdpa" and not torch.compiler.is_exporting()
 

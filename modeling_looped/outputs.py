@@ -8,7 +8,7 @@ import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from .borrowed import recorded_states
+from .borrowed import CACHE, recorded_states
 
 
 LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
@@ -29,8 +29,18 @@ def unrecorded(run: Callable, *arguments):
     return result
 
 
+class CacheByBothNames:
+    """`cache`, which was `past_key_values` before transformers 5.24."""
+
+    if CACHE != "cache":
+
+        @property
+        def cache(self):
+            return getattr(self, CACHE)
+
+
 @dataclass
-class LoopedModelOutputWithPast(BaseModelOutputWithPast):
+class LoopedModelOutputWithPast(CacheByBothNames, BaseModelOutputWithPast):
     """
     loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops keeps its last.
     loop_readout_states: what the readout norm reads at every loop: H_k, or what the coda makes of it.
@@ -43,7 +53,7 @@ class LoopedModelOutputWithPast(BaseModelOutputWithPast):
 
 
 @dataclass
-class LoopedCausalLMOutputWithPast(CausalLMOutputWithPast):
+class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
     """
     loop_hidden_states, loop_readout_states: as in LoopedModelOutputWithPast.
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
@@ -105,7 +115,7 @@ class AskedOutputs(NamedTuple):
 
 
 @dataclass
-class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
+class LoopedGenerateOutput(CacheByBothNames, GenerateDecoderOnlyOutput):
     """
     token_loops: loops that each new token took, [batch, new tokens]; 0 after the end of a row.
     acceptance_rate: of the drafts that were compared with full depth, the part that it agreed with; what was drafted
@@ -121,7 +131,7 @@ class LoopedGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 @dataclass
-class LoopedGenerateBeamOutput(GenerateBeamDecoderOnlyOutput):
+class LoopedGenerateBeamOutput(CacheByBothNames, GenerateBeamDecoderOnlyOutput):
     """
     token_loops: as in `LoopedGenerateOutput`.
     """

@@ -4,9 +4,8 @@ The step is one graph. In it a block is a region, which is compiled where it is 
 loop. Two calls are the same region if they differ in tensors alone, so it takes those of its slot, not the cache.
 
 A region writes to its slot, which torch's compiler does not tell others of. So nothing else of the graph may read a
-slot: positions and masks are given, as by `generate`. What hooks record inside does not get out either. And CUDA
-graphs must know that the slot stays where it is; until that has been seen on a GPU, regions are made on the devices in
-`DEVICES` alone.
+slot: positions and masks are given, as by `generate`. What hooks record inside does not get out either. And a slot
+must be marked as one that stays where it is, since CUDA graphs read copies of all others.
 """
 
 from inspect import signature
@@ -22,7 +21,7 @@ nested_compile_region = found("torch.compiler", "nested_compile_region", lambda:
 # how many may differ; of a torch that does not know it, whose regions are others, none are made
 LIMIT: Any = {"max_reuse_entries": 2**20} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 
-DEVICES = {"cpu"}
+DEVICES = {"cpu", "cuda"}
 
 STAYS = "_dynamo_static_input_type"  # of tensors that `torch._dynamo.mark_static_address` has marked
 
@@ -38,7 +37,7 @@ class StaticSlot(StaticLayer):
 @nested_compile_region(**LIMIT)
 def run_as_region(block, slot: tuple, args: tuple, kwargs: dict):
     """A block's new stream; the tensors of the slot are changed in place. No tensor may be given twice."""
-    output = block(*args, past_key_values=StaticSlot(*slot), **kwargs)
+    output = block(*args, cache=StaticSlot(*slot), **kwargs)
     return output[0] if kwargs["keeps_keys"] else output
 
 

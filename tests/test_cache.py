@@ -10,6 +10,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from modeling_looped import LoopedCache
+from modeling_looped.borrowed import CACHE
 from modeling_looped.cache import PreallocatedLayer
 
 from .helpers import random_ids, tiny_model
@@ -114,6 +115,38 @@ def test_windows_shorter_than_prompt_and_decode(kind, pattern, window):
     if pattern != "LS":  # the prelude slides: its cache keeps no more than the window sees
         cache = run(model, ids, [9] + [1] * 10, DynamicCache(config=model.config))[1]
         assert cache.layers[0].keys.shape[-2] == window - 1
+
+
+@torch.no_grad()
+def test_both_names_of_the_cache():
+    """transformers 5.24 calls it otherwise than versions before."""
+    model, ids = tiny_model().eval(), random_ids(2, 8)
+    passes = []
+    for name in ("cache", "past_key_values"):
+        first = model(ids[:, :6], **{name: DynamicCache(config=model.config)})
+        assert first.cache is first.past_key_values is first[CACHE] and first.cache.get_seq_length() == 6
+        passes.append(model(ids[:, 6:], **{name: first.cache}).logits)
+        settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+        turn = model.generate(ids, **{name: first.cache}, **settings)
+        assert turn.cache is first.cache
+        passes.append(turn.sequences)
+    assert torch.equal(passes[0], passes[2]) and torch.equal(passes[1], passes[3])
+    both = {name: DynamicCache() for name in ("cache", "past_key_values")}
+    for call in (model, model.model, model.generate):
+        with pytest.raises(ValueError, match="two names for the same argument, and both are given"):
+            call(ids, **both)
+
+
+def test_gradient_checkpointing_leaves_out_the_cache():
+    model, ids = tiny_model().train(), random_ids(2, 8)
+    model.gradient_checkpointing_enable()
+    cache = DynamicCache(config=model.config)
+    outputs = model(ids, labels=ids, cache=cache)
+    outputs.loss.backward()
+    assert outputs.cache is None and cache.get_seq_length() == 0
+    assert torch.equal(outputs.loss, model(ids, labels=ids).loss)
+    with torch.no_grad():  # nothing is computed twice
+        assert model(ids, cache=cache).cache.get_seq_length() == 8
 
 
 def test_one_token_and_one_row():

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from packaging.version import Version
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext
 from transformers import CompileConfig
 
 from looped_recipes.data.packing import PackedRows
@@ -221,6 +224,39 @@ def test_loops_and_layers_share_the_regions_of_a_graph(system):
         torch.testing.assert_close(found.logits, expected.logits)
     assert len(graphs.regions) == (4 if model.config.has_windows else 2)
     assert len(set(graphs.regions)) == 1 and 1 <= graphs.regions[0] <= 2
+
+
+class PlacesKept:
+    """A backend that runs graphs as they are, and notes which tensors with four dimensions (slots, and masks) change
+    their place from call to call, as far as a backend that records CUDA graphs is told: it copies those."""
+
+    def __init__(self):
+        self.moving, self.staying = [], []
+        self.backend = aot_autograd(fw_compiler=self.compile, inference_compiler=self.compile)
+
+    def compile(self, graph, inputs):
+        stays = TracingContext.get().fw_metadata.static_input_indices
+        for place, tensor in enumerate(inputs):
+            if torch.is_tensor(tensor) and tensor.ndim == 4:
+                (self.staying if place in stays else self.moving).append(tuple(tensor.shape))
+        return make_boxed_func(graph.forward)
+
+    def __call__(self, graph, inputs):
+        return self.backend(graph, inputs)
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_slots_that_regions_fill_stay_where_they_are():
+    """What a region writes would else be written to the copy that a CUDA graph makes of what moves, and be lost."""
+    model, places = build("plain"), PlacesKept()
+    found, expected = decode(model, places, 3)
+    assert torch.equal(found, expected)
+    config = model.config
+    slot = (2, config.num_key_value_heads, 10, config.head_dim)
+    assert places.staying == [slot] * 2 * 3 * config.num_core_layers
+    assert places.moving == [(2, 1, 1, 10)]  # the mask
 
 
 @pytest.mark.parametrize("output", ["output_hidden_states", "output_attentions"])

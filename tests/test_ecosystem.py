@@ -15,6 +15,7 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     LoopedForTokenClassification,
 )
+from modeling_looped.borrowed import CACHE
 from tests.helpers import quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
 
@@ -149,6 +150,10 @@ def test_prefix_tuning(system):
     assert (gradient.abs().amax((0, 2)) > 0).all()
 
     model.eval()
+    if CACHE == "cache":  # by its new name, which PEFT does not know yet: Llama would leave out the prefix silently
+        with pytest.raises(ValueError, match="two names for the same argument"):
+            model.generate(input_ids=ids, max_new_tokens=4)
+        return
     tokens = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     with torch.no_grad():
         logits = model(input_ids=tokens).logits

@@ -354,12 +354,15 @@ def test_cache_sharing_refuses_assisted_decoding():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"past_key_values": DynamicCache()}, {"cache_implementation": "static"}, {"use_cache": False}],
-    ids=str,
+    ("name", "arguments"),
+    [
+        ("a cache", {"past_key_values": DynamicCache()}),
+        ("cache_implementation='static'", {"cache_implementation": "static"}),
+        ("use_cache=False", {"use_cache": False}),
+    ],
 )
-def test_cache_sharing_refuses_another_cache(arguments):
-    with pytest.raises(ValueError, match=f"cache_sharing='last' makes its own cache, which {next(iter(arguments))}"):
+def test_cache_sharing_refuses_another_cache(name, arguments):
+    with pytest.raises(ValueError, match=f"cache_sharing='last' makes its own cache, which {name} contradicts"):
         greedy(model_of("plain"), random_ids(1, 6), cache_sharing="last", **arguments)
 
 
@@ -374,7 +377,7 @@ def test_a_second_turn_with_the_sharing_that_was_saved(sharing):
         text = torch.cat([first.sequences, more], dim=1)
         results.append(greedy(model, text, past_key_values=first.past_key_values))
     assert torch.equal(*results)
-    with pytest.raises(ValueError, match=f"cache_sharing='{sharing}' makes its own cache, which past_key_values"):
+    with pytest.raises(ValueError, match=f"cache_sharing='{sharing}' makes its own cache, which a cache contradicts"):
         greedy(model, ids, past_key_values=LoopedCache(model.config, "cyclic-3"))
 
 

@@ -236,7 +236,7 @@ def test_parts_of_prompts_that_fit_into_a_pass(prompts, sizes):
 
 
 def test_a_short_prompt_goes_before_the_next_part_of_a_long_one(monkeypatch):
-    model, after_loop, ended = build("plain"), Prompt.after_loop, []
+    model, after_loop, ended, results = build("plain"), Prompt.after_loop, [], {}
     long, short = ({**LARGE, "input_ids": random_ids(1, length, seed=length)} for length in (60, 3))
     alone = [model.generate(**request) for request in (long, short)]
     asked, pool = threading.Event(), ThreadPoolExecutor(2)
@@ -247,16 +247,15 @@ def test_a_short_prompt_goes_before_the_next_part_of_a_long_one(monkeypatch):
             ended.append(prompt.engine.prompt_length)
         if len(ended) == 1 and not asked.is_set():  # the short one comes after the first part of the long one
             asked.set()
-            results.append(pool.submit(passes.generate, **short))
+            results["short"] = pool.submit(passes.generate, **short)
             while passes._rows < 2 or not passes._entrance.locked():
                 time.sleep(0.001)
 
     monkeypatch.setattr(Prompt, "after_loop", counts)
     with SharedPasses(model, prompt_tokens=6) as passes, pool:
-        results = [pool.submit(passes.generate, **long)]
-        while len(results) < 2:
-            time.sleep(0.001)
-        assert_same([result.result(timeout=60) for result in results], alone)
+        results["long"] = pool.submit(passes.generate, **long)
+        found = [results[name].result(timeout=60) for name in ("long", "short")]
+    assert_same(found, alone)
     assert 3 in ended[:4] and ended.count(60) >= 10
 
 

@@ -83,7 +83,7 @@ def test_blocks_as_cuda_graphs_in_training(window, device):
             torch.testing.assert_close(gradient, of_step[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("with_regions", [False, True])  # the second passing, `regions.DEVICES` may have "cuda"
+@pytest.mark.parametrize("with_regions", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_generate_with_a_static_cache(system, mode, with_regions, device, monkeypatch):
