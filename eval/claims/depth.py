@@ -45,7 +45,7 @@ class Training(NamedTuple):
 # places and swaps have no names but where they stand, which rotary positions alone do not tell
 BY_PLACE = ("model.position_embedding=learned",)
 TRAININGS = {
-    "p_hop": Training(["hops=4"], 35, 96),
+    "p_hop": Training(["hops=4"], 35, 96, seeds=SIX_SEEDS),
     "permutation": Training(["swaps=4", "symbols=5", "questions=5"], 23, 128, 1200, BY_PLACE, SIX_SEEDS),
     "addition": Training(["digits=4"], 17, 192),
     "story": Training(["relations=4"], 83, 40, steps=2400),
