@@ -300,7 +300,7 @@ def test_gradients_that_reach_no_keys_are_refused():
 def test_backprop_loops_leaves_no_cache_of_rows_that_end_together():
     model, ids = model_of("plain"), random_ids(2, 4)
     assert model(ids, num_loops=[1, 3], backprop_loops=1).past_key_values is None
-    with pytest.raises(ValueError, match=r"\[1, 3\] are aligned at their last loops.*Run without past_key_values"):
+    with pytest.raises(ValueError, match=r"\[1, 3\] are aligned at their last loops.*Run without a cache"):
         model(ids, num_loops=[1, 3], backprop_loops=1, past_key_values=DynamicCache())
     assert model(ids, num_loops=3, backprop_loops=1).past_key_values.get_seq_length() == 4
 

@@ -129,9 +129,9 @@ def test_rows_that_never_halt_run_to_their_own_depths(system, name):
     assert found.token_loops.tolist() == [[depth] * 6 for depth in depths]
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "attention_mask", "output_hidden_states"])
+@pytest.mark.parametrize("name", ["cache", "attention_mask", "output_hidden_states"])
 def test_what_cannot_go_with_rows_that_halt_is_refused(name):
-    given = {name: {"past_key_values": DynamicCache(), "attention_mask": torch.ones(1, 3)}.get(name, True)}
+    given = {name: {"cache": DynamicCache(), "attention_mask": torch.ones(1, 3)}.get(name, True)}
     with pytest.raises(ValueError, match=f"exit_rule .* {name} cannot go with"):
         model_of("plain")(random_ids(1, 3), exit_rule=ExitRule("kl", 0.1, per_sequence=True), **given)
 

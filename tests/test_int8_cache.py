@@ -142,7 +142,7 @@ def test_each_turn_says_how_tokens_are_kept():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"past_key_values": DynamicCache()}, "cache_dtype='int8' makes its own cache, which past_key_values contra"),
+        ({"past_key_values": DynamicCache()}, "cache_dtype='int8' makes its own cache, which a cache contradicts"),
         ({"cache_dtype": "int4"}, "cache_dtype='int4' is not known: choose 'int8'"),
         ({"num_beams": 2}, "cache_dtype='int8' .* not with beam search"),
         ({"cache_implementation": "static"}, "cache_dtype='int8' makes its own cache, which cache_implementation"),

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from modeling_looped import LoopedCache, speculation
+from modeling_looped.borrowed import CACHE
 from modeling_looped.proposals import FEWEST_RECORDS, MOST_RECORDS, SURE, PassSeconds, Plan, Planner, Reading
 from modeling_looped.speculation import Pipeline
 
@@ -844,7 +845,10 @@ def test_adapters(mode, padded):
     assert torch.equal(tokens, adapted.merge_and_unload().generate(**arguments, **MODES[mode]))
     if mode == "plain":
         return
-    for kind in (peft.PrefixTuningConfig, peft.PromptTuningConfig):
+    virtual = "holds 9 tokens of a prompt of 6: virtual tokens"
+    # that of a prefix has its old name, which transformers has beside its own, see test_prefix_tuning
+    of_prefix = "two names for the same argument" if CACHE == "cache" else virtual
+    for kind, message in ((peft.PrefixTuningConfig, of_prefix), (peft.PromptTuningConfig, virtual)):
         adapted = peft.get_peft_model(model_of("huginn"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double()
-        with pytest.raises(ValueError, match="holds 9 tokens of a prompt of 6: virtual tokens"):
+        with pytest.raises(ValueError, match=message):
             adapted.eval().generate(**arguments, **MODES[mode])
