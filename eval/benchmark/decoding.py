@@ -69,12 +69,12 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
         if "exit_criterion" in how:
             how["exit_interval"] = args.exit_interval
         how = {"max_new_tokens": args.new_tokens, **settings, **how}
-        return timed(model, prompt, return_dict_in_generate=True, past_key_values=copy.deepcopy(prefilled), **how)
+        return timed(model, prompt, return_dict_in_generate=True, cache=copy.deepcopy(prefilled), **how)
 
     threshold = passing_threshold(model, prompt, criterion)
     rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
 
-    prefilled = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, **settings).past_key_values
+    prefilled = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, **settings).cache
     prefilled.crop(-1)
     exiting = {"exit_criterion": criterion, "exit_threshold": threshold}
     decode(max_new_tokens=4), decode(max_new_tokens=4, **exiting)  # warm-up
@@ -263,10 +263,10 @@ def sharing(args) -> dict:
     report, half = {}, args.length // 2
     for policy in ("none", "last", *(f"cyclic-{loops}" for loops in range(1, model.config.num_loops))):
         cache = LoopedCache(model.config, policy)
-        model(ids[:, :half], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids[:, :half], cache=cache, use_cache=True, logits_to_keep=1)
         losses = []
         for place in range(half, args.length):
-            logits = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(ids[:, place : place + 1], cache=cache, use_cache=True).logits[:, -1]
             losses.append(torch.nn.functional.cross_entropy(logits.float(), ids[:, place + 1]))
         report[policy] = {
             "loss": torch.stack(losses).mean().item(),

@@ -21,7 +21,7 @@ def cache(args) -> dict:
         }
         seconds, _ = least_seconds(calls, args.repeats)
         own, int8 = (seconds[kept, 1 + args.new_tokens] - seconds[kept, 1] for kept in (None, "int8"))
-        held = generate(cache_dtype="int8", max_new_tokens=2, return_dict_in_generate=True).past_key_values
+        held = generate(cache_dtype="int8", max_new_tokens=2, return_dict_in_generate=True).cache
         in_own_type = sum(states[..., :1, :].nbytes for layer in held.layers for states in (layer.keys, layer.values))
         report[f"rows_{rows}"] = {
             "bytes_over_own": sum(buffer[..., :1, :].nbytes for buffer in held.buffers) / in_own_type,
