@@ -9,6 +9,7 @@ from transformers.integrations.executorch import (
     export_with_dynamic_cache,
 )
 
+from modeling_looped.borrowed import CACHE, named_cache
 from tests.helpers import quick_and_slow, random_ids, tiny_model
 
 
@@ -62,9 +63,9 @@ def test_a_program_with_a_dynamic_cache(system):
     model = build(system)
     program = export_with_dynamic_cache(model, IDS, torch.ones_like(IDS)).module()
     cache = DynamicCache(config=model.config)
-    found = program(input_ids=IDS, attention_mask=torch.ones_like(IDS), past_key_values=cache, use_cache=True)
+    found = program(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=True, **named_cache(cache))
     torch.testing.assert_close(found.logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    assert len(found.past_key_values.layers) == model.config.num_hidden_layers
+    assert len(found[CACHE].layers) == model.config.num_hidden_layers
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 from accelerate import cpu_offload
 
 from modeling_looped import LoopedModel, continuous, shared_passes
+from modeling_looped.borrowed import CACHE
 from modeling_looped.prompts import Prompt, begin_parts
 from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
@@ -590,7 +591,7 @@ def test_many_requests_leave_nothing_behind():
 
     def made(config, model_kwargs, *args, **kwargs):
         make(config, model_kwargs, *args, **kwargs)
-        caches.append(weakref.ref(model_kwargs["past_key_values"]))
+        caches.append(weakref.ref(model_kwargs[CACHE]))
 
     model._prepare_cache_for_generation = made
     threads = threading.active_count()
