@@ -7,6 +7,7 @@ error when it is used.
 
 import functools
 import importlib
+import warnings
 from inspect import signature
 from typing import Any
 
@@ -36,6 +37,9 @@ def one_cache(cache=None, past_key_values=None):
     """The cache of a call, which may have either name."""
     if cache is not None and past_key_values is not None:
         raise ValueError("cache and past_key_values are two names for the same argument, and both are given: pass one")
+    if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
+        message = "`past_key_values` is deprecated: transformers calls it `cache` since 5.24"
+        warnings.warn(message, FutureWarning, stacklevel=3)  # as transformers' own models do
     return past_key_values if cache is None else cache
 
 
