@@ -105,7 +105,7 @@ def main(tests: str, name: str, report: str, *options: str):
         provide_tests_package(tests)
         register()
         save_models(folder, name)
-        quiet = ["-q", "-W", "ignore", "--noconftest", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider"]
+        quiet = ["-q", "--disable-warnings", "--noconftest", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider"]
         pytest.main([*quiet, *options, str(HERE / "suite.py")], plugins=[recorder])
     Path(report).write_text(json.dumps(recorder.outcomes))
 
