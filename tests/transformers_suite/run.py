@@ -105,7 +105,8 @@ def main(tests: str, name: str, report: str, *options: str):
         provide_tests_package(tests)
         register()
         save_models(folder, name)
-        quiet = ["-q", "--disable-warnings", "--noconftest", "-c", os.devnull, "--rootdir", folder, "-p", "no:cacheprovider"]
+        quiet = ["-q", "--disable-warnings", "-p", "no:cacheprovider", "--noconftest"]
+        quiet += ["-c", os.devnull, "--rootdir", folder]
         pytest.main([*quiet, *options, str(HERE / "suite.py")], plugins=[recorder])
     Path(report).write_text(json.dumps(recorder.outcomes))
 
