@@ -257,24 +257,26 @@ class LoopedAttention(LoopedLayer):
         if row_attention is not None:
             output = row_attention(queries, keys, values, slot, scaling)
             return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None, None, None
-        if kept_keys is not None and kept_values is not None:
+        is_kept = kept_keys is not None and kept_values is not None
+        if is_kept:
             keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
-        elif isinstance(cache, PagedAttentionCache) and KERNELS_FILL_PAGES:
-            kwargs["cache"] = cache
-        elif isinstance(cache, PagedAttentionCache):
-            keys, values = cache.update(keys, values, slot, kwargs=kwargs)
-        elif cache is not None:  # one that knows which rows make keys
+        elif cache is not None and not isinstance(cache, PagedAttentionCache):  # one that knows which rows make keys
             keys, values = cache.update(keys, values, slot)
+        kept = keys, values
+        if isinstance(cache, PagedAttentionCache) and KERNELS_FILL_PAGES:
+            kwargs["cache"] = cache
+        elif isinstance(cache, PagedAttentionCache):  # also of kept ones, for what it tells the kernel
+            keys, values = cache.update(keys, values, slot, kwargs=kwargs)
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         if is_plain and not (self.training and site.attention_dropout):
             output = attend_on_cpu(queries, keys, values, attention_mask, scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-                return self.project("o_proj", output, loop), None, keys, values
+                return self.project("o_proj", output, loop), None, *kept
         if queries.dtype != values.dtype:  # flash attention would look for a layer with weights in the site
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         output, weights = site(queries, keys, values, attention_mask, **kwargs)
-        return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), weights, keys, values
+        return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), weights, *kept
 
 
 def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor:

@@ -220,6 +220,10 @@ class LoopedModel(LoopedPreTrainedModel):
         first_slot, _ = self.config.split_slot(slot)
         return DeeperSite(cast(AttentionSite, self.attention_sites[first_slot]), slot)
 
+    @property
+    def computes_again(self) -> bool:
+        return self.checkpoints_loops or any(block.gradient_checkpointing for block in self.core)
+
     @config_defaults
     @captured
     def forward(
@@ -253,9 +257,15 @@ class LoopedModel(LoopedPreTrainedModel):
         has_gradients = self.training and torch.is_grad_enabled()
         if has_gradients and not has_loss:
             warn_of_another_loss(self.config)
-        if cache is not None and has_gradients and any(block.gradient_checkpointing for block in self.core):
-            logger.warning_once("With gradient checkpointing a pass has no cache: the one that is given is left out.")
-            cache = None
+        if has_gradients and self.computes_again:  # which would fill a cache twice
+            refuse_if(
+                cache is not None and cache.get_seq_length() > 0,
+                "gradient checkpointing computes blocks again and goes without a cache, but the one that is given "
+                "holds what the pass must see, as that of prefix tuning does: turn gradient checkpointing off",
+            )
+            if cache is not None:
+                logger.warning_once("With gradient checkpointing a pass has no cache: the empty one is left out.")
+            cache, use_cache = None, False
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
         batch_size = inputs_embeds.shape[0]
         plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)

@@ -137,9 +137,13 @@ def test_both_names_of_the_cache():
             call(ids, **both)
 
 
-def test_gradient_checkpointing_leaves_out_the_cache():
+@pytest.mark.parametrize("of_loops", [False, True])
+def test_gradient_checkpointing_leaves_out_the_cache(of_loops):
     model, ids = tiny_model().train(), random_ids(2, 8)
-    model.gradient_checkpointing_enable()
+    if of_loops:
+        model.model.checkpoints_loops = True
+    else:
+        model.gradient_checkpointing_enable()
     cache = DynamicCache(config=model.config)
     outputs = model(ids, labels=ids, cache=cache)
     outputs.loss.backward()
@@ -147,6 +151,8 @@ def test_gradient_checkpointing_leaves_out_the_cache():
     assert torch.equal(outputs.loss, model(ids, labels=ids).loss)
     with torch.no_grad():  # nothing is computed twice
         assert model(ids, cache=cache).cache.get_seq_length() == 8
+    with pytest.raises(ValueError, match="turn gradient checkpointing off"):
+        model(ids, labels=ids, cache=cache)
 
 
 def test_one_token_and_one_row():

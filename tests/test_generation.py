@@ -412,6 +412,7 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
     quick_and_slow(
         [*((system, "sdpa") for system in SYSTEMS), ("plain", "eager"), ("windows", "eager")],
         ("windows", "sdpa"),
+        ("second_keys", "sdpa"),
         ("plain", "eager"),
     ),
 )
