@@ -25,10 +25,11 @@ def found(module: str, name: str, default: Any = None) -> Any:
         return default
 
 
-CACHE_NAMES = ("cache", "past_key_values")  # of keys and values, from transformers 5.24 on and before
-# the one by which this transformers passes and returns it; a looped model takes both
-CACHE = CACHE_NAMES["cache" not in signature(GenerationMixin.prepare_inputs_for_generation).parameters]
-# of requests that share a row: from then on models fill it, before that kernels did
+# by which name this transformers passes and returns keys and values, the first from 5.24 on; models here take both
+CACHE = (
+    "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
+)
+# of requests that share a row; kernels filled it before, and models from the same version on
 PagedAttentionCache = found("transformers.generation.continuous_batching.cache", "PagedAttentionCache", ())
 KERNELS_FILL_PAGES = CACHE != "cache"
 

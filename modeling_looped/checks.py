@@ -1,9 +1,13 @@
 """What a forward pass refuses, with the reason."""
 
 import torch
+from transformers.utils import logging
 
 from .borrowed import PagedAttentionCache
 from .depth import DepthPlan
+
+
+logger = logging.get_logger(__name__)
 
 
 def refuse_if(stands: bool, message: str):
@@ -18,6 +22,18 @@ def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
             f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
         )
     return inputs_embeds if input_ids is None else input_ids
+
+
+def leave_out_cache(cache):
+    """Of a pass that computes blocks again, and would fill it twice."""
+    if cache is None:
+        return
+    refuse_if(
+        cache.get_seq_length() > 0,
+        "gradient checkpointing computes blocks again and goes without a cache, but the one that is given holds what "
+        "the pass must see, as that of prefix tuning does: turn gradient checkpointing off",
+    )
+    logger.warning_once("With gradient checkpointing a pass has no cache: the empty one is left out.")
 
 
 def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | None:
@@ -45,9 +61,10 @@ def check_length(config, length: int):
         )
 
 
-def packs_requests(implementation: str | None) -> bool:
+def packs_requests(implementation: str | None, cache) -> bool:
     """Whether a row holds tokens of many requests, each of a length that an engine has checked."""
-    return implementation is not None and implementation.startswith(("paged|", "vllm", "sglang"))
+    is_of_engine = implementation is not None and implementation.startswith(("paged|", "vllm", "sglang"))
+    return is_of_engine or isinstance(cache, PagedAttentionCache)
 
 
 def check_softcap(softcap: float | None, implementation: str):
@@ -68,7 +85,7 @@ def check_pass(config, plan: DepthPlan, inputs_embeds, cache, initial_state, eve
     """Refuses arguments of a pass that do not go together, or not with this model.
 
     recording: keyword arguments, as `is_recorded` reads them."""
-    if not (packs_requests(config._attn_implementation) or isinstance(cache, PagedAttentionCache)):
+    if not packs_requests(config._attn_implementation, cache):
         past = 0 if cache is None else cache.get_seq_length()
         check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
     if initial_state is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.generation import BaseStreamer, GenerationConfig, GenerationMixin
 from transformers.utils import logging
 
-from .borrowed import CACHE, CACHE_NAMES, one_cache
+from .borrowed import CACHE, one_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_softcap
 from .continuous import decode_continuously
@@ -91,7 +91,7 @@ class LoopedGenerationMixin(Generative):
         each `put` (but not by assisted decoding).
         """
         asked = dict(locals())
-        if (cache := one_cache(**{name: kwargs.pop(name, None) for name in CACHE_NAMES})) is not None:
+        if (cache := one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))) is not None:
             kwargs[CACHE] = cache
         kwargs |= {name: asked[name] for name in DEPTH_FIELDS if asked[name] is not AS_SAVED}
         prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))

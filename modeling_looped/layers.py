@@ -246,7 +246,7 @@ class LoopedAttention(LoopedLayer):
         makes_keys: bool | torch.Tensor = True,  # a tensor [rows, 1, 1, 1] where rows are at loops of their own
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
-        """The branch, weights where there are some, and the keys and values that were attended to."""
+        """The branch, weights where there are some, and the keys and values that later loops may read."""
         queries = self.compared("q", query_states, position_embeddings, loop)
         keys: Any = None  # of a loop that makes none
         values: Any = None
@@ -257,26 +257,27 @@ class LoopedAttention(LoopedLayer):
         if row_attention is not None:
             output = row_attention(queries, keys, values, slot, scaling)
             return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None, None, None
-        is_kept = kept_keys is not None and kept_values is not None
-        if is_kept:
+        is_paged = isinstance(cache, PagedAttentionCache)
+        if kept_keys is not None and kept_values is not None:
             keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
-        elif cache is not None and not isinstance(cache, PagedAttentionCache):  # one that knows which rows make keys
+        elif cache is not None and not is_paged:  # one that knows which rows make keys
             keys, values = cache.update(keys, values, slot)
-        kept = keys, values
-        if isinstance(cache, PagedAttentionCache) and KERNELS_FILL_PAGES:
+        for_later_loops = keys, values
+        if is_paged and KERNELS_FILL_PAGES:
             kwargs["cache"] = cache
-        elif isinstance(cache, PagedAttentionCache):  # also of kept ones, for what it tells the kernel
+        elif is_paged:  # also of kept ones, for what it tells the kernel
             keys, values = cache.update(keys, values, slot, kwargs=kwargs)
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         if is_plain and not (self.training and site.attention_dropout):
             output = attend_on_cpu(queries, keys, values, attention_mask, scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-                return self.project("o_proj", output, loop), None, *kept
+                return self.project("o_proj", output, loop), None, *for_later_loops
         if queries.dtype != values.dtype:  # flash attention would look for a layer with weights in the site
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
         output, weights = site(queries, keys, values, attention_mask, **kwargs)
-        return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), weights, *kept
+        output = self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop)
+        return output, weights, *for_later_loops
 
 
 def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor:

@@ -30,9 +30,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import logging
 
-from .borrowed import CACHE, CACHE_NAMES, captured, config_defaults, named_cache, one_cache
+from .borrowed import CACHE, captured, config_defaults, named_cache, one_cache
 from .cache import CacheView, view_for_pass
 from .checks import (
     check_inputs,
@@ -40,6 +39,7 @@ from .checks import (
     check_softcap,
     check_takes_initial_state,
     is_recorded,
+    leave_out_cache,
     refuse_if,
     why_no_cache,
 )
@@ -73,8 +73,6 @@ from .regions import can_have_regions
 from .samplers import truncated_normal_
 
 
-logger = logging.get_logger(__name__)
-
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
 
 
@@ -84,7 +82,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LoopedBlock"]
-    _skip_keys_device_placement = list(CACHE_NAMES)
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -257,14 +255,8 @@ class LoopedModel(LoopedPreTrainedModel):
         has_gradients = self.training and torch.is_grad_enabled()
         if has_gradients and not has_loss:
             warn_of_another_loss(self.config)
-        if has_gradients and self.computes_again:  # which would fill a cache twice
-            refuse_if(
-                cache is not None and cache.get_seq_length() > 0,
-                "gradient checkpointing computes blocks again and goes without a cache, but the one that is given "
-                "holds what the pass must see, as that of prefix tuning does: turn gradient checkpointing off",
-            )
-            if cache is not None:
-                logger.warning_once("With gradient checkpointing a pass has no cache: the empty one is left out.")
+        if has_gradients and self.computes_again:
+            leave_out_cache(cache)
             cache, use_cache = None, False
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
         batch_size = inputs_embeds.shape[0]

@@ -226,13 +226,13 @@ def test_loops_and_layers_share_the_regions_of_a_graph(system):
     assert len(set(graphs.regions)) == 1 and 1 <= graphs.regions[0] <= 2
 
 
-class PlacesKept:
+class PlacesKept(Graphs):
     """A backend that runs graphs as they are, and notes which tensors with four dimensions (slots, and masks) change
     their place from call to call, as far as a backend that records CUDA graphs is told: it copies those."""
 
     def __init__(self):
+        super().__init__()
         self.moving, self.staying = [], []
-        self.backend = aot_autograd(fw_compiler=self.compile, inference_compiler=self.compile)
 
     def compile(self, graph, inputs):
         stays = TracingContext.get().fw_metadata.static_input_indices
@@ -241,11 +241,9 @@ class PlacesKept:
                 (self.staying if place in stays else self.moving).append(tuple(tensor.shape))
         return make_boxed_func(graph.forward)
 
-    def __call__(self, graph, inputs):
-        return self.backend(graph, inputs)
-
-    def __deepcopy__(self, memo):
-        return self
+    def __call__(self, graph, example_inputs):
+        backend = aot_autograd(fw_compiler=self.compile, inference_compiler=self.compile)
+        return backend(super().__call__(graph, example_inputs), example_inputs)
 
 
 def test_slots_that_regions_fill_stay_where_they_are():
