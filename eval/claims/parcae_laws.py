@@ -6,7 +6,7 @@ from pathlib import Path
 
 from looped_recipes.common.chart import Chart, Line, ordered
 
-from .definition import Claim, Measurement, Setting, each_seed
+from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed
 from .functions import by_function, result_of
 from .rules import AtMost, Effect, Near
 from .sweeps import by_sweep, runs_of, sweep_alone
@@ -108,6 +108,6 @@ def law_charts(content: dict) -> list[Chart]:
 
 LAW_MEASUREMENTS = [
     Measurement("sizes", sweep_alone("sizes"), runs_of),
-    Measurement("epoch", sweep_alone("epoch"), runs_of),
+    Measurement("epoch", sweep_alone("epoch"), runs_of, SIX_SEEDS),
     Measurement("isoflop", laws_of, read_laws),
 ]
