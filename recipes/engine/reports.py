@@ -77,16 +77,18 @@ class StepReports:
             metrics["skipped_steps"] = self.progress.num_skipped
         self.since += 1
         done, logging = step + 1, self.recipe.logging
-        if step % logging.monitor_every == 0 or done == self.steps.total_steps or done % logging.every == 0:
+        is_timed = step == 0 or done % logging.every == 0 or done == self.steps.total_steps
+        if is_timed:  # not at each monitored step too: the one between two of these is no measure of speed
             speed = self.tokens_per_second()
             peak = reference_rate(self.accelerator) * self.accelerator.num_processes
             metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
-            self.log(step, metrics)
             self.bar.set_postfix_str(
                 f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
                 f"{metrics['loops']:.1f} loops",
                 refresh=False,
             )
+        if is_timed or step % logging.monitor_every == 0:
+            self.log(step, metrics)
         self.bar.update(1)
 
     def tokens_per_second(self) -> float:
