@@ -68,6 +68,14 @@ def test_a_metric_that_leaves_its_range_is_said_once_until_it_is_back():
     assert fed(Monitor(), "loss", [1.0, 1e9]) == []
 
 
+def test_a_state_that_settles_is_no_warning_however_little_it_changed_before():
+    monitor = Monitor()
+    settled = [{"state_change": change, "residual_norm": 2.0} for change in (*[1e-6] * EARLY, 1e-4, 0.019)]
+    assert [monitor.warnings(metrics) for metrics in settled] == [[]] * len(settled)
+    (message,) = monitor.warnings({"state_change": 0.021, "residual_norm": 2.0})
+    assert message.startswith("state_change = 0.021 is 21000 times its early median")
+
+
 def test_a_warning_names_the_metric_and_what_helps():
     (message,) = Monitor().warnings({"spectral_radius": 1.25})
     assert message.startswith("spectral_radius = 1.25 reached 1:") and "injection='diagonal'" in message

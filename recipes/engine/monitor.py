@@ -15,6 +15,7 @@ LIMITS = {  # metric: (absolute limit, factor over its own early median)
     "spectral_radius": (1.0, None),
 }
 EARLY = 5  # measurements that make the reference
+SETTLED = 0.01  # a last loop that changes less of the state than this does not diverge, however little it changed before
 
 
 class StateNorms:
@@ -90,6 +91,8 @@ class Monitor:
             reference = statistics.median(early) if len(early) == EARLY else None
             too_large = limit is not None and value >= limit
             grown = factor is not None and reference is not None and value > factor * max(reference, 1e-8)
+            if name == "state_change" and value < SETTLED * metrics.get("residual_norm", 0):
+                grown = False
             if (too_large or grown) and name not in self.warned:
                 reason = (
                     f"reached {limit:g}"
