@@ -58,7 +58,7 @@ def test_own_tasks_open_alone(parsed):
     manager, names = tasks_of(["looped_offline", "looped_p_hop_1", "looped_offline"], [TASKS])
     assert names == ["looped_offline", "looped_p_hop_1"] and parsed == [False]
     members = yaml.safe_load((TASKS / "_offline.yaml").read_text())["task"]
-    assert len(members) == 6 and set(members) <= set(manager.all_tasks)
+    assert len(members) == 7 and set(members) <= set(manager.all_tasks)
 
 
 @pytest.mark.parametrize("name", ["readout_nine_lm_eval", "fully_looped_six_lm_eval", "looped_p_hop_*"])

@@ -26,6 +26,10 @@ CHOICES = [
     "looped_permutation_2",
     "looped_permutation_4",
     "looped_permutation_8",
+    "looped_row_1",
+    "looped_row_2",
+    "looped_row_3",
+    "looped_row_4",
     "looped_addition_2",
     "looped_addition_4",
     "looped_story_1",
@@ -65,6 +69,29 @@ def permutation_answer(text: str) -> str:
     return state[int(place) - 1]
 
 
+def row_answer(text: str) -> str:
+    """Everybody moves, one sentence after the other."""
+    start, *told, asked = text.split(" . ")
+    a, b, c, d = start.split()
+    for sentence in told:
+        match sentence.split():
+            case "the", "first", "two", "swap":
+                a, b = b, a
+            case "the", "middle", "two", "swap":
+                b, c = c, b
+            case "the", "last", "two", "swap":
+                c, d = d, c
+            case "the", "outer", "two", "swap":
+                a, d = d, a
+            case "the", "two", "halves", "swap":
+                a, b, c, d = c, d, a, b
+            case "the", "row", "turns", "round":
+                a, b, c, d = d, c, b, a
+            case other:
+                raise AssertionError(other)
+    return dict(first=a, second=b, third=c, last=d)[asked.removeprefix("now ")]
+
+
 def addition_answer(text: str) -> str:
     first, second = text.removesuffix("=").replace(" ", "").split("+")
     return " ".join(str(int(first) + int(second)).zfill(len(first) + 1))
@@ -84,6 +111,7 @@ def story_answer(text: str) -> str:
 ANSWERS = {
     "p_hop": p_hop_answer,
     "permutation": permutation_answer,
+    "row": row_answer,
     "addition": addition_answer,
     "story": story_answer,
 }
@@ -163,6 +191,24 @@ def test_a_story_is_as_many_sentences_deep_as_it_says():
             assert steps == relations and len(says) == 12
 
 
+def test_a_row_has_as_many_moves_as_it_says_and_no_place_is_likelier():
+    for moves in (1, 2, 3, 4):
+        came_from = Counter()
+        for number in range(252):
+            question = generators.row_question(number, moves)
+            row, *told, asked = question["text"].split(" . ")
+            assert len(told) == moves and sorted(row.split()) == question["choices"]
+            came_from[row.split().index(question["choices"][question["answer"]])] += 1
+            came_from["stayed"] += row_answer(f"{row} . {asked}") == row_answer(question["text"])
+        assert all(abs(came_from[place] - 63) < 28 for place in (0, 1, 2, 3, "stayed"))  # four standard deviations
+
+
+def test_every_place_after_the_moves_is_asked_for_once():
+    for text in generators.documents("row", 50):
+        _, asked = text.split(" now ")
+        assert sorted(asked.replace(" , ", " ").split()[::2]) == ["first", "last", "second", "third"]
+
+
 def test_every_place_after_the_swaps_is_asked_for_once():
     for text in generators.documents("permutation", 50, swaps=4, symbols=3, questions=3):
         start, asked = text.split(" ; ")
@@ -193,6 +239,7 @@ def test_training_text_is_answered_right_and_is_not_what_is_evaluated(task):
         "p_hop": {generators.p_hop_question(n, h)["text"].split(" ; ")[0] for h in range(1, 5) for n in range(252)},
         "permutation": {generators.permutation_question(n, s)["text"] for s in (4, 8) for n in range(250)},
         "addition": {generators.addition_question(n, 4)["text"] for n in range(252)},
+        "row": {generators.row_question(n, m)["text"].split(" . ")[0] for m in range(1, 5) for n in range(252)},
         "story": {generators.story_question(n, 4)["text"].split(" where is ")[0] for n in range(252)},
     }[task]
     seen = Counter()
@@ -204,6 +251,12 @@ def test_training_text_is_answered_right_and_is_not_what_is_evaluated(task):
                 assert p_hop_answer(f"{pairs} ; {question}") == answer
                 seen[question[1]] += 1
             assert pairs not in evaluated
+        elif task == "row":
+            told, questions = text.split(" now ")
+            for question in questions.split(" , "):
+                place, person = question.split()
+                assert row_answer(f"{told} now {place}") == person
+            assert told.split(" . ")[0] not in evaluated
         elif task == "story":
             told, questions = text.split(" where is ")
             for question in questions.split(" , "):
@@ -228,7 +281,12 @@ def test_generated_file(tmp_path, capsys):
     for bad in ("hop=2", "hops", "hops=two", "hops=0", "hops=8"):
         with pytest.raises(SystemExit, match=bad):
             generate.main(["p_hop", bad, "--output", str(tmp_path / "c.jsonl")])
-    for task, bad in (("permutation", "questions=6"), ("story", "relations=5"), ("story", "questions=13")):
+    for task, bad in (
+        ("permutation", "questions=6"),
+        ("story", "relations=5"),
+        ("row", "questions=5"),
+        ("story", "questions=13"),
+    ):
         with pytest.raises(SystemExit, match=f"{task}: {bad} must be at least 1 and at most"):
             generate.main([task, bad, "--output", str(tmp_path / "c.jsonl")])
     assert not (tmp_path / "c.jsonl").exists()
@@ -238,6 +296,10 @@ def test_documents_never_change():
     """Scores of different times are only comparable on the same documents."""
     assert generators.p_hop_question(0, 2)["text"] == "cd fa ec bh hf ge ag db ; h2"
     assert generators.permutation_question(0, 4)["text"] == "a b d c e : 34 45 31 53 ; 5"
+    assert (
+        generators.row_question(0, 2)["text"]
+        == "anna emil ben dora . the row turns round . the first two swap . now last"
+    )
     assert generators.addition_question(0, 4)["text"] == "1 7 7 4 + 3 7 2 5 ="
     assert generators.story_question(0, 2)["text"].endswith("gina . where is emil ?")
 
@@ -276,7 +338,7 @@ def members(entry) -> list[tuple[str, dict]]:
 def test_groups_name_tasks_that_exist(all_tasks):
     index = all_tasks.task_index
     groups = [name for name in all_tasks.all_groups if index[name].yaml_path.parent == FOLDER]
-    assert len(groups) == 10
+    assert len(groups) == 11
     for group in groups:
         for task, _ in members(index[group]):
             assert task in all_tasks.all_tasks, (group, task)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from looped_eval.tasks.generators import addition_question, p_hop_question, permutation_question, story_question
+from looped_eval.tasks.generators import addition_question, p_hop_question, permutation_question, row_question
 from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
 
 
@@ -17,7 +17,7 @@ TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {  #
     "p_hop": ("hops", LEVELS, lambda number, level: p_hop_question(number, level)),
     "permutation": ("swaps", LEVELS, lambda number, level: permutation_question(number, level)),
     "addition": ("digits", (4,), lambda number, level: addition_question(number, level)),
-    "story": ("sentences", LEVELS, lambda number, level: story_question(number, level)),
+    "row": ("moves", (1, 2, 3), lambda number, level: row_question(number, level)),
 }
 
 

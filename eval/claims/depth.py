@@ -48,7 +48,7 @@ TRAININGS = {
     "p_hop": Training(["hops=4"], 35, 96, seeds=SIX_SEEDS),
     "permutation": Training(["swaps=4", "symbols=5", "questions=5"], 23, 128, 1200, BY_PLACE, SIX_SEEDS),
     "addition": Training(["digits=4"], 17, 192),
-    "story": Training(["relations=4"], 83, 40, steps=2400),
+    "row": Training(["moves=3"], 34, 128, 1800, BY_PLACE),
 }
 DOCUMENTS = 200_000
 

@@ -75,7 +75,7 @@ FUNCTIONS: dict[str, Callable[[int, Path], dict]] = {
     "probes": probes,
     "laws": laws,
     "after_training": after_training,
-    **{task: answers_of(task) for task in ("p_hop", "permutation", "addition", "story")},
+    **{task: answers_of(task) for task in ("p_hop", "permutation", "addition", "row")},
 }
 
 

@@ -2,6 +2,7 @@
 
 p-hop induction     which symbol is p steps further, when each pair says what follows what (after Sanford et al.)
 permutation         which object lies at a place, after so many swaps
+row                 who stands at a place in a row of four, after so many moves: English sentences
 addition            two numbers, all carries at once: the sum is written from its first digit
 story               where somebody is who followed somebody who joined somebody who went home: English sentences
 
@@ -10,6 +11,7 @@ functions that its YAML names; `documents` gives the same tasks as text to train
 """
 
 import random
+import zlib
 from collections.abc import Iterator
 
 from datasets import Dataset, DatasetDict
@@ -30,6 +32,8 @@ def check(**settings: int):
     most["relations"] = settings.get("depth", most["depth"])
     if "swaps" in settings:
         most["questions"] = symbols
+    if "moves" in settings:
+        most["questions"] = len(STANDS)
     if "relations" in settings:
         most["questions"] = COMPANIES * settings["relations"]
     least = {"symbols": 2}
@@ -134,6 +138,71 @@ def permutation_text(number: int, swaps: int, symbols: int, questions: int, seed
     return f"{permutation_prompt(objects, drawn, asked)} {answers[0]}{more}"
 
 
+# a row of persons
+
+STANDS = "first second third last".split()
+AROUND = 5  # persons of whom four stand in the row: with all twelve small models take twice as long to learn it
+MOVES = {  # what is told, and where each of the four stood before
+    "the first two swap": (1, 0, 2, 3),
+    "the middle two swap": (0, 2, 1, 3),
+    "the last two swap": (0, 1, 3, 2),
+    "the outer two swap": (3, 1, 2, 0),
+    "the two halves swap": (2, 3, 0, 1),
+    "the row turns round": (3, 2, 1, 0),
+}
+
+
+def row_source(moves: list[str], place: int) -> int:
+    """Where who stands at `place` stood before the moves: followed backwards."""
+    for move in reversed(moves):
+        place = MOVES[move][place]
+    return place
+
+
+def is_held_out(row: list[str]) -> bool:
+    """One order in five is only evaluated: with one move there are too few rows to meet none twice by chance."""
+    return zlib.crc32(" ".join(row).encode()) % 5 == 0
+
+
+def draw_row(
+    rng: random.Random, moves: int, split: str, answer: int | None = None
+) -> tuple[list[str], list[str], int]:
+    """Four persons, what they do, and a place, to which any place leads equally often, also after few moves.
+
+    With an answer, that one of the four, counted in their order, comes to the place."""
+    place, source = rng.randrange(len(STANDS)), rng.randrange(len(STANDS))
+    while row_source(told := rng.choices(list(MOVES), k=moves), place) != source:
+        pass
+    while True:
+        row = rng.sample(PERSONS[:AROUND], len(STANDS))
+        if answer is not None:
+            wanted = row.index(sorted(row)[answer % len(row)])
+            row[source], row[wanted] = row[wanted], row[source]
+        if is_held_out(row) == (split == "test"):
+            return row, told, place
+
+
+def row_prompt(row: list[str], moves: list[str], place: int) -> str:
+    return " . ".join([" ".join(row), *moves, f"now {STANDS[place]}"])
+
+
+def row_question(number: int, moves: int, split: str = "test", seed: int = SEED) -> dict:
+    rng = generator(f"row {moves}", split, seed, number)
+    row, told, place = draw_row(rng, moves, split, answer=number)
+    choices, answer = sorted(row), row[row_source(told, place)]
+    return {"text": row_prompt(row, told, place), "choices": choices, "answer": choices.index(answer)}
+
+
+def row_text(number: int, moves: int, questions: int, seed: int) -> str:
+    """1 up to `moves` moves, and as many places, each with who stands there in the end."""
+    rng = generator(f"row {moves}", "train", seed, number)
+    row, told, asked = draw_row(rng, rng.randint(1, moves), "train")
+    others = rng.sample([place for place in range(len(row)) if place != asked], questions - 1)
+    answers = [row[row_source(told, place)] for place in (asked, *others)]
+    more = "".join(f" , {STANDS[place]} {answer}" for place, answer in zip(others, answers[1:]))
+    return f"{row_prompt(row, told, asked)} {answers[0]}{more}"
+
+
 # addition
 
 
@@ -229,6 +298,10 @@ def permutation(swaps: int, size: int, symbols: int = 5, **_) -> DatasetDict:
     return _test_split(permutation_question, size, swaps=swaps, symbols=symbols)
 
 
+def row(moves: int, size: int, **_) -> DatasetDict:
+    return _test_split(row_question, size, moves=moves)
+
+
 def addition(digits: int, size: int, **_) -> DatasetDict:
     return _test_split(addition_question, size, digits=digits)
 
@@ -239,10 +312,17 @@ def story(relations: int, size: int, depth: int = 4, **_) -> DatasetDict:
 
 # text to train on
 
-TEXTS = {"p_hop": p_hop_text, "permutation": permutation_text, "addition": addition_text, "story": story_text}
+TEXTS = {
+    "p_hop": p_hop_text,
+    "permutation": permutation_text,
+    "row": row_text,
+    "addition": addition_text,
+    "story": story_text,
+}
 DEFAULTS = {
     "p_hop": {"hops": 4, "symbols": 8, "questions": 12},
     "permutation": {"swaps": 8, "symbols": 5, "questions": 1},
+    "row": {"moves": 4, "questions": 4},
     "addition": {"digits": 4},
     "story": {"relations": 4, "questions": 8},
 }

@@ -15,7 +15,7 @@ LIMITS = {  # metric: (absolute limit, factor over its own early median)
     "spectral_radius": (1.0, None),
 }
 EARLY = 5  # measurements that make the reference
-SETTLED = 0.01  # a last loop that changes less of the state than this does not diverge, however little it changed before
+SETTLED = 0.01  # of the state: a last loop that changes less of it does not diverge, however little it changed before
 
 
 class StateNorms:
