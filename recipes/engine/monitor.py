@@ -8,14 +8,14 @@ import torch
 from looped_recipes.common.measures import gradient_norm, spectral_radius, token_rms, watched_blocks
 
 
-LIMITS = {  # metric: (absolute limit, factor over its own early median)
-    "residual_norm": (1e4, 20.0),
-    "state_change": (1e4, 20.0),
-    "first_mlp_gradient_norm": (None, 50.0),
+LIMITS = {  # metric: (absolute limit, factor over the median of its last measurements)
+    "residual_norm": (1e4, 20),
+    "state_change": (1e4, 20),
+    "first_mlp_gradient_norm": (None, 50),
     "spectral_radius": (1.0, None),
 }
-EARLY = 5  # measurements that make the reference
-SETTLED = 0.01  # of the state: a last loop that changes less of it does not diverge, however little it changed before
+RECENT = 5  # measurements that make the reference; not the first, from which norms grow far in a sound run too
+SETTLED = 0.01  # of the state: below it, how little a last loop changes is chance, and no reference
 
 
 class StateNorms:
@@ -87,18 +87,13 @@ class Monitor:
         for name, (limit, factor) in LIMITS.items():
             if name not in metrics:
                 continue
-            value, early = metrics[name], self.history.setdefault(name, [])
-            reference = statistics.median(early) if len(early) == EARLY else None
+            value, recent = metrics[name], self.history.setdefault(name, [])
+            least = SETTLED * metrics.get("residual_norm", 0.0) if name == "state_change" else 1e-8
             too_large = limit is not None and value >= limit
-            grown = factor is not None and reference is not None and value > factor * max(reference, 1e-8)
-            if name == "state_change" and value < SETTLED * metrics.get("residual_norm", 0):
-                grown = False
+            grown = factor and len(recent) == RECENT and value > factor * max(statistics.median(recent), least)
             if (too_large or grown) and name not in self.warned:
-                reason = (
-                    f"reached {limit:g}"
-                    if too_large
-                    else f"is {value / max(reference, 1e-8):.0f} times its early median"
-                )
+                grew = f"is more than {factor} times the median of its last {RECENT} measurements"
+                reason = f"reached {limit:g}" if too_large else grew
                 messages.append(
                     f"{name} = {value:.4g} {reason}: the loop may be diverging. Lower the learning rate, or control "
                     "the state (norm_penalty, inter_loop_norm, injection='diagonal', residual_scaling)."
@@ -106,6 +101,5 @@ class Monitor:
                 self.warned.add(name)
             elif not (too_large or grown):
                 self.warned.discard(name)
-            if len(early) < EARLY:
-                early.append(value)
+            self.history[name] = [*recent, value][-RECENT:]
         return messages
