@@ -49,6 +49,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def __init__(self, config: LoopedConfig):
         super().__init__(config)
+        self.generation_config._from_model_config = False  # or loading leaves out fields that transformers lacks
         self.model = LoopedModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")

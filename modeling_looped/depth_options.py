@@ -47,7 +47,8 @@ class DepthOptions:
             if name not in before or differ(value, before[name])
         }
         asked = overridden(passed, {name: from_numpy(value) for name, value in arguments.items()})
-        if asked.get("num_loops") is not None and all(asked.get(name) is None for name in EXITS):
+        is_assistant = getattr(config, "is_assistant", False)  # it drafts plainly, whatever its folder says
+        if (is_assistant or asked.get("num_loops") is not None) and all(asked.get(name) is None for name in EXITS):
             before = without_exits(before)
         held = {name: value for name, value in overridden(before, asked).items() if value is not None}
         if "num_loops" in held:
@@ -160,8 +161,14 @@ class DepthOptions:
         setting = model_config.reads_run_depth
         refuse_if(setting is not None, f"with {setting} {reason}")
 
-    def check_cache(self, cache, config):
-        """Refuse shared slots where they cannot be. cache: the one that was passed, or None. config: of generation."""
+    def check_cache(self, model_config, cache, config):
+        """Refuse a cache that cannot be, or not with shared slots. cache: the one that was passed, or None. config: of
+        generation."""
+        refuse_if(
+            self.reads_after_all and model_config.num_coda_layers > 0 and config.use_cache is not False,
+            f"exit_selection='after' runs the {model_config.num_coda_layers} layers of the coda after every loop, for "
+            "which a cache has no room: pass use_cache=False, or exit_selection='stop'",
+        )
         sharing = sharing_of(cache) if self.cache_sharing == "none" else self.cache_sharing
         is_shared = num_shared_slots(sharing) is not None
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8

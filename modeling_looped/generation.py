@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers.generation import BaseStreamer, GenerationConfig, GenerationMixin
+from transformers.generation import (
+    BaseStreamer,
+    GenerationConfig,
+    GenerationMixin,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.utils import logging
 
 from .borrowed import CACHE, one_cache
@@ -120,6 +125,7 @@ class LoopedGenerationMixin(Generative):
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is not None:
             return
+        self.generation_config._from_model_config = False
         exits = {name: value for name, value in set_fields(self.generation_config).items() if name in EXITS}
         if asked_for := getattr(self.config, "_num_loops_asked_for", False):
             for name in ("num_loops", *EXITS):
@@ -136,10 +142,9 @@ class LoopedGenerationMixin(Generative):
             )
 
     def _keep_depth_fields(self):
-        """Before saving: a generation config that came with the model is else made anew at loading, without them."""
+        """Before saving: of a generation config that says it came of the model's, loading leaves them out."""
         fields = set_fields(self.generation_config)
-        if fields:
-            self.generation_config._from_model_config = False
+        self.generation_config._from_model_config = False
         if "exit_criterion" in fields:
             logger.warning_once(
                 f"Exits are saved with this model: {listed(fields)}. They were chosen for the weights that they were "
@@ -170,10 +175,25 @@ class LoopedGenerationMixin(Generative):
                 f"assistant_early_exit={config.assistant_early_exit} drafts with the first layers, and these layers "
                 "loop: pass draft_loops=k to draft with the first k loops"
             )
-        options.check_cache(model_kwargs.get(CACHE), config)
+        options.check_cache(self.config, model_kwargs.get(CACHE), config)
         if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
             config.disable_compile = True  # a static cache compiles by itself, but which rows run is data
         return config, model_kwargs
+
+    def _get_logits_processor(self, generation_config, *args, **kwargs):
+        """As transformers', where guidance runs the model again, without a prompt: as deep as the call."""
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        options = getattr(generation_config, "depth_options", None)
+        if options is not None and options.num_loops is not None:
+            for each in processors:
+                if isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                    each.model = partial(self._at_depth_of_rows, options.num_loops)
+        return processors
+
+    def _at_depth_of_rows(self, num_loops: int | torch.Tensor, input_ids: torch.Tensor, **kwargs):
+        if torch.is_tensor(num_loops):  # rows may have become several, as beams do
+            num_loops = num_loops.repeat_interleave(input_ids.shape[0] // len(num_loops))
+        return self(input_ids, num_loops=num_loops, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         is_given = model_kwargs.get(CACHE) is not None

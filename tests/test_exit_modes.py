@@ -68,14 +68,30 @@ def test_what_exits_do_not_go_with_is_refused(mode, saved):
     assert torch.equal(model.generate(random_ids(1, 5), exit_criterion=None, **arguments).sequences, plain.sequences)
 
 
-@pytest.mark.parametrize("drafts_with_exits", [False, True])
-def test_an_assistant_does_not_exit(drafts_with_exits):
+def test_nothing_exits_beside_an_assistant():
     model, assistant = model_of("plain"), model_of("plain", num_loops=2)
-    exiting = assistant if drafts_with_exits else model
-    exiting.generation_config.exit_criterion = "kl"
-    reason = "an assistant's cache" if drafts_with_exits else "assisted decoding"
-    with pytest.raises(ValueError, match=f"exit_criterion='kl' goes with greedy .* and not with {reason}: leave"):
+    model.generation_config.exit_criterion = "kl"
+    reason = "exit_criterion='kl' goes with greedy .* and not with assisted decoding: leave"
+    with pytest.raises(ValueError, match=reason):
         model.generate(random_ids(1, 5), assistant_model=assistant, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("asked", [{}, {"exit_criterion": None}, {"num_loops": 4}], ids=str)
+def test_an_assistant_drafts_without_the_exits_that_it_was_saved_with(asked):
+    model, assistant = model_of("plain"), model_of("plain", num_loops=2)
+    assistant.generation_config.exit_criterion = "kl"
+    arguments = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(
+        model.generate(random_ids(1, 5), assistant_model=assistant, **arguments, **asked),
+        model.generate(random_ids(1, 5), **arguments),
+    )
+
+
+def test_a_coda_after_every_loop_has_no_cache():
+    model, exits = model_of("plain", num_coda_layers=1), {"exit_criterion": "kl", "exit_selection": "after"}
+    with pytest.raises(ValueError, match="runs the 1 layers of the coda after every loop.*pass use_cache=False"):
+        model.generate(random_ids(1, 5), max_new_tokens=2, **exits)
+    assert model.generate(random_ids(1, 5), max_new_tokens=2, use_cache=False, **exits).shape[1] > 5
 
 
 # Samples

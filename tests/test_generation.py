@@ -1,6 +1,7 @@
 """generate() and generate_batch() against an argmax over uncached passes, and against the cache kept by hand."""
 
 import contextlib
+import copy
 import math
 from dataclasses import fields
 from inspect import signature
@@ -496,3 +497,17 @@ def test_editors_see_the_arguments_of_depth():
     assert [*shown][:3] == [*signature(GenerationMixin.generate).parameters][:3]  # what is passed by position
     hints = get_type_hints(LoopedForCausalLM.generate)
     assert all(type(None) in get_args(hints[name]) for name in named)  # None undoes what is saved
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_guidance_runs_its_own_passes_as_deep_as_the_call(beams):
+    """Beside the same model with that depth as its config's, and each row beside itself alone."""
+    model, ids = model_of("plain"), random_ids(2, 5)
+    shallow = copy.deepcopy(model)
+    shallow.config.num_loops = 2
+    guided = {"guidance_scale": 1.5, "num_beams": beams}
+    asked = greedy(model, ids, num_loops=2, **guided)
+    assert torch.equal(asked, greedy(shallow, ids, **guided))
+    apart = greedy(model, ids, num_loops=[2, 4], **guided)
+    assert torch.equal(apart[0], asked[0])
+    assert torch.equal(apart[1:], greedy(model, ids[1:], **guided))

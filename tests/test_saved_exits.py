@@ -1,6 +1,7 @@
 """A depth that is asked for runs to the end, also where exits were saved with the model; saved exits are announced."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -41,6 +42,22 @@ def folder(tmp_path, said):
 def loops_of(model, **arguments):
     outputs = model.generate(IDS, return_dict_in_generate=True, **GREEDY, **arguments)
     return set(outputs.token_loops[:, 1:].flatten().tolist())  # the prompt's pass runs to the end
+
+
+@pytest.mark.parametrize("way", ["by hand", "of a loaded model", "of a new model"])
+def test_exits_are_read_however_they_came_into_the_file(way, tmp_path):
+    """Of a file that says it was made of the model's config, transformers leaves out what it does not know."""
+    model = tiny_model(vocab_size=30, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    if way == "by hand":
+        path = tmp_path / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **EXITS}))
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path) if way == "of a loaded model" else model
+        for name, value in EXITS.items():
+            setattr(loaded.generation_config, name, value)
+        loaded.generation_config.save_pretrained(tmp_path)
+    assert loops_of(AutoModelForCausalLM.from_pretrained(tmp_path)) == {1}
 
 
 def test_a_depth_in_a_call_undoes_saved_exits(folder):

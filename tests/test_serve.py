@@ -119,6 +119,8 @@ def test_conversations(served):
         ({"seed": "one"}, "seed='one' is no integer"),
         ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain sampling"),
         ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
+        ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
+        ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
     ],
     ids=str,
 )
@@ -244,10 +246,29 @@ def test_what_are_no_tools(served, tools):
         served[2].chat.completions.create(model="tiny", messages=turns, tools=tools)
 
 
-def test_a_template_that_fails(served):
-    turns = [{"role": "user", "content": [{"text": "a part without its type"}]}]
-    with pytest.raises(openai.BadRequestError, match="type"):
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"text": "a part without its type"}, "None"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "'image_url'"),
+        ({"type": "text"}, "'text'"),
+    ],
+)
+def test_parts_that_are_no_text(served, part, kind):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "b c"}, part]}]
+    with pytest.raises(openai.BadRequestError, match=f"a part of type {kind} is not served"):
         served[2].chat.completions.create(model="tiny", messages=turns)
+
+
+def test_a_bias_of_tokens(served):
+    _, tokenizer, client, _, _ = served
+    (token,) = tokenizer("e", add_special_tokens=False).input_ids
+    bias = {str(token): 100}
+    assert complete(client, "a b", 3, {}, logit_bias=bias).choices[0].text.split() == ["e"] * 3
+    turns = [{"role": "user", "content": "b c"}]
+    answer = client.chat.completions.create(model="tiny", messages=turns, max_tokens=3, logit_bias=bias)
+    assert answer.choices[0].message.content.split() == ["e"] * 3
+    assert complete(client, "a b", 2, {}, logit_bias={}).usage.completion_tokens == 2
 
 
 def test_what_asks_for_nothing(served):

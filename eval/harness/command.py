@@ -173,4 +173,5 @@ def main(arguments: list[str]):
         write_whole(Path(config.output_path) / "depth.md", table(curves))
         draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
         print(f"written: {config.output_path}")
-    say_result(best_depths(curves), *([typed("looped report", os.path.relpath(run))] if run else []))
+    is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where its report looks
+    say_result(best_depths(curves), *([typed("looped report", os.path.relpath(run))] if is_in_run else []))

@@ -36,15 +36,26 @@ def check_body(body: dict):
         raise ValueError(f"seed={seed!r} is no integer")
     if stop is not None and not is_text(stop) and not (isinstance(stop, list) and stop and all(map(is_text, stop))):
         raise ValueError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
+    if (bias := body.get("logit_bias")) is not None and not is_bias(bias):
+        raise ValueError(f"logit_bias={bias!r} must have numbers of tokens as names, and numbers as values")
     if tools is not None and not (isinstance(tools, list) and all(map(is_tool, tools))):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
 
 
 def check_conversation(turns: Any):
+    for part in parts_of(turns):
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"a part of type {kind!r} is not served: this model reads parts of type 'text'")
     if not is_conversation(turns):
         reason = "one turn or more, each with a role and a content that is text or a list of parts"
         raise ValueError(f"messages={turns!r} is no conversation: pass {reason}")
+
+
+def parts_of(turns: Any) -> list:
+    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def is_conversation(turns: Any) -> bool:
@@ -58,6 +69,14 @@ def is_conversation(turns: Any) -> bool:
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
+
+
+def is_bias(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(str(token).isdecimal() for token in value)
+        and all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in value.values())
+    )
 
 
 def is_tool(value: Any) -> bool:
