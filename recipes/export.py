@@ -24,6 +24,8 @@ def main(arguments: list[str] | None = None) -> Path:
     from looped_recipes.settings.recipe import load_recipe
 
     checkpoints = whole_checkpoints(options.run / "checkpoints")
+    if not checkpoints and (cut := sorted((options.run / "checkpoints").glob("step-*"))):
+        raise ValueError(f"no checkpoint of {options.run} is whole; of the newest, {cut[-1]}: {why_damaged(cut[-1])}")
     if not checkpoints or not (options.run / "recipe.yaml").is_file():
         raise ValueError(
             f"{options.run} holds no checkpoint of a training run: name the folder that holds checkpoints/"

@@ -10,7 +10,7 @@ Runs that are done are not run again, and what two runs have in common is traine
 the same model at N = 1. A run diverges when its loss is no longer a number, which stops it, or when it ends above
 training.max_loss; it is recorded and left out of the plot. On several GPUs: `accelerate launch -m
 looped_recipes.sweep ...`. Results: runs/<sweep>/results.jsonl, one line per run with its last metrics, and, with
-`plot`, a PNG of the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the
+`plot`, an SVG of the final validation loss against x (residual scaling, figure 5) and optima.json, the x with the
 least loss of a curve and its interval. Settings that are neither x, curve nor panel, such as seeds, count as
 replicas.
 

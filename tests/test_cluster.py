@@ -76,3 +76,10 @@ def test_what_can_not_be_planned():
         on_cluster(recipe, Cluster(60))
     with pytest.raises(RecipeError, match="plans one run, and .* is a sweep"):
         main([str(RECIPES / "readout" / "44m.sweep.yaml"), "--gpus", "64"])
+
+
+@pytest.mark.parametrize("option", ["--gpus 0", "--gpus -2", "--gpus 64 --mfu 0", "--gpus 64 --disk nan"])
+def test_what_must_be_above_0(option):
+    *_, name, value = option.split()
+    with pytest.raises(RecipeError, match=f"{name} must be above 0, got {value}"):
+        main([str(RECIPES / "parcae" / "xlarge.yaml"), *option.split()])

@@ -440,6 +440,43 @@ def test_a_text_that_cannot_be_read_is_refused_before_anything_is_measured(text,
         own_text.main([str(path), "--output", str(tmp_path / "out")])
 
 
+def begun(folder: Path, text: Path) -> Path:
+    (folder / "looped").mkdir(parents=True)
+    load_recipe("own_text/looped.yaml", [f"data.source={text}", "training.steps=33"]).save(
+        folder / "looped" / "recipe.yaml"
+    )
+    return folder
+
+
+def test_another_text_wants_another_folder(tmp_path):
+    one, other = (tmp_path / name for name in ("one.txt", "other.txt"))
+    for path in (one, other):
+        path.write_text("a b c")
+    folder = begun(tmp_path / "out", one)
+    with pytest.raises(ValueError, match="has models of .*one.txt: choose another folder for those of .*other.txt"):
+        own_text.main([str(other), "--output", str(folder)])
+    for override in ("training.output_dir=x", "data.source=x"):
+        with pytest.raises(ValueError, match=f"{override} is of both models here: say FILE and --output"):
+            own_text.main([str(one), override, "--output", str(folder)])
+
+
+def test_how_many_steps_of_own_text(tmp_path, monkeypatch, capsys):
+    """Those that fit, the least, or those of the run that goes on; each is said."""
+    text = tmp_path / "my.txt"
+    text.write_text("a b c")
+    monkeypatch.setattr(own_text, "seconds_per_step", lambda recipe, minutes: 1.5)
+    recipes = [load_recipe("own_text/looped.yaml", [f"data.source={text}", f"training.output_dir={tmp_path}/none"])]
+    args = own_text.parse([str(text), "--minutes", "10", "--output", str(tmp_path / "out")])
+    assert own_text.number_of_steps(args, recipes) == 300 and "the least" not in capsys.readouterr().out
+    args.minutes = 0.1
+    assert own_text.number_of_steps(args, recipes) == 20
+    assert "3 steps fit; 20 are the least, for about 0.7 minutes" in capsys.readouterr().out
+    folder = begun(tmp_path / "out", text)
+    recipes[0].training.output_dir = str(folder / "looped")
+    assert own_text.number_of_steps(args, recipes) == 33
+    assert "goes on with the 33 steps that it began with, whatever --minutes says" in capsys.readouterr().out
+
+
 # Chat
 
 

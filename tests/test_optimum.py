@@ -116,6 +116,7 @@ def test_shifts_in_octaves():
         "2": found,
         "4": {"octaves": None},
     }
+    assert shifts({"1": {"lr": None}, "2": other}) == {"1": {"octaves": None}, "2": {"octaves": None}}
 
 
 def test_optima_of_a_file(tmp_path, capsys):

@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
+from looped_recipes import export
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine import publish
@@ -514,3 +515,14 @@ def test_golden_curve(training_text, tmp_path):
     else:  # another processor or version rounds differently, in the updates of Muon more than in the first pass
         assert curve[0] == pytest.approx(recorded["losses"][0], rel=1e-5)
         assert curve == pytest.approx(recorded["losses"], rel=1e-3)
+
+
+def test_a_run_is_not_shortened_and_damaged_checkpoints_are_said(training_text, tmp_path):
+    settings = smoke_settings(training_text, tmp_path / "run", "training.steps=2", "training.save_every=1")
+    main([str(SMOKE / "lt.yaml"), *settings])
+    with pytest.raises(RecipeError, match="holds a run of 2 steps, more than the 1 of this recipe"):
+        main([str(SMOKE / "lt.yaml"), *settings, "training.steps=1"])
+    for path in (tmp_path / "run" / "checkpoints").rglob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="no checkpoint of .* is whole; of the newest, .*step-00000002: .* cut"):
+        export.main([str(tmp_path / "run")])

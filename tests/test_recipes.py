@@ -17,7 +17,7 @@ from looped_recipes.settings.costs import plan
 from looped_recipes.settings.ranges import RANGES
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.run_checks import note_on_windows
-from looped_recipes.settings.sections import SECTIONS
+from looped_recipes.settings.sections import LENGTHS, SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
@@ -421,6 +421,29 @@ def test_optima():
     best = optima(results, "lr", "n")
     assert (best[1]["best"], best[1]["loss"]) == (2.0, 2.0) and best[1]["lr"] is not None
     assert (best[2]["best"], best[2]["loss"]) == (1.0, 1.0)
+
+
+def test_the_last_word_about_the_length_of_a_run_counts(tmp_path):
+    """A recipe that extends another, a sweep and a command may each name one of the five; two at once are refused."""
+    (tmp_path / "base.yaml").write_text("training: {steps: 60, save_every: 7}")
+    (tmp_path / "more.yaml").write_text("extends: base.yaml\ntraining: {epochs: 2}")
+    lengths = {
+        "base.yaml": {"steps": 60},
+        "base.yaml training.tokens=500": {"tokens": 500.0},
+        "base.yaml training.epochs=null": {"steps": 60},
+        "more.yaml": {"epochs": 2.0},
+        "more.yaml training.steps=5": {"steps": 5},
+    }
+    for line, expected in lengths.items():
+        name, *overrides = line.split()
+        training = load_recipe(tmp_path / name, overrides).training
+        assert {each: getattr(training, each) for each in LENGTHS if getattr(training, each) is not None} == expected
+        assert training.save_every == 7
+    swept = load_recipe(tmp_path / "base.yaml", changes={"training.flops": 1e9}).training
+    assert (swept.steps, swept.flops) == (None, 1e9)
+    reason = "training.tokens=500.0 would have no effect with training.steps, which says how long the run is"
+    with pytest.raises(RecipeError, match=reason):
+        load_recipe(tmp_path / "more.yaml", ["training.tokens=500", "training.steps=3"])
 
 
 def test_epochs_are_planned_with_the_tokens_that_are_expected():

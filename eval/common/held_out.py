@@ -32,9 +32,11 @@ def prepared_data(run: Path, data: DataConfig) -> Prepared:
         raise HeldOutError(f"what {run} held out cannot be read ({error}); or {ADVICE}") from error
 
 
-def held_out_rows(run: Path, count: int, length: int, seed: int | None = None) -> tuple[torch.Tensor, str]:
+def held_out_rows(
+    run: Path, count: int, length: int, seed: int | None = None, least: int | None = None
+) -> tuple[torch.Tensor, str]:
     """[count, length] of the validation split without overlap, and what was read; drawn at random with a seed, else
-    from its beginning.
+    from its beginning. least: so many rows are enough where there are not `count`.
 
     Start tokens that no model has learned to predict are left out, so that documents are joined by their end tokens.
     """
@@ -44,11 +46,13 @@ def held_out_rows(run: Path, count: int, length: int, seed: int | None = None) -
     if not rows.learn_start:
         stream = stream[stream != rows.start]
     available = len(stream) // length
-    if available < count:
+    least = count if least is None else least
+    if available < least:
         raise HeldOutError(
-            f"the validation split of {run} holds {len(stream)} tokens, fewer than {count} rows of {length}: ask for "
+            f"the validation split of {run} holds {len(stream)} tokens, fewer than {least} rows of {length}: ask for "
             "fewer or shorter rows, or name another text"
         )
+    count = min(count, available)
     order = torch.arange(count)
     if seed is not None:
         order = torch.randperm(available, generator=torch.Generator().manual_seed(seed))[:count]

@@ -161,7 +161,7 @@ def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: in
         raise DiagnoseError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for document in training_source(DataConfig(source=text or "embedded")).load():
-        ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
+        ids += tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"] + end
         if len(ids) >= rows * length:
             ids = torch.tensor(ids[: rows * length]).view(rows, length)
             return ids, "embedded corpus (the training text of a demo model)" if text in (None, "embedded") else text

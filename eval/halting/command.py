@@ -23,7 +23,7 @@ from modeling_looped.exit_criteria import CRITERIA, exit_rule
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .conclusion import conclusion, exits_gain, shallowest_depth
 from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
-from .options import BEST, parse
+from .options import BEST, LEAST_SEQUENCES, SEQUENCES, parse
 from .page import write_page
 
 
@@ -42,7 +42,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
     if not 1 <= args.min_loops < args.num_loops:
         raise ValueError(f"--min-loops {args.min_loops} must be at least 1 and below num_loops={args.num_loops}")
     for name in ("sequences", "length", "batch_size", "repeats"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
         raise ValueError(
@@ -84,12 +84,15 @@ def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -
 
 def two_slices(args, folder: Path, config) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to calibrate on, and other rows to measure on; args.read says where they are from."""
-    count, length = 2 * args.sequences, args.length + 1
+    count, length = 2 * (args.sequences or SEQUENCES), args.length + 1
     if args.text:
         tokenizer = open_tokenizer(folder, args.tokenizer, config)
         rows, args.read = text_rows(args.text, tokenizer, count, length, args.seed), ", ".join(args.text)
     else:
-        rows, args.read = held_out_rows(own_run(args), count, length, args.seed)
+        least = count if args.sequences else 2 * LEAST_SEQUENCES
+        rows, args.read = held_out_rows(own_run(args), count, length, args.seed, least)
+    args.sequences = len(rows) // 2
+    rows = rows[: 2 * args.sequences]
     return rows.to(args.device).chunk(2)
 
 

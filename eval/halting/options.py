@@ -19,6 +19,7 @@ from looped_recipes.common.command_line import Parser
 
 
 BEST = "the cheapest"
+SEQUENCES, LEAST_SEQUENCES = 64, 8  # in a slice
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -30,7 +31,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--criteria", nargs="+", help="default: all")
     parser.add_argument("--num-loops", type=int, help="full depth; default: that of the model")
     parser.add_argument("--min-loops", type=int, default=1)
-    parser.add_argument("--sequences", type=int, default=64, help="in each of the two slices")
+    sequences = f"in each of the two slices; default: {SEQUENCES}, or as many as are held out"
+    parser.add_argument("--sequences", type=int, help=sequences)
     parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2, help="of the timed runs, of which the fastest counts")

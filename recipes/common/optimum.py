@@ -114,7 +114,10 @@ def shift(first: dict, other: dict) -> dict:
 def shifts(optima: dict[str, dict]) -> dict[str, dict]:
     """How far each optimum is from the first."""
     first = next(iter(optima.values()))
-    return {name: {"octaves": 0.0} if one is first else shift(first, one) for name, one in optima.items()}
+    return {
+        name: {"octaves": 0.0} if one is first and one["lr"] is not None else shift(first, one)
+        for name, one in optima.items()
+    }
 
 
 def in_words(found: dict) -> str:

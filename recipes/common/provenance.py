@@ -66,10 +66,13 @@ def versions() -> dict[str, str]:
 
 def hardware() -> str:
     import torch
+    from torch import distributed
 
+    device = f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {counted(torch.get_num_threads(), 'thread')}"
+        device = torch.cuda.get_device_name()
+    num_processes = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return device if num_processes == 1 else f"{num_processes} processes, each with {device}"
 
 
 def write_json(path: str | Path, result: dict, command: str | None = None, digits: int | None = None):

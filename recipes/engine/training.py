@@ -38,7 +38,7 @@ from looped_recipes.engine.profiling import Profile
 from looped_recipes.engine.publish import create_repository, model_card, push
 from looped_recipes.engine.reports import StepReports
 from looped_recipes.engine.run_checkpoints import Progress, RunCheckpoints, settings_of_run
-from looped_recipes.engine.saving import error_of_saving, on_main_process, only_run
+from looped_recipes.engine.saving import CheckpointError, error_of_saving, on_main_process, only_run
 from looped_recipes.engine.step import Steps
 from looped_recipes.engine.taper import Taper
 from looped_recipes.engine.validation import validate
@@ -166,6 +166,11 @@ class Pretraining:
         """Continue from the newest whole checkpoint, or begin."""
         recipe = self.recipe
         self.progress, found = self.checkpoints.start()
+        if self.step > self.total_steps:
+            raise CheckpointError(
+                f"{self.output} holds a run of {self.step} steps, more than the {self.total_steps} of this recipe: "
+                "choose another training.output_dir, or name as many steps or more"
+            )
         self.go_to(self.step)
         if recipe.training.push_to_hub:
             on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)

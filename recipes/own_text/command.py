@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import yaml
 
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.flops import forward_flops_per_token, sizes
@@ -44,15 +43,28 @@ def seconds_per_step(recipe: Recipe, minutes: float) -> float:
     return median(seconds[1:])
 
 
-def number_of_steps(minutes: float, recipes: list[Recipe]) -> int:
-    """As many as fit; those of a run that was interrupted, which goes on."""
+def number_of_steps(args, recipes: list[Recipe]) -> int:
+    """As many as fit; those of a run that was begun, which goes on."""
     for recipe in recipes:
         begun = Path(recipe.training.output_dir) / "recipe.yaml"
         if begun.is_file():
-            return yaml.safe_load(begun.read_text(encoding="utf-8"))["training"]["steps"]
-    print(f"measuring how many steps fit into {minutes:g} minutes", flush=True)
-    seconds = sum(seconds_per_step(recipe, minutes * OF_MEASURING) for recipe in recipes)
-    return max(LEAST_STEPS, int(60 * minutes * OF_TRAINING / seconds))
+            before = load_recipe(begun, finished=True)
+            if before.data.source != recipe.data.source:
+                raise ValueError(
+                    f"{args.output} has models of {before.data.source}: choose another folder for those of "
+                    f"{args.text}, as --output {args.output}_2"
+                )
+            steps = before.training.steps
+            print(f"{args.output} goes on with the {steps} steps that it began with, whatever --minutes says; "
+                  "with another --output there is a new beginning")  # fmt: skip
+            return steps
+    print(f"measuring how many steps fit into {args.minutes:g} minutes", flush=True)
+    seconds = sum(seconds_per_step(recipe, args.minutes * OF_MEASURING) for recipe in recipes)
+    steps = int(60 * args.minutes * OF_TRAINING / seconds)
+    if steps < LEAST_STEPS:
+        longer = LEAST_STEPS * seconds / 60 / OF_TRAINING
+        print(f"{steps} steps fit; {LEAST_STEPS} are the least, for about {longer:.1f} minutes")
+    return max(LEAST_STEPS, steps)
 
 
 def held_out(run: Pretraining) -> dict:
@@ -76,12 +88,15 @@ def main(arguments: list[str] | None = None) -> dict:
         raise ValueError(f"--minutes must be above 0, got {args.minutes:g}")
 
     check_files(args.text)
+    for override in args.overrides:
+        if override.startswith(("training.output_dir=", "data.source=")):
+            raise ValueError(f"{override} is of both models here: say FILE and --output instead")
 
     def recipe(name: str, *more: str) -> Recipe:
         own = [f"data.source={args.text}", f"training.output_dir={args.output / name}"]
         return load_recipe(HERE / f"{name}.yaml", [*own, *args.overrides, *more])
 
-    steps = f"training.steps={number_of_steps(args.minutes, [recipe(name) for name in NAMES])}"
+    steps = f"training.steps={number_of_steps(args, [recipe(name) for name in NAMES])}"
     result, flops = {}, {}
     for name in NAMES:
         run = Pretraining(recipe(name, steps))

@@ -40,8 +40,8 @@ def plan(recipe: Recipe) -> dict:
         result[with_tables] = training_flops_per_token(config, length, depth, window, value_tables=True)
     try:
         steps = recipe.num_steps(n, per_token, recipe.data.expected_rows())
-    except UnknownEpoch as error:
-        return {**result, "steps": str(error)}
+    except UnknownEpoch:
+        return {**result, "steps": "an epoch is as long as the data are: say it in data.expected_tokens"}
     tokens = steps * recipe.training.rows_per_step * length
     return {**result, "steps": steps, "tokens": tokens, "training FLOPs": tokens * per_token}
 
@@ -79,4 +79,7 @@ def cluster_of(options: list[str]) -> Cluster | None:
     if not options:
         return None
     args = parser.parse_args(options)
+    for name, value in ((field.name, getattr(args, field.name)) for field in fields(Cluster)):
+        if not (value > 0 or (name == "dollars" and value == 0)):
+            raise RecipeError(f"--{name} must be above 0, got {value:g}")
     return Cluster(args.gpus, *(getattr(args, field.name) for field in assumed))

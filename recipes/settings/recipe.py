@@ -28,6 +28,7 @@ from .paths import expanded, recipe_file
 from .ranges import check_ranges
 from .relations import check_relations, refuse_idle
 from .sections import (
+    LENGTHS,
     SECTIONS,
     DataConfig,
     DenseConfig,
@@ -153,10 +154,13 @@ def load_recipe(
     finished: of a run that was trained, perhaps when settings without effect were not yet refused.
     """
     raw = _read(path)
-    for key, value in (*(changes or {}).items(), *map(split_override, overrides)):
-        section, _, name = key.partition(".")
-        values = _section(raw, section, f"{path} with {key}")
-        raw[section] = {**values, name: value}
+    for layer in ((changes or {}).items(), map(split_override, overrides)):
+        said: dict[str, dict] = {}
+        for key, value in layer:
+            section, _, name = key.partition(".")
+            _section(raw, section, f"{path} with {key}")
+            said.setdefault(section, {})[name] = value
+        raw |= {section: _over(section, raw.get(section) or {}, values) for section, values in said.items()}
     return recipe_from_dict(raw, str(path), finished)
 
 
@@ -224,10 +228,17 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
         raise RecipeError(f"{path}: extends must name a recipe, got {shortly(base)}")
     for name, section in raw.items():
         if isinstance(section, dict) and isinstance(merged.get(name), dict):
-            merged[name] = {**merged[name], **section}
+            merged[name] = _over(name, merged[name], section)
         elif section is not None or name not in merged:
             merged[name] = section
     return merged
+
+
+def _over(section: str, values: dict, by: dict) -> dict:
+    """A section and what is said over it: a length of the run takes the place of any other."""
+    if section == "training" and any(by.get(name) is not None for name in LENGTHS):
+        values = {name: value for name, value in values.items() if name not in LENGTHS}
+    return {**values, **by}
 
 
 def _model_fields(fields: dict, where: str) -> dict:

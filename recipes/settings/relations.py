@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from .sections import (
+    LENGTHS,
     SECTIONS,
     DataConfig,
     DenseConfig,
@@ -55,6 +56,9 @@ def idle(recipe) -> Iterator[tuple[str, list[str], str]]:
         yield "schedule", [*decay, "final_ratio"], "schedule.name='constant'"
     elif recipe.schedule.name == "cosine":
         yield "schedule", decay, "schedule.name='cosine', which falls until the last step"
+    lengths = [name for name in LENGTHS if getattr(recipe.training, name) is not None]
+    if len(lengths) > 1:
+        yield "training", lengths[1:], f"training.{lengths[0]}, which says how long the run is"
     if recipe.training.compile:
         yield "training", ["kernels"], "training.compile, which fuses the same"
     if recipe.training.tokens_per_parameter is None:

@@ -115,7 +115,7 @@ class ScheduleConfig:
 class TrainingConfig:
     output_dir: str = "runs/default"  # from the folder where the command is typed
     seed: int = 0  # of weights, rows, depths and noise
-    steps: int | None = None  # length of the run; the first that is set of these five
+    steps: int | None = None  # length of the run, or one of the next four instead
     tokens: float | None = None  # length of the run
     epochs: float | None = None  # length of the run, in passes over the data
     flops: float | None = None  # length of the run, in training operations, see flops.py
@@ -176,6 +176,7 @@ class LoggingConfig:
     profile_from: int = 5  # the first of them, counted from where the run begins or goes on
 
 
+LENGTHS = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter")  # of a run: training has one of them
 SECTIONS = {
     "dense": DenseConfig,
     "data": DataConfig,
