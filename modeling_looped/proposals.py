@@ -107,9 +107,11 @@ class Planner:
         """Why there is no plan."""
         rates = [sum(of_loop.is_right for of_loop in column) / len(column) for column in zip(*self.records)]
         per_pass, per_token = self.seconds.line()
+        at_work = "1 row" if rows == 1 else f"{rows} rows"
         return (
             f"after 1, 2, ... loops {', '.join(f'{rate:.2f}' for rate in rates)} of the tokens are those of full "
-            f"depth; with {rows} rows a pass takes {1e3 * per_pass:.2f} ms and {1e3 * per_token:.3f} ms more per token"
+            f"depth; with {at_work} at work a pass takes {1e3 * per_pass:.2f} ms and {1e3 * per_token:.3f} ms more "
+            "per token"
         )
 
     def plain_time(self, line: tuple[float, float], rows: int) -> float:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from looped_recipes.common import hub
 from looped_recipes.convert import main
-from modeling_looped import LoopedForCausalLM, save_public
+from modeling_looped import LoopedConfig, LoopedForCausalLM, save_public
 from modeling_looped.formats.writing import whole_folder
 
 from . import public_folders as public
@@ -185,6 +185,16 @@ def test_a_layout_whose_own_fields_do_not_go_with_the_model(tmp_path):
     tiny_model(num_prelude_layers=0, num_coda_layers=0).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="layout of Huginn cannot say this model's config"):
         run(tmp_path / "ours", tmp_path / "out", "--to", "huginn")
+
+
+@pytest.mark.parametrize("layout", ["huginn", "parcae"])
+def test_biases_of_grouped_heads_have_no_tensor(layout, tmp_path):
+    sizes = {"num_key_value_heads": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 32}
+    config = LoopedConfig.from_preset(layout, **sizes, vocab_size=50, num_loops=2, attention_bias="qk")
+    LoopedForCausalLM(config).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="num_key_value_heads=2 .* must be num_attention_heads=4"):
+        run(tmp_path / "ours", tmp_path / "out", "--to", layout)
+    assert not (tmp_path / "out").exists()
 
 
 def test_options_that_mean_nothing(tmp_path):

@@ -5,6 +5,8 @@
 
 import torch
 
+from ..configuration_looped import LoopedConfigError
+
 
 class ShapeError(ValueError):
     """A stored tensor whose shape fits no parameter of this model."""
@@ -71,6 +73,12 @@ class FusedBiases(Change):
         return [to_halves(part.reshape(-1), config.head_dim).clone() for part in stored]
 
     def write(self, ours, config):
+        if config.num_key_value_heads != config.num_attention_heads:
+            raise LoopedConfigError(
+                "this layout has the biases of queries and keys in one tensor, as many heads of each: "
+                f"num_key_value_heads={config.num_key_value_heads} beside attention_bias={config.attention_bias!r} "
+                f"must be num_attention_heads={config.num_attention_heads}"
+            )
         return torch.stack([to_pairs(part, config.head_dim).reshape(1, -1, config.head_dim) for part in ours])
 
 
