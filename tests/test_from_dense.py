@@ -17,6 +17,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, LoopedForSequenceClassification
 from modeling_looped.formats.families import FAMILIES
@@ -440,3 +442,16 @@ def test_a_dense_config_tells_the_looped_one():
     config = LlamaConfig(**SIZES)
     assert FAMILIES["llama"].fields(config)["hidden_size"] == 32
     assert LoopedConfig(num_loops=1).loop_change_gate is False
+
+
+def test_nothing_that_is_set_afterwards_is_called_missing():
+    """Of what is new, as heads that have nothing to begin from, transformers still says so."""
+    dense = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
+    with CaptureLogger(logging.get_logger("transformers")) as said:
+        model = LoopedForCausalLM.from_dense(
+            dense, core=2, num_loops=2, core_init="average", loop_lora_rank=64, loop_norms=True, loop_change_gate=True
+        )
+    assert said.out == "" and model.model.change_gate.factor.abs().max() == 0
+    with CaptureLogger(logging.get_logger("transformers")) as said:
+        LoopedForCausalLM.from_dense(dense, core=2, num_loops=2, core_init="average", exit_gate="raw")
+    assert "exit_gate" in said.out

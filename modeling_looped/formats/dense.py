@@ -83,6 +83,7 @@ def from_dense(
     state |= of_injection(start.config, dense.dtype)
     has_residuals = start.config.has_sets_in_core and start.choice.tied is not None
     per_loop = of_each_loop(layers, start.choice) if has_residuals else None
+    state |= zeros_of_loops(start.config, has_residuals, dense.dtype)
     to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
     del dense, layers  # with them the layers that are left out
 
@@ -248,6 +249,14 @@ def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors[1:]:
         total += tensor.to(wide)
     return (total / len(tensors)).to(tensors[0].dtype)
+
+
+def zeros_of_loops(config: LoopedConfig, has_residuals: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What loops have for themselves and loading would call missing: low-rank deltas, which get their values from the
+    residuals afterwards, and the gate, which is 0 at the start."""
+    parts = [".loop_deltas."] * has_residuals + [".change_gate."]
+    shapes = {name: shape for name, shape in shapes_of(config).items() if any(part in name for part in parts)}
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def of_injection(config: LoopedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
