@@ -225,8 +225,8 @@ class TakesDepth:
         config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
         if body.get("temperature") is not None:  # without sampling it would change nothing
             config.do_sample = float(body["temperature"]) != 0
-        bias = body.get("logit_bias") or {}  # transformers leaves it out of completions, and wants no integers
-        config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
+        if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
+            config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
         config._seed = _asked.get().seed
         return config
 

@@ -49,7 +49,7 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
         begun = Path(recipe.training.output_dir) / "recipe.yaml"
         if begun.is_file():
             before = load_recipe(begun, finished=True)
-            if before.data.source != recipe.data.source:
+            if Path(before.data.source).resolve() != Path(recipe.data.source).resolve():
                 raise ValueError(
                     f"{args.output} has models of {before.data.source}: choose another folder for those of "
                     f"{args.text}, as --output {args.output}_2"
