@@ -17,7 +17,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from transformers.testing_utils import CaptureLogger
+from transformers.testing_utils import CaptureLogger, LoggingLevel
 from transformers.utils import logging
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, LoopedForSequenceClassification
@@ -447,11 +447,11 @@ def test_a_dense_config_tells_the_looped_one():
 def test_nothing_that_is_set_afterwards_is_called_missing():
     """Of what is new, as heads that have nothing to begin from, transformers still says so."""
     dense = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
-    with CaptureLogger(logging.get_logger("transformers")) as said:
+    with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
         model = LoopedForCausalLM.from_dense(
             dense, core=2, num_loops=2, core_init="average", loop_lora_rank=64, loop_norms=True, loop_change_gate=True
         )
     assert said.out == "" and model.model.change_gate.factor.abs().max() == 0
-    with CaptureLogger(logging.get_logger("transformers")) as said:
+    with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
         LoopedForCausalLM.from_dense(dense, core=2, num_loops=2, core_init="average", exit_gate="raw")
     assert "exit_gate" in said.out
