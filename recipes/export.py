@@ -19,12 +19,12 @@ def parse(arguments: list[str] | None):
 
 def main(arguments: list[str] | None = None) -> Path:
     options = parse(arguments)
-    from looped_recipes.engine.checkpoint import step_of, whole_checkpoints, why_damaged
+    from looped_recipes.engine.checkpoint import named_checkpoints, step_of, whole_checkpoints, why_damaged
     from looped_recipes.engine.training import Pretraining
     from looped_recipes.settings.recipe import load_recipe
 
     checkpoints = whole_checkpoints(options.run / "checkpoints")
-    if not checkpoints and (cut := sorted((options.run / "checkpoints").glob("step-*"))):
+    if not checkpoints and (cut := named_checkpoints(options.run / "checkpoints")):
         raise ValueError(f"no checkpoint of {options.run} is whole; of the newest, {cut[-1]}: {why_damaged(cut[-1])}")
     if not checkpoints or not (options.run / "recipe.yaml").is_file():
         raise ValueError(

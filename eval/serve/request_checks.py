@@ -44,18 +44,14 @@ def check_body(body: dict):
 
 
 def check_conversation(turns: Any):
-    for part in parts_of(turns):
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"a part of type {kind!r} is not served: this model reads parts of type 'text'")
     if not is_conversation(turns):
         reason = "one turn or more, each with a role and a content that is text or a list of parts"
         raise ValueError(f"messages={turns!r} is no conversation: pass {reason}")
-
-
-def parts_of(turns: Any) -> list:
-    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-    return [part for content in contents if isinstance(content, list) for part in content]
+    parts = [part for turn in turns if isinstance(turn.get("content"), list) for part in turn["content"]]
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ValueError(f"a part of type {kind!r} is not served: this model reads parts of type 'text'")
 
 
 def is_conversation(turns: Any) -> bool:
