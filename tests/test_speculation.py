@@ -222,8 +222,14 @@ def test_scores_and_logits_are_those_of_full_depth(optimist):
 
 
 def test_bfloat16_says_what_full_depth_says_but_for_ties(optimist):
+    """Processors round bfloat16 in their own ways: where the tokens part, full depth has no clear favourite."""
     model, ids = idle_model().bfloat16(), random_ids(2, 6)
-    assert torch.equal(greedy(model, ids, draft_loops=1), greedy(model, ids))
+    for drafted, full in zip(greedy(model, ids, draft_loops=1), greedy(model, ids), strict=True):
+        parts = (drafted != full).nonzero().flatten().tolist()
+        if parts:
+            logits = model(full[None, : parts[0]]).logits[0, -1]
+            step = torch.finfo(torch.bfloat16).eps * logits.max()
+            assert logits[drafted[parts[0]]] >= logits.max() - 2 * step
 
 
 # What it takes and what it reports
