@@ -276,6 +276,13 @@ def test_a_result_says_where_it_comes_from(tmp_path):
     }
 
 
+def test_a_result_says_of_how_many_processes(monkeypatch):
+    alone = provenance.hardware()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    assert provenance.hardware() == f"3 processes, each with {alone}"
+
+
 def test_numbers_are_whole_without_digits(tmp_path):
     provenance.write_json(tmp_path / "result.json", {"x": 1 / 3})
     assert json.loads((tmp_path / "result.json").read_text())["x"] == 1 / 3

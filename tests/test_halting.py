@@ -306,6 +306,20 @@ def test_what_the_command_says_is_what_each_sequence_alone_gives(tmp_path):
     assert result["fixed"][-1]["perplexity"] == pytest.approx(full.item(), rel=1e-4)
 
 
+def test_as_many_sequences_as_are_held_out(tmp_path):
+    """Where nobody says how many; a number that is said is kept to."""
+    folder = make_folder(tmp_path)
+    run_of(tmp_path, folder, " ".join(random.Random(0).choices("abcdefghij", k=300)), joined_by=" ")
+    options = [str(folder), "--length", "10", "--output", str(tmp_path), "--num-loops", "4"]
+    args = halting.parse(options)
+    slices = halting.two_slices(args, folder, None)
+    assert args.sequences == 300 // 11 // 2 == 13 and [len(rows) for rows in slices] == [13, 13]
+    with pytest.raises(ValueError, match="holds 300 tokens, fewer than 28 rows of 11: ask for fewer or shorter"):
+        halting.two_slices(halting.parse([*options, "--sequences", "14"]), folder, None)
+    with pytest.raises(ValueError, match="holds 300 tokens, fewer than 16 rows of 21"):
+        halting.two_slices(halting.parse([*options, "--length", "20"]), folder, None)
+
+
 class Counting:
     """A tokenizer that gives every word a token of its own, so that tokens tell where they come from."""
 

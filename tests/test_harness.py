@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -315,6 +316,19 @@ def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
     assert "|letter" in capsys.readouterr().out
     command(*arguments[:-1], "looped_p_hop_1", "--limit", "3", "--device", "cpu", monkeypatch=monkeypatch)
     assert "|looped_p_hop_1" in capsys.readouterr().out  # those of eval/tasks are known
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_report_is_proposed_where_it_has_the_result(is_inside, model, tasks, tmp_path, monkeypatch, capsys):
+    """Of a model in a training run: results that go elsewhere are in no report of it."""
+    shutil.copytree(model, tmp_path / "run" / "final")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    arguments = ["--model", "looped", "--model_args", f"pretrained={tmp_path / 'run' / 'final'},num_loops=1"]
+    arguments += ["--tasks", "letter", "--include_path", str(tasks), "--device", "cpu"]
+    elsewhere = [] if is_inside else ["--output_path", str(tmp_path / "elsewhere")]
+    command(*arguments, *elsewhere, monkeypatch=monkeypatch)
+    assert ("looped report" in capsys.readouterr().out) == is_inside
+    assert (tmp_path / ("run/eval/lm_eval" if is_inside else "elsewhere") / "depth.md").is_file()
 
 
 @pytest.mark.slow

@@ -241,6 +241,15 @@ def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):
         assert len(written) >= 1 and told == [(step, pytest.approx(value)) for step, value in written], key
 
 
+def test_the_speed_is_measured_where_a_step_is_logged_anyway(training_text, tmp_path):
+    """Not at a step that only the monitor reads, which by itself would be a slow one."""
+    more = ["training.steps=9", "logging.every=4", "logging.monitor_every=3"]
+    main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, *more)])
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records if "residual_norm/loop_1" in record] == [0, 3, 6]
+    assert [record["step"] for record in records if "tokens_per_second" in record] == [0, 3, 7, 8]
+
+
 def test_a_tracker_that_is_not_installed_is_said(training_text, tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
     with pytest.raises(RecipeError, match=r"trackers=\['tensorboard'\]: tensorboard is not installed"):
