@@ -35,9 +35,13 @@ KERNELS_FILL_PAGES = CACHE != "cache"
 
 
 def one_cache(cache=None, past_key_values=None):
-    """The cache of a call, which may have either name."""
+    """The cache of a call, which may have either name; PEFT's prefix comes beside an empty one."""
     if cache is not None and past_key_values is not None:
-        raise ValueError("cache and past_key_values are two names for the same argument, and both are given: pass one")
+        if cache is not past_key_values and cache.get_seq_length() > 0:
+            raise ValueError(
+                "cache and past_key_values are two names for the same argument, and both are given: pass one"
+            )
+        return past_key_values
     if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
         message = "`past_key_values` is deprecated: transformers calls it `cache` since 5.24"
         warnings.warn(message, FutureWarning, stacklevel=3)  # as transformers' own models do

@@ -49,7 +49,7 @@ class PreallocatedLayer(DynamicLayer):
     buffers: tuple[torch.Tensor, ...] = ()  # keys and values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        if key_states.requires_grad or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # gradients may need them as they were
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -313,8 +313,9 @@ def view_for_pass(cache, config, plan, may_exit: bool = False):
 
     if stored < needed:
         if stored > 0 and int(cache.get_seq_length(config.core_slot(0))) > 0:
+            held = max(loops for loops in range(1, plan.max_depth) if config.num_stored_loops(loops) <= stored)
             raise ValueError(
-                f"num_loops={plan.max_depth} is deeper than the {stored} loops that the cache holds of this sequence, "
+                f"num_loops={plan.max_depth} is deeper than the {held} loops that the cache holds of this sequence, "
                 "and the past has no keys and values for the deeper loops. Run the sequence at one depth or "
                 "shallower, or start it again with an empty cache."
             )

@@ -112,7 +112,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "position_ids": position_ids,
             "cache": one_cache(cache, past_key_values),
             "use_cache": use_cache,
-            "num_loops": num_loops,
+            "num_loops": depths,
             "initial_state": initial_state,
         }
         asked = AskedOutputs(
@@ -157,7 +157,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         loss, losses, token_losses = None, None, None
         if labels is not None:
             terms = outputs, gates, depths, labels, *of_labels
-            loss, losses, token_losses = self._losses(logits, exits, terms, asked.output_loop_losses)
+            in_order = logits if isinstance(keep, slice) else None  # positions that are named may be in any
+            loss, losses, token_losses = self._losses(in_order, exits, terms, asked.output_loop_losses)
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,

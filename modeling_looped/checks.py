@@ -24,6 +24,15 @@ def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
     return inputs_embeds if input_ids is None else input_ids
 
 
+def check_computes_again(config, checkpoints_loops: bool):
+    refuse_if(
+        checkpoints_loops and config.shares_keys,
+        "checkpoints_loops computes a loop again by itself, but here loops read keys of others (key_value_interval="
+        f"{config.key_value_interval}, num_key_value_loops={config.num_key_value_loops}): use "
+        "gradient_checkpointing_enable() alone, which computes blocks again",
+    )
+
+
 def leave_out_cache(cache):
     """Of a pass that computes blocks again, and would fill it twice."""
     if cache is None:

@@ -14,6 +14,15 @@ from .depth_options import DEPTH_FIELDS
 
 logger = logging.get_logger(__name__)
 
+HOOKS_OF_ROWS = ("_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook")  # names in PEFT
+ADAPTERS_OF_ROWS = "adapters of single rows (PEFT's adapter_names and aLoRA)"
+
+
+def register_with_trainer(model_type: str):
+    """With label smoothing the Trainer shifts the labels for classes of this table alone."""
+    names = found("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
+    names.setdefault(model_type, "LoopedForCausalLM")
+
 
 def register_with_peft(model_type: str):
     """PEFT's defaults for Llama, whose names our layers have; where peft is imported before the model is made."""
@@ -50,6 +59,34 @@ def tuner_of_weights(tuner: type) -> type:
     return NormTuner
 
 
+def gives_rows_adapters(model: torch.nn.Module) -> bool:
+    """Whether PEFT runs each row of the batch with an adapter of its own, by hooks that know a row by its place."""
+    if "peft" not in sys.modules or torch.compiler.is_compiling():
+        return False
+    hooks = (getattr(hook, "func", None) for part in model.modules() for hook in part._forward_pre_hooks.values())
+    return any(getattr(hook, "__name__", "") in HOOKS_OF_ROWS for hook in hooks)
+
+
+def refuse_adapters_of_rows(model: torch.nn.Module, reason: str):
+    refuse_if(
+        gives_rows_adapters(model),
+        f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which {reason}: run the rows of each "
+        "adapter by themselves, or all rows at one depth",
+    )
+
+
+def warn_of_another_policy(fields: dict):
+    """fields: of the saved generation config, which hold in a call of generate in training mode."""
+    if fields:
+        shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        logger.warning_once(
+            f"generate() of a model in training mode samples as its generation config says ({shown}), while training "
+            "runs every token as deep as its config says: GRPO and its like then train on samples of another model. "
+            f"Set model.generation_config.{next(iter(fields))} to None before, or call model.eval() where nothing is "
+            "trained."
+        )
+
+
 def warn_of_another_loss(config):
     """A training pass without labels: whoever makes a loss of what it returns sees the last loop alone."""
     if torch.compiler.is_compiling():
@@ -59,9 +96,9 @@ def warn_of_another_loss(config):
     if own:
         logger.warning_once(
             f"{' and '.join(own)} of this model {'has' if len(own) == 1 else 'have'} no part in this training: a loss "
-            "is made of the last loop's output and not by forward(labels=...), as by TRL's trainers and "
-            "by label smoothing. For supervised fine-tuning with the model's own loss, put "
-            "modeling_looped.trainers.OwnLoss before TRL's SFTTrainer."
+            "is made of the last loop's output and not by forward(labels=...) of the language model, as by TRL's "
+            "trainers, by label smoothing and by other heads. For supervised fine-tuning with the model's own loss, "
+            "put modeling_looped.trainers.OwnLoss before TRL's SFTTrainer; for all else this is as it should be."
         )
 
 

@@ -165,7 +165,7 @@ def check_backprop_loops(backprop_loops: int | None):
     if backprop_loops is None:
         return
     advice = "backprop_loops is the number of last loops that get gradients, an int of at least 1 for all sequences"
-    if isinstance(backprop_loops, bool) or not isinstance(backprop_loops, int):
+    if isinstance(backprop_loops, bool) or not isinstance(backprop_loops, Integral):
         raise TypeError(f"{advice}; got {backprop_loops!r}")
     if backprop_loops < 1:
         raise ValueError(f"{advice}; got {backprop_loops!r}")

@@ -67,6 +67,13 @@ class DepthOptions:
     def changes_decoding(self) -> bool:
         return self.change_of_decoding is not None
 
+    def change_of_samples(self, model_config, asked: dict) -> dict:
+        """The fields beyond those of the call that make other tokens than plain decoding does."""
+        plain = {**DEPTH_FIELDS, "num_loops": model_config.num_loops}
+        names = ("exit_criterion", "num_loops", "prompt_loops", "warm_start", "cache_sharing", "cache_dtype")
+        held = {name: getattr(self, name) for name in names if asked.get(name) is None}
+        return {name: value for name, value in held.items() if value is not None and differ(value, plain[name])}
+
     @property
     def shares_passes(self) -> bool:
         """Whether rows are decoded loop by loop, from a state of their own, and so beside those of other calls."""

@@ -15,6 +15,7 @@ import torch
 from .borrowed import CACHE, found, named_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
+from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .context import PassContext
 from .depth import by_number, check_depths, placed
 from .exit_criteria import ExitRule
@@ -46,6 +47,7 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         "an assistant's cache": config.is_assistant,
         "a quantized cache, which cannot be cropped": isinstance(cache, quantized),
         "an offloaded cache": getattr(cache, "offloading", False),
+        ADAPTERS_OF_ROWS: gives_rows_adapters(model),
     }
     standing = next((name for name, stands in obstacles.items() if stands), None)
     if standing is not None or config.depth_options.draft_loops is None:

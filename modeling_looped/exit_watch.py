@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from .borrowed import found, named_cache
 from .context import PassContext
 from .depth import deepest, depth_per_row, placed
-from .exit_criteria import ExitRule
+from .exit_criteria import CRITERIA, ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
 
 
@@ -94,10 +94,13 @@ def forward_with_exits(
     model, rule: ExitRule, inputs: dict, depths: int | list[int], logits_to_keep, output_logits: bool, options: dict
 ):
     """A pass of the causal LM in which tokens, or sequences, stop at loops of their own."""
+    if not (isinstance(rule, ExitRule) and rule.name in CRITERIA):
+        example, known = "ExitRule('max_prob', 0.9)", ", ".join(CRITERIA)
+        raise TypeError(f"exit_rule={rule!r}: make one of {known}, as modeling_looped.exit_criteria.{example}")
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
     if rule.after_all:
-        return chosen_after(model, rule, inputs, of_rows, keep, options)
+        return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
     if rule.per_sequence:
         refuse_with_exits(**{name: inputs[name] for name in ("cache", "attention_mask")}, **options)
@@ -115,7 +118,10 @@ def forward_with_exits(
     if len(model.model.coda) and rule.criterion.needs == "logits":  # each check overwrites what the last wrote
         refuse_with_exits(**{type(cache).__name__: is_fixed(cache)})
         if given.shape[1] > 1:  # the check of a token reads what the token before left at its exit
-            arguments = {"cache": cache, "num_loops": depths, "exit_rule": rule, **options}
+            recorded = ("output_hidden_states", "output_attentions")
+            refuse_with_exits(**{name: options.get(name) for name in recorded})
+            arguments = {"cache": cache, "num_loops": depths, "exit_rule": rule, "output_logits": output_logits}
+            arguments |= options
             return token_by_token(model, inputs, given.shape[1], keep, returned, arguments)
 
     watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
@@ -142,7 +148,7 @@ def is_fixed(cache) -> bool:
 
 def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, options: dict):
     """A pass of the causal LM at full depth, whose cache holds all loops; then each token is read out where the rule
-    would have let it exit. depths: of rows."""
+    would have let it exit. depths: of rows; keep: None for no logits."""
     outputs = model.model(**inputs, output_loop_hidden_states=True, output_loop_readout_states=True, **options)
     states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
     limits = placed(depths, states[0].device)[:, None]
@@ -160,7 +166,7 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
             chosen = torch.where(exits.unsqueeze(-1), readout, chosen)
             running = running & ~exits
     return LoopedCausalLMOutputWithPast(
-        logits=model.logits(model.model.readout(chosen, loops)[:, keep]),
+        logits=None if keep is None else model.logits(model.model.readout(chosen, loops)[:, keep]),
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
         token_loops=loops,
@@ -176,7 +182,7 @@ def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, par
 def token_by_token(model, inputs: dict, length: int, keep, returned, arguments: dict):
     """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache, which is
     returned if it is asked for."""
-    tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids")}
+    tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids", "initial_state")}
     attention_mask, past = inputs["attention_mask"], int(inputs["cache"].get_seq_length())
     if attention_mask is not None and not (torch.is_tensor(attention_mask) and attention_mask.ndim == 2):
         refuse_with_exits(**{"a prepared attention_mask": True})
@@ -186,7 +192,9 @@ def token_by_token(model, inputs: dict, length: int, keep, returned, arguments: 
         mask = None if attention_mask is None else attention_mask[:, : past + i + 1]
         outputs.append(model(**pieces, attention_mask=mask, **arguments))
     return LoopedCausalLMOutputWithPast(
-        logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep],
+        logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep]
+        if arguments["output_logits"]
+        else None,
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
         **named_cache(returned),
     )

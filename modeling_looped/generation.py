@@ -24,6 +24,7 @@ from transformers.utils import logging
 from .borrowed import CACHE, one_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_softcap
+from .clients import warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_count, check_depths, placed
@@ -170,6 +171,8 @@ class LoopedGenerationMixin(Generative):
                 "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
             )
         options.check(self.config, asked)
+        if self.training:
+            warn_of_another_policy(options.change_of_samples(self.config, asked))
         if config.assistant_early_exit is not None:
             raise ValueError(
                 f"assistant_early_exit={config.assistant_early_exit} drafts with the first layers, and these layers "
@@ -211,6 +214,8 @@ class LoopedGenerationMixin(Generative):
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if isinstance(states := inputs.get("initial_state"), SeededStates):
             inputs["initial_state"] = states.of_inputs(inputs)
+        if "prepare_inputs_for_generation" in vars(self):  # by PEFT, whose virtual tokens ask for the older name
+            inputs["past_key_values"] = inputs.get(CACHE)
         return inputs
 
     def _sample(

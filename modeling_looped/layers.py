@@ -158,7 +158,7 @@ class LoopedLayer(nn.Module):
     def project(self, name: str, x: torch.Tensor, loop: int | torch.Tensor | None) -> torch.Tensor:
         """The layer of this name, as it is at this loop, on [rows, length, in]."""
         y = project(getattr(self, name), x)
-        return y if self.loop_deltas is None else y + self.loop_deltas[name](x, loop)
+        return y if self.loop_deltas is None else y + self.loop_deltas.of(name)(x, loop)
 
 
 class LoopedAttention(LoopedLayer):

@@ -13,6 +13,9 @@ from transformers import initialization as init
 from .depth import placed
 
 
+DELTA = "_delta"
+
+
 class LoopDelta(nn.Module):
     """B_t A_t x, what loop t adds to a linear layer's W x (relaxed recursion, Bae et al.); with a bias, b_t too.
 
@@ -45,12 +48,21 @@ class LoopDelta(nn.Module):
 
 
 class LoopDeltas(nn.ModuleDict):
-    """The deltas of the linear layers of `module`, by name."""
+    """The deltas of the linear layers of `module`. PEFT finds layers by name, so these need names of their own."""
 
     def __init__(self, module: nn.Module, rank: int, num_sets: int):
         layers = {name: layer for name, layer in module.named_children() if isinstance(layer, nn.Linear)}
         named = {name: layer for name, layer in layers.items() if name.endswith("_proj")}
-        super().__init__({name: LoopDelta(layer, rank, num_sets) for name, layer in named.items()})
+        super().__init__({name + DELTA: LoopDelta(layer, rank, num_sets) for name, layer in named.items()})
+
+    def of(self, name: str) -> LoopDelta | None:
+        """That of the layer of this name, if it has one."""
+        return self[name + DELTA] if name + DELTA in self else None
+
+
+def layer_of_delta(path: str) -> str:
+    """The path of the linear layer to which the delta at this path belongs."""
+    return path.replace("loop_deltas.", "").removesuffix(DELTA)
 
 
 def parameters_by_loop(module: nn.Module) -> list[nn.Parameter]:

@@ -34,6 +34,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .borrowed import CACHE, captured, config_defaults, named_cache, one_cache
 from .cache import CacheView, view_for_pass
 from .checks import (
+    check_computes_again,
     check_inputs,
     check_pass,
     check_softcap,
@@ -43,7 +44,13 @@ from .checks import (
     refuse_if,
     why_no_cache,
 )
-from .clients import check_for_engine, register_with_peft, warn_of_another_loss
+from .clients import (
+    check_for_engine,
+    refuse_adapters_of_rows,
+    register_with_peft,
+    register_with_trainer,
+    warn_of_another_loss,
+)
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
@@ -93,6 +100,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
     def __init__(self, config, *args, **kwargs):
         config.validate()  # fields may have been assigned since it was made
         register_with_peft(config.model_type)
+        register_with_trainer(config.model_type)
         super().__init__(config, *args, **kwargs)
         check_for_engine(self.config)
         self.trained_depth = config.trained_depth  # of this model, whatever depth the config is set to from here on
@@ -256,6 +264,7 @@ class LoopedModel(LoopedPreTrainedModel):
         if has_gradients and not has_loss:
             warn_of_another_loss(self.config)
         if has_gradients and self.computes_again:
+            check_computes_again(self.config, self.checkpoints_loops)
             leave_out_cache(cache)
             cache, use_cache = None, False
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
@@ -263,6 +272,8 @@ class LoopedModel(LoopedPreTrainedModel):
         plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_pass(self.config, plan, inputs_embeds, cache, initial_state, every_loop, kwargs)
+        if plan.is_mixed or exit_watch is not None:
+            refuse_adapters_of_rows(self, "rows of different depths and exits change")
 
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
         if cache is not None and no_cache_because:
@@ -360,6 +371,8 @@ class LoopedModel(LoopedPreTrainedModel):
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
+                if self.computes_again and not running.requires_grad and torch.is_grad_enabled():
+                    running = running.detach().requires_grad_()  # or reentrant checkpoints have no gradient
                 inputs = running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context
                 if self.checkpoints_loops and self.training and torch.is_grad_enabled():
                     x = checkpoint(self.core_pass, *inputs, use_reentrant=False)

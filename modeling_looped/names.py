@@ -109,7 +109,7 @@ FIELDS = {
 # of forward and generate
 ARGUMENTS = {
     "num_loops": f"{DEPTH} depth depths steps exit_at_step early_exit_step",
-    "exit_criterion (with exit_threshold)": """
+    "exit_criterion (with exit_threshold; forward takes an exit_rule)": """
         early_exit exit exit_criteria halting halting_criterion criterion use_exit adaptive adaptive_depth
         adaptive_computation
     """,

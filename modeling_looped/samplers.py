@@ -198,3 +198,8 @@ def _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw):
                 "split='prefix' draws mean - backprop_loops loops, so backprop_loops must lie between 1 and the mean; "
                 f"got backprop_loops={backprop_loops} and mean={mean}"
             )
+        if maximum is not None and maximum < backprop_loops:
+            raise ValueError(
+                f"split='prefix' runs at least the last backprop_loops={backprop_loops} loops, more than the maximum "
+                f"depth {maximum}: raise it"
+            )

@@ -26,6 +26,7 @@ from .checks import refuse_if
 from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
+from .depth_options import from_tensor
 from .engine import is_paged
 from .paged_rows import Pages
 from .row_table import RowTable
@@ -240,6 +241,7 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
     count = settings_of_all.get("num_return_sequences") or 1
     refuse_if(count > 1, f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
+    fields = {name: from_tensor(value) for name, value in fields.items()}
     lists = {name: list(value) for name, value in fields.items() if isinstance(value, (list, tuple))}
     for name, values in lists.items():
         reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"
@@ -251,6 +253,7 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
         settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **kwargs, **of_prompt}
         settings["return_dict_in_generate"] = True
         output = GenerationOutput(f"req_{i}", prompt_ids=list(inputs[i]))
+        vars(output)["token_loops"] = []
         try:
             result = passes.generate(prompt, generation_config=copy.deepcopy(generation_config), **settings)
         except Exception as error:

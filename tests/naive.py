@@ -237,7 +237,7 @@ def weights_at(config, weights: dict, t: int) -> dict:
         if not name.startswith("model.core."):
             continue
         if ".loop_deltas." in name:
-            layer, part = name.replace("loop_deltas.", "").rsplit(".", 1)
+            layer, part = name.replace("loop_deltas.", "").replace("_delta.", ".").rsplit(".", 1)
             if part == "a":
                 merged[f"{layer}.weight"] = weights[f"{layer}.weight"] + weights[f"{name[:-1]}b"][own] @ stack[own]
             if part == "bias":

@@ -258,6 +258,17 @@ def test_offloaded_cache(system, is_static, device):
         assert_same(run(model, ids, [6, 2, 1, 1], cache, num_loops)[0], whole(model, ids[:, :10], num_loops))
 
 
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
+def test_gradients_through_a_cache_that_writes_in_place(trained):
+    model, ids = tiny_model().double().requires_grad_(False), random_ids(2, 6)
+    weight = getattr(model.model.core[0].self_attn, trained).weight.requires_grad_()
+    cache, whole = LoopedCache(model.config), model(ids, use_cache=False).logits
+    parts = [model(piece, cache=cache).logits for piece in ids.split([3, 1, 2], dim=1)]
+    (wanted,) = torch.autograd.grad(whole.square().sum(), weight)
+    (found,) = torch.autograd.grad(torch.cat(parts, dim=1).square().sum(), weight)
+    torch.testing.assert_close(found, wanted)
+
+
 # Depths that change in mid-sequence
 
 

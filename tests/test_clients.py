@@ -14,6 +14,7 @@ from transformers import (
     AttentionMaskInterface,
     BitsAndBytesConfig,
     FineGrainedFP8Config,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     TorchAoConfig,
@@ -390,6 +391,21 @@ def test_a_pass_that_trains_nothing_warns_of_nothing(warnings_of_clients):
         model.train()(ids)
     model(ids, labels=ids)
     assert not warnings_of_clients
+
+
+def test_sampling_by_saved_exits_in_training_is_said(warnings_of_clients):
+    """GRPO would train the last loop on tokens of another."""
+    model, ids = tiny_model(eos_token_id=None), random_ids(1, 4)
+    arguments = {"max_new_tokens": 2, "generation_config": GenerationConfig(do_sample=True)}
+    model.train().generate(ids, **arguments)
+    model.generate(ids, num_loops=2, exit_criterion="entropy", exit_threshold=0.1, **arguments)
+    assert not warnings_of_clients
+    model.generation_config.exit_criterion, model.generation_config.exit_threshold = "max_prob", 0.01
+    model.eval().generate(ids, **arguments)
+    assert not warnings_of_clients
+    model.train().generate(ids, **arguments)
+    (said,) = warnings_of_clients
+    assert "(exit_criterion='max_prob')" in said and "generation_config.exit_criterion to None" in said
 
 
 @pytest.mark.filterwarnings("ignore")

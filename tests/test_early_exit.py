@@ -276,6 +276,36 @@ def test_one_pass_stops_every_token_at_its_own_loop(name, system):
     torch.testing.assert_close(last.logits, whole.logits[:, -1:], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["max_prob", "latent_diff"])
+def test_states_that_are_given_are_started_from(name):
+    """Also where a check behind a coda runs the tokens one by one."""
+    model = tiny_model(state_init="normal", injection="add", num_coda_layers=1, num_loops=LOOPS).double()
+    text, never = random_ids(2, 5), 1.0 if name == "max_prob" else -math.inf
+    state = model.sample_initial_state(2, 5, torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        wanted = model(text, initial_state=state).logits
+        found = model(text, initial_state=state, exit_rule=ExitRule(name, never)).logits
+        assert not torch.allclose(wanted, model(text).logits, atol=1e-3)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="initial_state has shape"):
+        model(text, initial_state=state[:, :1], exit_rule=ExitRule(name, never))
+
+
+@pytest.mark.parametrize("after_all", [False, True])
+def test_a_pass_with_exits_gives_what_is_asked_for(after_all):
+    model, text = tiny_model(num_coda_layers=1, num_loops=LOOPS), random_ids(2, 4)
+    rule = ExitRule("max_prob", 0.5, after_all=after_all)
+    asked = {"output_logits": False, "use_cache": False}
+    out = model(text, exit_rule=rule, **asked)
+    assert out.logits is None and out.token_loops.shape == (2, 4)
+    if not after_all:  # token by token
+        with pytest.raises(ValueError, match="which output_hidden_states cannot go with"):
+            model(text, exit_rule=rule, output_hidden_states=True)
+    for unknown in ("kl", ExitRule("confidence", 0.5)):
+        with pytest.raises(TypeError, match="exit_rule=.*: make one of logit_margin, .*ExitRule"):
+            model(text, exit_rule=unknown)
+
+
 def test_checks_behind_a_coda_need_a_cache_that_can_be_cropped():
     model, text = model_of("windows"), random_ids(1, 3)
     for length in (1, 3):

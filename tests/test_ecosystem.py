@@ -15,7 +15,6 @@ from modeling_looped import (
     LoopedForSequenceClassification,
     LoopedForTokenClassification,
 )
-from modeling_looped.borrowed import CACHE
 from tests.helpers import quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
 
@@ -150,14 +149,69 @@ def test_prefix_tuning(system):
     assert (gradient.abs().amax((0, 2)) > 0).all()
 
     model.eval()
-    if CACHE == "cache":  # by its new name, which PEFT does not know yet: Llama would leave out the prefix silently
-        with pytest.raises(ValueError, match="two names for the same argument"):
-            model.generate(input_ids=ids, max_new_tokens=4)
-        return
     tokens = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     assert torch.equal(logits[:, -5:-1].argmax(-1), tokens[:, -4:])  # cached decoding sees the prefix as scoring does
+
+
+@pytest.mark.filterwarnings("ignore:Position ids")
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_virtual_tokens_before_a_prompt(method):
+    """Cached decoding sees them once, as scoring does."""
+    peft = pytest.importorskip("peft")
+    ids, settings = random_ids(3, 6, VOCABULARY), {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    model = peft.get_peft_model(build("flt", eos_token_id=None), getattr(peft, method)(**settings)).eval()
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    tokens = model.generate(**arguments)
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    assert torch.equal(logits[:, -6:-1].argmax(-1), tokens[:, -5:])
+    with pytest.raises(ValueError, match="virtual tokens, as prefix and prompt tuning put before it"):
+        model.generate(**arguments, cache_dtype="int8")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("section", ["prelude", "core"])
+def test_adapters_of_single_rows(section):
+    """Right where rows keep their places, and refused where they do not."""
+    peft = pytest.importorskip("peft")
+    settings = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "target_modules": rf".*{section}.*q_proj"}
+    model = peft.get_peft_model(build("parcae", eos_token_id=None), peft.LoraConfig(**settings)).eval()
+    model.add_adapter("two", peft.LoraConfig(**settings))
+    ids, names, alone = random_ids(2, 6, VOCABULARY), ["default", "two"], []
+    found = model(input_ids=ids, adapter_names=names, num_loops=2).logits
+    for row, name in zip(ids, names):
+        model.set_adapter(name)
+        alone.append(model(input_ids=row[None], num_loops=2).logits)
+    torch.testing.assert_close(found, torch.cat(alone))
+    assert not torch.allclose(alone[0], model(input_ids=ids[:1], num_loops=2).logits, atol=1e-3)
+
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "adapter_names": names}
+    assert model.generate(**arguments).shape == (2, 9)
+    for change in ({"draft_loops": 1}, {"exit_criterion": "latent_diff"}, {"cache_dtype": "int8"}):
+        with pytest.raises(ValueError, match="not with adapters of single rows"):
+            model.generate(**arguments, **change)
+        clean(model)
+    with pytest.raises(ValueError, match="adapters of single rows .* follow the places of rows in the batch"):
+        model(input_ids=ids, adapter_names=names, num_loops=[1, 3])
+
+
+def clean(model):
+    """PEFT leaves its hooks where a call ends with an error."""
+    for module in model.modules():
+        module._forward_pre_hooks.clear()
+
+
+def test_layers_with_deltas_of_loops_are_adapted_by_name():
+    peft = pytest.importorskip("peft")
+    ids = random_ids(2, 5, VOCABULARY)
+    for targets in (None, ["q_proj", "down_proj"]):
+        base = tiny_model(vocab_size=VOCABULARY, loop_lora_rank=2)
+        model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
+        model(input_ids=ids, labels=ids).loss.backward()
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert {name.split(".")[-4] for name in trained} == set(targets or ["q_proj", "v_proj"])
 
 
 # Trainer
@@ -174,6 +228,17 @@ def trainer(folder, model, **arguments):
         model, TrainingArguments(**arguments), train_dataset=alphabet(16), eval_dataset=alphabet(5, seed=1),
         data_collator=DataCollatorForSeq2Seq(tokenizer), processing_class=tokenizer,
     )  # fmt: skip
+
+
+def test_label_smoothing_compares_with_the_next_token(tmp_path):
+    model = build("plain").eval()
+    run = trainer(tmp_path, model, label_smoothing_factor=0.2)
+    ids = random_ids(2, 6, VOCABULARY)
+    with torch.no_grad():
+        loss = run.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+        log_p = model(ids).logits[:, :-1].log_softmax(-1)
+    wanted = -0.8 * log_p.gather(-1, ids[:, 1:, None])[..., 0] - 0.2 * log_p.mean(-1)
+    torch.testing.assert_close(loss, wanted.mean())
 
 
 def logged_losses(run: Trainer) -> list[float]:

@@ -348,6 +348,7 @@ def test_a_folder_in_several_files(folder, tmp_path):
     assert (settings.temperature, settings.do_sample, settings.eos_token_id) == (0.6, True, [2, 5])
     config = model.config
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
+    assert model.name_or_path == config.name_or_path == ""  # of no folder yet
     model.save_pretrained(tmp_path)
     again = LoopedForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again), logits(model)) and again.generation_config.temperature == 0.6

@@ -149,6 +149,25 @@ def test_reentrant_checkpointing_changes_nothing(system):
             torch.testing.assert_close(other[name], gradient, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("inter_loop_norm", ["none", "shared"])
+def test_reentrant_checkpointing_begins_where_gradients_do(inter_loop_norm, frozen):
+    """A state that the last loops only read, or an embedding that is not trained, is a constant for their blocks."""
+    model, ids = tiny_model(num_loops=4, inter_loop_norm=inter_loop_norm).double().train(), random_ids(2, 5)
+    model.model.embed_tokens.requires_grad_(not frozen)
+    gradients = []
+    for reentrant in (None, True):
+        model.zero_grad()
+        if reentrant:
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        model(ids, labels=ids, use_cache=False, backprop_loops=None if frozen else 2).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert "model.core.0.self_attn.q_proj.weight" in gradients[0]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-8, atol=1e-10)
+
+
 # Cache and decoding
 
 

@@ -495,6 +495,15 @@ def test_bfloat16_autocast_stays_near(loss, backprop_loops):
             assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.97, name
 
 
+def test_logits_in_another_order_change_no_loss():
+    model, (ids, labels) = float64_model(), batch()
+    wanted = model(ids, labels=labels).loss
+    backwards = torch.arange(ids.shape[1]).flip(0)
+    out = model(ids, labels=labels, logits_to_keep=backwards)
+    torch.testing.assert_close(out.loss.double(), wanted.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.logits, model(ids).logits[:, backwards])
+
+
 @pytest.mark.parametrize("loss", SOME_LOSSES)
 def test_gradient_checkpointing_changes_nothing(loss):
     model = float64_model(**LOSSES[loss], num_prelude_layers=1, num_coda_layers=1).train()

@@ -268,6 +268,10 @@ def test_compute_of_ranks_is_within_a_few_percent_in_practice():
         ({"maximum": 0}, "at least 1, got 0"),
         ({"split": "prefix"}, "set backprop_loops"),
         ({"split": "prefix", "backprop_loops": 9}, "backprop_loops=9 and mean=8"),
+        (
+            {"split": "prefix", "backprop_loops": 4, "maximum": 3},
+            "backprop_loops=4 loops, more than the maximum depth 3",
+        ),
         ({"sampler": "uniform", "mean": 2.2}, "'uniform'.*4.4.*multiple of 0.5"),
         ({"sampler": "fixed", "mean": 2.5}, "'fixed'.*2.5.*multiple of 1"),
     ],

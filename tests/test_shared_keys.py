@@ -107,6 +107,21 @@ def test_recipes_whose_keys_would_get_no_gradient(settings, is_refused):
         check_run(recipe)
 
 
+def test_loops_that_read_keys_of_others_are_not_computed_again_by_themselves():
+    model, ids = tiny_model(num_loops=4, key_value_interval=2).train(), random_ids(2, 5)
+    model.model.checkpoints_loops = True
+    with pytest.raises(ValueError, match="checkpoints_loops .* loops read keys of others .key_value_interval=2"):
+        model(ids, labels=ids)
+    model.eval()(ids, labels=ids)
+
+
+def test_how_deep_a_cache_is_of_loops_that_share():
+    model, ids = tiny_model(num_loops=2, key_value_interval=2), random_ids(1, 5)
+    cache = model(ids[:, :4]).cache
+    with pytest.raises(ValueError, match="num_loops=3 is deeper than the 2 loops that the cache holds"):
+        model(ids[:, 4:], cache=cache, num_loops=3)
+
+
 def test_the_table_of_presets(capsys):
     memory.main(["ouro", "parcae"])
     lines = capsys.readouterr().out.splitlines()

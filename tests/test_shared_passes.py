@@ -395,9 +395,10 @@ def test_batches_of_prompts():
     model = build("windows")
     prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (3, 1, 9, 5)]
     depths, thresholds = [2, 4, 3, 6], [0.1, 0.9, 0.4, 0.2]
-    results = model.generate_batch(
-        prompts, max_new_tokens=6, num_loops=depths, exit_criterion="latent_diff", exit_threshold=thresholds, **GREEDY
-    )
+    asked = {"exit_criterion": "latent_diff", "exit_threshold": thresholds, "max_new_tokens": 6, **GREEDY}
+    results = model.generate_batch(prompts, num_loops=depths, **asked)
+    of_tensor = model.generate_batch(prompts, num_loops=torch.tensor(depths), **asked)
+    assert [each.generated_tokens for each in of_tensor.values()] == [r.generated_tokens for r in results.values()]
     assert list(results) == [f"req_{i}" for i in range(4)]
     for result, prompt, depth, threshold in zip(results.values(), prompts, depths, thresholds):
         ids = torch.tensor([prompt])

@@ -89,6 +89,7 @@ def from_dense(
 
     attention: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model: Any = cls.from_pretrained(None, config=start.config, state_dict=state, dtype=to_dtype, **attention)
+    model.config._name_or_path = model.name_or_path = ""  # of no folder; transformers writes "None"
     if per_loop is not None:
         set_loop_residuals(model, per_loop)
     if generation_config is not None:

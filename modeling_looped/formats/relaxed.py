@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..loop_parameters import LoopDelta
+from ..loop_parameters import LoopDelta, layer_of_delta
 from ..norms import LoopNorm
 
 
@@ -43,7 +43,7 @@ def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str
     }
     for path, part in core.named_modules():
         if isinstance(part, LoopDelta):
-            name = path.replace("loop_deltas.", "")
+            name = layer_of_delta(path)
             held[f"{name}.weight"] = [
                 set_delta(part, loop, state[f"{name}.weight"], shared[f"{name}.weight"])
                 for loop, state in enumerate(per_loop_state)
@@ -96,7 +96,7 @@ def check_names(model, per_loop_state: Sequence[LoopWeights]):
     own = set()
     for path, part in core_of(model).named_modules():
         if isinstance(part, LoopDelta):
-            name = path.replace("loop_deltas.", "")
+            name = layer_of_delta(path)
             own |= {f"{name}.weight"} | ({f"{name}.bias"} if part.bias is not None else set())
         elif isinstance(part, LoopNorm):
             own.add(f"{path}.weight")

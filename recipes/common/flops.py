@@ -48,9 +48,8 @@ def count_of_keys(core) -> int:
     """What one loop that computes keys and values applies to each token for them."""
     names = ("kv_down_proj", "k_proj", "v_proj", "value_gate")
     layers = [getattr(block.self_attn, name, None) for block in core for name in names]
-    deltas = [block.self_attn.loop_deltas[name] for block in core if block.self_attn.loop_deltas for name in names[:3]
-              if name in block.self_attn.loop_deltas]  # fmt: skip
-    return sum(map(count, layers)) + sum(p[0].numel() for delta in deltas for p in delta.parameters())
+    deltas = [block.self_attn.loop_deltas.of(name) for block in core if block.self_attn.loop_deltas for name in names]
+    return sum(map(count, layers)) + sum(p[0].numel() for delta in deltas if delta for p in delta.parameters())
 
 
 KNOWN: dict[str, Sizes] = {}
