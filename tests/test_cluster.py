@@ -70,6 +70,22 @@ def test_steps_between_checkpoints():
     assert least_between(0.001, 1.0) == 1
 
 
+def activations(*settings: str) -> float:
+    recipe = load_recipe(RECIPES / "parcae" / "small.yaml", settings)
+    lines = {line.what: line.value for line in on_cluster(recipe, Cluster(8))}
+    return float(lines["activations"].removesuffix(" GB"))
+
+
+def test_checkpointed_activations_are_fewer():
+    whole, of_blocks, of_loops, products, of_host = (
+        activations(f"training.gradient_checkpointing={how}")
+        for how in ("false", "true", "loops", "selective", "offload")
+    )
+    assert of_host < of_blocks < products < whole and of_loops < whole
+    layers, tokens = 2 + 2 + 2 * 4, 8 * 2048  # with gradients; of a micro batch
+    assert of_blocks == pytest.approx((layers * 4 * 768 + 32 * 768 + 8 * 3072) * tokens / 1e9, abs=0.1)
+
+
 def test_what_can_not_be_planned():
     recipe = load_recipe(RECIPES / "parcae" / "xlarge.yaml")
     with pytest.raises(RecipeError, match="rows_per_step=256 is not a multiple of --gpus 60"):

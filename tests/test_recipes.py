@@ -4,21 +4,27 @@ import json
 import math
 import re
 import typing
+from statistics import fmean
 
 import pytest
 import torch
 import yaml
 
 from looped_recipes import sweep
+from looped_recipes.common.activations import kept_of_token
 from looped_recipes.common.axis import written
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
 from looped_recipes.engine.sweeps import optima
+from looped_recipes.settings import estimates
 from looped_recipes.settings.costs import plan
+from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.ranges import RANGES
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.run_checks import note_on_windows
 from looped_recipes.settings.sections import LENGTHS, SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
+from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step
+from tests.helpers import random_ids
 from tests.helpers_recipes import RECIPES, runs_of_sweep
 
 
@@ -307,6 +313,67 @@ def test_flops_are_those_of_the_formula():
     expected = 6 * (prelude + coda + head) + 4 * 3 * attention + (2 * core + 2 * attention) * (4 + 3 * 4)
     assert costs["training FLOPs per token"] == expected
     assert costs["steps"] == -(-11_200_000_000 // (256 * 2048))
+
+
+@pytest.mark.parametrize("gate_alone", [["model.loop_loss=gate"], ["training.freeze_all_but_gate=true"]], ids=str)
+def test_a_gate_by_itself_sends_nothing_back(gate_alone):
+    """A forward pass that reads every loop out, and no gradients or moments."""
+    settings = ["model.exit_gate=raw", "model.loop_loss=per_loop", *gate_alone]
+    recipe = load_recipe(RECIPES / "smoke/ouro.yaml", settings)
+    config = recipe.model_config()
+    costs, head = plan(recipe), config.vocab_size * config.hidden_size
+    forward = costs["forward FLOPs per token"] + 2 * (config.num_loops - 1) * head
+    assert costs["training FLOPs per token"] == pytest.approx(forward, rel=0.01)
+    if recipe.training.freeze_all_but_gate:
+        parts = estimates.memory(recipe, config)
+        assert parts["gradients"] == parts["optimizer"] == 0 < parts["weights"]
+
+
+def test_operations_are_those_of_the_depths_that_are_drawn():
+    """While depths grow they are fewer; Huginn's sampler adds a loop; a maximum cuts."""
+    growing = ["depth.curriculum=linear", "depth.curriculum_steps=8", "depth.curriculum_target=backward"]
+    recipe = load_recipe(RECIPES / "smoke/lt.yaml", ["model.num_loops=3", *growing, "training.steps=10"])
+    operations = Operations(recipe, recipe.model_config())
+    at_depth = [operations.at_depth(depth, None, False) for depth in (1, 1, 1, 2, 2, 2, 3, 3, 3, 3)]
+    assert [operations.per_token(step) for step in range(10)] == at_depth
+    costs = plan(recipe)
+    assert costs["training FLOPs"] == pytest.approx(operations.tokens_per_step * sum(at_depth))
+    for steps in (2, 5, 9, 50):
+        assert operations.steps_within(operations.of_run(steps)) == steps
+
+    for sampler, settings, drawn in (("poisson_lognormal", [], 5.0), ("poisson", ["depth.maximum=4"], 3.2)):
+        recipe = load_recipe(RECIPES / "smoke/lt.yaml", [f"depth.sampler={sampler}", "depth.mean=4", *settings])
+        depths = depths_of_step(sampler, 4, 1, 0, range(2000), maximum=recipe.depth.maximum)
+        assert plan(recipe)["mean depth"] == pytest.approx(fmean(depths), abs=0.15)
+        assert plan(recipe)["mean depth"] == pytest.approx(drawn, abs=0.1)
+
+
+def kept_by_a_pass(config, rows: int, length: int) -> float:
+    """Numbers of a token that autograd keeps, without weights."""
+    model = LoopedForCausalLM(config).train()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(random_ids(rows, length), num_loops=config.num_loops, use_cache=False)
+    assert out.logits is not None
+    return sum(storage.nbytes() for storage in kept.values()) / 4 / rows / length
+
+
+@pytest.mark.parametrize("preset", ["lt", "flt", "parcae", "ouro", "residual_scaling"])
+def test_activations_are_those_that_autograd_keeps(preset):
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
+    layers = {"num_prelude_layers": 0, "num_coda_layers": 0, "num_loops": 2}
+    configs = [LoopedConfig.from_preset(preset, **sizes, **layers, num_core_layers=count) for count in (1, 3)]
+    one, three = (kept_by_a_pass(config, 2, 32) for config in configs)
+    wanted_one, wanted_three = (kept_of_token(config, 2, 1, False) for config in configs)
+    assert wanted_three - wanted_one == pytest.approx(three - one, rel=0.15)
 
 
 def test_budget_in_flops():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from looped_eval.common.timing import now
-from looped_recipes.common.cluster import activation_bytes
+from looped_recipes.common.activations import bytes_under_bf16, kept_of_token
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.hardware import device_rate
 from looped_recipes.common.provenance import ROOT
@@ -57,8 +57,7 @@ def utilisation(path: str, setting: Setting) -> dict:
         optimizer.step()
         optimizer.zero_grad()
 
-    layers = config.num_prelude_layers + config.num_coda_layers + config.num_core_layers * (window or depth)
-    of_row = layers * activation_bytes(config) * length
+    of_row = kept_of_token(config, window or depth, 1, False, bytes_under_bf16) * length
     rows, seconds = largest_that_fits(step, config.vocab_size, length, 18 * sizes(config).total, of_row, setting)
     speed = rows * length / seconds
     peak = device_rate(torch.device(setting.device), getattr(torch, setting.dtype))

@@ -151,8 +151,9 @@ def write_table(rows: list[dict], path: str | Path):
 
 def collect(folder: str | Path) -> list[dict]:
     """The rows of one finished run of looped pretrain: its last validation, at every depth."""
-    from looped_recipes.common.flops import effective_parameters, sizes, training_flops_per_token
+    from looped_recipes.common.flops import effective_parameters, sizes
     from looped_recipes.common.metrics import read_metrics
+    from looped_recipes.settings.operations import Operations
     from looped_recipes.settings.recipe import load_recipe
     from modeling_looped import LoopedConfig
 
@@ -166,8 +167,7 @@ def collect(folder: str | Path) -> list[dict]:
     last = next((r for r in reversed(read_metrics(folder / "metrics.jsonl")) if "validation/loss" in r), None)
     if last is None:
         raise FitError(f"{folder}/metrics.jsonl holds no validation loss; train with evaluation.rows above 0")
-    depth, window, length = recipe.mean_depth(config), recipe.backprop_loops(config), recipe.data.sequence_length
-    tokens = (last["step"] + 1) * recipe.training.rows_per_step * length
+    depth, steps, operations = recipe.mean_depth(config), last["step"] + 1, Operations(recipe, config)
     facts = {
         "run": folder.name,
         "parameters": sizes(config).total,
@@ -175,9 +175,9 @@ def collect(folder: str | Path) -> list[dict]:
         "effective_parameters_without_value_tables": effective_parameters(config, depth, value_tables=False),
         "mean_depth": depth,
         "depth_sampler": recipe.depth.sampler,
-        "tokens": tokens,
-        "flops": tokens * training_flops_per_token(config, length, depth, window),
-        "flops_with_value_tables": tokens * training_flops_per_token(config, length, depth, window, value_tables=True),
+        "tokens": steps * operations.tokens_per_step,
+        "flops": operations.of_run(steps),
+        "flops_with_value_tables": operations.of_run(steps, value_tables=True),
         "seed": recipe.training.seed,
     }
     prefix = "validation/loss_at_"

@@ -50,7 +50,7 @@ class Run:
     rows_per_step: int
     micro_batch: int
     length: int
-    layers_with_gradients: float  # layers of the unrolled model whose activations are kept
+    kept: float  # bytes of the activations that a token leaves
     save_every: int
     muon: bool
 
@@ -80,7 +80,7 @@ class Reckoned:
         self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
         self.sharded = self.state / gpus + 8 * p
         self.multiplied = run.sizes.without_embedding - run.sizes.value_tables
-        self.kept = run.layers_with_gradients * activation_bytes(run.config) * self.micro * run.length
+        self.kept = run.kept * self.micro * run.length
         self.passing = 2 * self.multiplied + self.kept + LOGITS_AT_ONCE
         self.saving = self.checkpoint / cluster.disk
 
@@ -137,8 +137,8 @@ def lines_of_memory(reckoned: Reckoned) -> list[Line]:
         Line(
             "activations",
             f"{reckoned.kept / GIGA:.1f} GB",
-            f"{run.layers_with_gradients:g} layers x (32 d + 8 f) bytes x {reckoned.micro:g} x {run.length} tokens; "
-            f"d = {d}, f = {f}",
+            f"{run.kept:,.0f} bytes x {reckoned.micro:g} x {run.length} tokens: 32 d + 8 f of a layer with gradients; "
+            f"d = {d}, f = {f}; less with gradient checkpointing",
         ),
         Line(
             "memory of a GPU, DDP",
@@ -179,11 +179,6 @@ def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
             f"at {cluster.dollars:g} dollars for a GPU and hour",
         ),
     ]
-
-
-def activation_bytes(config) -> int:
-    """Of a token and layer under bf16 autocast: 16 vectors of the width and four of the MLP, some of them in fp32."""
-    return 32 * config.hidden_size + 8 * config.intermediate_size
 
 
 def least_between(saving: float, step: float) -> int:

@@ -113,23 +113,27 @@ def training_flops_per_token(
     depth: float | None = None,
     backprop_loops: float | None = None,
     value_tables: bool = False,
+    only_gate: bool = False,
 ) -> float:
     """`depth` and `backprop_loops` may be means of what is drawn.
 
     value_tables: count 6 for each of their parameters, as if they were multiplied once.
+    only_gate: nothing but the exit gate is trained, so that nothing goes back through the model.
     """
     n = sizes(config)
     depth = config.num_loops if depth is None else depth
-    with_gradient = depth if backprop_loops is None else min(backprop_loops, depth)
+    only_gate = only_gate or config.loop_loss == "gate"
+    with_gradient = 0 if only_gate else depth if backprop_loops is None else min(backprop_loops, depth)
+    times = 1 if only_gate else 3  # the operations of a forward pass
     codas = 1 if config.loop_loss == "terminal" else depth
     heads = {"exit_weighted_logits": 1, "last_third": depth - start_of_last_third(depth)}.get(config.loop_loss, codas)
-    once = 6 * (n.outer + value_tables * n.value_tables) + 3 * attention_flops(config, "prelude", length)
+    once = times * (2 * (n.outer + value_tables * n.value_tables) + attention_flops(config, "prelude", length))
     loops = (2 * n.core + attention_flops(config, "core", length)) * (depth + 2 * with_gradient)
     unmade = loops_without_keys(config, depth)
     unmade += 2 * (unmade - loops_without_keys(config, depth - with_gradient))
     loops -= 2 * n.core_keys * unmade
-    coda = 6 * n.coda + 3 * attention_flops(config, "coda", length)
-    return once + loops + codas * coda + heads * 6 * n.head
+    coda = times * (2 * n.coda + attention_flops(config, "coda", length))
+    return once + loops + codas * coda + heads * times * 2 * n.head
 
 
 def effective_parameters(config, depth: float | None = None, value_tables: bool = True) -> float:

@@ -20,5 +20,5 @@ def train(recipe: Recipe) -> Trained:
     run = Pretraining(recipe)
     loops, parameters = run.config.num_loops, run.bare.num_parameters()
     print(f"{parameters:,} parameters, {loops} loop{'s' * (loops > 1)}, {run.total_steps} steps")
-    tokens = run.total_steps * recipe.training.rows_per_step * recipe.data.sequence_length
-    return Trained(run.train(), run.metrics.path, parameters, loops, run.total_steps, run.flops_per_token * tokens)
+    flops = run.operations.of_run(run.total_steps)
+    return Trained(run.train(), run.metrics.path, parameters, loops, run.total_steps, flops)

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
 from looped_recipes.data.shards import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
-from modeling_looped import LoopedForCausalLM, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
+from modeling_looped import LoopedForCausalLM, balanced_ranks, depths_of_step, initial_state_of_step
 from modeling_looped.losses import shift
 
 from .tensor_parallel import data_rank
@@ -44,7 +44,6 @@ class Batches:
 
     def __init__(self, recipe: Recipe, model: LoopedForCausalLM, rows: PackedRows, accelerator: Accelerator):
         self.recipe, self.model, self.rows, self.accelerator = recipe, model, rows, accelerator
-        self.mean_depth, self.backprop_loops = recipe.mean_depth(model.config), recipe.backprop_loops(model.config)
         self.read_ahead = ReadAhead(-1, [], [])
         self.check_groups()
 
@@ -86,18 +85,10 @@ class Batches:
         training = self.recipe.training
         return rows_of_step(training.seed, step, training.rows_per_step, len(self.rows))
 
-    def depth_settings(self, step: int) -> tuple[float, int | None]:
-        """The mean depth, and the number of loops with gradients."""
-        depth = self.recipe.depth
-        if depth.curriculum is None:
-            return self.mean_depth, self.backprop_loops
-        shape, target = depth.curriculum, depth.curriculum_target
-        return curriculum(shape, target, depth.curriculum_steps, step, self.mean_depth, self.backprop_loops)
-
     def depths(self, step: int) -> list[int]:
         """Of every row of the step."""
         depth, training = self.recipe.depth, self.recipe.training
-        mean, window = self.depth_settings(step)
+        mean, window = self.recipe.depths_at(self.model.config, step)
         return depths_of_step(
             depth.sampler,
             mean,

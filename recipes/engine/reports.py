@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 from looped_recipes.common.hardware import reference_rate
+from looped_recipes.settings.operations import Operations
 
 from .finite import ADVICE, Divergence
 from .monitor import Monitor
@@ -22,10 +23,11 @@ class StepReports:
     progress: Progress
     log: Callable[[int, dict], None]
     bar: tqdm
-    flops_per_token: float
+    operations: Operations
     signals: int = 0  # processes that were told to end
     held: Report | None = None  # that was not read yet
     since: int = 0  # steps, since the clock started
+    flops: float = 0.0  # of a token of each of them, in sum
     clock: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self):
@@ -76,12 +78,14 @@ class StepReports:
         if self.recipe.training.skip_nonfinite_steps:
             metrics["skipped_steps"] = self.progress.num_skipped
         self.since += 1
+        self.flops += self.operations.per_token(step)
         done, logging = step + 1, self.recipe.logging
         is_timed = step == 0 or done % logging.every == 0 or done == self.steps.total_steps
         if is_timed:  # not at each monitored step too: the one between two of these is no measure of speed
+            flops_per_token = self.flops / self.since
             speed = self.tokens_per_second()
             peak = reference_rate(self.accelerator) * self.accelerator.num_processes
-            metrics.update(tokens_per_second=speed, mfu=speed * self.flops_per_token / peak)
+            metrics.update(tokens_per_second=speed, mfu=speed * flops_per_token / peak)
             self.bar.set_postfix_str(
                 f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
                 f"{metrics['loops']:.1f} loops",
@@ -93,10 +97,10 @@ class StepReports:
 
     def tokens_per_second(self) -> float:
         """Since this was asked last."""
-        tokens = self.since * self.recipe.training.rows_per_step * self.recipe.data.sequence_length
+        tokens = self.since * self.operations.tokens_per_step
         seconds = time.perf_counter() - self.clock
         self.start_clock()
         return tokens / seconds
 
     def start_clock(self):
-        self.clock, self.since = time.perf_counter(), 0
+        self.clock, self.since, self.flops = time.perf_counter(), 0, 0.0

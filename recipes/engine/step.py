@@ -81,7 +81,7 @@ class Steps:
     def backward(self, step: int, norms: StateNorms | None) -> torch.Tensor:
         """This process's share of the loss."""
         accelerator, micro_batches = self.accelerator, list(self.batches.of_step(step))
-        _, window = self.batches.depth_settings(step)
+        _, window = self.recipe.depths_at(self.batches.model.config, step)
         labelled = self.labels_of(step)
         total = torch.zeros((), device=accelerator.device)
         for i, (number, batch, loss_positions, depths, noise) in enumerate(micro_batches):

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import set_seed
 
 from looped_recipes.common.checksums import write_checksums
-from looped_recipes.common.flops import sizes, training_flops_per_token
+from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.orphans import end_with
 from looped_recipes.common.progress import progress_bar
@@ -42,6 +42,7 @@ from looped_recipes.engine.saving import CheckpointError, error_of_saving, on_ma
 from looped_recipes.engine.step import Steps
 from looped_recipes.engine.taper import Taper
 from looped_recipes.engine.validation import validate
+from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.recipe import Recipe
 from looped_recipes.settings.run_checks import check_run, note_on_windows
 
@@ -69,13 +70,8 @@ class Pretraining:
         set_seed(training.seed)
         self.model = build_model(recipe, self.data.tokenizer)
         self.config = self.model.config
-        self.flops_per_token = training_flops_per_token(
-            self.config,
-            recipe.data.sequence_length,
-            recipe.mean_depth(self.config),
-            recipe.backprop_loops(self.config),
-        )
-        self.total_steps = recipe.num_steps(sizes(self.config), self.flops_per_token, len(self.data.train))
+        self.operations = Operations(recipe, self.config)
+        self.total_steps = recipe.num_steps(sizes(self.config), self.operations.steps_within, len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
         take_kernels(self.model, training)
@@ -190,7 +186,7 @@ class Pretraining:
 
     def take_steps(self, bar):
         recipe = self.recipe
-        reports = StepReports(self.steps, self.monitor, self.progress, self.log, bar, self.flops_per_token)
+        reports = StepReports(self.steps, self.monitor, self.progress, self.log, bar, self.operations)
         first = self.step + recipe.logging.profile_from
         profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
         while self.step < self.total_steps and not self.leaves_off:

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+from looped_recipes.common.activations import bytes_under_bf16, kept_of_token
 from looped_recipes.common.cluster import Cluster, Line, Run, cluster_plan
 from looped_recipes.common.command_line import Parser
 from looped_recipes.common.flops import (
@@ -9,8 +10,8 @@ from looped_recipes.common.flops import (
     effective_parameters,
     forward_flops_per_token,
     sizes,
-    training_flops_per_token,
 )
+from looped_recipes.settings.operations import Operations, drawn_depth
 from looped_recipes.settings.recipe import Recipe, RecipeError, UnknownEpoch
 from looped_recipes.settings.run_checks import check_run
 
@@ -19,15 +20,15 @@ def plan(recipe: Recipe) -> dict:
     config = check_run(recipe)
     n = sizes(config)
     length = recipe.data.sequence_length
-    depth, window = recipe.mean_depth(config), recipe.backprop_loops(config)
-    per_token = training_flops_per_token(config, length, depth, window)
+    mean, window = recipe.mean_depth(config), recipe.backprop_loops(config)
+    depth, operations = drawn_depth(recipe, mean, window), Operations(recipe, config)
     result = {
         "parameters": n.total,
         "parameters without embedding": n.without_embedding,
         "effective parameters": round(effective_parameters(config, depth)),
         "mean depth": depth,
         "loops with gradients": depth if window is None else min(window, depth),
-        "training FLOPs per token": per_token,
+        "training FLOPs per token": operations.per_token(),
         "forward FLOPs per token": forward_flops_per_token(config, length, depth),
         "cache bytes per token, 16 bits": 2 * cache_numbers_per_token(config),
     }
@@ -37,13 +38,13 @@ def plan(recipe: Recipe) -> dict:
             "training FLOPs per token with value tables",
         )
         result[without] = round(effective_parameters(config, depth, value_tables=False))
-        result[with_tables] = training_flops_per_token(config, length, depth, window, value_tables=True)
+        result[with_tables] = operations.per_token(value_tables=True)
     try:
-        steps = recipe.num_steps(n, per_token, recipe.data.expected_rows())
+        steps = recipe.num_steps(n, operations.steps_within, recipe.data.expected_rows())
     except UnknownEpoch:
         return {**result, "steps": "an epoch is as long as the data are: say it in data.expected_tokens"}
-    tokens = steps * recipe.training.rows_per_step * length
-    return {**result, "steps": steps, "tokens": tokens, "training FLOPs": tokens * per_token}
+    tokens = steps * operations.tokens_per_step
+    return {**result, "steps": steps, "tokens": tokens, "training FLOPs": operations.of_run(steps)}
 
 
 def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
@@ -54,7 +55,8 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of --gpus {cluster.gpus}; change one"
         )
-    outside = config.num_prelude_layers + config.num_coda_layers
+    loops = costs["loops with gradients"]
+    readouts = 1 if config.loop_loss == "terminal" else loops
     run = Run(
         config=config,
         sizes=sizes(config),
@@ -63,7 +65,7 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
         rows_per_step=training.rows_per_step,
         micro_batch=training.micro_batch_size,
         length=recipe.data.sequence_length,
-        layers_with_gradients=outside + config.num_core_layers * costs["loops with gradients"],
+        kept=kept_of_token(config, loops, readouts, training.gradient_checkpointing, bytes_under_bf16),
         save_every=training.save_every,
         muon=recipe.optimizer.name != "adamw",
     )

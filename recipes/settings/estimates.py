@@ -2,11 +2,13 @@
 
 import torch
 
+from looped_recipes.common.activations import kept_of_token
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.hardware import PEAK_FLOPS, measured_rate
 from looped_recipes.common.words import counted
 from modeling_looped import LoopedConfig
 
+from .operations import drawn_depth
 from .recipe import Recipe
 
 
@@ -41,32 +43,30 @@ def own_rate() -> tuple[float, str]:
 
 def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
     """Bytes of one process that keeps all by itself."""
-    n = sizes(config)
+    n, only_gate = sizes(config), recipe.training.freeze_all_but_gate
+    trained = 0 if only_gate else n.total  # a gate is next to nothing
     of_blocks = n.total - n.embedding - n.value_tables - (0 if config.tie_word_embeddings else n.head)
-    one_moment = of_blocks if recipe.optimizer.name in ("muon", "normuon") else 0  # AdamW has two
+    one_moment = of_blocks if trained and recipe.optimizer.name in ("muon", "normuon") else 0  # AdamW has two
     rows = recipe.training.micro_batch_size
     activations = rows * recipe.data.sequence_length * activations_per_token(recipe, config)
     return {
         "weights": FLOAT * n.total,
-        "gradients": FLOAT * n.total,
-        "optimizer": FLOAT * (2 * n.total - one_moment),
+        "gradients": FLOAT * trained,
+        "optimizer": FLOAT * (2 * trained - one_moment),
         f"activations of {rows} rows": FLOAT * activations,
     }
 
 
 def activations_per_token(recipe: Recipe, config: LoopedConfig) -> float:
-    """Numbers that the backward pass needs: eight of the width and four of the inner width for each layer that is
-    applied with gradients, and the logits of the last readout."""
-    depth, window = recipe.mean_depth(config), recipe.backprop_loops(config)
+    """Numbers that the backward pass needs: those of each layer that is applied with gradients, and the logits of the
+    last readout; where the gate alone is trained, the states that it reads."""
+    mean, window = recipe.mean_depth(config), recipe.backprop_loops(config)
+    depth = drawn_depth(recipe, mean, window)
+    if recipe.training.freeze_all_but_gate or config.loop_loss == "gate":
+        return config.vocab_size + depth * config.state_size
     loops = depth if window is None else min(window, depth)
     readouts = 1 if config.loop_loss == "terminal" else loops
-    total = config.vocab_size
-    for section, times in (("prelude", 1), ("core", loops), ("coda", readouts)):
-        width = config.block_sizes(section)
-        layers = getattr(config, f"num_{section}_layers") * times
-        kept = 8 * width.hidden_size + 4 * width.intermediate_size
-        total += layers * (width.hidden_size if recipe.training.gradient_checkpointing else kept)
-    return total
+    return config.vocab_size + kept_of_token(config, loops, readouts, recipe.training.gradient_checkpointing)
 
 
 def duration(seconds: float) -> str:

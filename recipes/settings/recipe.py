@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.flops import Sizes
-from modeling_looped import LoopedConfig
+from modeling_looped import LoopedConfig, curriculum
 from modeling_looped.formats.dense import start_from_dense
 from modeling_looped.names import FIELD_OF, meant
 
@@ -117,7 +117,18 @@ class Recipe:
             return math.ceil(self.mean_depth(config) / 2)
         return self.depth.backprop_loops
 
-    def num_steps(self, sizes: Sizes, flops_per_token: float, num_rows: int | None = None) -> int:
+    def depths_at(self, config: LoopedConfig, step: int) -> tuple[float, int | None]:
+        """The mean depth at a step, and the number of loops with gradients."""
+        settings, mean, window = self.depth, self.mean_depth(config), self.backprop_loops(config)
+        if settings.curriculum is None:
+            return mean, window
+        assert settings.curriculum_steps is not None  # as checked
+        return curriculum(
+            settings.curriculum, settings.curriculum_target, settings.curriculum_steps, step, mean, window
+        )
+
+    def num_steps(self, sizes: Sizes, steps_within: typing.Callable[[float], int], num_rows: int | None = None) -> int:
+        """steps_within: of so many operations."""
         training = self.training
         tokens_per_step = training.rows_per_step * self.data.sequence_length
         if training.steps is not None:
@@ -125,7 +136,7 @@ class Recipe:
         if training.tokens is not None:
             return max(1, math.ceil(training.tokens / tokens_per_step))
         if training.flops is not None:
-            return max(1, round(training.flops / flops_per_token / tokens_per_step))
+            return steps_within(training.flops)
         if training.tokens_per_parameter is not None:
             parameters = sizes.total if training.count_embedding else sizes.without_embedding
             # whole steps within the budget, as the public code of the Fully Looped Transformer counts

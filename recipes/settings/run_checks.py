@@ -4,10 +4,11 @@ import math
 import tempfile
 from pathlib import Path
 
-from looped_recipes.common.flops import sizes, training_flops_per_token
+from looped_recipes.common.flops import sizes
 from modeling_looped import LoopedConfig, depths_of_step
 
 from .model_fields import check_model
+from .operations import Operations
 from .paths import nearest_existing
 from .recipe import Recipe, RecipeError, UnknownEpoch
 from .relations import TRAINED_TOKENIZERS, check_schedule
@@ -42,10 +43,9 @@ def check_run(recipe: Recipe) -> LoopedConfig:
 
 def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
     """Steps of the run; None where only the prepared data can tell."""
-    depth, window = recipe.mean_depth(config), recipe.backprop_loops(config)
-    per_token = training_flops_per_token(config, recipe.data.sequence_length, depth, window)
     try:
-        return recipe.num_steps(sizes(config), per_token, recipe.data.expected_rows())
+        within = Operations(recipe, config).steps_within
+        return recipe.num_steps(sizes(config), within, recipe.data.expected_rows())
     except UnknownEpoch:
         return None
 

@@ -1,0 +1,61 @@
+"""Operations of a run, by the papers' formulas (common/flops.py) at the depths that its recipe draws."""
+
+from functools import cache
+from statistics import fmean
+
+from looped_recipes.common.flops import training_flops_per_token
+from modeling_looped import LoopedConfig, depths_of_step
+
+from .recipe import Recipe
+
+
+DRAWS = 4096
+
+
+class Operations:
+    def __init__(self, recipe: Recipe, config: LoopedConfig):
+        self.recipe, self.config = recipe, config
+        self.tokens_per_step = recipe.training.rows_per_step * recipe.data.sequence_length
+        self.ramp = recipe.depth.curriculum_steps or 0  # steps in which depths grow
+        self.at_depth = cache(self.at_depth)
+
+    def per_token(self, step: int | None = None, value_tables: bool = False) -> float:
+        """At a step; by default where depths no longer grow."""
+        mean, window = self.recipe.depths_at(self.config, self.ramp if step is None else min(step, self.ramp))
+        return self.at_depth(mean, window, value_tables)
+
+    def at_depth(self, mean: float, window: int | None, value_tables: bool) -> float:
+        return training_flops_per_token(
+            self.config,
+            self.recipe.data.sequence_length,
+            drawn_depth(self.recipe, mean, window),
+            window,
+            value_tables,
+            self.recipe.training.freeze_all_but_gate,
+        )
+
+    def of_run(self, steps: int, value_tables: bool = False) -> float:
+        growing = min(steps, self.ramp)
+        sum_per_token = sum(self.per_token(step, value_tables) for step in range(growing))
+        return self.tokens_per_step * (sum_per_token + (steps - growing) * self.per_token(value_tables=value_tables))
+
+    def steps_within(self, flops: float) -> int:
+        steps, left = 0, flops / self.tokens_per_step
+        while steps < self.ramp and left > 0:
+            left -= self.per_token(steps)
+            steps += 1
+        return max(1, steps + round(left / self.per_token()) if left > 0 else steps)
+
+
+def drawn_depth(recipe: Recipe, mean: float, window: int | None) -> float:
+    """The mean of what is drawn. The papers count `mean`; but Huginn's sampler adds a loop, and a maximum cuts."""
+    depth = recipe.depth
+    if depth.maximum is None:
+        return mean + (depth.sampler == "poisson_lognormal")
+    return mean_of_draws(depth.sampler, mean, window, depth.split, depth.maximum)
+
+
+@cache
+def mean_of_draws(sampler: str, mean: float, window: int | None, split: str, maximum: int) -> float:
+    rows = range(DRAWS)
+    return fmean(depths_of_step(sampler, mean, 0, 0, rows, backprop_loops=window, split=split, maximum=maximum))
