@@ -758,13 +758,37 @@ def test_bad_sources_are_named_with_advice(tmp_path):
         ("void", {}, "void' holds no data files"),
         ("both", {}, "files of kind json, text; name files of one kind"),
         ("good.jsonl", {"text_field": "content"}, "no column 'content'; it has 'id', 'text'.*data.text_field"),
-        ("good.jsonl", {"split": "test"}, "can not read .*test.*'train'.*data.split"),
+        ("good.jsonl", {"split": "test"}, "there is no split 'test', only 'train': set data.split"),
     ]:
         for streaming in (False, True):
             with pytest.raises(RecipeError, match=re.compile(message, re.DOTALL)):
                 load(tmp_path / name, streaming=streaming, **fields)
     with pytest.raises(RecipeError, match="can not read 'no/such'.*no file here either"):
         load("no/such")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "damaged", "reason"),
+    [
+        ("jsonl", b'{"text": "a"}\n{"text": "ab', "JSON parse error"),
+        ("jsonl", b'{"text": "caf\xe9"}\n', "UnicodeDecodeError"),
+        ("txt", b"caf\xe9\n", "UnicodeDecodeError"),
+        ("parquet", b"PAR1", "ArrowInvalid"),
+    ],
+)
+def test_a_damaged_file_of_many_is_named(tmp_path, kind, damaged, reason, streaming):
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    write = {"jsonl": rows.to_json, "txt": lambda path: path.write_text("a\n"), "parquet": rows.to_parquet}[kind]
+    for i in range(4):
+        write(tmp_path / f"{i}.{kind}")
+    (tmp_path / f"2.{kind}").write_bytes(damaged)
+    for name in (tmp_path, tmp_path / f"*.{kind}"):
+        source = sources.training_source(DataConfig(source=str(name), streaming=streaming))
+        with pytest.raises(RecipeError, match=rf"can not read '{tmp_path}/2.{kind}': .*{reason}") as error:
+            with readable(source):
+                list(source.load())
+        assert str(error.value).endswith("; repair this file or leave it out")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -787,7 +811,7 @@ def test_brackets_in_names_are_names(tmp_path, monkeypatch, streaming):
 def test_a_long_reason_is_said_in_part(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     with pytest.raises(RecipeError, match=r"can not read .*: ValueError: x{500}\.\.\.; check"):
-        with readable(str(tmp_path / "a.jsonl")):
+        with readable(sources.training_source(DataConfig(source=str(tmp_path / "a.jsonl")))):
             raise ValueError("x" * 5000)
 
 
