@@ -362,6 +362,24 @@ def test_splits_of_a_folder(make_data, tmp_path):
     assert texts_of(prepared, "validation") == make_documents(40, seed=2)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_split_that_is_not_read_is_said(make_data, tmp_path, capsys, saved):
+    splits = {"train": make_documents(90, seed=1), "validation": make_documents(40, seed=2)}
+    if saved:
+        rows = {split: datasets.Dataset.from_dict({"text": texts}) for split, texts in splits.items()}
+        datasets.DatasetDict(rows).save_to_disk(tmp_path / "splits")
+    else:
+        for split, texts in splits.items():
+            write_jsonl(tmp_path / "splits" / f"{split}.jsonl", texts)
+    prepared = shards.prepare(make_data(source=tmp_path / "splits"))
+    assert {*texts_of(prepared, "train"), *texts_of(prepared, "validation")} == set(splits["train"])
+    said = "splits' also holds validation, which is not read: "
+    printed = capsys.readouterr().out
+    assert said in printed and "data.validation_split=validation" in printed
+    shards.prepare(make_data(source=tmp_path / "splits", validation_split="validation"))
+    assert "not read" not in capsys.readouterr().out
+
+
 def test_word_tokenizer_does_not_know_words_of_validation_only(make_data, tmp_path):
     own = write_jsonl(tmp_path / "own.jsonl", ["loop xylophone xylophone depth " * 20])
     prepared = shards.prepare(make_data(validation_source=str(own), tokenizer="word", tokenizer_vocab_size=2000))

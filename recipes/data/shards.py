@@ -148,6 +148,13 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
         return
     remove_leftovers(folder)
     documents = training.load()
+    unused = training.unused_splits() if validation is None else []
+    if unused:
+        print(
+            f"{data.source!r} also holds {', '.join(unused)}, which is not read: validation is held out of "
+            f"{data.split}; data.validation_split={unused[0]} would take it instead",
+            flush=True,
+        )
     validation_documents = None if validation is None else validation.load()
     held_out = HeldOut(fraction=data.validation_fraction)
     if data.joined_by is not None:

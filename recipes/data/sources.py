@@ -157,6 +157,17 @@ class Source:
             documents = documents.map(_cut_texts, batched=True, batch_size=16)
         return documents
 
+    def unused_splits(self) -> list[str]:
+        """Those of a folder that are not read."""
+        if self.name == "embedded" or not expanded(self.name).is_dir():
+            return []
+        if is_saved(self.name):
+            saved = load_from_disk(expanded(self.name))
+            known = [] if isinstance(saved, Dataset) else list(saved)
+        else:
+            known = splits_of(self._reader(local_files(self.name)))
+        return [] if self.split == "all" else [split for split in known if split not in split_names(self.split)]
+
     def _reader(self, files: list[Path]) -> DatasetBuilder:
         builder = _builder(self.name, files)
         options = {"sample_by": "document"} if builder == "text" else {}
