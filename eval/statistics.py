@@ -22,6 +22,7 @@ from looped_recipes.common.words import counted
 
 
 RESAMPLES = 10_000
+WRITTEN_AT = re.compile(r"_(\d{4}-\d\d-\d\dT[\d.-]+)$")  # at the end of lm-eval's names of files
 SCORES = ("candidate_nll", "gold_nll", "gold_margin", "gold_probability")
 ACCURACIES = ("accuracy", "normalised_accuracy")
 
@@ -124,13 +125,28 @@ def read_samples(path: Path | str, length: Callable[[str], int]) -> list[Item]:
     files = sorted(path.rglob("samples_*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ValueError(f"{path} is no file of samples and no folder with any: run lm-eval with --log_samples")
+    refuse_several_depths(path, files)
     named = {}
-    for file in files:  # of several runs in one folder, the newest
-        named[re.sub(r"^samples_|_\d{4}-\d\d-\d\dT[\d.-]+$", "", file.stem)] = file
+    for file in sorted(files, key=time_of):  # of several runs in one folder, the newest
+        named[WRITTEN_AT.sub("", file.stem).removeprefix("samples_")] = file
     items = [item for name, file in named.items() for item in read_items(file, name, length)]
     if not items:
         raise ValueError(f"{path} holds no multiple-choice samples: candidates are compared here")
     return items
+
+
+def time_of(file: Path) -> str:
+    found = WRITTEN_AT.search(file.stem)
+    return found[1] if found else ""
+
+
+def refuse_several_depths(path: Path, files: list[Path]):
+    """`looped eval` writes the samples of each depth to a folder loops_N."""
+    inside = {folder for file in files for folder in file.parents if folder.is_relative_to(path)}
+    depths = [folder for folder in inside if re.fullmatch(r"loops_\d+", folder.name)]
+    if len(depths) > 1:
+        depths.sort(key=lambda folder: (folder.parent, int(folder.name.removeprefix("loops_"))))
+        raise ValueError(f"{path} holds samples of several depths: name one of {', '.join(map(str, depths))}")
 
 
 def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item]:

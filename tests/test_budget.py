@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 from functools import partial
 
@@ -80,6 +81,16 @@ def test_bits_and_perplexity_of_models_and_seeds(folders, text, tmp_path, capsys
     assert shown in capsys.readouterr().out
     assert "| measure | model | 1 loop | 3 loops |" in shown and " ± " in shown
     assert (tmp_path / "out/budget.svg").read_text().startswith("<svg")
+
+
+def test_a_training_run_stands_for_its_model(folders, text, tmp_path):
+    shutil.copytree(folders[0], tmp_path / "run/final")
+    arguments = [f"run={tmp_path}/run", f"final={tmp_path}/run/final", "--loops", "1", "--text", text]
+    budget.main([*arguments, "--device", "cpu", "--output", str(tmp_path / "out")])
+    record = json.loads((tmp_path / "out/budget.json").read_text())
+    assert record["models"] == {name: [f"{tmp_path}/run/final"] for name in ("run", "final")}
+    curves = record["curves"]["bits per byte"]
+    assert curves["run"] == curves["final"]
 
 
 def test_tasks(folders, tmp_path, monkeypatch):

@@ -362,6 +362,24 @@ def test_splits_of_a_folder(make_data, tmp_path):
     assert texts_of(prepared, "validation") == make_documents(40, seed=2)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_split_that_is_not_read_is_said(make_data, tmp_path, capsys, saved):
+    splits = {"train": make_documents(90, seed=1), "validation": make_documents(40, seed=2)}
+    if saved:
+        rows = {split: datasets.Dataset.from_dict({"text": texts}) for split, texts in splits.items()}
+        datasets.DatasetDict(rows).save_to_disk(tmp_path / "splits")
+    else:
+        for split, texts in splits.items():
+            write_jsonl(tmp_path / "splits" / f"{split}.jsonl", texts)
+    prepared = shards.prepare(make_data(source=tmp_path / "splits"))
+    assert {*texts_of(prepared, "train"), *texts_of(prepared, "validation")} == set(splits["train"])
+    said = "splits' also holds validation, which is not read: "
+    printed = capsys.readouterr().out
+    assert said in printed and "data.validation_split=validation" in printed
+    shards.prepare(make_data(source=tmp_path / "splits", validation_split="validation"))
+    assert "not read" not in capsys.readouterr().out
+
+
 def test_word_tokenizer_does_not_know_words_of_validation_only(make_data, tmp_path):
     own = write_jsonl(tmp_path / "own.jsonl", ["loop xylophone xylophone depth " * 20])
     prepared = shards.prepare(make_data(validation_source=str(own), tokenizer="word", tokenizer_vocab_size=2000))
@@ -758,13 +776,37 @@ def test_bad_sources_are_named_with_advice(tmp_path):
         ("void", {}, "void' holds no data files"),
         ("both", {}, "files of kind json, text; name files of one kind"),
         ("good.jsonl", {"text_field": "content"}, "no column 'content'; it has 'id', 'text'.*data.text_field"),
-        ("good.jsonl", {"split": "test"}, "can not read .*test.*'train'.*data.split"),
+        ("good.jsonl", {"split": "test"}, "there is no split 'test', only 'train': set data.split"),
     ]:
         for streaming in (False, True):
             with pytest.raises(RecipeError, match=re.compile(message, re.DOTALL)):
                 load(tmp_path / name, streaming=streaming, **fields)
     with pytest.raises(RecipeError, match="can not read 'no/such'.*no file here either"):
         load("no/such")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "damaged", "reason"),
+    [
+        ("jsonl", b'{"text": "a"}\n{"text": "ab', "JSON parse error"),
+        ("jsonl", b'{"text": "caf\xe9"}\n', "UnicodeDecodeError"),
+        ("txt", b"caf\xe9\n", "UnicodeDecodeError"),
+        ("parquet", b"PAR1", "ArrowInvalid"),
+    ],
+)
+def test_a_damaged_file_of_many_is_named(tmp_path, kind, damaged, reason, streaming):
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    write = {"jsonl": rows.to_json, "txt": lambda path: path.write_text("a\n"), "parquet": rows.to_parquet}[kind]
+    for i in range(4):
+        write(tmp_path / f"{i}.{kind}")
+    (tmp_path / f"2.{kind}").write_bytes(damaged)
+    for name in (tmp_path, tmp_path / f"*.{kind}"):
+        source = sources.training_source(DataConfig(source=str(name), streaming=streaming))
+        with pytest.raises(RecipeError, match=rf"can not read '{tmp_path}/2.{kind}': .*{reason}") as error:
+            with readable(source):
+                list(source.load())
+        assert str(error.value).endswith("; repair this file or leave it out")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -787,7 +829,7 @@ def test_brackets_in_names_are_names(tmp_path, monkeypatch, streaming):
 def test_a_long_reason_is_said_in_part(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
     with pytest.raises(RecipeError, match=r"can not read .*: ValueError: x{500}\.\.\.; check"):
-        with readable(str(tmp_path / "a.jsonl")):
+        with readable(sources.training_source(DataConfig(source=str(tmp_path / "a.jsonl")))):
             raise ValueError("x" * 5000)
 
 

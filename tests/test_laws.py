@@ -681,6 +681,22 @@ def test_runs_of_several_sweeps_keep_apart(tmp_path):
     assert list(read_table(tmp_path / "runs.csv").by("run")) == sorted(folders)
 
 
+def test_members_of_a_sweep_without_losses_are_left_out(tmp_path, capsys):
+    """As `looped laws collect runs/sweep/*/` names them: a run that diverged, and the folder of the cluster's jobs."""
+    make_run(tmp_path / "a")
+    for folder in ("b", "jobs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "b/diverged.txt").write_text("the loss of step 3 is nan")
+    folders = [str(tmp_path / name) for name in ("a", "b", "jobs")]
+    laws.main(["collect", *folders, "--output", str(tmp_path / "runs.csv")])
+    printed = capsys.readouterr().out
+    assert f"left out: {tmp_path}/b diverged: the loss of step 3 is nan" in printed
+    assert f"left out: {tmp_path}/jobs holds no run" in printed and "2 losses of 1 run are" in printed
+    assert list(read_table(tmp_path / "runs.csv").by("run")) == ["a"]
+    with pytest.raises(FitError, match="no folder is left"):
+        laws.main(["collect", *folders[1:]])
+
+
 @pytest.mark.parametrize(
     "rows, law",
     [

@@ -134,6 +134,28 @@ def test_seeds_are_averaged(tmp_path, capsys):
     assert table.splitlines()[2].startswith("| preset=readout_per_loop_raw | 1 |") and "2, 1 diverged" in table
 
 
+def test_a_run_without_numbers_has_diverged(tmp_path, capsys):
+    """The weights of one seed are no numbers any more, though its training logged none that is not."""
+    runs = tmp_path / "sweep"
+    for preset, seed in (("readout_terminal_raw", 0), ("readout_terminal_raw", 1), ("readout_per_loop_raw", 0)):
+        make_run(runs / f"preset={preset}_seed={seed}", preset, seed, joined_by=" ")
+    folder = runs / "preset=readout_terminal_raw_seed=1/final"
+    model = LoopedForCausalLM.from_pretrained(folder)
+    torch.nn.init.constant_(model.model.embed_tokens.weight, math.nan)
+    model.save_pretrained(folder)
+    result = readout_table.main([str(runs)])
+    system = result["systems"]["preset=readout_terminal_raw"]
+    assert (system["seeds"], system["diverged"], system["norm"]["deviation"]) == (1, 1, None)
+    assert system["norm"]["mean"] == result["runs"]["preset=readout_terminal_raw_seed=0"]["norm"]
+    assert result["systems"]["preset=readout_per_loop_raw"]["seeds"] == 1
+    shutil.rmtree(runs / "preset=readout_terminal_raw_seed=0")
+    readout_table.main([str(folder.parent)])
+    printed = capsys.readouterr().out
+    assert "| preset=readout_terminal_raw | 1, 1 diverged |" in printed
+    assert "| preset=readout_terminal_raw | 0, 1 diverged | – | – | – |" in printed
+    assert "every run diverged" in printed
+
+
 def test_what_is_no_table_is_refused(tmp_path):
     runs = tmp_path / "sweep"
     first = make_run(runs / "raw_seed=0", "readout_terminal_raw", 0, joined_by=" ")

@@ -143,6 +143,16 @@ def test_samples_of_lm_eval(runs, tmp_path, capsys):
     assert change["interval"][0] < change["change"] < change["interval"][1]
 
 
+def sample_line(gold: int) -> str:
+    """As lm-eval writes it, of a question with two candidates."""
+    sample = {
+        "doc_id": 0, "doc_hash": "x", "doc": {"gold": gold}, "target": str(gold),
+        "arguments": {f"gen_args_{i}": {"arg_0": "a", "arg_1": f" {i}"} for i in range(2)},
+        "filtered_resps": [["-1.0", "False"], ["-2.0", "False"]],
+    }  # fmt: skip
+    return json.dumps(sample) + "\n"
+
+
 def test_folders_without_choices(runs, tmp_path):
     out = runs[0]
     with pytest.raises(ValueError, match="run lm-eval with --log_samples"):
@@ -152,3 +162,22 @@ def test_folders_without_choices(runs, tmp_path):
         read_samples(rolling, len)
     with pytest.raises(ValueError, match=r"level=1.5 must lie in \(0, 1\)"):
         statistics.main([str(out), str(out), "--level", "1.5"])
+
+
+def test_one_depth_of_several_is_to_be_named(tmp_path):
+    for depth in (9, 10):
+        folder = tmp_path / f"out/loops_{depth}/model"
+        folder.mkdir(parents=True)
+        (folder / "samples_choice_2026-01-01T10-00-00.jsonl").write_text(sample_line(gold=0))
+    with pytest.raises(ValueError, match="several depths: name one of .*out/loops_9, .*out/loops_10$"):
+        read_samples(tmp_path / "out", len)
+    assert len(read_samples(tmp_path / "out/loops_9", len)) == 1
+
+
+def test_the_newest_run_is_that_of_the_latest_time(tmp_path):
+    """Names of folders are no times: the model of the older run has the later name."""
+    for model, time, gold in (("a", "2026-01-02T09-00-00.5", 1), ("b", "2026-01-01T10-00-00.25", 0)):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / f"samples_choice_{time}.jsonl").write_text(sample_line(gold))
+    (found,) = read_samples(tmp_path, len)
+    assert (found.task, found.gold) == ("choice", 1)

@@ -134,6 +134,24 @@ def test_brackets_in_the_name_of_a_file_are_its_name(tmp_path):
     assert list(texts_of(f"{tmp_path}/a[1].parquet")) == ["a[1]"]
 
 
+@pytest.mark.parametrize("kind", ["text", "stream"])
+def test_null_is_an_empty_text(folder, tmp_path, kind):
+    """As in a parquet file, and as `looped prepare` takes it."""
+    results = []
+    for name, empty in (("null", None), ("empty", "")):
+        rows = ["a b c d e f g h", empty, "i j"]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        path = str(tmp_path / f"{name}.jsonl")
+        assert list(texts_of(path)) == [rows[0], "", rows[2]]
+        asked = ["--text", path] if kind == "text" else ["--stream", f"x={path}", "--max_length", "4"]
+        budget.main([folder, *asked, "--num-loops", "2", "--device", "cpu", "--output", str(tmp_path / name)])
+        results.append(json.loads((tmp_path / name / "budget.json").read_text())["curves"])
+    assert results[0] == results[1]
+    (tmp_path / "number.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    with pytest.raises(ValueError, match="line 2: the field 'text' holds 3, which is no text"):
+        list(texts_of(str(tmp_path / "number.jsonl")))
+
+
 def test_texts_of_both_kinds_of_files(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     Dataset.from_dict({"text": TEXTS, "number": range(5)}).to_parquet(tmp_path / "a.parquet")

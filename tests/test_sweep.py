@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from looped_recipes.engine.sweeps import DIVERGED, load_sweep, outcome
+from looped_recipes.engine.sweeps import DIVERGED, charts_of, load_sweep, optima, outcome
 from looped_recipes.plan import main as plan_main
 from looped_recipes.settings.recipe import RecipeError
 from tests.helpers_recipes import RECIPES, runs_of_sweep
@@ -113,6 +113,11 @@ def test_the_same_settings_twice_are_refused(tmp_path):
         ("grid: {model.num_loops: []}", "holds no run"),
         ("runs: [{name: 3}]", "the name 3 is no text"),
         ("grid: {training.seed: [1]}\nplot: {x: optimizer.lr, curve: training.seed}", "not a setting of every run"),
+        (
+            "grid: {optimizer.betas: [[0.9, 0.95]], optimizer.lr: [1.0], model.num_loops: [1]}\n"
+            "plot: {x: optimizer.lr, curve: model.num_loops, panel: [optimizer.betas]}",
+            "panel of plot must be numbers or words",
+        ),
         ("grid: [", "is not YAML"),
     ],
 )
@@ -168,3 +173,26 @@ def test_a_run_that_stopped_is_recorded_with_its_reason(tmp_path):
     folder.mkdir(parents=True)
     (folder / DIVERGED).write_text("the loss of step 3 is nan")
     assert outcome(run)["diverged"] == "the loss of step 3 is nan" and outcome(run)["loss"] is None
+
+
+def test_switches_beside_words_are_drawn():
+    plot = {"x": "optimizer.lr", "curve": "training.gradient_checkpointing"}
+    results = [
+        {plot["x"]: lr, plot["curve"]: value, "loss": 3.0}
+        for value in ("selective", False)
+        for lr in (1e-3, 2e-3, 4e-3)
+    ]
+    (chart,) = charts_of(results, plot)
+    assert [line.name.split(" = ")[1].split(",")[0] for line in chart.lines if line.name] == ["False", "selective"]
+    assert list(optima(results, **plot)) == [False, "selective"]
+    assert list(optima([{**result, plot["curve"]: n} for result, n in zip(results, (10, 9, 1))], **plot)) == [1, 9, 10]
+
+
+def test_unequal_replicas_are_refused_before_training(tmp_path):
+    entries = ((0.001, 0), (0.002, 0), (0.002, 1), (0.004, 0))
+    runs = "".join(f"- {{optimizer.lr: {lr}, training.seed: {s}, model.num_loops: 2}}\n" for lr, s in entries)
+    plot = "plot: {x: optimizer.lr, curve: model.num_loops}\n"
+    message = r"equally many runs at every optimizer.lr, but model.num_loops=2 has 1 at 0.001, 2 at 0.002, 1 at 0.004"
+    with pytest.raises(RecipeError, match=message):
+        load_sweep(written(tmp_path, f"runs:\n{runs}{plot}"))
+    assert len(load_sweep(written(tmp_path, f"runs:\n{runs}"))) == 4

@@ -8,6 +8,7 @@ from lm_eval.tasks import TaskManager
 
 from looped_eval.common.curves import Curves, draw, table
 from looped_eval.common.findings import best_depths
+from looped_eval.common.model_folder import model_folder
 from looped_eval.common.task_names import TASKS, tasks_of
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.command import core_scores
@@ -140,7 +141,10 @@ def over_seeds(found: dict[str, list[dict[str, dict[int, float]]]]) -> Curves:
 
 def main(arguments: list[str] | None = None):
     args = parse(arguments)
-    models = parse_models(args.models)
+    models = {
+        name: [str(model_folder(folder) or folder) for folder in folders]  # None: a name on the Hub
+        for name, folders in parse_models(args.models).items()
+    }
     depths = parse_depths(args.num_loops)
     if not (args.text or args.stream or args.tasks or args.core):
         raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")

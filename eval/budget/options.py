@@ -1,12 +1,12 @@
 """Models and seeds compared at every depth, so at every compute budget (fully looped transformers, appendix A.4):
 
-looped budget flt=runs/flt-0/final,runs/flt-1/final lt=runs/lt/final --num-loops 1,3,6,9,12 --text val.jsonl
+looped budget flt=runs/flt-0,runs/flt-1 lt=runs/lt --num-loops 1,3,6,9,12 --text val.jsonl
 
-Folders of one name are seeds of one model: their mean, and their standard deviation. One pass scores all depths.
-Measures: bits per byte and perplexity per token of texts, each read by itself (--text) or all as one stream in windows
-(--stream, see streams.py); every metric of lm-eval's --tasks; CORE on a bundle, with --six the six accuracies of the
-Fully Looped Transformer's table 1. Bits per byte come with their standard error over documents or windows, and with
-differences between models on the same rows, whose error is smaller.
+A folder holds a saved model, or is its training run. Folders of one name are seeds of one model: their mean, and their
+standard deviation. One pass scores all depths. Measures: bits per byte and perplexity per token of texts, each read by
+itself (--text) or all as one stream in windows (--stream, see streams.py); every metric of lm-eval's --tasks; CORE on
+a bundle, with --six the six accuracies of the Fully Looped Transformer's table 1. Bits per byte come with their
+standard error over documents or windows, and with differences between models on the same rows, whose error is smaller.
 """
 
 import argparse

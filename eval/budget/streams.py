@@ -17,6 +17,7 @@ from tqdm import tqdm
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.token_losses import token_losses
 from looped_recipes.data.tokenizers import Encoder, token_bytes
+from looped_recipes.settings.yaml_files import shortly
 
 from .row_scores import RowScores
 
@@ -41,7 +42,7 @@ def parse_stream(argument: str) -> tuple[str, str]:
 
 
 def texts_of(path: str) -> Iterator[str]:
-    """The field `text` of each row of a parquet file, or of each line of JSON."""
+    """The field `text` of each row of a parquet file, or of each line of JSON; null is an empty text."""
     if path.endswith(".parquet"):
         from datasets import load_dataset
 
@@ -57,7 +58,9 @@ def texts_of(path: str) -> Iterator[str]:
                 text = json.loads(line)["text"]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: expected a JSON object with a field 'text'") from error
-            yield text
+            if not (text is None or isinstance(text, str)):
+                raise ValueError(f"{path}, line {number}: the field 'text' holds {shortly(text)}, which is no text")
+            yield text or ""
 
 
 def start_token(tokenizer) -> int:

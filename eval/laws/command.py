@@ -13,7 +13,7 @@ from .forms import PARAMETRIC, TEST_TIME
 from .frontier import is_fixed_depth
 from .options import parse
 from .page import finding, write_page
-from .run_table import Table, collect, read_table, write_table
+from .run_table import Table, collect, read_table, why_left_out, write_table
 
 
 THEN = {"isoflop": "parametric", "parametric": "unified", "test_time": "conditioning", "unified": "conditioning"}
@@ -59,6 +59,13 @@ def number(value) -> str:
 
 
 def collect_all(folders: list[str], output: str | None):
+    reasons = {folder: why_left_out(folder) for folder in folders}
+    for folder, reason in reasons.items():
+        if reason is not None:
+            print(f"left out: {folder} {reason}")
+    folders = [folder for folder in folders if reasons[folder] is None]
+    if not folders:
+        raise FitError("no folder is left that holds a finished run")
     names = [Path(folder).resolve().name for folder in folders]
     unique = len(set(names)) == len(names)  # runs of several sweeps may have the same names
     rows = [

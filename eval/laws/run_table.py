@@ -149,6 +149,19 @@ def write_table(rows: list[dict], path: str | Path):
         writer.writerows(rows)
 
 
+def why_left_out(folder: str | Path) -> str | None:
+    """What a folder of a sweep is, if it is none of a run that gives losses."""
+    from looped_recipes.engine.sweeps import DIVERGED
+    from looped_recipes.settings.sweep_files import JOBS
+
+    folder = Path(folder)
+    if (folder / DIVERGED).is_file():
+        return f"diverged: {(folder / DIVERGED).read_text(encoding='utf-8').strip()}"
+    if folder.resolve().name == JOBS and not (folder / "recipe.yaml").exists():
+        return "holds no run, but what a cluster was told"
+    return None
+
+
 def collect(folder: str | Path) -> list[dict]:
     """The rows of one finished run of looped pretrain: its last validation, at every depth."""
     from looped_recipes.common.flops import effective_parameters, sizes

@@ -133,6 +133,15 @@ def settings_of(run: RunFolder) -> dict:
     return {key: value for key, value in flat(run.recipe).items() if not key.startswith(free)}
 
 
+def of_system(members: list[RunFolder], measured: dict[str, dict]) -> dict:
+    """Means over seeds; one whose measures are no finite numbers has diverged, whatever its training logged."""
+    found = [measured[run.name] for run in members if run.name in measured]
+    sound = [values for values in found if all(math.isfinite(values[key]) for key in MEASURES)]
+    diverged = sum(run.status.startswith("diverged") for run in members) + len(found) - len(sound)
+    means = {key: summary([values[key] for values in sound]) for key in MEASURES} if sound else {}
+    return {"seeds": len(sound), "diverged": diverged, **means}
+
+
 def summary(values: list[float]) -> dict:
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return {"mean": statistics.fmean(values), "deviation": deviation}
@@ -159,6 +168,8 @@ def cell(value: dict | None) -> str:
 def least_perplexity(systems: dict[str, dict]) -> str:
     """Which system is best, and by how much beside what differs between seeds."""
     found = sorted((s["perplexity"]["mean"], name) for name, s in systems.items() if "perplexity" in s)
+    if not found:
+        return "No system has a perplexity: every run diverged."
     said = [f"{name}, {cell(systems[name]['perplexity'])}" for _, name in found[:2]]
     return f"The least perplexity has {'; then comes '.join(said)}."
 
@@ -181,12 +192,7 @@ def main(arguments: list[str] | None = None) -> dict:
         measured[run.name] = measure(model.to(args.device).eval(), windows(run), args.batch_size)
         print(f"{run.name}: " + ", ".join(f"{name} {measured[run.name][name]:.4g}" for name in MEASURES))
         measured[run.name] |= {"num_loops": config.trained_depth, "loop_loss": config.loop_loss}
-    of_systems = {}
-    for name, members in systems.items():
-        found = [measured[run.name] for run in members if run.name in measured]
-        counts = {"seeds": len(found), "diverged": sum(run.status.startswith("diverged") for run in members)}
-        means = {key: summary([values[key] for values in found]) for key in MEASURES} if found else {}
-        of_systems[name] = {**counts, **means}
+    of_systems = {name: of_system(members, measured) for name, members in systems.items()}
     print("", table(of_systems), sep="\n")
     output = args.output or Path(args.folders[0])
     result = {"dtype": args.dtype, "systems": of_systems, "runs": measured}

@@ -27,7 +27,7 @@ from looped_recipes.common.files import write_whole
 from looped_recipes.common.orphans import end_with
 
 from .packing import best_fit
-from .sources import Documents, readable
+from .sources import Documents, Source, readable
 from .tokenizers import Encoder
 
 
@@ -106,10 +106,10 @@ class PartMaker:
         return best_fit(documents, self.row_length, self.keep, num_starts=len(self.encode.starts))
 
 
-def make_parts(maker: PartMaker, kind: str, documents: Documents, name: str, num_proc: int | None) -> list[str]:
+def make_parts(maker: PartMaker, kind: str, documents: Documents, source: Source, num_proc: int | None) -> list[str]:
     """All parts of a source, in order; those that are there already are kept."""
     if isinstance(documents, IterableDataset):
-        return _stream_parts(maker, kind, documents, name)
+        return _stream_parts(maker, kind, documents, source)
     size = min(LARGEST_PART, max(32, math.ceil(len(documents) / 64)))  # of the source alone: parts never change
     parts = [f"{kind}-{number:05}" for number in range(math.ceil(len(documents) / size))]
     missing = [number for number, part in enumerate(parts) if not maker.is_made(part)]
@@ -119,17 +119,17 @@ def make_parts(maker: PartMaker, kind: str, documents: Documents, name: str, num
     def make(number: int):
         if os.getpid() != parent:
             end_with(parent)
-        with readable(name):
+        with readable(source):
             texts = documents[number * size : (number + 1) * size]["text"]
         maker(parts[number], texts)
 
     if num_proc is None or num_proc < 2 or len(missing) < 2:  # the tokenizers library uses all cores by itself
-        for number in tqdm(missing, desc=f"tokenise {name}", unit="part", disable=None):
+        for number in tqdm(missing, desc=f"tokenise {source.name}", unit="part", disable=None):
             make(number)
     else:
         with _single_threaded_tokenizers(), _forked(min(num_proc, len(missing)), make) as pool:
             jobs = [pool.submit(_call_inherited, number) for number in missing]
-            for job in tqdm(as_completed(jobs), f"tokenise {name}", len(jobs), unit="part", disable=None):
+            for job in tqdm(as_completed(jobs), f"tokenise {source.name}", len(jobs), unit="part", disable=None):
                 job.result()
     return parts
 
@@ -159,11 +159,11 @@ def _call_inherited(number: int):
     _inherited(number)
 
 
-def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, name: str) -> list[str]:
+def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, source: Source) -> list[str]:
     """A stream is read once; where a part ended is kept with it, so that what is done is not read again."""
     parts: list[str] = []
     rows = None
-    for number in tqdm(count(), desc=f"tokenise {name}", unit="part", disable=None):
+    for number in tqdm(count(), desc=f"tokenise {source.name}", unit="part", disable=None):
         part = f"{kind}-{number:05}"
         if rows is None and maker.is_made(part):
             parts.append(part)
@@ -172,7 +172,7 @@ def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, name:
             if parts:
                 documents.load_state_dict(read_sealed(maker.folder / f"{parts[-1]}.json")["stream"])
             rows = iter(documents)
-        with readable(name):
+        with readable(source):
             texts = [row["text"] for row in islice(rows, STREAMED_PART)]
         if not texts:
             return parts

@@ -148,21 +148,28 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
         return
     remove_leftovers(folder)
     documents = training.load()
+    unused = training.unused_splits() if validation is None else []
+    if unused:
+        print(
+            f"{data.source!r} also holds {', '.join(unused)}, which is not read: validation is held out of "
+            f"{data.split}; data.validation_split={unused[0]} would take it instead",
+            flush=True,
+        )
     validation_documents = None if validation is None else validation.load()
     held_out = HeldOut(fraction=data.validation_fraction)
     if data.joined_by is not None:
         held_out = HeldOut()
     elif validation is not None:
-        hashes = frozenset(document_hash(text) for text in _texts(validation_documents, validation.name))
+        hashes = frozenset(document_hash(text) for text in _texts(validation_documents, validation))
         held_out = HeldOut(hashes=hashes)
 
-    training_texts = (text for text in _texts(documents, training.name) if text not in held_out)
+    training_texts = (text for text in _texts(documents, training) if text not in held_out)
     tokenizer = _tokenizer(folder, data, training_texts if data.joined_by is None else training.rows())
     maker = _maker(folder, data, tokenizer, held_out, "validation" if validation is None else None)
-    parts = make_parts(maker, "part", documents, training.name, data.num_proc)
+    parts = make_parts(maker, "part", documents, training, data.num_proc)
     if validation is not None:
         maker = dataclasses.replace(maker, held_out=HeldOut(fraction=2.0), outside="validation")
-        parts += make_parts(maker, "validation", validation_documents, validation.name, data.num_proc)
+        parts += make_parts(maker, "validation", validation_documents, validation, data.num_proc)
     _write_manifest(folder, settings, tokenizer, maker, parts)
 
 
@@ -204,8 +211,8 @@ def shard_writer(data: DataConfig, rank: int, world_size: int) -> Iterator[Worke
         yield documents
 
 
-def _texts(documents: Documents, name: str) -> Iterator[str]:
-    with readable(name):
+def _texts(documents: Documents, source: Source) -> Iterator[str]:
+    with readable(source):
         for row in documents:
             if row["text"] and not row["text"].isspace():
                 yield row["text"]

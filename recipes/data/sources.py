@@ -16,7 +16,7 @@ import re
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,7 +24,6 @@ from pydoc_data.topics import topics
 from datasets import (
     Dataset,
     DatasetBuilder,
-    DatasetDict,
     IterableDataset,
     Value,
     load_dataset,
@@ -32,6 +31,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
+from tqdm import tqdm
 
 from looped_recipes.settings.paths import expanded
 from looped_recipes.settings.recipe import DataConfig, RecipeError
@@ -109,7 +109,7 @@ class Source:
 
     def load(self) -> Documents:
         """The documents, or the pieces of the one text, one column `text`, in an order that never changes."""
-        with readable(self.name):
+        with readable(self):
             documents = self._rows()
             if self._document_start() is not None:
                 joined = {"rows": documents, "document_start": self._document_start()}
@@ -125,7 +125,7 @@ class Source:
 
     def rows(self) -> Iterator[str]:
         """Texts as they are in the source, without those that are empty."""
-        with readable(self.name):
+        with readable(self):
             yield from islice(filter(None, (row["text"] for row in self._rows())), self.max_documents)
 
     def _rows(self) -> Documents:
@@ -144,23 +144,41 @@ class Source:
             raise RecipeError(f"data.source_config={self.config!r} would have no effect on files: leave it out")
         if files is None:
             return load_dataset(self.name, self.config, split=self.split, streaming=self.streaming)
-        folder = expanded(self.name)
-        if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
-            saved = load_from_disk(folder)
-            return _split_of(saved, self.split) if isinstance(saved, DatasetDict) else saved
-        builder = _builder(self.name, files)
-        options = {"sample_by": "document"} if builder == "text" else {}
-        if folder.is_dir():  # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
-            reader = load_dataset_builder(str(folder), self.config, **options)
-            refuse_left_out(self.name, files, reader)
-        else:
-            reader = load_dataset_builder(
-                builder, data_files=[glob.escape(str(path.absolute())) for path in files], **options
-            )
+        if is_saved(self.name):
+            saved = load_from_disk(expanded(self.name))
+            if isinstance(saved, Dataset):
+                return saved
+            refuse_unknown_splits([self.split], list(saved))
+            return saved[self.split]
+        reader = self._reader(files)
+        refuse_unknown_splits(split_names(self.split), splits_of(reader))
         documents = _read(strict_about_text(reader, self.text_field), self.split, self.streaming)
-        if builder == "text" and self.text_field == "text":
+        if _builder(self.name, files) == "text" and self.text_field == "text":
             documents = documents.map(_cut_texts, batched=True, batch_size=16)
         return documents
+
+    def unused_splits(self) -> list[str]:
+        """Those of a folder that are not read."""
+        if self.name == "embedded" or not expanded(self.name).is_dir():
+            return []
+        if is_saved(self.name):
+            saved = load_from_disk(expanded(self.name))
+            known = [] if isinstance(saved, Dataset) else list(saved)
+        else:
+            known = splits_of(self._reader(local_files(self.name)))
+        return [] if self.split == "all" else [split for split in known if split not in split_names(self.split)]
+
+    def _reader(self, files: list[Path]) -> DatasetBuilder:
+        builder = _builder(self.name, files)
+        options = {"sample_by": "document"} if builder == "text" else {}
+        folder = expanded(self.name)
+        if not folder.is_dir():
+            data_files = [glob.escape(str(path.absolute())) for path in files]
+            return load_dataset_builder(builder, data_files=data_files, **options)
+        # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
+        reader = load_dataset_builder(str(folder), self.config, **options)
+        refuse_left_out(self.name, files, reader)
+        return reader
 
     def _rename(self, documents: Documents) -> Documents:
         columns = documents.column_names or list(next(iter(documents), {self.text_field: None}))
@@ -200,23 +218,45 @@ def _source(data: DataConfig, name: str, config: str | None, split: str) -> Sour
 
 
 @contextlib.contextmanager
-def readable(name: str):
+def readable(source: Source):
     """`datasets` and pyarrow raise many kinds of errors; whatever goes wrong in reading is about the source."""
     try:
         yield
     except RecipeError:
         raise
     except StopIteration as error:
-        raise RecipeError(f"{name!r} holds no documents: nothing to train on") from error
+        raise RecipeError(f"{source.name!r} holds no documents: nothing to train on") from error
     except Exception as error:
-        reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        if name != "embedded" and local_files(name) is None:
-            advice = "it is no file here either; check the name, data.source_config, data.split and the connection"
-        else:
-            advice = "check data.split, data.source_config and the files"
-        said = " ".join(str(reason).split())
-        said = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."  # pyarrow quotes whole documents
-        raise RecipeError(f"can not read {name!r}: {type(reason).__name__}: {said}; {advice}") from error
+        raise RecipeError(f"can not read {what_is_wrong(source, error)}") from error
+
+
+def what_is_wrong(source: Source, error: Exception) -> str:
+    files = [] if source.name == "embedded" else local_files(source.name)
+    if files is None:
+        advice = "it is no file here either; check the name, data.source_config, data.split and the connection"
+        return f"{source.name!r}: {reason_of(error)}; {advice}"
+    settings = " and data.source_config" if source.config is not None else ""
+    for file in tqdm(files, "look for the damaged file", disable=None) if len(files) > 1 else []:
+        own_error = why_unreadable(replace(source, name=str(file), config=None, split="train", streaming=True))
+        if own_error is not None:
+            return f"{str(file)!r}: {reason_of(own_error)}; repair this file or leave it out"
+    return f"{source.name!r}: {reason_of(error)}; check the file{'s' * (len(files) != 1)}{settings}"
+
+
+def why_unreadable(source: Source) -> Exception | None:
+    """The error of reading all of its rows."""
+    try:
+        for _ in source._open():
+            pass
+    except Exception as error:
+        return error
+
+
+def reason_of(error: Exception) -> str:
+    reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+    said = " ".join(str(reason).split())
+    said = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."  # pyarrow quotes whole documents
+    return f"{type(reason).__name__}: {said}"
 
 
 def local_files(name: str) -> list[Path] | None:
@@ -270,6 +310,27 @@ def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
         )
 
 
+def is_saved(name: str) -> bool:
+    """By `save_to_disk` of `datasets`."""
+    return any((expanded(name) / state).exists() for state in ("state.json", "dataset_dict.json"))
+
+
+def splits_of(reader: DatasetBuilder) -> list[str]:
+    return [str(split) for split in reader.config.data_files or {}]
+
+
+def split_names(split: str) -> list[str]:
+    """In a split as `datasets` writes it, such as train[:10%]+test."""
+    return [] if split == "all" else [part.partition("[")[0].strip() for part in split.split("+")]
+
+
+def refuse_unknown_splits(asked: list[str], known: list[str]):
+    for split in asked:
+        if split not in known:
+            listed = ", ".join(map(repr, known))
+            raise RecipeError(f"there is no split {split!r}, only {listed}: set data.split or data.validation_split")
+
+
 def _read(reader: DatasetBuilder, split: str, streaming: bool) -> Documents:
     if streaming:
         return reader.as_streaming_dataset(split=split)
@@ -292,12 +353,6 @@ def _builder(name: str, files: list[Path]) -> str:
     if not any(path.stat().st_size for path in files):
         raise RecipeError(f"{name!r} is empty: nothing to train on")
     return kinds[0]
-
-
-def _split_of(saved: DatasetDict, split: str) -> Dataset:
-    if split not in saved:
-        raise RecipeError(f"there is no split {split!r}, only {', '.join(map(repr, saved))}: set data.split")
-    return saved[split]
 
 
 def _kind(documents: Documents) -> type:

@@ -161,11 +161,12 @@ def run_all(runs: list[Run]) -> list[dict]:
 
 
 def curves_of(results: list[dict], x: str, curve: str) -> dict:
-    """{value of `curve`: {value of `x`: losses of its replicas}}, sorted; None for a run that diverged."""
+    """{value of `curve`: {value of `x`: losses of its replicas}}, sorted, words last; None for a run that diverged."""
     curves = defaultdict(lambda: defaultdict(list))
     for result in results:
         curves[result[curve]][result[x]].append(result["loss"])
-    return {value: dict(sorted(points.items())) for value, points in sorted(curves.items())}
+    values = sorted(curves, key=lambda value: (isinstance(value, str), value))
+    return {value: dict(sorted(curves[value].items())) for value in values}
 
 
 def optima(results: list[dict], x: str, curve: str) -> dict:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -118,6 +119,25 @@ def check_plot(plot, entries: list[dict], path: Path):
     curves = [entry[plot["curve"]] for entry in entries]
     if not all(map(is_number, curves)) and not all(isinstance(value, (str, bool)) for value in curves):
         raise RecipeError(f"{path}: curve of plot must be all numbers or all words, got {shortly(curves)}")
+    panels = [entry[key] for key in panel for entry in entries]
+    if any(isinstance(value, (list, dict)) for value in panels):
+        raise RecipeError(f"{path}: panel of plot must be numbers or words, got {shortly(panels)}")
+    check_replicas(plot["x"], [plot["curve"], *panel], entries, path)
+
+
+def check_replicas(x: str, keys: list[str], entries: list[dict], path: Path):
+    """Runs that differ in what is not drawn, such as seeds, are replicas of one point; a fit needs all of each."""
+    curves = defaultdict(Counter)
+    for entry in entries:
+        curves[tuple(entry[key] for key in keys)][entry[x]] += 1
+    for values, counts in curves.items():
+        if len(set(counts.values())) > 1:
+            curve = ", ".join(f"{key}={value}" for key, value in zip(keys, values))
+            found = ", ".join(f"{count} at {value:g}" for value, count in sorted(counts.items()))
+            raise RecipeError(
+                f"{path}: plot needs equally many runs at every {x}, but {curve} has {found}: add the runs that are "
+                "missing, or leave plot out"
+            )
 
 
 def is_number(value) -> bool:

@@ -313,10 +313,9 @@ def compared(fault: str, name: str, files: list[Path] | None, streaming: bool) -
     """files: what the source stands for; None for nothing that could be read."""
     fault = f"{fault}{' streamed' if streaming else ''}"
     try:
-        with sources.readable(name):
-            found = [
-                row["text"] for row in sources.training_source(DataConfig(source=name, streaming=streaming)).load()
-            ]
+        source = sources.training_source(DataConfig(source=name, streaming=streaming))
+        with sources.readable(source):
+            found = [row["text"] for row in source.load()]
     except Exception as error:
         return refusal(fault, error)
     try:
