@@ -57,7 +57,7 @@ class LoopDeltas(nn.ModuleDict):
 
     def of(self, name: str) -> LoopDelta | None:
         """That of the layer of this name, if it has one."""
-        return self[name + DELTA] if name + DELTA in self else None
+        return self._modules.get(name + DELTA)  # pyrefly: ignore[bad-return]
 
 
 def layer_of_delta(path: str) -> str:

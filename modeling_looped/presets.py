@@ -36,7 +36,7 @@ _HUGINN_BLOCK = {
     "injection": "concat",
     "block_norm": "residual_sandwich",
     "coda_input": "norm",
-    "embedding_scale": lambda f: sqrt(f["hidden_size"]),
+    "embedding_scale": lambda f: sqrt(abs(f["hidden_size"])),  # one below 0 is refused with the others
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     "init_scheme": "takase",

@@ -320,10 +320,11 @@ def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_a_report_is_proposed_where_it_has_the_result(is_inside, model, tasks, tmp_path, monkeypatch, capsys):
-    """Of a model in a training run: results that go elsewhere are in no report of it."""
+    """Of a training run, or a model in it: results that go elsewhere are in no report."""
     shutil.copytree(model, tmp_path / "run" / "final")
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
-    arguments = ["--model", "looped", "--model_args", f"pretrained={tmp_path / 'run' / 'final'},num_loops=1"]
+    named = tmp_path / "run" if is_inside else tmp_path / "run" / "final"
+    arguments = ["--model", "looped", "--model_args", f"pretrained={named},num_loops=1"]
     arguments += ["--tasks", "letter", "--include_path", str(tasks), "--device", "cpu"]
     elsewhere = [] if is_inside else ["--output_path", str(tmp_path / "elsewhere")]
     command(*arguments, *elsewhere, monkeypatch=monkeypatch)

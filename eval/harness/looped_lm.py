@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from looped_eval.common.model_folder import model_inside
 from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule
@@ -60,6 +61,8 @@ class LoopedLM(HFLM):
             it that state is zeros.
         device: by default a GPU if there is one.
         """
+        if isinstance(pretrained, str):
+            pretrained = model_inside(pretrained)
         self.depths, self.rule = check_question(
             pretrained, num_loops, exit_criterion, exit_threshold, min_loops, revision
         )

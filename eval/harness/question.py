@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
+from looped_eval.common.model_folder import model_inside
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import parse_depths
 from looped_recipes.common.hub import check_source
@@ -25,6 +26,7 @@ def check_question(
     """Reads config.json alone, so that a mistake costs no loading."""
     depths = None if num_loops is None else parse_depths(num_loops)
     if isinstance(pretrained, str):
+        pretrained = model_inside(pretrained)
         check_source(pretrained)
         try:
             fields, _ = PreTrainedConfig.get_config_dict(pretrained, revision=revision)
