@@ -98,7 +98,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
             for chunk in tokens.split(chunk_size):
                 with torch.set_grad_enabled(gradient is not None or bool(trained)):
                     hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
-                    logits = decode(hidden, k)
+                    logits = decode(hidden.view_as(hidden), k)  # hooks of those who count operations take no leaf
                 wanted = ([hidden] if gradient is not None else []) + trained
                 to_logits = None
                 if wanted:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_looped import LoopedForCausalLM, losses
 from modeling_looped.layers import rotary_tables
@@ -493,6 +494,17 @@ def test_bfloat16_autocast_stays_near(loss, backprop_loops):
         assert found[name].dtype == gradient.dtype
         if gradient.norm() > 1e-4:
             assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.97, name
+
+
+def test_operations_are_counted_by_torch():
+    """As many as of logits that are kept, each compared with a label."""
+    model, ids = float64_model(loop_loss="per_loop"), random_ids(2, 6)
+    with FlopCounterMode(display=False) as ours:
+        model(ids, shift_labels=ids, output_logits=False, use_cache=False).loss.backward()
+    with FlopCounterMode(display=False) as naive:
+        logits = torch.stack(model(ids, output_loop_logits=True, output_logits=False, use_cache=False).loop_logits)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 2), ids.flatten().repeat(len(logits))).backward()
+    assert ours.get_total_flops() == naive.get_total_flops() > 0
 
 
 def test_logits_in_another_order_change_no_loss():
