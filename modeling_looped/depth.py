@@ -91,6 +91,13 @@ def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def one_or_rows(flags: list[bool], device, ndim: int) -> bool | torch.Tensor:
+    """One bool where all rows agree; else one per row, [rows, 1, ...], of so many dimensions."""
+    if all(flags) or not any(flags):
+        return flags[0]
+    return placed(flags, device).view(-1, *[1] * (ndim - 1))
+
+
 def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
     """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
     if not isinstance(batched, BlockMask):

@@ -54,7 +54,7 @@ from .clients import (
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
-from .depth import DepthPlan, placed, plan_depths
+from .depth import DepthPlan, one_or_rows, placed, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
 from .injection import INJECTIONS, LoopChangeGate
@@ -499,13 +499,10 @@ class LoopedModel(LoopedPreTrainedModel):
         return placed(factors, like.device, like.dtype)[:, None, None]
 
     def _at_first_loop(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
-        """Whether t = 0, as injections and the gate ask: one bool, or one per row, [rows, 1, 1]."""
+        """Whether t = 0, for injections and the gate, where they ask: one bool, or one per row, [rows, 1, 1]."""
         if isinstance(loop, int):
             return loop == 0
-        first = [t == 0 for t in loop]
-        if not self.looks_at_first or all(first) or not any(first):
-            return first[0]
-        return placed(first, like.device)[:, None, None]
+        return one_or_rows([t == 0 for t in loop], like.device, 3) if self.looks_at_first else False
 
     def _makes_keys(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
         """Whether loop t computes keys and values: one bool, or one per row, [rows, 1, 1, 1]."""
@@ -513,9 +510,7 @@ class LoopedModel(LoopedPreTrainedModel):
             return True
         if isinstance(loop, int):
             return self.config.makes_keys(loop)
-        makes = [self.config.makes_keys(t) for t in loop]
-        same = all(makes) or not any(makes)
-        return makes[0] if same else placed(makes, like.device)[:, None, None, None]
+        return one_or_rows([self.config.makes_keys(t) for t in loop], like.device, 4)
 
     def _positions(self, inputs_embeds, attention_mask, cache):
         """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""

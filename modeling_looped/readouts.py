@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from .depth import placed
+from .depth import one_or_rows, placed
 from .norms import LoopedNorm, block_norm
 
 
@@ -24,9 +24,7 @@ def has_reached(trained_depth: int, depth: int | list[int] | torch.Tensor, devic
     if torch.is_tensor(depth):
         return (depth >= trained_depth).unsqueeze(-1)
     reached = [d >= trained_depth for d in ([depth] if isinstance(depth, int) else depth)]
-    if all(reached) or not any(reached):
-        return reached[0]
-    return placed(reached, device)[:, None, None]
+    return one_or_rows(reached, device, 3)
 
 
 class AlphaReadout(nn.Module):
