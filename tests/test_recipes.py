@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from looped_recipes import sweep
-from looped_recipes.common.activations import kept_of_token
+from looped_recipes.common.activation_memory import kept_of_token
 from looped_recipes.common.axis import written
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
 from looped_recipes.engine.sweeps import optima

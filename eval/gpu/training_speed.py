@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from looped_eval.common.timing import now
-from looped_recipes.common.activations import bytes_under_bf16, kept_of_token
+from looped_recipes.common.activation_memory import bytes_under_bf16, kept_of_token
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.hardware import device_rate
 from looped_recipes.common.provenance import ROOT

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from looped_recipes.common.activations import bytes_under_bf16, kept_of_token
+from looped_recipes.common.activation_memory import bytes_under_bf16, kept_of_token
 from looped_recipes.common.cluster import Cluster, Line, Run, cluster_plan
 from looped_recipes.common.command_line import Parser
 from looped_recipes.common.flops import (

@@ -2,7 +2,7 @@
 
 import torch
 
-from looped_recipes.common.activations import kept_of_token
+from looped_recipes.common.activation_memory import kept_of_token
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.hardware import PEAK_FLOPS, measured_rate
 from looped_recipes.common.words import counted
