@@ -37,7 +37,8 @@ KERNELS_FILL_PAGES = CACHE != "cache"
 def one_cache(cache=None, past_key_values=None):
     """The cache of a call, which may have either name; PEFT's prefix comes beside an empty one."""
     if cache is not None and past_key_values is not None:
-        if cache is not past_key_values and cache.get_seq_length() > 0:
+        is_prefix = cache.get_seq_length() == 0 < past_key_values.get_seq_length()
+        if cache is not past_key_values and not is_prefix:
             raise ValueError(
                 "cache and past_key_values are two names for the same argument, and both are given: pass one"
             )

@@ -67,11 +67,11 @@ def gives_rows_adapters(model: torch.nn.Module) -> bool:
     return any(getattr(hook, "__name__", "") in HOOKS_OF_ROWS for hook in hooks)
 
 
-def refuse_adapters_of_rows(model: torch.nn.Module, reason: str):
+def refuse_adapters_of_rows(model: torch.nn.Module):
     refuse_if(
         gives_rows_adapters(model),
-        f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which {reason}: run the rows of each "
-        "adapter by themselves, or all rows at one depth",
+        f"{ADAPTERS_OF_ROWS} follow the places of rows in the batch, which rows of different depths and exits change: "
+        "run the rows of each adapter by themselves, or all rows at one depth",
     )
 
 

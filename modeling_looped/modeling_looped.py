@@ -273,7 +273,7 @@ class LoopedModel(LoopedPreTrainedModel):
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_pass(self.config, plan, inputs_embeds, cache, initial_state, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
-            refuse_adapters_of_rows(self, "rows of different depths and exits change")
+            refuse_adapters_of_rows(self)
 
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
         if cache is not None and no_cache_because:
@@ -371,7 +371,7 @@ class LoopedModel(LoopedPreTrainedModel):
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
-                if self.computes_again and not running.requires_grad and torch.is_grad_enabled():
+                if self.gradient_checkpointing and not running.requires_grad and torch.is_grad_enabled():
                     running = running.detach().requires_grad_()  # or reentrant checkpoints have no gradient
                 inputs = running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context
                 if self.checkpoints_loops and self.training and torch.is_grad_enabled():
