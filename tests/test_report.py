@@ -156,6 +156,15 @@ def test_runs_are_compared(tmp_path):
     assert page_of(first, again).cells[1:3] == [str(first), str(again)]
 
 
+def test_a_sweep_is_all_its_runs(tmp_path):
+    for name, lr in (("lr=0.02", 0.02), ("lr=0.01", 0.01)):
+        make_run(tmp_path / "sweep" / name, lr=lr)
+    (tmp_path / "sweep" / "jobs").mkdir()
+    page = page_of(tmp_path / "sweep")
+    assert page.cells[1:3] == ["lr=0.01", "lr=0.02"]
+    assert (tmp_path / "sweep" / "report.html").is_file()
+
+
 def test_task_results_of_every_depth(tmp_path):
     run = make_run(tmp_path / "first")
     for depth, accuracy in ((1, 0.25), (2, 0.375)):

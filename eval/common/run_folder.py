@@ -118,8 +118,16 @@ class RunFolder:
 
 
 def open_runs(folders) -> list[RunFolder]:
-    """Runs, named by their folders; by their whole paths where two folders have the same name."""
-    folders = [Path(folder) for folder in folders]
+    """Runs, named by their folders; by their whole paths where two folders have the same name. The folder of a sweep
+    stands for its runs."""
+    folders = [run for folder in folders for run in runs_in(Path(folder))]
     names = [(path.parent if path.name == "final" else path).name for path in map(Path.resolve, folders)]
     unique = len(set(names)) == len(names)
     return [RunFolder(folder, name if unique else str(folder)) for folder, name in zip(folders, names)]
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs of a sweep, or the folder itself."""
+    if (folder / "metrics.jsonl").exists():
+        return [folder]
+    return sorted(path.parent for path in folder.glob("*/metrics.jsonl")) or [folder]

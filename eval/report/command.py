@@ -34,10 +34,16 @@ def title_of(runs: list[RunFolder]) -> str:
     return ("This model: " if len(runs) == 1 else "These models: ") + ", ".join(run.name for run in runs)
 
 
+def place_of(folders, runs: list[RunFolder]) -> Path:
+    """In the folder that was named first, or that of the run whose model was named."""
+    first = Path(folders[0])
+    return (first if runs[0].folder.is_relative_to(first) else runs[0].folder) / "report.html"
+
+
 def make_report(folders, output: str | Path | None = None) -> Path:
     """Writes the page of these runs, by default into the folder of the first; where it lies."""
     runs = open_runs(folders)
-    output = Path(output or runs[0].folder / "report.html")
+    output = Path(output or place_of(folders, runs))
     write_whole(output, to_html(title_of(runs), sections_of(runs), headlines(runs)))
     return output
 
@@ -46,7 +52,7 @@ def main(arguments: list[str]):
     args = parse(arguments)
     runs = open_runs(args.runs)
     sections = sections_of(runs, args.layer, args.clipped)
-    output = Path(args.output or runs[0].folder / "report.html")
+    output = Path(args.output or place_of(args.runs, runs))
     write_whole(output, to_html(title_of(runs), sections, headlines(runs)))
     if args.markdown == "-":
         print(to_markdown(title_of(runs), sections, headlines(runs)))
