@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ import transformers
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from looped_recipes import export
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.shards import prepare
-from looped_recipes.engine import publish
+from looped_recipes.engine import publish, reports
+from looped_recipes.engine.reports import StepReports
+from looped_recipes.engine.run_checkpoints import Progress
 from looped_recipes.engine.training import Divergence
 from looped_recipes.pretrain import main
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -241,13 +245,21 @@ def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):
         assert len(written) >= 1 and told == [(step, pytest.approx(value)) for step, value in written], key
 
 
-def test_the_speed_is_measured_where_a_step_is_logged_anyway(training_text, tmp_path):
+def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
     """Not at a step that only the monitor reads, which by itself would be a slow one."""
-    more = ["training.steps=9", "logging.every=4", "logging.monitor_every=3"]
-    main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, *more)])
-    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
-    assert [record["step"] for record in records if "residual_norm/loop_1" in record] == [0, 3, 6]
-    assert [record["step"] for record in records if "tokens_per_second" in record] == [0, 3, 7, 8]
+    monkeypatch.setattr(reports, "reference_rate", lambda accelerator: 1.0)
+    recipe = load_recipe(SMOKE / "lt.yaml", ["logging.every=4", "logging.monitor_every=3"])
+    accelerator = SimpleNamespace(num_processes=1, is_main_process=True)
+    steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
+    operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0 + step)
+    logged, silent = {}, SimpleNamespace(warnings=lambda metrics: ())
+    said = StepReports(steps, silent, Progress(), logged.__setitem__, tqdm(disable=True), operations)
+    for step in range(9):
+        said.say(step, {"loss": 1.0, "loops": 2.0})
+    assert list(logged) == [0, 3, 6, 7, 8]
+    speeds = {step: metrics["tokens_per_second"] for step, metrics in logged.items() if "tokens_per_second" in metrics}
+    assert list(speeds) == [0, 3, 7, 8]
+    assert logged[7]["mfu"] == pytest.approx(speeds[7] * (5 + 6 + 7 + 8) / 4)  # of the four steps since
 
 
 def test_a_tracker_that_is_not_installed_is_said(training_text, tmp_path, monkeypatch):
