@@ -248,8 +248,13 @@ class RowEngine:
         if positions is not None:
             shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
             self.shifts = shifts * (self.num_rows // len(positions))
-        if logits is not None:
+        if logits is None:
+            return
+        try:
             self.selector.emit(list(range(self.num_rows)), logits, self.depths_of_prompts)
+        except BaseException:  # of a client that has gone, too
+            self.cache.release()
+            raise
 
     def hold(self, pages: Pages | None) -> LoopedCache | PagedRows:
         """What the prompt has left, or will leave, where rows can go on apart."""

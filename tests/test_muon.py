@@ -210,3 +210,12 @@ def test_without_epsilon_the_scale_of_gradients_does_not_matter():
     for atan2, same in ((True, True), (False, False)):
         runs = [run(StableAdamW, each, start, clipping=False, atan2=atan2)[-1] for each in (gradients, tiny)]
         assert all(torch.allclose(a, b, rtol=0, atol=1e-12) == same for a, b in zip(*runs))
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-30])
+def test_clipping_where_a_weight_has_no_gradient(eps):
+    """Also where the square of eps is 0 in fp32."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    StableAdamW([weight], lr=0.1, eps=eps, clipping=True, atan2=True).step()
+    assert weight[1:].tolist() == [1.0] * 3 and weight[0] < 1

@@ -117,10 +117,17 @@ def test_conversations(served):
         ({"logprobs": 0}, "logprobs=0 is not served"),
         ({"echo": True}, "echo=True is not served"),
         ({"seed": "one"}, "seed='one' is no integer"),
+        ({"seed": 2**63}, "seed=9223372036854775808 is no integer of 64 bits"),
         ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain sampling"),
         ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
         ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
         ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
+        ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
+        (
+            {"generation_config": '{"num_return_sequences": 2, "do_sample": true}'},
+            "num_return_sequences=2: .* one answer",
+        ),
+        ({"generation_config": '{"max_length": 200}', "max_tokens": None}, "max_position_embeddings=80"),
     ],
     ids=str,
 )
@@ -258,6 +265,29 @@ def test_parts_that_are_no_text(served, part, kind):
     turns = [{"role": "user", "content": [{"type": "text", "text": "b c"}, part]}]
     with pytest.raises(openai.BadRequestError, match=f"a part of type {kind} is not served"):
         served[2].chat.completions.create(model="tiny", messages=turns)
+
+
+def test_beams_are_told_at_their_end(served):
+    beams = {"generation_config": '{"num_beams": 2}'}
+    assert complete(served[2], "a b", 3, beams).usage.completion_tokens <= 3
+    with pytest.raises(openai.BadRequestError, match="num_beams=2 knows its answer at the end alone"):
+        complete(served[2], "a b", 3, beams, stream=True)
+
+
+def test_a_nucleus_samples(served):
+    """OpenAI's temperature is 1 where a request has none."""
+    _, _, client, _, _ = served
+    assert len({complete(client, "a b", 8, {}, top_p=0.99).choices[0].text for _ in range(6)}) > 1
+
+
+def test_the_model_by_its_name(served):
+    model, _, client, _, _ = served
+    assert client.models.retrieve("tiny").num_loops == model.config.num_loops
+    with pytest.raises(openai.NotFoundError, match="no model 'huge' here, only 'tiny'"):
+        client.models.retrieve("huge")
+    with pytest.raises(openai.NotFoundError) as error:
+        client.get("/nowhere", cast_to=object)
+    assert error.value.body["code"] == 404
 
 
 def test_a_bias_of_tokens(served):

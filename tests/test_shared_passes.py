@@ -391,6 +391,32 @@ def test_rows_under_the_same_rule_are_scored_together(monkeypatch):
     assert max(decoders for of_tick in calls for *_, decoders in of_tick) > 2
 
 
+class Gone:
+    """A client that hangs up at the first new token."""
+
+    tokens = 0
+
+    def put(self, ids):
+        self.tokens += 1
+        if self.tokens > 1:
+            raise ConnectionError("gone")
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.usefixtures("uncompiled")
+def test_a_client_that_has_gone_leaves_its_pages(by_itself):
+    """Also where the prompt does not run beside the rows of others."""
+    model, prompt = build("plain"), random_ids(1, 12)
+    model.set_attn_implementation("flex_attention")
+    options = {"prefill_chunk_size": 4} if by_itself else {}
+    with SharedPasses(model) as passes:
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                passes.generate(prompt, max_new_tokens=3, streamer=Gone(), **options, **GREEDY)
+        pages = passes.pages.core
+        assert len(pages.free) == pages.num_pages > 0 and not passes.decoders
+
+
 def test_batches_of_prompts():
     model = build("windows")
     prompts = [random_ids(1, length, seed=length)[0].tolist() for length in (3, 1, 9, 5)]

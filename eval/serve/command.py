@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -33,7 +34,7 @@ from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.shared_passes import SharedPasses
 
 from .options import parse
-from .request_checks import check_body, check_conversation
+from .request_checks import check_answers, check_body, check_conversation
 
 
 MOST_THREADS = 64  # requests that are prepared at a time; others wait before
@@ -122,7 +123,7 @@ class SharedGenerateManager(GenerateManager):
         self.passes, self.max_loops, self.pool = passes, max_loops, ThreadPoolExecutor(MOST_THREADS)
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
-        self.check(inputs, gen_config)
+        self.check(inputs, gen_config, streams=True)
         return super().generate_streaming(ModelOfRequest(self.passes), processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
@@ -136,7 +137,7 @@ class SharedGenerateManager(GenerateManager):
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
 
-    def check(self, inputs, gen_config):
+    def check(self, inputs, gen_config, streams: bool = False):
         """Before anything is computed or streamed."""
         asked, model = _asked.get(), self.passes.model
         rows, length = inputs["input_ids"].shape
@@ -147,6 +148,9 @@ class SharedGenerateManager(GenerateManager):
             if not asked.has_length:
                 gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens, room))
             prepared, _ = model._prepare_generation_config(gen_config, **asked.fields)
+            check_answers(prepared, streams)
+            if gen_config.max_new_tokens is None:  # a generation_config that says the length of prompt and answer
+                gen_config.max_new_tokens = max(1, prepared.max_length - length)
             options = prepared.depth_options
             asked.full_depth = options.deepest(model.config)
             if asked.full_depth > self.max_loops:
@@ -155,7 +159,7 @@ class SharedGenerateManager(GenerateManager):
                 )
             if asked.seed is not None and prepared.do_sample and not options.shares_passes:
                 raise ValueError(f"seed={asked.seed} goes with plain sampling and exits that stop: leave it out")
-            new_tokens = gen_config.max_new_tokens or 0
+            new_tokens = gen_config.max_new_tokens
             if new_tokens > room:
                 raise ValueError(
                     f"a prompt of {length} tokens and max_tokens={new_tokens} are more than the "
@@ -225,6 +229,8 @@ class TakesDepth:
         config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
         if body.get("temperature") is not None:  # without sampling it would change nothing
             config.do_sample = float(body["temperature"]) != 0
+        elif body.get("top_p") not in (None, 1):
+            config.do_sample = True
         if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
         config._seed = _asked.get().seed
@@ -259,7 +265,9 @@ class Completions(TakesDepth, CompletionHandler):
 
 def told(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
     """An error in the form of OpenAI."""
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
+    error = {"error": {"message": message, "type": kind, "code": status}}
+    # ASCII, also where half a character came
+    return Response(json.dumps(error), status, media_type="application/json")
 
 
 class LimitedSize:
@@ -274,10 +282,12 @@ class LimitedSize:
     async def __call__(self, scope, receive, send):
         length = dict(scope.get("headers", ())).get(b"content-length", b"").decode()
         if scope.get("method") == "POST" and (not length.isdecimal() or int(length) > self.most_bytes):
-            reason = f"a request of {length or 'unknown'} bytes: this server takes up to {self.most_bytes}"
+            refusal = told(413, f"a request of {length} bytes: this server takes up to {self.most_bytes}")
+            if not length.isdecimal():
+                refusal = told(411, "how long the request is must be said: send a Content-Length")
             while (await receive()).get("more_body"):
                 pass
-            return await told(413, reason)(scope, receive, send)
+            return await refusal(scope, receive, send)
         return await self.app(scope, receive, send)
 
 
@@ -310,8 +320,8 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
     one, state = OneModel(name, model, tokenizer), SharedState(manager)
     chat, completions = Chat(one, state), Completions(one, state)
 
-    @app.exception_handler(HTTPException)
-    async def as_clients_read_it(_: Request, error: HTTPException):
+    @app.exception_handler(StarletteHTTPException)  # of which that of FastAPI is one
+    async def as_clients_read_it(_: Request, error: StarletteHTTPException):
         return told(400 if error.status_code == 422 else error.status_code, error.detail)
 
     @app.exception_handler(RequestValidationError)
@@ -330,16 +340,23 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
     async def text_completions(request: Request, body: dict):
         return await answer(completions, request, body)
 
+    described = {
+        "id": name,
+        "object": "model",
+        "created": started,
+        "owned_by": "",
+        "num_loops": model.config.num_loops,
+    }
+
     @app.get("/v1/models")
     def models():
-        listed = {
-            "id": name,
-            "object": "model",
-            "created": started,
-            "owned_by": "",
-            "num_loops": model.config.num_loops,
-        }
-        return {"object": "list", "data": [listed]}
+        return {"object": "list", "data": [described]}
+
+    @app.get("/v1/models/{asked:path}")
+    def one_model(asked: str):
+        if asked != name:
+            raise HTTPException(404, f"there is no model {asked!r} here, only {name!r}")
+        return described
 
     @app.get("/health")
     def health():

@@ -32,15 +32,24 @@ def check_body(body: dict):
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
             raise ValueError(f"{name}={value!r} is not served, and would have no effect: leave it out")
     seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ValueError(f"seed={seed!r} is no integer")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
+        raise ValueError(f"seed={seed!r} is no integer of 64 bits")
     if stop is not None and not is_text(stop) and not (isinstance(stop, list) and stop and all(map(is_text, stop))):
         raise ValueError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
     if (bias := body.get("logit_bias")) is not None and not is_bias(bias):
-        raise ValueError(f"logit_bias={bias!r} must have numbers of tokens as names, and numbers as values")
+        form = "numbers of tokens as names, and numbers as values, from -100 to 100"
+        raise ValueError(f"logit_bias={bias!r} must have {form}")
     if tools is not None and not (isinstance(tools, list) and all(map(is_tool, tools))):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
+
+
+def check_answers(generation_config, streams: bool):
+    """An answer is one text, and a stream tells it as it comes."""
+    if (count := generation_config.num_return_sequences or 1) > 1:
+        raise ValueError(f"num_return_sequences={count}: a request has one answer, so ask that often")
+    if streams and (beams := generation_config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams={beams} knows its answer at the end alone: leave out stream")
 
 
 def check_conversation(turns: Any):
@@ -71,7 +80,7 @@ def is_bias(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and all(str(token).isdecimal() for token in value)
-        and all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in value.values())
+        and all(type(each) in (int, float) and -100 <= each <= 100 for each in value.values())
     )
 
 

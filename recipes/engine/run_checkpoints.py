@@ -100,6 +100,8 @@ class RunCheckpoints:
         resume = self.recipe.training.resume
         extra = load_checkpoint(checkpoint, self.model, self.optimizers, own, lambda name: may_change(name, resume))
         self.monitor.load_state_dict(extra["monitor"])
+        if "scaler" in extra:
+            self.accelerator.scaler.load_state_dict(extra["scaler"])
         other = other_versions(marker.get("made_by", {}))
         if other:
             self.accelerator.print(
@@ -123,6 +125,8 @@ class RunCheckpoints:
             "monitor": self.monitor.state_dict(),
             "skipped_steps": progress.num_skipped,
         }
+        if (scaler := getattr(self.accelerator, "scaler", None)) is not None:  # of fp16
+            extra["scaler"] = scaler.state_dict()
         for tracker in self.accelerator.trackers:
             getattr(tracker.tracker, "flush", int)()
         save_checkpoint(

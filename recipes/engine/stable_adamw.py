@@ -37,7 +37,7 @@ class StableAdamW(torch.optim.Optimizer):
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         rate = group["lr"] / (1 - beta1**step)
         if group["clipping"]:
-            second.clamp_(min=eps**2)
+            second.clamp_(min=max(eps**2, torch.finfo(second.dtype).tiny))
             rate = rate / whole((gradient.square() / second).mean()).sqrt().clamp(min=1.0)
         deviation = second.sqrt() / (1 - beta2**step) ** 0.5
         update = torch.atan2(first, deviation) if group["atan2"] else first / (deviation + eps)

@@ -125,10 +125,20 @@ class Steps:
 
     def update(self):
         for optimizer in self.optimizers:
-            optimizer.step()
+            if self.scaler is None:
+                optimizer.step()
+            else:  # accelerate's own step would set another scale after each optimizer, and unscale the next one again
+                self.scaler.step(optimizer.optimizer)
         self.leave_out()
 
     def leave_out(self):
         """No update."""
+        if self.scaler is not None:
+            self.scaler.update()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+    @property
+    def scaler(self):
+        """Of fp16."""
+        return getattr(self.accelerator, "scaler", None)
