@@ -190,6 +190,13 @@ def test_headline_numbers_are_those_of_the_results():
     ]
     whole, _, shared, int8 = re.findall(r"([\d,.]+) KiB", re.findall(r"\| `ouro` .*", TEXT["docs/decode.md"])[0])
     compared.append(f"takes {whole} KiB; {shared} KiB where loops share keys and values, {int8} KiB in 8 bits")
+    seeds = json.loads((ROOT / "results/claims/row.json").read_text(encoding="utf-8"))["seeds"].values()
+    of_loops, of_one = (
+        [100 * seed["systems"][system]["3"]["accuracy"][-1] for seed in seeds]
+        for system in ("looped", "as_many_parameters")
+    )
+    compared.append(f"four loops are right in {min(of_loops):.0f} to {max(of_loops):.0f} % of the questions")
+    compared.append(f"one loop of the same layer in {min(of_one):.0f} to {max(of_one):.0f} %")
     claims = (ROOT / "results/CLAIMS.md").read_text(encoding="utf-8").splitlines()[2].strip("*")
     assert [each for each in [answers(hops), exits(hops), *compared, claims] if each not in said] == []
 
