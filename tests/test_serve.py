@@ -274,6 +274,12 @@ def test_beams_are_told_at_their_end(served):
         complete(served[2], "a b", 3, beams, stream=True)
 
 
+def test_a_generation_config_without_a_length(served):
+    """That of transformers: 20 tokens with the prompt."""
+    usage = complete(served[2], "a b", None, {"generation_config": '{"eos_token_id": null}'}).usage
+    assert usage.prompt_tokens + usage.completion_tokens == 20
+
+
 def test_a_nucleus_samples(served):
     """OpenAI's temperature is 1 where a request has none."""
     _, _, client, _, _ = served
