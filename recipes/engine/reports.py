@@ -50,7 +50,7 @@ class StepReports:
         if self.recipe.optimizer.clip is not None:
             metrics["gradient_norm"] = norm
         # a scaler, of fp16, leaves out such gradients by itself
-        scaled = getattr(self.accelerator, "scaler", None) is not None
+        scaled = self.steps.scaler is not None
         is_finite = math.isfinite(loss) and (math.isfinite(norm) or scaled)
         if not is_finite:
             self.count_skipped(report.step, metrics["loss"], norm)
