@@ -256,6 +256,11 @@ def test_an_unknown_measurement_is_refused(tmp_path):
         command.main(["run", str(tmp_path), "--only", "ratess"])
 
 
+def test_seeds_that_a_measurement_does_not_have_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--only rates --seeds 7 8: it has the seeds 0 1 2"):
+        command.main(["run", str(tmp_path), "--only", "rates", "--seeds", "7", "8"])
+
+
 def test_a_run_of_a_sweep_is_kept_short():
     metrics = {"validation/loss_at_4": 2.0, "spectral_radius": 0.5, "tokens_per_second": 9.0, "loss": 2.5}
     line = {"name": "a", "optimizer.lr": 0.1, "loss": None, "diverged": "why", "metrics": metrics, "commit": "abc"}

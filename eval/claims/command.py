@@ -20,7 +20,13 @@ def chosen(names: list[str] | None, seeds: list[int] | None) -> list[Measurement
     if unknown:
         raise ValueError(f"--only {' '.join(unknown)}: there is no such measurement; they are {', '.join(known)}")
     found = [known[name] for name in names or known]
-    return [m._replace(seeds=tuple(s for s in m.seeds if s in seeds)) if seeds else m for m in found]
+    if not seeds:
+        return found
+    for measurement in found if names else []:
+        if not set(seeds) & set(measurement.seeds):
+            asked, has = (" ".join(map(str, numbers)) for numbers in (seeds, measurement.seeds))
+            raise ValueError(f"--only {measurement.name} --seeds {asked}: it has the seeds {has}")
+    return [m._replace(seeds=tuple(s for s in m.seeds if s in seeds)) for m in found]
 
 
 def measure(args: argparse.Namespace):

@@ -287,7 +287,7 @@ READOUT = Paper(
     "The readout blind spot",
     [
         Measurement("core", commands_of("core"), read, SIX_SEEDS),
-        Measurement("table_2", commands_of("table_2"), read),
+        Measurement("table_2", commands_of("table_2"), read, SIX_SEEDS),
         Measurement("table_2_rest", commands_of("table_2_rest"), read, beside="table_2"),
     ],
     [
