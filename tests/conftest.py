@@ -1,6 +1,7 @@
 """Every test runs offline, seeded, on one thread, and leaves nothing in the user's home."""
 
 import atexit
+import gc
 import itertools
 import json
 import os
@@ -106,6 +107,12 @@ def pytest_collection_modifyitems(items):
         (count,) = cases[0].get_closest_marker("covering").args or (1,)
         for case in set(cases) - covering_cases(cases, count):
             case.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish(session):
+    """The collector of garbage need not look again and again at what all these imports made."""
+    gc.collect()
+    gc.freeze()
 
 
 def covering_cases(cases: list[pytest.Item], count: int) -> set[pytest.Item]:

@@ -29,12 +29,12 @@ class NaiveDecoder:
     def __init__(self, model, sharing: str = "none"):
         self.model, self.config, self.sharing = model, model.config, sharing
         self.tokens = []  # of every past token: {layer name: [its key and value at each loop that has some]}
+        self.layer_types = sum(model.config.section_layer_types(), [])
 
-    def left_by(self, token: dict, layer: str, loop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `loop` of a later pass sees of a past token."""
-        loops = token[layer]
+    def left_by(self, loops: list, loop: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `loop` of a later pass sees of a past token; `place` is its own among the loops with keys."""
         if self.sharing == "none":  # its own loop, or the deepest there is
-            return loops[min(self.last_with_keys(loop), len(loops) - 1)]
+            return loops[min(place, len(loops) - 1)]
         if self.sharing == "last":
             return loops[-1]
         size = int(self.sharing.removeprefix("cyclic-"))
@@ -127,13 +127,14 @@ class NaiveDecoder:
             values = values + 2 * torch.sigmoid(attention.value_gate(x[:, :32]))[:, :, None] * table
         for token, key, value in zip(self.fresh, keys, values) if has_keys(self.config, loop) else ():
             token.setdefault(name, []).append((key, value))
-        past = [self.kept(self.left_by(token, name, loop)) for token in self.tokens]
-        fresh = [token[name][self.last_with_keys(loop)] for token in self.fresh]
+        place = self.last_with_keys(loop)
+        past = [self.kept(self.left_by(token[name], loop, place)) for token in self.tokens]
+        fresh = [token[name][place] for token in self.fresh]
         fresh = [self.kept(pair) for pair in fresh] if self.is_decoding else fresh
         outputs = []
         for i, query in enumerate(queries):  # [heads, head_dim]
             seen = past + fresh[: i + 1]
-            if sum(self.config.section_layer_types(), [])[layer] == "sliding_attention":
+            if self.layer_types[layer] == "sliding_attention":
                 seen = seen[-self.config.sliding_window :]
             group = self.config.num_attention_heads // self.config.num_key_value_heads
             seen_keys, seen_values = (

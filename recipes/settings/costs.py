@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from looped_recipes.common.activation_memory import bytes_under_bf16, kept_of_token
+from looped_recipes.common.activation_memory import bytes_under_bf16
 from looped_recipes.common.cluster import Cluster, Line, Run, cluster_plan
 from looped_recipes.common.command_line import Parser
 from looped_recipes.common.flops import (
@@ -11,6 +11,7 @@ from looped_recipes.common.flops import (
     forward_flops_per_token,
     sizes,
 )
+from looped_recipes.settings.estimates import kept_by_layers
 from looped_recipes.settings.operations import Operations, drawn_depth
 from looped_recipes.settings.recipe import Recipe, RecipeError, UnknownEpoch
 from looped_recipes.settings.run_checks import check_run
@@ -55,8 +56,6 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
         raise RecipeError(
             f"training.rows_per_step={training.rows_per_step} is not a multiple of --gpus {cluster.gpus}; change one"
         )
-    loops = costs["loops with gradients"]
-    readouts = 1 if config.loop_loss == "terminal" else loops
     run = Run(
         config=config,
         sizes=sizes(config),
@@ -65,7 +64,7 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
         rows_per_step=training.rows_per_step,
         micro_batch=training.micro_batch_size,
         length=recipe.data.sequence_length,
-        kept=kept_of_token(config, loops, readouts, training.gradient_checkpointing, bytes_under_bf16),
+        kept=kept_by_layers(recipe, config, bytes_under_bf16),
         save_every=training.save_every,
         muon=recipe.optimizer.name != "adamw",
     )

@@ -1,8 +1,10 @@
 """How long a run would take and how much memory, as far as formulas tell."""
 
+from collections.abc import Callable
+
 import torch
 
-from looped_recipes.common.activation_memory import kept_of_token
+from looped_recipes.common.activation_memory import kept_of_token, numbers
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.hardware import PEAK_FLOPS, measured_rate
 from looped_recipes.common.words import counted
@@ -48,7 +50,7 @@ def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
     of_blocks = n.total - n.embedding - n.value_tables - (0 if config.tie_word_embeddings else n.head)
     one_moment = of_blocks if trained and recipe.optimizer.name in ("muon", "normuon") else 0  # AdamW has two
     rows = recipe.training.micro_batch_size
-    activations = rows * recipe.data.sequence_length * activations_per_token(recipe, config)
+    activations = rows * recipe.data.sequence_length * (config.vocab_size + kept_by_layers(recipe, config))
     return {
         "weights": FLOAT * n.total,
         "gradients": FLOAT * trained,
@@ -57,16 +59,16 @@ def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
     }
 
 
-def activations_per_token(recipe: Recipe, config: LoopedConfig) -> float:
-    """Numbers that the backward pass needs: those of each layer that is applied with gradients, and the logits of the
-    last readout; where the gate alone is trained, the states that it reads."""
+def kept_by_layers(recipe: Recipe, config: LoopedConfig, of_layer: Callable = numbers) -> float:
+    """What the backward pass needs of a token, without logits: of each layer that is applied with gradients; where
+    the gate alone is trained, the states that it reads."""
     mean, window = recipe.mean_depth(config), recipe.backprop_loops(config)
     depth = drawn_depth(recipe, mean, window)
     if recipe.training.freeze_all_but_gate or config.loop_loss == "gate":
-        return config.vocab_size + depth * config.state_size
+        return depth * of_layer(config, "core")[-1]
     loops = depth if window is None else min(window, depth)
     readouts = 1 if config.loop_loss == "terminal" else loops
-    return config.vocab_size + kept_of_token(config, loops, readouts, recipe.training.gradient_checkpointing)
+    return kept_of_token(config, loops, readouts, recipe.training.gradient_checkpointing, of_layer)
 
 
 def duration(seconds: float) -> str:
