@@ -83,6 +83,15 @@ def test_bits_and_perplexity_of_models_and_seeds(folders, text, tmp_path, capsys
     assert (tmp_path / "out/budget.svg").read_text().startswith("<svg")
 
 
+def test_one_text_has_no_standard_error(folders, tmp_path, capsys):
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+    arguments = [*folders[:2], "--loops", "1", "--text", f"{tmp_path}/text.jsonl", "--device", "cpu"]
+    budget.main([*arguments, "--output", str(tmp_path / "out")])
+    assert "in one row; a standard error needs at least two" in capsys.readouterr().out
+    record = json.loads((tmp_path / "out/budget.json").read_text())
+    assert len(record["curves"]["bits per byte"]) == 2 and record["precision"] == {}
+
+
 def test_a_training_run_stands_for_its_model(folders, text, tmp_path):
     shutil.copytree(folders[0], tmp_path / "run/final")
     arguments = [f"run={tmp_path}/run", f"final={tmp_path}/run/final", "--loops", "1", "--text", text]

@@ -4,11 +4,14 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from modeling_looped.prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
@@ -31,9 +34,14 @@ DEPTHS = [
 
 @pytest.fixture(scope="module")
 def served():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
     model = tiny_model(vocab_size=30, num_loops=4, position_embedding="learned", max_position_embeddings=80)
+    with serving(model, tiny_tokenizer()) as parts:
+        yield parts
+
+
+@contextmanager
+def serving(model, tokenizer):
+    tokenizer.chat_template = TEMPLATE
     model.generation_config.do_sample = False
     with SharedPasses(model, max_rows=4, max_tokens=300) as passes:
         app = serve.build_app("tiny", model, tokenizer, passes, max_loops=1000)
@@ -44,9 +52,11 @@ def served():
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        yield model, tokenizer, client, passes, port
-        server.should_exit = True
-        thread.join()
+        try:
+            yield model, tokenizer, client, passes, port
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 def expected(model, tokenizer, text: str, new_tokens: int, depth: dict):
@@ -139,6 +149,36 @@ def test_bad_requests(served, body, message, stream):
         complete(client, body.pop("prompt"), body.pop("max_tokens"), body, stream=stream)
     assert error.value.status_code == 400 and error.value.body["type"] == "invalid_request_error"
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every letter; 0 is the end."""
+    letters = {letter: i for i, letter in enumerate("\0abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="\0")
+
+
+def test_an_answer_ends_before_its_stop_text():
+    model = tiny_model(vocab_size=28, num_loops=2, eos_token_id=None, pad_token_id=0)
+    with serving(model, letters_tokenizer()) as (_, _, client, _, _):
+        whole = complete(client, "abc", 9, {}).choices[0].text
+        begins = [whole.index(whole[i : i + 2]) for i in range(8)]
+        asked = [([whole[4:6], "zz"], begins[4], "stop"), ([whole[8] + " "], 9, "length")]
+        for stop, length, reason in asked:
+            choice = complete(client, "abc", 9, {}, stop=stop).choices[0]
+            assert (choice.text, choice.finish_reason) == (whole[:length], reason)
+            parts = [part.choices[0] for part in complete(client, "abc", 9, {}, stop=stop, stream=True)]
+            assert ("".join(part.text for part in parts), parts[-1].finish_reason) == (whole[:length], reason)
+        turns, ask = [{"role": "user", "content": "bc"}], client.chat.completions.create
+        asked = {"model": "tiny", "messages": turns, "max_tokens": 5}
+        whole = ask(**asked).choices[0].message.content
+        stop, begin = whole[3:], whole.index(whole[3:])
+        (choice,) = ask(**asked, stop=stop).choices
+        assert (choice.message.content, choice.finish_reason) == (whole[:begin], "stop")
+        parts = [part.choices[0] for part in ask(**asked, stop=stop, stream=True)]
+        assert "".join(part.delta.content or "" for part in parts) == whole[:begin]
+        assert parts[-1].finish_reason == "stop"
 
 
 def test_another_model_is_not_served(served):

@@ -153,6 +153,17 @@ def sample_line(gold: int) -> str:
     return json.dumps(sample) + "\n"
 
 
+def test_candidates_that_are_asked_again_without_context(tmp_path):
+    """lm-eval's acc_mutual_info asks them; here they are no further candidates."""
+    sample = json.loads(sample_line(0))
+    sample["arguments"] |= {f"gen_args_{i + 2}": {"arg_0": "", "arg_1": f" {i}"} for i in range(2)}
+    sample["filtered_resps"] += [["-0.5", "False"], ["-0.1", "False"]]
+    (tmp_path / "again.jsonl").write_text(json.dumps(sample) + "\n")
+    (tmp_path / "once.jsonl").write_text(sample_line(0))
+    (again,), (once,) = (read_samples(tmp_path / f"{name}.jsonl", len) for name in ("again", "once"))
+    assert item_scores(again) == item_scores(once) and item_scores(again)["accuracy"] == 1
+
+
 def test_folders_without_choices(runs, tmp_path):
     out = runs[0]
     with pytest.raises(ValueError, match="run lm-eval with --log_samples"):

@@ -85,6 +85,8 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
     first = next(iter(means))
     for model, of_names in means.items():
         for name, scores in of_names.items():
+            if not scores.has_error:
+                continue
             errors = scores.bits_per_byte_error().tolist()
             points = {depth: (error, None) for depth, error in zip(depths, errors)}
             curves.setdefault(f"{name}bits per byte, standard error", {})[model] = points
@@ -100,8 +102,12 @@ def sizes_of(rows: dict[str, RowScores]) -> list[str]:
     """What was scored, and what would make the error small."""
     return [
         f"{name}bits per byte: {scores.tokens.sum():,.0f} tokens and {scores.bytes.sum():,.0f} bytes in "
-        f"{len(scores.tokens):,} rows; a standard error of {RESOLUTION} would take about "
-        f"{scores.tokens_for(RESOLUTION):,} tokens"
+        + (
+            f"{len(scores.tokens):,} rows; a standard error of {RESOLUTION} would take about "
+            f"{scores.tokens_for(RESOLUTION):,} tokens"
+            if scores.has_error
+            else "one row; a standard error needs at least two"
+        )
         for name, scores in rows.items()
     ]
 

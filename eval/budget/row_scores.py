@@ -17,6 +17,11 @@ class RowScores:
     tokens: torch.Tensor  # [rows] targets
     bytes: torch.Tensor  # [rows]
 
+    @property
+    def has_error(self) -> bool:
+        """Whether there are rows enough for a standard error."""
+        return len(self.bytes) > 1
+
     def perplexity(self) -> torch.Tensor:
         """At each depth."""
         return (self.nats.sum(-1) / self.tokens.sum()).clamp(max=700).exp()

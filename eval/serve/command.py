@@ -35,6 +35,7 @@ from modeling_looped.shared_passes import SharedPasses
 
 from .options import parse
 from .request_checks import check_answers, check_body, check_conversation
+from .stop_texts import StopTexts
 
 
 MOST_THREADS = 64  # requests that are prepared at a time; others wait before
@@ -53,6 +54,7 @@ class Asked:
     is_checked: bool = False  # what fails now is no fault of the request
     full_depth: int = 0
     loops: list[int] = field(default_factory=list)  # that its tokens have taken
+    stops: StopTexts = field(default_factory=lambda: StopTexts(None))
 
     def told(self) -> dict:
         saved = 1 - sum(self.loops) / (self.full_depth * len(self.loops)) if self.loops else 0
@@ -234,18 +236,23 @@ class TakesDepth:
         if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
         config._seed = _asked.get().seed
+        _asked.get().stops = StopTexts(config.stop_strings)
         return config
 
     async def _non_streaming(self, *args, **kwargs):
         response = await super()._non_streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
-        return JSONResponse({**json.loads(response.body), **_asked.get().told()})
+        body = json.loads(response.body)
+        _asked.get().stops.shorten(body["choices"][0], is_last=True)
+        return JSONResponse({**body, **_asked.get().told()})
 
     def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
         line = super()._build_chunk_sse(*args, finish_reason=finish_reason, **kwargs)  # pyrefly: ignore
-        if finish_reason is None:
+        asked, is_last = _asked.get(), finish_reason is not None
+        if not (is_last or asked.stops.texts):
             return line
         chunk = json.loads(line.removeprefix("data: "))
-        return f"data: {json.dumps({**chunk, **_asked.get().told()})}\n\n"
+        asked.stops.shorten(chunk["choices"][0], is_last)
+        return f"data: {json.dumps({**chunk, **(asked.told() if is_last else {})})}\n\n"
 
 
 class Chat(TakesDepth, ChatCompletionHandler):

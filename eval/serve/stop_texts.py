@@ -1,0 +1,38 @@
+"""Texts at which an answer ends, and of which it tells nothing, as OpenAI's clients expect."""
+
+
+class StopTexts:
+    """Is shown an answer part by part, and holds back what may be the beginning of one of these texts."""
+
+    def __init__(self, texts: str | list[str] | None):
+        self.texts = [texts] if isinstance(texts, str) else list(texts or ())
+        self.held, self.is_met = "", False
+
+    def before(self, part: str, is_last: bool) -> str:
+        """What of the answer may be told now."""
+        if self.is_met:
+            return ""
+        text = self.held + part
+        places = [text.index(stop) for stop in self.texts if stop in text]
+        if places:
+            self.is_met = True
+            return text[: min(places)]
+        held = 0 if is_last else max((begun(stop, text) for stop in self.texts), default=0)
+        told, self.held = text[: len(text) - held], text[len(text) - held :]
+        return told
+
+    def shorten(self, choice: dict, is_last: bool):
+        """Changes a choice of OpenAI's form, of a whole answer or of a part of one."""
+        holder, name = (choice, "text")
+        for of_chat in ("message", "delta"):
+            if of_chat in choice:
+                holder, name = choice[of_chat], "content"
+        if (text := self.before(holder.get(name) or "", is_last)) or name in holder:
+            holder[name] = text
+        if self.is_met and choice.get("finish_reason") == "length":  # it ends with its last token
+            choice["finish_reason"] = "stop"
+
+
+def begun(stop: str, text: str) -> int:
+    """How many characters of `stop`, but not all, the text ends with."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
