@@ -387,6 +387,15 @@ def test_a_tied_head_may_be_untied(folder):
     assert torch.equal(head, table) and head.data_ptr() != table.data_ptr()
 
 
+def test_a_head_of_its_own_where_one_tensor_is_promised():
+    """transformers keeps both, and the dense model reads its head."""
+    dense = dense_model(tie_word_embeddings=True)
+    dense.lm_head.weight = nn.Parameter(dense.lm_head.weight.flip(0))
+    with pytest.raises(ValueError, match="tie_word_embeddings=False to keep both"):
+        looped(dense)
+    assert torch.equal(logits(looped(dense, tie_word_embeddings=False)), logits(dense))
+
+
 def test_the_dense_model_is_left_alone():
     dense = dense_model()
     before = copy.deepcopy(dense.state_dict())

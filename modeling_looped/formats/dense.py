@@ -239,7 +239,12 @@ def looped_state(dense: PreTrainedModel, layers: dict, start: Start, clones: boo
                 one = tensors[0].clone() if clones and len(tensors) == 1 else mean(tensors)
                 state[f"model.{section}.{i}.{name}"] = one
     if start.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
+        head = state.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, state["model.embed_tokens.weight"]):
+            raise ValueError(
+                "the dense model's config says tie_word_embeddings=True, but its embedding and its head differ: pass "
+                "tie_word_embeddings=False to keep both"
+            )
     elif start.plain.tie_word_embeddings:
         state["lm_head.weight"] = state["lm_head.weight"].clone()
     return state
