@@ -197,6 +197,18 @@ def test_biases_of_grouped_heads_have_no_tensor(layout, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_that_differs_from_a_tied_embedding_is_not_left_out(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    model = LoopedForCausalLM(LoopedConfig(**sizes, num_core_layers=2, num_loops=1, tie_word_embeddings=True))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+    with pytest.raises(ValueError, match="set it to False to write both"):
+        save_public(model, tmp_path / "llama", "llama")
+    model.config.tie_word_embeddings = False
+    save_public(model, tmp_path / "llama", "llama")
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    assert (llama(IDS).logits - model.eval()(IDS).logits).abs().max() < 1e-5
+
+
 def test_options_that_mean_nothing(tmp_path):
     with pytest.raises(ValueError, match="--unroll is for --to llama"):
         run(tmp_path, tmp_path / "out", "--unroll")

@@ -295,6 +295,12 @@ def test_a_field_that_is_new_to_a_family_is_refused_unless_it_is_left_at_its_def
         family_of(config).fields(config)
 
 
+def test_a_field_that_the_family_does_not_have_changes_nothing():
+    """Gemma's config.json has a hidden_activation, which transformers' Gemma does not read."""
+    config = dense_config("gemma", hidden_act="silu", hidden_activation="gelu")
+    assert family_of(config).fields(config)["hidden_act"] == "silu"
+
+
 # Softcaps and the kernels that have none
 
 

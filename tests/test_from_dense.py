@@ -5,9 +5,11 @@ transformers' own models are the reference. What is tied or left out is compared
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -385,6 +387,15 @@ def test_a_tied_head_may_be_untied(folder):
     assert torch.equal(head, table) and head.data_ptr() != table.data_ptr()
 
 
+def test_a_head_of_its_own_where_one_tensor_is_promised():
+    """transformers keeps both, and the dense model reads its head."""
+    dense = dense_model(tie_word_embeddings=True)
+    dense.lm_head.weight = nn.Parameter(dense.lm_head.weight.flip(0))
+    with pytest.raises(ValueError, match="tie_word_embeddings=False to keep both"):
+        looped(dense)
+    assert torch.equal(logits(looped(dense, tie_word_embeddings=False)), logits(dense))
+
+
 def test_the_dense_model_is_left_alone():
     dense = dense_model()
     before = copy.deepcopy(dense.state_dict())
@@ -424,6 +435,27 @@ def test_weights_that_are_missing_or_unknown_are_named():
     dense.model.layers[3].mlp.up_proj.weight = None
     with pytest.raises(ValueError, match="core.3.mlp.up_proj.weight are missing.*core.2.mlp.extra.bias.* no place"):
         looped(dense)
+
+
+def without(name: str, tensors: dict):
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda stored: without("model.layers.1.mlp.up_proj.weight", stored), "1.mlp.up_proj.weight are missing in"),
+        (lambda stored: {**stored, "model.layers.1.self_attn.q_proj.bias": torch.ones(32)}, "bias have no place"),
+        (lambda stored: {**stored, "model.norm.weight": torch.ones(33)}, r"\(33,\) instead of \(32,\) are of another"),
+    ],
+)
+def test_a_folder_whose_weights_do_not_fit_its_config(change, said, folder, tmp_path):
+    """transformers makes up what is missing, and leaves out what is unknown."""
+    shutil.copy(folder / "config.json", tmp_path)
+    stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    save_file(change(without("lm_head.weight", stored)), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        LoopedForCausalLM.from_dense(tmp_path)
 
 
 def test_a_loop_trains_what_it_was_made_of():

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import math
 import re
+from collections.abc import Collection, Mapping
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def from_dense(
 
     dense = given
     if dense is None:
-        dense = opened(AutoModelForCausalLM, path, {**loading, **({} if dtype is None else {"dtype": dtype})})
+        dense = opened_model(path, {**loading, **({} if dtype is None else {"dtype": dtype})})
     layers = layers_of(dense, start.family)
     state = looped_state(dense, layers, start, clones=given is not None)
     check_state(start, state)
@@ -108,6 +109,20 @@ def opened(auto_class, path, loading: dict):
         raise ValueError(
             f"{path} does not open as a dense model ({said}): check that its config.json belongs to its weights"
         ) from error
+
+
+def opened_model(path, loading: dict) -> PreTrainedModel:
+    """A dense model whose weights are all there, and all its own: transformers makes up those that are missing."""
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # the error is ours, and says which sizes
+    model, info = opened(AutoModelForCausalLM, path, {**loading, **report})
+    sizes = {f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]}
+    misfits = {
+        "are missing in the checkpoint": info["missing_keys"],
+        "have no place": info["unexpected_keys"],
+        "are of another shape": sizes,
+    }
+    refuse_misfits(f"the weights in {path} do not fit its config.json", misfits)
+    return model
 
 
 def start_from_dense(
@@ -224,7 +239,12 @@ def looped_state(dense: PreTrainedModel, layers: dict, start: Start, clones: boo
                 one = tensors[0].clone() if clones and len(tensors) == 1 else mean(tensors)
                 state[f"model.{section}.{i}.{name}"] = one
     if start.config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
+        head = state.pop("lm_head.weight", None)
+        if head is not None and not torch.equal(head, state["model.embed_tokens.weight"]):
+            raise ValueError(
+                "the dense model's config says tie_word_embeddings=True, but its embedding and its head differ: pass "
+                "tie_word_embeddings=False to keep both"
+            )
     elif start.plain.tie_word_embeddings:
         state["lm_head.weight"] = state["lm_head.weight"].clone()
     return state
@@ -297,6 +317,11 @@ def check_state(start: Start, state: dict[str, torch.Tensor]):
         "have no place": found.keys() - wanted.keys(),
         "are of another shape": {name for name in found.keys() & wanted.keys() if found[name] != wanted[name]},
     }
-    said = [f"{', '.join(sorted(names)[:5])} {what}" for what, names in misfits.items() if names]
+    refuse_misfits("the weights do not fit the looped model", misfits)
+
+
+def refuse_misfits(what: str, misfits: Mapping[str, Collection[str]]):
+    """misfits: names of tensors, by what is wrong with them."""
+    said = [f"{', '.join(sorted(names)[:5])} {wrong}" for wrong, names in misfits.items() if names]
     if said:
-        raise ValueError(f"the weights do not fit the looped model: {'; '.join(said)}")
+        raise ValueError(f"{what}: {'; '.join(said)}")

@@ -72,9 +72,14 @@ def refuse(config, reasons: Iterable[str]):
         raise ValueError(f"this {config.model_type} model has what LoopedConfig cannot express: {'; '.join(reasons)}")
 
 
+def own_fields(config) -> set[str]:
+    """Those of the config's own class: a config.json may have others, which no layer reads."""
+    return {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)}
+
+
 def unread(config, read: set[str]) -> list[str]:
     """Fields of the config's own class that no entry here reads, and that are set to what is not their default."""
-    own = {field.name for field in fields(type(config))} - {field.name for field in fields(PreTrainedConfig)} - read
+    own = own_fields(config) - read
     usual = type(config)()
     return [
         f"{name}={getattr(config, name)!r}" for name in sorted(own) if getattr(config, name) != getattr(usual, name)
@@ -88,7 +93,7 @@ def shared_fields(config, *read: str) -> dict[str, Any]:
         **{name: getattr(config, name) for name in SAME},
         "pad_token_id": None if config.pad_token_id == -1 else config.pad_token_id,  # first Llamas: there is none
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "hidden_act": getattr(config, "hidden_activation", None) or config.hidden_act,
+        "hidden_act": config.hidden_activation if "hidden_activation" in own_fields(config) else config.hidden_act,
         "rope_parameters": copy.deepcopy(config.rope_parameters),
         "attention_bias": "qkvo" if getattr(config, "attention_bias", False) else "none",
         "mlp_gated": True,

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from transformers.generation import GenerationConfig
@@ -72,6 +73,11 @@ def public_tensors(layout: Layout, config: LoopedConfig, tensors: dict) -> dict:
     """Our tensors as this layout stores them."""
     left, stored = dict(tensors), {}
     head = left.pop("lm_head.weight") if config.tie_word_embeddings else None
+    if head is not None and not torch.equal(head, left["model.embed_tokens.weight"]):
+        raise LoopedConfigError(
+            "the model's config says tie_word_embeddings=True, but its embedding and its head differ: set it to False "
+            "to write both"
+        )
     for rule in layout.all_rules:
         for name, parts in matches(rule, left):
             stored[name] = parts[0] if rule.change is None else rule.change.write(parts, config)
