@@ -26,6 +26,7 @@ from looped_eval.harness.command import as_lm_eval_spells
 from looped_recipes import convert
 from looped_recipes.common import command_line, console, provenance
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
+from looped_recipes.common.files import write_whole
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.finite import Divergence
 from looped_recipes.own_text import command as own_text
@@ -286,6 +287,12 @@ def test_a_result_says_of_how_many_processes(monkeypatch):
 def test_numbers_are_whole_without_digits(tmp_path):
     provenance.write_json(tmp_path / "result.json", {"x": 1 / 3})
     assert json.loads((tmp_path / "result.json").read_text())["x"] == 1 / 3
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    with pytest.raises(IsADirectoryError, match=f"^{tmp_path} is a folder: name a file"):
+        write_whole(tmp_path, "text")
+    assert not list(tmp_path.parent.glob("*.tmp"))
 
 
 def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):
