@@ -47,10 +47,16 @@ def join_depths(argument: str) -> str:
     return re.sub(r"\bnum_loops=[^,={}]*(,[^,={}]*)+(?=,|$)", lambda depths: depths[0].replace(",", "+"), argument)
 
 
+def check_limit(limit: float | None):
+    if limit is not None and not limit > 0:
+        raise ValueError(f"--limit {limit:g} must be above 0: 100 takes so many documents of each task, 0.1 a tenth")
+
+
 def check(config: EvaluatorConfig):
     """What can be known before the model is loaded, but for the names of tasks."""
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
+    check_limit(config.limit)
     ours = [name for name in config.gen_kwargs if name in DEPTH_FIELDS]
     if ours:
         raise ValueError(
