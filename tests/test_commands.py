@@ -15,14 +15,17 @@ import torch
 
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import options as options_of_benchmark
+from looped_eval.budget import options as options_of_budget
 from looped_eval.chat import command as chat
 from looped_eval.common.findings import best_depths
 from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose import options as options_of_diagnose
 from looped_eval.diagnose.options import described
 from looped_eval.halting import options as halting_options
 from looped_eval.halting.command import next_command
 from looped_eval.halting.conclusion import conclusion
 from looped_eval.harness.command import as_lm_eval_spells
+from looped_eval.readout_table import options as options_of_readout_table
 from looped_recipes import convert
 from looped_recipes.common import command_line, console, provenance
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
@@ -177,6 +180,21 @@ def test_depths_that_are_none_are_refused(capsys):
         own_parser().parse_args(["--num-loops", "1", "0..2"])
     assert "num_loops=1,0..2 is no depth: write 4 or 1,2,4,8 or 1..8" in (shown := capsys.readouterr().err)
     assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize("parse, arguments", [
+    (options_of_budget.parse, ["model"]),
+    (halting_options.parse, ["model"]),
+    (options_of_diagnose.parse, ["depth_curve", "model"]),
+    (options_of_readout_table.parse, ["run"]),
+])  # fmt: skip
+def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_measured(parse, arguments, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for output in ("file", "file/below"):
+        with pytest.raises(SystemExit):
+            parse([*arguments, "--output", str(tmp_path / output)])
+        assert f"{tmp_path / 'file'} is a file: name a folder" in capsys.readouterr().err
+    assert str(parse([*arguments, "--output", str(tmp_path / "new/below")]).output) == str(tmp_path / "new/below")
 
 
 def test_a_device_that_is_not_there_is_refused_at_once():

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from looped_eval.common.curves import Curves, chance_of, draw, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
-from looped_recipes.common.command_line import device_of, say_result, typed
+from looped_recipes.common.command_line import device_of, folder, say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import commit, provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
@@ -57,6 +58,11 @@ def check(config: EvaluatorConfig):
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
     check_limit(config.limit)
+    if config.output_path:
+        try:
+            folder(config.output_path)
+        except ArgumentTypeError as error:
+            raise ValueError(f"--output: {error}") from None
     ours = [name for name in config.gen_kwargs if name in DEPTH_FIELDS]
     if ours:
         raise ValueError(
