@@ -15,8 +15,11 @@ def main(arguments: list[str] | None = None):
     path = parser.parse_args(arguments).file
     from looped_recipes.common.optimum import in_words, optimum, shifts
 
-    saved = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
-    if saved.get("measure") != "lr_transfer":
+    try:
+        saved = json.loads(Path(path).read_text())
+    except (OSError, ValueError):  # not there, a folder, or no JSON
+        saved = None
+    if not isinstance(saved, dict) or saved.get("measure") != "lr_transfer":
         raise ValueError(f"{path!r} holds no learning rates; `looped diagnose lr_transfer` measures them")
     result = saved["result"]
     for panel in result["panels"]:

@@ -26,7 +26,7 @@ from .config_errors import LoopedConfigError, raise_value_errors
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
 from .config_ropes import RopeOfLayers
-from .names import FIELD_OF, SPELLINGS_OF_EPS, meant
+from .names import FIELD_OF, OF_TOKENIZERS, SPELLINGS_OF_EPS, meant
 from .names import KEYS_OF_TOOLS as OF_TOOLS
 from .presets import PRESETS, preset_fields
 
@@ -371,8 +371,11 @@ class LoopedConfig(RopeOfLayers):
         if config_dict.get("format_version") == 1 and "window_pattern" not in kwargs:
             pattern = pattern_of_version_1({**config_dict, **kwargs})
             config_dict = {**config_dict, "format_version": FORMAT_VERSION, "window_pattern": pattern}
-        # a caller that wants back what is not used knows it
-        cls._check_names(kwargs, None if kwargs.get("return_unused_kwargs") else "it is passed over")
+        if kwargs.get("return_unused_kwargs"):  # such a caller knows what is not used
+            cls._check_names(kwargs, None)
+        else:
+            not_of_tokenizers = {name: value for name, value in kwargs.items() if name not in OF_TOKENIZERS}
+            cls._check_names(not_of_tokenizers, "it is passed over")
         made = super().from_dict(config_dict, **kwargs)
         if "num_loops" in kwargs:
             config = made[0] if isinstance(made, tuple) else made

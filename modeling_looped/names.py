@@ -173,6 +173,15 @@ KEYS_OF_TOOLS = frozenset(
     """.split()
 )
 
+# of tokenizers: AutoTokenizer also passes them on to the config, which it opens first
+OF_TOKENIZERS = frozenset(
+    """
+    padding_side truncation_side model_max_length bos_token eos_token unk_token sep_token pad_token cls_token
+    mask_token extra_special_tokens additional_special_tokens add_bos_token add_eos_token add_prefix_space
+    split_special_tokens clean_up_tokenization_spaces chat_template legacy from_slow
+    """.split()
+)
+
 # what transformers, trainers and serving engines pass to any model's forward, and forward need not know
 OF_TOOLS = frozenset(
     """

@@ -155,6 +155,7 @@ def test_core(folders, tmp_path):
     (["{model}", "--text", "{config}"], "line 1: expected a JSON object with a field 'text'"),
     (["{model}", "{missing}", "--text", "{text}"], "no config.json was found"),
     (["{model}", "--core", "{missing}"], "is no evaluation bundle"),
+    (["{model}", "--tasks", "nothing", "--limit", "-2"], "--limit -2 must be above 0"),
     (["{model}", "--tasks", "nothing"], "no task is called 'nothing'"),
 ])  # fmt: skip
 def test_bad_input_before_a_model_is_loaded(folders, text, tmp_path, monkeypatch, arguments, message):

@@ -15,17 +15,21 @@ import torch
 
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark import options as options_of_benchmark
+from looped_eval.budget import options as options_of_budget
 from looped_eval.chat import command as chat
 from looped_eval.common.findings import best_depths
 from looped_eval.diagnose import command as diagnose
+from looped_eval.diagnose import options as options_of_diagnose
 from looped_eval.diagnose.options import described
 from looped_eval.halting import options as halting_options
 from looped_eval.halting.command import next_command
 from looped_eval.halting.conclusion import conclusion
 from looped_eval.harness.command import as_lm_eval_spells
+from looped_eval.readout_table import options as options_of_readout_table
 from looped_recipes import convert
 from looped_recipes.common import command_line, console, provenance
 from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
+from looped_recipes.common.files import write_whole
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.finite import Divergence
 from looped_recipes.own_text import command as own_text
@@ -178,6 +182,21 @@ def test_depths_that_are_none_are_refused(capsys):
     assert len(shown.splitlines()) == 1
 
 
+@pytest.mark.parametrize("parse, arguments", [
+    (options_of_budget.parse, ["model"]),
+    (halting_options.parse, ["model"]),
+    (options_of_diagnose.parse, ["depth_curve", "model"]),
+    (options_of_readout_table.parse, ["run"]),
+])  # fmt: skip
+def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_measured(parse, arguments, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for output in ("file", "file/below"):
+        with pytest.raises(SystemExit):
+            parse([*arguments, "--output", str(tmp_path / output)])
+        assert f"{tmp_path / 'file'} is a file: name a folder" in capsys.readouterr().err
+    assert str(parse([*arguments, "--output", str(tmp_path / "new/below")]).output) == str(tmp_path / "new/below")
+
+
 def test_a_device_that_is_not_there_is_refused_at_once():
     parser = Parser("eval.own", "About it.")
     parser.add_argument("--device", default="cpu")
@@ -286,6 +305,12 @@ def test_a_result_says_of_how_many_processes(monkeypatch):
 def test_numbers_are_whole_without_digits(tmp_path):
     provenance.write_json(tmp_path / "result.json", {"x": 1 / 3})
     assert json.loads((tmp_path / "result.json").read_text())["x"] == 1 / 3
+
+
+def test_a_folder_in_place_of_a_file_is_named(tmp_path):
+    with pytest.raises(IsADirectoryError, match=f"^{tmp_path} is a folder: name a file"):
+        write_whole(tmp_path, "text")
+    assert not list(tmp_path.parent.glob("*.tmp"))
 
 
 def test_a_write_that_fails_leaves_the_old_result(tmp_path, monkeypatch):

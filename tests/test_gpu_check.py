@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from looped_eval.gpu import command, tests, training_options
 from looped_eval.gpu.ledger import Ended, Ledger
@@ -22,6 +23,13 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def ledger(tmp_path):
     return Ledger(tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_the_list_needs_no_gpu(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--list"])
+    assert not ended.value.code and [line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1]] == NAMES
 
 
 def piece_of(*measurements) -> Piece:

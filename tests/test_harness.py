@@ -430,6 +430,11 @@ def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
     refused("no task is called 'nothing'", monkeypatch, tasks, f"pretrained={model}", task="nothing")
     refused("needs a model", monkeypatch, tasks, "num_loops=2")
     refused("no config.json was found", monkeypatch, tasks, f"pretrained={tmp_path}")
+    (tmp_path / "file").write_text("")
+    refused(
+        "--output: .*file is a file: name", monkeypatch, tasks, f"pretrained={model}", "--output", f"{tmp_path}/file"
+    )
+    refused("--limit -2 must be above 0", monkeypatch, tasks, f"pretrained={model}", "--limit", "-2")
     refused("leave it out of gen_kwargs", monkeypatch, tasks, f"pretrained={model}", "--gen_kwargs", "num_loops=2")
 
     (tmp_path / "llama").mkdir()

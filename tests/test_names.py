@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, configuration_utils
 
 from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, generation, names
@@ -125,6 +125,16 @@ def test_what_tools_pass_is_no_news(said, folder):
     AutoConfig.from_pretrained(folder, trust_remote_code=False, revision="main", attn_implementation="eager")
     AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map="cpu", low_cpu_mem_usage=True)
     assert said == []
+
+
+def test_what_is_of_a_tokenizer_is_no_news(said, folder, monkeypatch):
+    heard = []
+    monkeypatch.setattr(configuration_utils.logger, "warning", heard.append)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", model_max_length=8, pad_token="<|eos|>")
+    assert (tokenizer.padding_side, tokenizer.model_max_length, tokenizer.pad_token) == ("left", 8, "<|eos|>")
+    assert said == heard == []
+    with pytest.raises(ValueError, match="`pad_token`; did you mean `pad_token_id`"):
+        AutoModelForCausalLM.from_pretrained(folder, pad_token="<|eos|>")
 
 
 @pytest.mark.parametrize("name", ["loops", "n_layer", "num_loop"])

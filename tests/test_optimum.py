@@ -128,9 +128,10 @@ def test_optima_of_a_file(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("sqrt, 12 layers, N = 1: 0.001 [0.001, 0.001]")
     assert second.endswith("octaves from the first +1.00 [+1.00, +1.00]")
-    path.write_text(json.dumps({"measure": "spectral", "result": {}}))
-    with pytest.raises(ValueError, match="holds no learning rates"):
-        main([str(path)])
+    for other in (json.dumps({"measure": "spectral", "result": {}}), "[1]", "lr,loss\n0.1,2.0"):
+        path.write_text(other)
+        with pytest.raises(ValueError, match="holds no learning rates"):
+            main([str(path)])
 
 
 def test_a_line_for_each_outcome():

@@ -12,7 +12,7 @@ from looped_eval.common.model_folder import model_folder
 from looped_eval.common.task_names import TASKS, tasks_of
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.command import core_scores
-from looped_eval.harness.command import curves_of, results_by_depth
+from looped_eval.harness.command import check_limit, curves_of, results_by_depth
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.harness.question import check_question
 from looped_recipes.common.command_line import parse_depths, say_result, typed
@@ -154,6 +154,7 @@ def main(arguments: list[str] | None = None):
     depths = parse_depths(args.num_loops)
     if not (args.text or args.stream or args.tasks or args.core):
         raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")
+    check_limit(args.limit)
     if args.six and not args.core:
         raise ValueError("--six reads its tasks from the bundle of CORE: pass --core BUNDLE too")
     streams = [name for name, _ in map(parse_stream, args.stream)]

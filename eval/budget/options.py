@@ -12,7 +12,7 @@ standard error over documents or windows, and with differences between models on
 import argparse
 from pathlib import Path
 
-from looped_recipes.common.command_line import Parser, names
+from looped_recipes.common.command_line import Parser, folder, names
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -36,5 +36,5 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, help="window of texts and streams, by default the model's")
     parser.add_device()
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--output", type=Path, default=Path("runs/budget"), help="folder for the table and the plot")
+    parser.add_argument("--output", type=folder, default=Path("runs/budget"), help="folder for the table and the plot")
     return parser.parse_args(arguments)

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from looped_recipes.common.command_line import Depths, Parser
+from looped_recipes.common.command_line import Depths, Parser, folder
 
 
 RENAMED = {"--loops": "--num-loops"}
@@ -110,6 +110,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.set_defaults(model=[])
         command.add_argument(
             "--output",
+            type=folder,
             help="folder for JSON and SVG; default: eval/diagnose/ of the training run",
         )
         if measure is not None:

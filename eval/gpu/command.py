@@ -22,11 +22,6 @@ GRACE = 25  # seconds in which a training saves its step after it was told to en
 
 def main(arguments: list[str]):
     args = parse(arguments)
-    if args.list:
-        for piece in PIECES:
-            print(f"{piece.name:17} {piece.expected:4} s expected, {piece.limit} at most   {piece.what}")
-        print(f"all: {sum(piece.expected for piece in PIECES) / 60:.0f} minutes expected")
-        return 0
     setting = Setting(args.out.absolute(), args.device, args.tiny, args.text)
     setting.out.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(setting.out)

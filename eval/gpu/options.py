@@ -11,7 +11,17 @@ from pathlib import Path
 
 from looped_recipes.common.command_line import Parser
 
-from .pieces import NAMES
+from .pieces import NAMES, PIECES
+
+
+class ListPieces(argparse.Action):
+    """Ends the command, as --help does: the list needs no GPU."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for piece in PIECES:
+            print(f"{piece.name:17} {piece.expected:4} s expected, {piece.limit} at most   {piece.what}")
+        print(f"all: {sum(piece.expected for piece in PIECES) / 60:.0f} minutes expected")
+        parser.exit()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -22,6 +32,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", default="embedded", help="what the trainings read, a data.source of a recipe")
     parser.add_argument("--minutes", type=float, default=30.0, help="no piece runs beyond that; the next call goes on")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--list", action="store_true", help="name the pieces and what they are expected to take")
+    parser.add_argument("--list", action=ListPieces, nargs=0, help="the pieces, and what each is expected to take")
     parser.add_argument("--piece", choices=NAMES, help="run this one here, without a limit")
     return parser.parse_args(arguments)

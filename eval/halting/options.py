@@ -15,7 +15,7 @@ the training run, where looped report finds them, or, without one, to runs/eval/
 
 import argparse
 
-from looped_recipes.common.command_line import Parser
+from looped_recipes.common.command_line import Parser, folder
 
 
 BEST = "the cheapest"
@@ -42,5 +42,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_device()
     write = "store the threshold that this criterion has for tokens; without a name, the cheapest criterion"
     parser.add_argument("--write", nargs="?", const=BEST, metavar="CRITERION", help=write)
-    parser.add_argument("--output", help="folder for halting.json and halting.svg; default: eval/ of the training run")
+    place = "folder for halting.json and halting.svg; default: eval/ of the training run"
+    parser.add_argument("--output", type=folder, help=place)
     return parser.parse_args(arguments)

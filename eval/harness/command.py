@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from looped_eval.common.curves import Curves, chance_of, draw, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
-from looped_recipes.common.command_line import device_of, say_result, typed
+from looped_recipes.common.command_line import device_of, folder, say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import commit, provenance
 from modeling_looped.depth_options import DEPTH_FIELDS
@@ -47,10 +48,21 @@ def join_depths(argument: str) -> str:
     return re.sub(r"\bnum_loops=[^,={}]*(,[^,={}]*)+(?=,|$)", lambda depths: depths[0].replace(",", "+"), argument)
 
 
+def check_limit(limit: float | None):
+    if limit is not None and not limit > 0:
+        raise ValueError(f"--limit {limit:g} must be above 0: 100 takes so many documents of each task, 0.1 a tenth")
+
+
 def check(config: EvaluatorConfig):
     """What can be known before the model is loaded, but for the names of tasks."""
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
+    check_limit(config.limit)
+    if config.output_path:
+        try:
+            folder(config.output_path)
+        except ArgumentTypeError as error:
+            raise ValueError(f"--output: {error}") from None
     ours = [name for name in config.gen_kwargs if name in DEPTH_FIELDS]
     if ours:
         raise ValueError(

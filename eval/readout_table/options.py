@@ -16,9 +16,8 @@ Runs that differ in their seed alone are one system: mean and sample standard de
 """
 
 import argparse
-from pathlib import Path
 
-from looped_recipes.common.command_line import Parser
+from looped_recipes.common.command_line import Parser, folder
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -27,5 +26,5 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="float32")
     parser.add_device()
-    parser.add_argument("--output", type=Path, help="folder for readout_table.json and .md; default: the first folder")
+    parser.add_argument("--output", type=folder, help="for readout_table.json and .md; default: the first folder")
     return parser.parse_args(arguments)

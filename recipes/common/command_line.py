@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from pathlib import Path
 
 from .errors import CommandError
 
@@ -142,6 +143,15 @@ class Depths(argparse.Action):
 def names(text: str) -> list[str]:
     """The type of an option: names with commas between them."""
     return text.split(",")
+
+
+def folder(text: str) -> Path:
+    """The type of an option: a folder to write to. A file in its way would be met when all is measured."""
+    path = Path(text)
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise argparse.ArgumentTypeError(f"{place} is a file: name a folder")
+    return path
 
 
 def run_command(main: Callable | str, parse: Callable | None = None):

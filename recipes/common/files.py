@@ -14,6 +14,8 @@ LEFTOVERS = ("*.tmp", ".saving-*", ".deleting-*")  # of writers that were killed
 def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], object]):
     """Write bytes, text, or what a function writes, with its folders; on the disk when this returns."""
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: name a file, such as one in it")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # of this process: another one may write the same
     try:
