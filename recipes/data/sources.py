@@ -175,8 +175,9 @@ class Source:
         if not folder.is_dir():
             data_files = [glob.escape(str(path.absolute())) for path in files]
             return load_dataset_builder(builder, data_files=data_files, **options)
-        # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
-        reader = load_dataset_builder(str(folder), self.config, **options)
+        # `datasets` finds the splits in the names of the files, or in a README.md as on the hub,
+        # and wants a name, which . has not
+        reader = load_dataset_builder(os.path.abspath(folder), self.config, **options)
         refuse_left_out(self.name, files, reader)
         return reader
 
