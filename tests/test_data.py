@@ -855,6 +855,23 @@ def test_files_of_a_folder_that_are_of_no_split_are_named(tmp_path):
         load(tmp_path)
 
 
+def test_hidden_files_of_a_folder_are_no_data(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    write_jsonl(tmp_path / ".shards" / "part-00000.json", ["b"])
+    write_jsonl(tmp_path / "__old" / "a.jsonl", ["c"])
+    (tmp_path / "._a.jsonl").write_bytes(b"\0\5\x16\7 of a Mac")
+    (tmp_path / ".notes.txt").write_text("d")
+    assert load(tmp_path) == ["a"]
+
+
+def test_the_folder_where_one_is_can_be_a_source(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "inner").mkdir()
+    for folder, name in ((tmp_path, "."), (tmp_path / "inner", "..")):
+        monkeypatch.chdir(folder)
+        assert load(name) == ["a"]
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
     assert load(tmp_path / "a.txt") == ["words"]

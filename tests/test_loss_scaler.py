@@ -4,8 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 
+from looped_recipes.engine.beginning import check_precision
+from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.step import Steps
+from looped_recipes.settings.recipe import RecipeError
 
 
 @pytest.fixture
@@ -42,3 +46,14 @@ def test_the_run_goes_on_after_a_step_that_was_left_out(run):
     take_gradients(run, 0.5)
     Steps.update(run)
     assert [weight.tolist() for weight in run.weights] == [[0.5] * 3] * 2
+
+
+def test_fp16_on_a_cpu_is_refused(monkeypatch):
+    def accelerator(precision: str):
+        for state in (AcceleratorState, PartialState):  # those of other tests stay as they are
+            monkeypatch.setattr(state, "_shared_state", {})
+        return make_accelerator(mixed_precision=precision, cpu=True)
+
+    check_precision(accelerator("bf16"))
+    with pytest.raises(RecipeError, match="mixed_precision 'fp16' would have no effect on 'cpu'"):
+        check_precision(accelerator("fp16"))

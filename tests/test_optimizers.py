@@ -262,8 +262,8 @@ def test_cosine_schedule_ends_at_its_ratio():
 
 def test_warmup_stable_decay_decays_linearly():
     by_steps = ScheduleConfig("wsd", warmup_steps=10, decay_steps=20, final_ratio=0.2)
-    rates = schedule(by_steps, 100, [10, 79, 80, 90, 100])
-    assert torch.allclose(torch.tensor(rates), torch.tensor([0.5, 0.5, 0.5, 0.3, 0.1]))
+    rates = schedule(by_steps, 100, [0, 5, 10, 79, 80, 90, 100])
+    assert torch.allclose(torch.tensor(rates), torch.tensor([0, 0.25, 0.5, 0.5, 0.5, 0.3, 0.1]))
     by_fraction = ScheduleConfig("wsd", warmup_steps=10, decay_fraction=0.2, final_ratio=0.2)
     assert schedule(by_fraction, 100, range(100)) == schedule(by_steps, 100, range(100))
 

@@ -175,8 +175,9 @@ class Source:
         if not folder.is_dir():
             data_files = [glob.escape(str(path.absolute())) for path in files]
             return load_dataset_builder(builder, data_files=data_files, **options)
-        # `datasets` finds the splits in the names of the files, or in a README.md as on the hub
-        reader = load_dataset_builder(str(folder), self.config, **options)
+        # `datasets` finds the splits in the names of the files, or in a README.md as on the hub,
+        # and wants a name, which . has not
+        reader = load_dataset_builder(os.path.abspath(folder), self.config, **options)
         refuse_left_out(self.name, files, reader)
         return reader
 
@@ -269,7 +270,9 @@ def local_files(name: str) -> list[Path] | None:
         raise RecipeError(f"can not read {shortly(name)}: {error.strerror}; name a file or a dataset") from None
     if path.is_dir():
         found = [
-            file for file in path.rglob("*") if file.is_file() and _builder_of(file) and file.name not in METADATA
+            file
+            for file in path.rglob("*")
+            if file.is_file() and _builder_of(file) and file.name not in METADATA and not is_hidden(file, path)
         ]
         if glob.has_magic(str(path.absolute())):
             raise RecipeError(f"the name of folder {name!r} holds one of []*?: rename it, or name its files")
@@ -284,6 +287,12 @@ def local_files(name: str) -> list[Path] | None:
     if looks_like_path(name):
         raise RecipeError(f"there is no file or folder {name!r} (looked from {Path.cwd()})")
     return None
+
+
+def is_hidden(file: Path, folder: Path) -> bool:
+    """`datasets` leaves these out of a folder: what editors, notebooks and copies from a Mac leave behind."""
+    *folders, name = file.relative_to(folder).parts
+    return name.startswith(".") or any(inner.startswith((".", "__")) for inner in folders)
 
 
 def check_files(name: str):

@@ -22,11 +22,20 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
             f"training.rows_per_step={training.rows_per_step} is not a multiple of the {world} processes that read "
             "rows; change one"
         )
+    check_precision(accelerator)
     check_device(training, accelerator.device.type)
     check_units(accelerator, recipe)
     check_split(accelerator, recipe)
     check_trackers(recipe, accelerator)
     check_start(recipe)
+
+
+def check_precision(accelerator: Accelerator):
+    """accelerate leaves out fp16 on a CPU, without a word."""
+    if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
+        raise RecipeError(
+            f"mixed_precision 'fp16' would have no effect on {accelerator.device.type!r}: choose bf16, or no for fp32"
+        )
 
 
 def check_trackers(recipe: Recipe, accelerator: Accelerator):

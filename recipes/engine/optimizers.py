@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.optimization import (
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
-    get_wsd_schedule,
 )
 
 from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
@@ -171,16 +170,20 @@ def build_schedulers(
                 optimizer, config.warmup_steps, total_steps, min_lr_rate=config.final_ratio
             )
         else:
-            scheduler = get_wsd_schedule(
-                optimizer,
-                config.warmup_steps,
-                decay_steps,
-                total_steps,
-                decay_type="linear",
-                min_lr_ratio=config.final_ratio,
-            )
+            spans = {"warmup": config.warmup_steps, "decay": decay_steps, "total": total_steps}
+            scheduler = LambdaLR(optimizer, partial(warm_up_stay_decay, **spans, final_ratio=config.final_ratio))
         schedulers.append(scheduler)
     return schedulers
+
+
+def warm_up_stay_decay(step: int, warmup: int, decay: int, total: int, final_ratio: float) -> float:
+    """Of the base rate. That of transformers begins its warm-up at the last ratio, not at 0."""
+    if step < warmup:
+        return step / warmup
+    if step < total - decay:
+        return 1.0
+    progress = (step - (total - decay)) / max(1, decay)
+    return (1 - progress) * (1 - final_ratio) + final_ratio
 
 
 def set_learning_rates(schedulers: list[LambdaLR], step: int):
