@@ -5,8 +5,8 @@
     looped convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
     looped convert runs/small/final llama --to llama --unroll          the Llama of its layers, pass by pass
 
-SOURCE is a folder or a repository on the Hub, in any layout that opens. OUT is a new folder: it appears when it is
-complete, and nothing is overwritten. Tokenizer and generation config go along. Published models:
+SOURCE is a folder, a training run or a repository on the Hub, in any layout that opens. OUT is a new folder: it
+appears when it is complete, and nothing is overwritten. Tokenizer and generation config go along. Published models:
 
     Nanbeige/Nanbeige4.2-3B
     tomg-group-umd/huginn-0125
@@ -18,7 +18,7 @@ from functools import reduce
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
-from looped_recipes.common.hub import check_source
+from looped_recipes.common.hub import check_source, model_inside
 
 
 LAYOUTS = ("ouro", "huginn", "retrofitted", "retrofitted-olmo", "parcae", "parcae-gated", "nanbeige", "llama")
@@ -26,7 +26,7 @@ LAYOUTS = ("ouro", "huginn", "retrofitted", "retrofitted-olmo", "parcae", "parca
 
 def parse(arguments: list[str] | None):
     parser = Parser("recipes.convert", __doc__)
-    parser.add_argument("source", help="a folder, or a repository on the Hub")
+    parser.add_argument("source", help="a folder, a training run, or a repository on the Hub")
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--to", choices=LAYOUTS, help="the layout to write; by default our own")
     parser.add_argument("--unroll", action="store_true", help="with --to llama: a layer for every pass of one")
@@ -50,6 +50,7 @@ def convert(
     tokenizer: str | None = None,
     num_loops: int | None = None,
 ):
+    source = model_inside(str(source))
     check_source(source)
     from modeling_looped import LoopedForCausalLM
     from modeling_looped.formats.folder import TOKENIZER_FILES, find_file

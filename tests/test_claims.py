@@ -256,6 +256,12 @@ def test_an_unknown_measurement_is_refused(tmp_path):
         command.main(["run", str(tmp_path), "--only", "ratess"])
 
 
+def test_a_ledger_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="there are no measurements in .*: `looped claims run FOLDER` makes some"):
+        command.main(["--results", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_seeds_that_a_measurement_does_not_have_are_refused(tmp_path):
     with pytest.raises(ValueError, match="--only rates --seeds 7 8: it has the seeds 0 1 2"):
         command.main(["run", str(tmp_path), "--only", "rates", "--seeds", "7", "8"])

@@ -34,7 +34,7 @@ from looped_recipes.engine.ending import ending
 from looped_recipes.engine.finite import Divergence
 from looped_recipes.own_text import command as own_text
 from looped_recipes.settings.costs import plan
-from looped_recipes.settings.estimates import activations_per_token, estimates, memory
+from looped_recipes.settings.estimates import estimates, kept_by_layers, memory
 from looped_recipes.settings.help import help_of_recipes, meanings
 from looped_recipes.settings.paths import recipe_file, similar_recipe
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -444,7 +444,7 @@ def saved_bytes(config, rows: int, length: int) -> int:
 def test_memory_of_activations_is_what_autograd_keeps(loss):
     recipe = load_recipe("own_text/looped.yaml", [f"model.loop_loss={loss}"])
     config = recipe.model_config()
-    expected = 4 * 2 * 256 * activations_per_token(recipe, config)
+    expected = 4 * 2 * 256 * (config.vocab_size + kept_by_layers(recipe, config))
     assert saved_bytes(config, rows=2, length=256) == pytest.approx(expected, rel=0.2)
 
 

@@ -52,9 +52,11 @@ def test_a_source_that_is_not_there(tmp_path, monkeypatch):
 
 
 def test_it_says_of_what(tmp_path, capsys):
-    folder = write(tmp_path / "public", *made("ouro"))
-    run(folder, tmp_path / "ours")
-    assert f"parameters of {folder}, our own layout" in capsys.readouterr().out
+    """Of a training run too, which holds its model in final/."""
+    folder = write(tmp_path / "public/final", *made("ouro"))
+    for source, out in ((folder, "ours"), (folder.parent, "of_the_run")):
+        run(source, tmp_path / out)
+        assert f"parameters of {folder}, our own layout" in capsys.readouterr().out
 
 
 def test_a_tokenizer_from_elsewhere(tmp_path):

@@ -54,6 +54,11 @@ def main(arguments: list[str] | None = None) -> int:
         every = chosen(args.only, None)  # also the seeds of earlier sittings
         for path in collect(every, setting, args.results / "claims"):
             print(f"written: {path}")
+    if not (args.results / "claims").is_dir():
+        raise ValueError(
+            f"there are no measurements in {args.results / 'claims'}: `looped claims run FOLDER` makes some, and "
+            "--results names another folder"
+        )
     rows = ledger(PAPERS, args.results)
     written: list[Path] = write_ledger(PAPERS, rows, args.results)
     print(f"written: {', '.join(map(str, written))}")

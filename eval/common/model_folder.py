@@ -44,13 +44,6 @@ def results_folder(target: str) -> Path:
     return Path("runs/eval") / Path(target).resolve().name if run is None else run / "eval"
 
 
-def model_inside(target: str) -> str:
-    """The saved model of a training run, if `target` is the folder of one; else `target`, as a name on the Hub."""
-    path = Path(target)
-    is_run = not (path / "config.json").is_file() and (path / "final" / "config.json").is_file()
-    return str(path / "final") if is_run else target
-
-
 def model_folder(target: str) -> Path | None:
     """The folder of a saved model, also inside that of its training run; None if it is no folder.
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from looped_eval.common.model_folder import model_inside
+from looped_recipes.common.hub import model_inside
 from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule

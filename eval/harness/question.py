@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-from looped_eval.common.model_folder import model_inside
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import parse_depths
-from looped_recipes.common.hub import check_source
+from looped_recipes.common.hub import check_source, model_inside
 from modeling_looped import LoopedConfig
 from modeling_looped.exit_criteria import ExitRule, exit_rule
 from modeling_looped.formats.registry import is_published

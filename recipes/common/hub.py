@@ -1,4 +1,4 @@
-"""Whether the Hub can be asked for a model, found out by one try: where it cannot, its client tries for a minute."""
+"""What the name of a model stands for: a folder, a training run, or a repository, if the Hub can be asked for it."""
 
 from pathlib import Path
 from urllib.error import HTTPError
@@ -10,8 +10,15 @@ from huggingface_hub import constants, is_offline_mode
 SECONDS = 10
 
 
+def model_inside(target: str) -> str:
+    """The saved model of a training run, if `target` is the folder of one; else `target`, as a name on the Hub."""
+    path = Path(target)
+    is_run = not (path / "config.json").is_file() and (path / "final" / "config.json").is_file()
+    return str(path / "final") if is_run else target
+
+
 def check_source(name: str):
-    """name: of a folder, or of a repository."""
+    """name: of a folder, or of a repository. One try: where the Hub does not answer, its client tries for a minute."""
     if Path(name).is_dir() or is_offline_mode():
         return
     if name.count("/") != 1 or name.startswith((".", "/", "~")):

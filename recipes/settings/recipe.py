@@ -17,6 +17,7 @@ from typing import Literal
 import yaml
 from transformers import AutoConfig
 
+from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.flops import Sizes
 from modeling_looped import LoopedConfig, curriculum
@@ -165,6 +166,8 @@ def load_recipe(
     finished: of a run that was trained, perhaps when settings without effect were not yet refused.
     """
     raw = _read(path)
+    if raw.keys() & {"grid", "runs"}:
+        raise RecipeError(f"{path} is a sweep, of many runs: `{typed('looped sweep', path)}` trains them")
     for layer in ((changes or {}).items(), map(split_override, overrides)):
         said: dict[str, dict] = {}
         for key, value in layer:
