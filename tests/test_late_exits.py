@@ -87,7 +87,7 @@ def test_of_one_row_in_two_turns(more):
 def test_in_pages():
     model, ids = made("plain"), random_ids(2, 6)
     model.set_attn_implementation("flex_attention")
-    assert_same(*(model.generate(ids, exit_read_interval=n, **asked("latent_diff")) for n in (3, 1)))
+    assert_same(*(model.generate(ids, exit_read_interval=n, **asked("latent_diff", max_new_tokens=6)) for n in (3, 1)))
 
 
 def test_a_head_on_another_device(monkeypatch):
