@@ -61,10 +61,10 @@ def layer_rules(norms: dict[str, str], pairs: bool) -> list[Rule]:
     return made
 
 
-def rotary_factors(config, theta: float, length: int, condense: int = 1) -> torch.Tensor:
+def rotary_factors(config, theta: float, length: int) -> torch.Tensor:
     """cos and sin of every position, [1, length, 1, head_dim / 2, 2]: a table that these layouts store."""
     frequencies = 1.0 / (theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
-    angles = torch.outer(torch.arange(length, dtype=torch.float32) / condense, frequencies)[None, :, None]
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)[None, :, None]
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 

@@ -175,7 +175,7 @@ def token_ids(fields: Fields, vocab_size: int, bos=None, eos=None, pad=None) -> 
     return {name: inside(fields.take(name, default=None), default) for name, default in names.items()}
 
 
-def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names=None) -> list[str]:
+def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names) -> list[str]:
     """The fields of a config that its own config.json in this layout does not give back."""
     try:
         back = LoopedConfig(**layout.read_config(stored, names))
