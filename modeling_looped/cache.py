@@ -300,7 +300,7 @@ def is_written(cache: Cache, slot: int) -> bool:
     return isinstance(layer, CacheLayerMixin) and layer.is_initialized
 
 
-def view_for_pass(cache, config, plan, may_exit: bool = False):
+def view_for_pass(cache, config, plan, may_exit: bool):
     """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
     if cache is None or not isinstance(cache, Cache):
         return cache
