@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 
 from looped_eval.common.timing import now
+from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped import continuous
 from modeling_looped.exit_criteria import exit_rule
 from modeling_looped.shared_passes import SharedPasses
 
-from .decoding import cost_per_loop, count_in_a_loop, exiting_model, passing_threshold
+from .decoding import cost_per_loop, exiting_model, passing_threshold
 from .models import tokens
 from .over_http import asked_over_http
 
