@@ -127,7 +127,7 @@ class Recipe:
             settings.curriculum, settings.curriculum_target, settings.curriculum_steps, step, mean, window
         )
 
-    def num_steps(self, sizes: Sizes, steps_within: typing.Callable[[float], int], num_rows: int | None = None) -> int:
+    def num_steps(self, sizes: Sizes, steps_within: typing.Callable[[float], int], num_rows: int | None) -> int:
         """steps_within: of so many operations."""
         training = self.training
         tokens_per_step = training.rows_per_step * self.data.sequence_length
