@@ -1,6 +1,6 @@
 """Models that say `huginn_raven`: Huginn itself, and Llama, TinyLlama and OLMo models that were made to loop.
 
-They share names and sizes; what a layer is shows in its tensors. Huginn has four norms turns pairs of neighbours
+They share names and sizes; what a layer is shows in its tensors. Huginn has four norms, turns pairs of neighbours
 by position, and norms what enters the coda; the retrofitted ones have two norms, keep the halves of the models they
 come from, and hand the state to the coda as it is.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .changes import FusedBiases, FusedGate, FusedHeads
-from .layout import Fields, Layout, LoopedConfigError, Rule, rules, token_ids
+from .layout import Fields, Layout, LoopedConfigError, Rule, rope_words, rules, token_ids
 
 
 SECTIONS = {"prelude": "prelude", "core_block": "core", "coda": "coda"}
@@ -239,10 +239,8 @@ class Retrofitted(Raven):
         return {**looped, **ids, **fields.shared()}
 
     def write_config(self, config):
-        parameters = dict(config.rope_parameters or {})
-        theta = parameters.pop("rope_theta", 10000.0)
-        scaling = None if parameters.get("rope_type", "default") == "default" else parameters
-        return {**self.write_sizes(config), "rope_base": theta, "rope_theta": theta, "rope_scaling": scaling}
+        words = rope_words(config)
+        return {**self.write_sizes(config), "rope_base": words["rope_theta"], **words}
 
 
 class RetrofittedOlmo(Retrofitted):
