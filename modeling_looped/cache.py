@@ -155,11 +155,8 @@ class LoopedCache(DynamicCache):
             slots = [cache.layers[self.model_config.slot_at(layer, loop)] for loop in range(loops)]
             rows, heads, _, head_dim = slots[0].keys.shape
             self.dtype, width = slots[0].keys.dtype, head_dim + SIZE_BYTES * self.is_int8
-            shape, dtype = (
-                (rows, loops, heads, 2, self.with_room(max(length, least)), width),
-                torch.int8 if self.is_int8 else None,
-            )
-            buffer = slots[0].keys.new_zeros(shape, dtype=dtype)
+            shape = (rows, loops, heads, 2, self.with_room(max(length, least)), width)
+            buffer = slots[0].keys.new_zeros(shape, dtype=torch.int8 if self.is_int8 else None)
             for slot, of_loop in zip(slots, buffer.unbind(1)):
                 for tensor, room in zip((slot.keys, slot.values), of_loop.unbind(2)):
                     tensor = tensor[..., :length, :]
@@ -285,9 +282,8 @@ class CacheView:
         """Leave the last loop's keys and values in the deeper slots that hold the past."""
         stored = self.stored_loops if self.shared is None else min(self.stored_loops, self.shared)
         for loop in range(self.loops_run, stored):
-            for layer in range(self.config.num_core_layers):
-                layer = self.config.core_slot(0, layer)
-                self.write(self.slot(layer, loop), *self.latest[layer])
+            for layer, states in self.latest.items():
+                self.write(self.slot(layer, loop), *states)
         if self.takes_back:
             for layer in self.cache.layers:
                 if isinstance(layer, SlidingLayer) and layer.is_initialized:
@@ -300,7 +296,7 @@ def is_written(cache: Cache, slot: int) -> bool:
     return isinstance(layer, CacheLayerMixin) and layer.is_initialized
 
 
-def view_for_pass(cache, config, plan, may_exit: bool = False):
+def view_for_pass(cache, config, plan, may_exit: bool):
     """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
     if cache is None or not isinstance(cache, Cache):
         return cache

@@ -7,8 +7,6 @@ from .borrowed import found
 
 LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}  # by the letters of window_pattern
 SHARED_ROPE = "all_layers"  # the name of rotary tables that do not depend on the type of a layer
-
-
 MOST_LAYERS, LARGEST_SIZE = 10**4, 10**9  # far above any model; beyond, building one takes hours or overflows
 
 
@@ -73,7 +71,7 @@ def check_largest(config):
 
 
 def check_attention(config):
-    assert config.head_dim is not None and config.num_key_value_heads is not None  # see _validate_sizes
+    assert config.head_dim is not None and config.num_key_value_heads is not None  # see check_sizes
     if config.head_dim * config.num_attention_heads != config.hidden_size and (
         config.hidden_size % config.num_attention_heads != 0
     ):

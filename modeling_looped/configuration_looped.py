@@ -26,8 +26,7 @@ from .config_errors import LoopedConfigError, raise_value_errors
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
 from .config_ropes import RopeOfLayers
-from .names import FIELD_OF, OF_TOKENIZERS, SPELLINGS_OF_EPS, meant
-from .names import KEYS_OF_TOOLS as OF_TOOLS
+from .names import FIELD_OF, KEYS_OF_TOOLS, OF_TOKENIZERS, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
 
@@ -322,11 +321,11 @@ class LoopedConfig(RopeOfLayers):
         unknown = [key for key in extra if key not in known and not hasattr(PreTrainedConfig, key)]
         for key in unknown:
             advice = meant(key, known, FIELD_OF)
-            if advice and key not in SPELLINGS_OF_EPS and key not in OF_TOOLS:
+            if advice and key not in SPELLINGS_OF_EPS and key not in KEYS_OF_TOOLS:
                 raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{advice}`?")
             if isinstance(getattr(cls, key, None), property):
                 raise LoopedConfigError(f"{key}={extra[key]!r} cannot be set: it is derived from other fields")
-            is_of_tools = key.startswith("_") or key in OF_TOOLS or hasattr(GenerationConfig(), key)
+            is_of_tools = key.startswith("_") or key in KEYS_OF_TOOLS or hasattr(GenerationConfig(), key)
             if consequence is not None and extra[key] is not None and not is_of_tools:
                 hint = f" Did you mean `{advice}`?" if advice else ""
                 logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.{hint}")

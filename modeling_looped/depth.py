@@ -111,11 +111,11 @@ def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
     return taken
 
 
-def check_count(name: str, value, least: int = 1) -> int:
+def check_count(name: str, value) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
     return int(value)
 
 

@@ -49,7 +49,7 @@ class DepthOptions:
         asked = overridden(passed, {name: from_numpy(value) for name, value in arguments.items()})
         is_assistant = getattr(config, "is_assistant", False)  # it drafts plainly, whatever its folder says
         if (is_assistant or asked.get("num_loops") is not None) and all(asked.get(name) is None for name in EXITS):
-            before = without_exits(before)
+            before = {name: value for name, value in before.items() if name not in EXITS}
         held = {name: value for name, value in overridden(before, asked).items() if value is not None}
         if "num_loops" in held:
             held["num_loops"] = depth_argument(held["num_loops"])
@@ -96,9 +96,16 @@ class DepthOptions:
         if self.exit_criterion is None:
             return None
         depth = self.deepest(model_config)
-        settings = self.exit_threshold, self.min_loops, self.exit_interval
-        how = depth, self.exit_selection, self.exit_read_interval
-        rule = exit_rule(model_config, self.exit_criterion, *settings, *how)
+        rule = exit_rule(
+            model_config,
+            self.exit_criterion,
+            self.exit_threshold,
+            self.min_loops,
+            self.exit_interval,
+            num_loops=depth,
+            selection=self.exit_selection,
+            read_interval=self.exit_read_interval,
+        )
         refuse_if(
             rule.after_all and self.prompt_loops is not None,
             f"prompt_loops={self.prompt_loops} says where the loops of the prompt end, but with "
@@ -164,9 +171,11 @@ class DepthOptions:
             f"draft_loops={draft_loops} gives the output of full depth and exit_criterion={self.exit_criterion!r} "
             "that of early exits: pass one of the two as None",
         )
-        reason = "the first loops of a deep run are not a shallow run, so it cannot be drafted"
-        setting = model_config.reads_run_depth
-        refuse_if(setting is not None, f"with {setting} {reason}")
+        refuse_if(
+            model_config.reads_run_depth is not None,
+            f"with {model_config.reads_run_depth} the first loops of a deep run are not a shallow run, so it cannot "
+            "be drafted",
+        )
 
     def check_cache(self, model_config, cache, config):
         """Refuse a cache that cannot be, or not with shared slots. cache: the one that was passed, or None. config: of
@@ -214,10 +223,6 @@ def set_fields(generation_config) -> dict:
     """The fields of a generation config that are set."""
     values = {name: getattr(generation_config, name, None) for name in DEPTH_FIELDS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def without_exits(fields: dict) -> dict:
-    return {name: value for name, value in fields.items() if name not in EXITS}
 
 
 def differ(value, other) -> bool:

@@ -243,6 +243,7 @@ class RowEngine:
             outputs = self.prefill(input_ids, model_kwargs, after_loop)
             logits, self.given_cache = outputs.logits[:, -1], outputs.cache
             self.prompt_length = int(self.given_cache.get_seq_length())
+        self.held_before = self.prompt_length - length  # tokens that were in the cache beforehand
         self.cache: Any = self.hold(pages)  # LoopedCache or PagedRows
         self.shifts = [0] * self.num_rows  # from a place to its position, which leaves out padding
         if positions is not None:
@@ -315,8 +316,7 @@ class RowEngine:
 
     def last_places(self, rows: list[int]) -> list[int]:
         """Of the last token of each row."""
-        before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
-        return [self.selector.lengths[row] - 1 + before for row in rows]
+        return [self.held_before + self.selector.lengths[row] - 1 for row in rows]
 
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
@@ -342,14 +342,14 @@ class RowEngine:
     def compute_ends(self, end: int):
         """Up to a place in the cache, the last token and the padding of rows that ended before others: as deep as a
         prompt's, of which they will be part."""
-        before = self.prompt_length - self.selector.prompt_length  # tokens that were in the cache beforehand
         starts = self.last_places(list(range(self.num_rows)))
         left = sorted((place, row) for row, start in enumerate(starts) for place in range(start, end))
         for first in range(0, len(left), TOKENS_OF_COPIES):
             places, rows = zip(*left[first : first + TOKENS_OF_COPIES])
             for depth, members in by_number([self.depths_of_prompts[row] for row in rows]):
                 part = RowsOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
-                index = placed([part.rows, [place - before for place in part.places]], self.selector.ids.device)
+                of_sequences = [place - self.held_before for place in part.places]
+                index = placed([part.rows, of_sequences], self.selector.ids.device)
                 tokens = enter([part], self.selector.ids[tuple(index)][:, None])
                 state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
                 run_coda(tokens, state)

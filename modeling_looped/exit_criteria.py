@@ -231,7 +231,11 @@ def exit_rule(
             f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs them "
             "all and then chooses which to read out"
         )
-    is_after_all = selection == "after"
     return ExitRule(
-        criterion, float(threshold), min_loops, interval, after_all=is_after_all, read_interval=read_interval
+        criterion,
+        float(threshold),
+        min_loops,
+        interval,
+        after_all=selection == "after",
+        read_interval=read_interval,
     )

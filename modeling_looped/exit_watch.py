@@ -137,13 +137,8 @@ def forward_with_exits(
 
 def is_fixed(cache) -> bool:
     """Whether the last token's keys and values cannot be taken back."""
-    return isinstance(
-        cache,
-        (
-            found("transformers.cache_utils", "StaticCache", ()),
-            found("transformers.cache_utils", "QuantizedCache", ()),
-        ),
-    )
+    names = ("StaticCache", "QuantizedCache")
+    return isinstance(cache, tuple(found("transformers.cache_utils", name, ()) for name in names))
 
 
 def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, options: dict):

@@ -113,39 +113,41 @@ def init_module(module: nn.Module, config) -> bool:
         init.zeros_(module.log_scale)
         if module.logit is not None:
             init.constant_(module.logit, module.initial_logit)
-    elif isinstance(module, TaperNorm):
-        if module.weight is not None:
-            init.constant_(module.weight, module.initial_weight)
-        for tensor in (module.linear_weight, module.gate, module.scale):
-            if tensor is not None:
-                init.ones_(tensor)
     elif isinstance(module, LoopedNorm):
         if module.weight is not None:
             init.constant_(module.weight, module.initial_weight)
+        if isinstance(module, TaperNorm):
+            for tensor in (module.linear_weight, module.gate, module.scale):
+                if tensor is not None:
+                    init.ones_(tensor)
     elif isinstance(module, (nn.Linear, nn.Embedding)):
-        role, scheme = getattr(module, "init_role", None), config.init_scheme
-        width = getattr(module, "init_width", None) or config.hidden_size
-        if role == "identity" and module.weight.shape[0] == module.weight.shape[1]:
-            # on the weight's own device, which torch's eye_ leaves where another is the default
-            init.copy_(module.weight, torch.eye(len(module.weight), device=module.weight.device))
-        elif role == "identity":  # into a state of another width: what comes nearest (Parcae)
-            init.orthogonal_(module.weight)
-        elif role == "zero":
-            init.zeros_(module.weight)
-        elif role is None or (role in ALIKE and scheme != "torch"):  # of all schemes but torch's own
-            normal(module.weight, role, config, width)
-        else:
-            INIT_SCHEMES[scheme](module.weight, role, config, width)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            if scheme == "torch" and role not in (None, "zero"):
-                bound = module.in_features**-0.5
-                init.uniform_(module.bias, -bound, bound)
-            else:
-                init.zeros_(module.bias)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            if not getattr(module.weight, "_is_hf_initialized", False):  # slicing loses the flag that init checks
-                with torch.no_grad():
-                    module.weight[module.padding_idx].zero_()
+        init_by_role(module, config)
     else:
         return False
     return True
+
+
+def init_by_role(module: nn.Linear | nn.Embedding, config):
+    role, scheme = getattr(module, "init_role", None), config.init_scheme
+    width = getattr(module, "init_width", None) or config.hidden_size
+    if role == "identity" and module.weight.shape[0] == module.weight.shape[1]:
+        # on the weight's own device, which torch's eye_ leaves where another is the default
+        init.copy_(module.weight, torch.eye(len(module.weight), device=module.weight.device))
+    elif role == "identity":  # into a state of another width: what comes nearest (Parcae)
+        init.orthogonal_(module.weight)
+    elif role == "zero":
+        init.zeros_(module.weight)
+    elif role is None or (role in ALIKE and scheme != "torch"):  # of all schemes but torch's own
+        normal(module.weight, role, config, width)
+    else:
+        INIT_SCHEMES[scheme](module.weight, role, config, width)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        if scheme == "torch" and role not in (None, "zero"):
+            bound = module.in_features**-0.5
+            init.uniform_(module.bias, -bound, bound)
+        else:
+            init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        if not getattr(module.weight, "_is_hf_initialized", False):  # slicing loses the flag that init checks
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()

@@ -144,7 +144,7 @@ def weighted_cross_entropy(
     weights: torch.Tensor,  # [loops, tokens]
     compared: list[torch.Tensor] | None,  # per loop the tokens that ran it; None if all did
     vocab_size: int,
-    kernel: Callable | None = None,  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
+    kernel: Callable | None,  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
     if kernel is not None:
@@ -185,11 +185,11 @@ def loop_loss(
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
     depths: int | list[int],  # of all rows, or per row
     labels: torch.Tensor,  # [batch, length], already shifted
-    num_items_in_batch: torch.Tensor | int | None = None,
-    objective: str | None = None,  # another than the configured
-    every_loop: bool = True,  # also compare the readouts that the loss does not read
-    loss_positions: np.ndarray | None = None,  # where labels has any, see `LoopedForCausalLM`
-    kernel: Callable | None = None,  # see `weighted_cross_entropy`
+    num_items_in_batch: torch.Tensor | int | None,
+    objective: str | None,  # another than the configured
+    every_loop: bool,  # also compare the readouts that the loss does not read
+    loss_positions: np.ndarray | None,  # where labels has any, see `LoopedForCausalLM`
+    kernel: Callable | None,  # see `weighted_cross_entropy`
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The configured loss; and without gradients, the cross-entropy of each of the given readouts: its mean, [loops],
     nan where nothing was compared, and that of every token, [loops, batch, length], 0 where there is no label."""

@@ -279,16 +279,16 @@ class LoopedModel(LoopedPreTrainedModel):
         if cache is not None and no_cache_because:
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without a cache.")
         has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(kwargs)
-        is_packed = position_ids is not None  # perhaps: positions that are made here restart nowhere
-        if position_ids is None:
+        may_be_packed = position_ids is not None  # positions that are made here restart nowhere
+        if not may_be_packed:
             position_ids = self._positions(inputs_embeds, attention_mask, cache)
         # from here to the end of the loop, rows are sorted by depth
         inputs_embeds, attention_mask, position_ids, initial_state, input_ids = (
             plan.sort(tensor) for tensor in (inputs_embeds, attention_mask, position_ids, initial_state, input_ids)
         )
-        # before a cache is made: beside one, packed documents are not looked for
-        # to look for documents, a GPU would be waited for, and a compiler would make a mask of every pass
-        of_documents = position_ids if is_packed else None
+        # for each search for documents a GPU is waited for, and a compiler makes a mask of every pass
+        of_documents = position_ids if may_be_packed else None
+        # before a cache is made: beside one, documents are not looked for
         masks = self.attention_masks(attention_mask, inputs_embeds, cache, of_documents, plan)
         if use_cache and cache is None and not no_cache_because:  # by default use_cache makes no demand
             cache = DynamicCache(config=self.config)

@@ -129,10 +129,8 @@ class PagedRows:
             raise
 
     def fill(self, cache, length: int, has_token: torch.Tensor | None):
-        for slot in range(self.config.core_slot(self.num_stored_loops)):
-            layer, loop = self.config.split_slot(slot)
-            pool, held = self.pages.pool_of(layer), cache.layers[slot]
-            pool.hold(layer, held.keys)
+        for slot in range(self.config.core_slot(1)):
+            self.pages.pool_of(slot).hold(slot, cache.layers[slot].keys)
         self.reserve(range(len(self.lines[self.pages.core])), length)
         if length == 0:
             return
@@ -230,7 +228,8 @@ class PagedView:
 
     def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """[tokens, heads, 1, head_dim] each; keys and values: None where no token's loop makes any."""
-        pool, room = self.pages.pool_of(slot), self.pages.pool_of(slot).memory[slot]
+        pool = self.pages.pool_of(slot)
+        room = pool.memory[slot]
         if keys is not None and self.writing:
             if pool not in self.own:
                 own = [self.line(pool, i).index(self.tokens[i][2]) for i in self.writing]

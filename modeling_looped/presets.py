@@ -177,11 +177,11 @@ PUBLIC_REPOSITORIES = {
 }
 
 
-def preset_fields(name: str, overrides: dict | None = None) -> dict:
+def preset_fields(name: str, overrides: dict) -> dict:
     """The fields of preset `name` with `overrides`; functions of other fields are resolved in the order written."""
     if name not in PRESETS:
         raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(sorted(PRESETS))}")
-    fields = {**deepcopy(PRESETS[name]), **(overrides or {})}
+    fields = {**deepcopy(PRESETS[name]), **overrides}
     pending = {key: value for key, value in fields.items() if callable(value)}
     values = {key: value for key, value in fields.items() if not callable(value)}
     for key, value in pending.items():

@@ -321,9 +321,8 @@ def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, sc
 def attend_to_span(queries, held, mask: torch.Tensor | None, scaling: float, grouped: bool) -> torch.Tensor:
     """Of several tokens, [tokens, heads, 1, head_dim]; held: what the last of them sees."""
     keys, values = held.unbind(2)
-    how = (mask, 0.0, mask is None)
     output = scaled_dot_product_attention(
-        queries.transpose(0, 2), keys, values, *how, scale=scaling, enable_gqa=grouped
+        queries.transpose(0, 2), keys, values, mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
     return output.transpose(0, 2)
 

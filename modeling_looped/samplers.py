@@ -125,7 +125,7 @@ def curriculum(
 RAMPS = {"linear": lambda progress: progress, "sqrt": lambda progress: 1 - math.sqrt(1 - progress)}
 
 
-def truncated_normal_(tensor: torch.Tensor, std: float, generator: torch.Generator | None = None) -> torch.Tensor:
+def truncated_normal_(tensor: torch.Tensor, std: float, generator: torch.Generator | None) -> torch.Tensor:
     """Normal, cut at three standard deviations: the inverse of its distribution, of uniform numbers. torch's own draws
     again what lies outside, which a GPU would be waited for in every step."""
     most = math.erf(3 / math.sqrt(2))

@@ -76,9 +76,8 @@ class Pipeline:
         self.held: dict[str, torch.Tensor] = {}  # of the tokens in flight: state, ids, embedded, rotary
         self.of_row: list[list[InFlight]] = [[] for _ in range(engine.num_rows)]  # oldest first
         self.noises: dict[tuple[int, int], torch.Tensor] = {}  # by row and length of the sequence before
-        self.first_place = engine.prompt_length - self.selector.prompt_length  # in the cache, of the sequences
         # of tokens whose successor is needed, and has a position
-        self.end = self.first_place + engine.config.max_length - 1
+        self.end = engine.held_before + engine.config.max_length - 1
         if config.position_embedding == "learned":
             self.end = min(self.end, config.max_position_embeddings)
         self.entries = self.row_passes = self.verified = self.compared = self.accepted = 0
@@ -120,7 +119,7 @@ class Pipeline:
         for row in self.selector.running() if plan is not None or not self.flight else ():
             before = self.of_row[row][-1] if self.of_row[row] else None
             if before is None:
-                place, id = self.selector.lengths[row] - 1 + self.first_place, self.selector.last[row]
+                (place,), id = self.engine.last_places([row]), self.selector.last[row]
             elif before.proposal is None or plan is None or len(self.of_row[row]) > plan.ahead:
                 continue
             else:
@@ -234,7 +233,7 @@ class Pipeline:
         if not members:
             return
         tokens = [self.flight[reads[member]] for member in members]
-        lengths = [token.place + 1 - self.first_place for token in tokens]
+        lengths = [token.place + 1 - self.engine.held_before for token in tokens]
         said, lead = self.selector.guess(
             [token.row for token in tokens], lengths, logits[members], self.noise_of(tokens)
         )

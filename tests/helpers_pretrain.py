@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.engine.monitor import Monitor, StateNorms
 from tests.helpers_recipes import RECIPES
 
 
@@ -30,3 +31,10 @@ def logged_losses(output):
 
 def logged_values(output, name):
     return [record[name] for record in read_metrics(Path(output) / "metrics.jsonl") if name in record]
+
+
+def monitored(model, loop_hidden_states) -> dict[str, float]:
+    """What a step logs of one batch, after its backward pass."""
+    norms = StateNorms(len(loop_hidden_states), "cpu")
+    norms.add(loop_hidden_states)
+    return norms.metrics(lambda sums: sums) | Monitor().measure_weights(model)

@@ -13,9 +13,9 @@ from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.report import command as report
-from looped_recipes.engine.monitor import Monitor
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import random_ids, run_of, tiny_config, tiny_model, tiny_tokenizer
+from tests.helpers_pretrain import monitored
 
 
 OVERRIDES = ["hidden_size=32", "intermediate_size=48", "num_attention_heads=4", "num_core_layers=1", "vocab_size=30"]
@@ -212,7 +212,7 @@ def test_monitoring_metrics_are_these_measures():
     batch = {"input_ids": random_ids(2, 7)}
     outputs = model(**batch, labels=batch["input_ids"], output_loop_hidden_states=True)
     outputs.loss.backward()
-    metrics = Monitor().measure(model, outputs.loop_hidden_states)
+    metrics = monitored(model, outputs.loop_hidden_states)
     model.zero_grad()
     trajectory = diagnose.MEASURES["norm_trajectory"].function(model, batch)
     dynamics = diagnose.MEASURES["state_dynamics"].function(model, batch, num_loops=3)

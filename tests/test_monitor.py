@@ -9,7 +9,7 @@ from looped_recipes.engine.monitor import RECENT, Monitor
 from looped_recipes.pretrain import main
 
 from .helpers import random_ids, tiny_model
-from .helpers_pretrain import SMOKE, smoke_settings
+from .helpers_pretrain import SMOKE, monitored, smoke_settings
 
 
 @pytest.mark.parametrize("preset", ["rdm", "parcae", "ouro"])
@@ -17,7 +17,7 @@ def test_measurements_are_their_definitions(preset):
     model, ids = tiny_model(preset=preset).double(), random_ids(2, 9)
     outputs = model(ids, labels=ids, num_loops=3, output_loop_hidden_states=True)
     outputs.loss.backward()
-    measured = Monitor().measure(model, outputs.loop_hidden_states)
+    measured = monitored(model, outputs.loop_hidden_states)
 
     states = [state.detach().numpy() for state in outputs.loop_hidden_states]
     width = states[0].shape[-1]

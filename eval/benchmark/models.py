@@ -9,18 +9,20 @@ from looped_recipes.common.provenance import provenance, rounded
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
+def sizes(args) -> dict:
+    """Fields that looped and plain models have alike."""
+    return {
+        "vocab_size": args.vocab,
+        "hidden_size": args.width,
+        "intermediate_size": args.ff,
+        "num_attention_heads": args.width // 64,
+        "max_position_embeddings": 4096,
+        "eos_token_id": None,
+    }
+
+
 def looped_config(args, **fields) -> LoopedConfig:
-    return LoopedConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=args.ff,
-        num_attention_heads=args.width // 64,
-        num_core_layers=args.layers,
-        num_loops=args.num_loops,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        **fields,
-    )
+    return LoopedConfig(**sizes(args), num_core_layers=args.layers, num_loops=args.num_loops, **fields)
 
 
 def build(args, config_or_class):
@@ -32,7 +34,7 @@ def tokens(args, batch=None, length=None):
     return torch.randint(3, args.vocab, (batch or args.batch_size, length or args.length), device=args.device)
 
 
-def print_line(name: str, result: dict, args, digits: int = 5):
+def print_line(name: str, result: dict, args, digits: int):
     """One JSON line."""
     print(
         json.dumps({"benchmark": name, **rounded(result, digits), **provenance(args.command), "dtype": args.dtype}),
@@ -42,15 +44,4 @@ def print_line(name: str, result: dict, args, digits: int = 5):
 
 def unrolled_llama(args) -> LlamaForCausalLM:
     """Of as many layers as a looped model applies."""
-    return build(
-        args,
-        LlamaConfig(
-            vocab_size=args.vocab,
-            hidden_size=args.width,
-            intermediate_size=args.ff,
-            num_attention_heads=args.width // 64,
-            num_hidden_layers=args.layers * args.num_loops,
-            max_position_embeddings=4096,
-            eos_token_id=None,
-        ),
-    )
+    return build(args, LlamaConfig(**sizes(args), num_hidden_layers=args.layers * args.num_loops))

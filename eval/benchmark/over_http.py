@@ -106,8 +106,12 @@ def measured(url: str, model: str, asked: list, arrivals: list[float], how: dict
         seconds, _ = complete_all(url, model, asked, at_once, how)
         speeds.append(sum(new_tokens for _, new_tokens in asked) / seconds)
         latencies += complete_all(url, model, asked, arrivals, how)[1]
-    p50, p99 = (sorted(latencies)[min(len(latencies) - 1, int(part * len(latencies)))] for part in (0.5, 0.99))
+    p50, p99 = (quantile(latencies, share) for share in (0.5, 0.99))
     return {"tokens_per_second": statistics.median(speeds), "latency_p50": p50, "latency_p99": p99}
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def complete_all(url: str, model: str, asked: list, arrivals: list[float], how: dict) -> tuple[float, list[float]]:

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 
 from looped_eval.common.timing import now
+from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped import continuous
 from modeling_looped.exit_criteria import exit_rule
 from modeling_looped.shared_passes import SharedPasses
 
-from .decoding import cost_per_loop, count_in_a_loop, exiting_model, passing_threshold
+from .decoding import cost_per_loop, exiting_model, passing_threshold
 from .models import tokens
-from .over_http import asked_over_http
+from .over_http import asked_over_http, quantile
 
 
 class Served(NamedTuple):
@@ -75,8 +76,9 @@ def serving(args) -> dict:
                     "weights_over_mean_loops": full.weights * per_token[1] / per_token[0] / exits.weights,
                     "rows_in_a_pass": exits.rows_in_a_pass,
                     "tokens_per_readout": exits.tokens_per_readout,
-                    "latency_p50_over_full": at(exits_late.latencies, 0.5) / at(full_late.latencies, 0.5),
-                    "latency_p99_over_full": at(exits_late.latencies, 0.99) / at(full_late.latencies, 0.99),
+                    "latency_p50_over_full": quantile(exits_late.latencies, 0.5) / quantile(full_late.latencies, 0.5),
+                    "latency_p99_over_full": quantile(exits_late.latencies, 0.99)
+                    / quantile(full_late.latencies, 0.99),
                 }
             )
         medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
@@ -88,10 +90,6 @@ def serving(args) -> dict:
 
 def spread(number: int) -> tuple[int, int]:
     return max(1, number // 2), max(1, 2 * number - number // 2)
-
-
-def at(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -> Served:

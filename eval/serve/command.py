@@ -317,8 +317,8 @@ async def answer(handler, request: Request, body: dict):
     return Response(status_code=499)
 
 
-def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None = None) -> FastAPI:
-    """max_loops: the deepest that a request may ask for; by default 4 times the model's own depth."""
+def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None) -> FastAPI:
+    """max_loops: the deepest that a request may ask for; None is 4 times the model's own depth."""
     app, started = FastAPI(title=name), int(time.time())
     app.add_middleware(
         LimitedSize, most_bytes=max(LEAST_BYTES, BYTES_PER_TOKEN * model.config.max_position_embeddings)

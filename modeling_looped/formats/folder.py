@@ -74,10 +74,10 @@ def read_json_config(path, hub: dict) -> dict | None:
         return None
 
 
-def stored_tensors(path, hub: dict, variant: str | None = None) -> dict[str, torch.dtype | None]:
+def stored_tensors(path, hub: dict) -> dict[str, torch.dtype | None]:
     """Names of all stored tensors, and the types of those that hold numbers of a usual kind."""
     tensors = {}
-    for file in weight_files(path, hub, variant):
+    for file in weight_files(path, hub):
         try:
             tensors |= tensors_in(file)
         except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
@@ -96,20 +96,17 @@ def tensors_in(file: str) -> dict[str, torch.dtype | None]:
     return {name: getattr(tensor, "dtype", None) for name, tensor in stored.items()}
 
 
-def weight_names(variant: str | None) -> list[str]:
-    return [f".{variant}.".join(name.rsplit(".", 1)) if variant else name for name in WEIGHTS]
-
-
-def check_indices(path, hub: dict, variant: str | None = None):
+def check_indices(path, hub: dict, variant: str | None):
     """Refuses indices of shards that transformers could not read."""
     path, hub = model_place(path, hub)
-    for name in weight_names(variant):
+    for whole in WEIGHTS:
+        name = f".{variant}.".join(whole.rsplit(".", 1)) if variant else whole
         if (index := find_file(path, SHARDS.format(name), hub)) is not None:
             shards_of(index)
 
 
-def weight_files(path, hub: dict, variant: str | None = None) -> list[str]:
-    for name in weight_names(variant):
+def weight_files(path, hub: dict) -> list[str]:
+    for name in WEIGHTS:
         if (whole := find_file(path, name, hub)) is not None:
             return [whole]
         if (index := find_file(path, SHARDS.format(name), hub)) is not None:

@@ -1,6 +1,6 @@
 """Models that say `huginn_raven`: Huginn itself, and Llama, TinyLlama and OLMo models that were made to loop.
 
-They share names and sizes; what a layer is shows in its tensors. Huginn has four norms turns pairs of neighbours
+They share names and sizes; what a layer is shows in its tensors. Huginn has four norms, turns pairs of neighbours
 by position, and norms what enters the coda; the retrofitted ones have two norms, keep the halves of the models they
 come from, and hand the state to the coda as it is.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .changes import FusedBiases, FusedGate, FusedHeads
-from .layout import Fields, Layout, LoopedConfigError, Rule, rules, token_ids
+from .layout import Fields, Layout, LoopedConfigError, Rule, rope_words, rules, token_ids
 
 
 SECTIONS = {"prelude": "prelude", "core_block": "core", "coda": "coda"}
@@ -61,10 +61,10 @@ def layer_rules(norms: dict[str, str], pairs: bool) -> list[Rule]:
     return made
 
 
-def rotary_factors(config, theta: float, length: int, condense: int = 1) -> torch.Tensor:
+def rotary_factors(config, theta: float, length: int) -> torch.Tensor:
     """cos and sin of every position, [1, length, 1, head_dim / 2, 2]: a table that these layouts store."""
     frequencies = 1.0 / (theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
-    angles = torch.outer(torch.arange(length, dtype=torch.float32) / condense, frequencies)[None, :, None]
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)[None, :, None]
     return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -239,10 +239,8 @@ class Retrofitted(Raven):
         return {**looped, **ids, **fields.shared()}
 
     def write_config(self, config):
-        parameters = dict(config.rope_parameters or {})
-        theta = parameters.pop("rope_theta", 10000.0)
-        scaling = None if parameters.get("rope_type", "default") == "default" else parameters
-        return {**self.write_sizes(config), "rope_base": theta, "rope_theta": theta, "rope_scaling": scaling}
+        words = rope_words(config)
+        return {**self.write_sizes(config), "rope_base": words["rope_theta"], **words}
 
 
 class RetrofittedOlmo(Retrofitted):

@@ -46,7 +46,7 @@ class Rule(NamedTuple):
         return f"^{number}$" if self.change else rf"^{number}(?=\.|$)"
 
 
-def rules(table: dict[str, str], **changes: Change) -> list[Rule]:
+def rules(table: dict[str, str]) -> list[Rule]:
     return [Rule(stored, (ours,)) for stored, ours in table.items()]
 
 
@@ -175,7 +175,15 @@ def token_ids(fields: Fields, vocab_size: int, bos=None, eos=None, pad=None) -> 
     return {name: inside(fields.take(name, default=None), default) for name, default in names.items()}
 
 
-def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names=None) -> list[str]:
+def rope_words(config: LoopedConfig) -> dict[str, Any]:
+    """Rotary positions in the words of transformers 4 and 5."""
+    parameters = dict(config.rope_parameters or {})
+    theta = parameters.pop("rope_theta", 10000.0)
+    scaling = None if parameters.get("rope_type", "default") == "default" else parameters
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names) -> list[str]:
     """The fields of a config that its own config.json in this layout does not give back."""
     try:
         back = LoopedConfig(**layout.read_config(stored, names))

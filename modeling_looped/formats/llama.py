@@ -7,7 +7,7 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
-from .layout import OF_TRAINING, Fields, Layout, Rule, rules, token_ids
+from .layout import OF_TRAINING, Fields, Layout, Rule, rope_words, rules, token_ids
 
 
 LEAVES = """
@@ -42,6 +42,7 @@ def llama_sizes(fields: Fields) -> dict[str, Any]:
         "attention_dropout": fields.take("attention_dropout", default=0.0),
         "tie_word_embeddings": fields.take("tie_word_embeddings", default=False),
         "use_cache": fields.take("use_cache", default=True),
+        "rope_parameters": fields.rope("rope_theta", default_theta=10000.0),
     }
     fields.expect("attention_bias", False)
     fields.expect("mlp_bias", False)
@@ -56,15 +57,8 @@ def llama_words(config: LoopedConfig) -> dict[str, Any]:
         max_position_embeddings hidden_act rms_norm_eps initializer_range attention_dropout tie_word_embeddings
         use_cache bos_token_id eos_token_id pad_token_id
     """.split()
-    return {**{name: getattr(config, name) for name in names}, "num_hidden_layers": config.num_core_layers}
-
-
-def rope_words(config: LoopedConfig) -> dict[str, Any]:
-    """Rotary positions in the words of transformers 4 and 5."""
-    parameters = dict(config.rope_parameters or {})
-    theta = parameters.pop("rope_theta", 10000.0)
-    scaling = None if parameters.get("rope_type", "default") == "default" else parameters
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    words = {name: getattr(config, name) for name in names}
+    return {**words, "num_hidden_layers": config.num_core_layers, **rope_words(config)}
 
 
 class Llama(Layout):
@@ -77,14 +71,12 @@ class Llama(Layout):
     def read_config(self, config, stored_names=None):
         fields = Fields(self, config)
         looped: dict[str, Any] = {**llama_sizes(fields), "num_loops": 1}
-        looped["rope_parameters"] = fields.rope("rope_theta", default_theta=10000.0)
         return {**looped, **token_ids(fields, looped["vocab_size"]), **fields.shared()}
 
     def write_config(self, config):
         return {
             "model_type": "llama",
             **llama_words(config),
-            **rope_words(config),
             "attention_bias": False,
             "mlp_bias": False,
         }

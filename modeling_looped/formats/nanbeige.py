@@ -3,7 +3,7 @@
 from typing import Any
 
 from .layout import Fields, Layout, token_ids
-from .llama import llama_rules, llama_sizes, llama_words, rope_words
+from .llama import llama_rules, llama_sizes, llama_words
 
 
 # of its config: parts that no released model has, and their values where they are off
@@ -46,14 +46,12 @@ class Nanbeige(Layout):
         loops = fields.take("num_loops", default=1)
         looped["num_loops"] = len(weights) + 1 if weights else loops
         looped["inter_loop_norm"] = "none" if fields.take("skip_loop_final_norm", default=False) else "shared"
-        looped["rope_parameters"] = fields.rope("rope_theta", default_theta=10000.0)
         return {**looped, **token_ids(fields, looped["vocab_size"]), **fields.shared()}
 
     def write_config(self, config):
         return {
             "model_type": "nanbeige",
             **llama_words(config),
-            **rope_words(config),
             "attention_bias": False,
             "mlp_bias": False,
             "num_loops": config.num_loops,

@@ -4,7 +4,7 @@ and a gate on what it gives."""
 from typing import Any
 
 from .layout import Fields, Layout, Rule, token_ids
-from .llama import llama_rules, llama_sizes, llama_words, rope_words
+from .llama import llama_rules, llama_sizes, llama_words
 
 
 LOOP = {
@@ -30,7 +30,6 @@ class Ouro(Layout):
     def read_config(self, config, stored_names=None):
         fields = Fields(self, config)
         looped: dict[str, Any] = {**llama_sizes(fields), **LOOP, "num_loops": fields.take("total_ut_steps", default=4)}
-        looped["rope_parameters"] = fields.rope("rope_theta", default_theta=10000.0)
         fields.expect("early_exit_step")
         fields.expect("use_sliding_window", False)
         fields.drop("early_exit_threshold", "sliding_window", "max_window_layers")  # windows are off
@@ -44,7 +43,6 @@ class Ouro(Layout):
         return {
             "model_type": "ouro",
             **llama_words(config),
-            **rope_words(config),
             "total_ut_steps": config.num_loops,
             "early_exit_threshold": 1.0,
             "use_sliding_window": False,

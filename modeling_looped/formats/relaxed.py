@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..loop_parameters import LoopDelta, layer_of_delta
+from ..loop_parameters import LoopDelta, layer_of_delta, parameters_by_loop
 from ..norms import LoopNorm
 
 
@@ -123,9 +123,7 @@ def core_of(model) -> Any:
 
 def shared_parameters(model) -> dict[str, torch.Tensor]:
     """Those of the core that all loops share, by their names inside it."""
-    stacked = {
-        id(p) for part in core_of(model).modules() if getattr(part, "is_by_loop", False) for p in part.parameters()
-    }
+    stacked = {id(parameter) for parameter in parameters_by_loop(core_of(model))}
     return {name: weight for name, weight in core_of(model).named_parameters() if id(weight) not in stacked}
 
 

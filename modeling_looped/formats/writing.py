@@ -36,14 +36,10 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
         raise ValueError(f"there is no layout {to!r} to write: choose one of {', '.join(LAYOUTS)}")
     if unroll and to != LLAMA.name:
         raise ValueError(f"unroll is of llama, which has no loops; {to!r} has")
-    config, tensors = model.config, model.state_dict()
-    if to == LLAMA.name:
-        stack = as_one_stack(config, unroll)
-        words = public_config(LLAMA, stack)
-        config, tensors = stack, unrolled_tensors(config, tensors)
-    else:
-        words = public_config(LAYOUTS[to], config)
-    layout = LAYOUTS[to]
+    layout, config, tensors = LAYOUTS[to], model.config, model.state_dict()
+    if layout is LLAMA:
+        config, tensors = as_one_stack(config, unroll), unrolled_tensors(config, tensors)
+    words = public_config(layout, config)
     stored = public_tensors(layout, config, tensors)
     generation = getattr(model, "generation_config", None)
 
@@ -124,13 +120,11 @@ def apart(tensors: dict) -> dict:
     return own
 
 
-def copy_tokenizer(source, place: Path) -> list[str]:
-    """The files of a tokenizer, as they are; their names."""
-    found = {name: find_file(source, name, {}) for name in TOKENIZER_FILES}
-    for name, file in found.items():
-        if file is not None:
+def copy_tokenizer(source, place: Path):
+    """The files of a tokenizer, as they are."""
+    for name in TOKENIZER_FILES:
+        if (file := find_file(source, name, {})) is not None:
             shutil.copyfile(file, place / name)
-    return [name for name, file in found.items() if file is not None]
 
 
 def whole_folder(folder, fill):

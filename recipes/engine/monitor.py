@@ -63,18 +63,9 @@ class Monitor:
     def load_state_dict(self, state: dict):
         self.history, self.warned = dict(state["history"]), set(state["warned"])
 
-    def measure(self, model, loop_hidden_states) -> dict[str, float]:
-        """Of one batch, after its backward pass and before clipping. `model` is the bare causal LM; states may be
-        none."""
-        metrics = {}
-        if loop_hidden_states:
-            norms = StateNorms(len(loop_hidden_states), loop_hidden_states[0].device)
-            norms.add(loop_hidden_states)
-            metrics = norms.metrics(lambda sums: sums)
-        return metrics | self.measure_weights(model)
-
     def measure_weights(self, model) -> dict[str, float]:
-        """Norms of gradients, and spectra."""
+        """Norms of gradients, and spectra: after the backward pass and before clipping. `model` is the bare causal
+        LM."""
         metrics = {}
         metrics["first_mlp_gradient_norm"] = gradient_norm((list(model.model.prelude) + list(model.model.core))[0].mlp)
         metrics |= {f"gradient_norm/{name}": gradient_norm(block) for name, block in watched_blocks(model).items()}

@@ -106,7 +106,7 @@ def groups_by_rate(model: nn.Module, config: OptimizerConfig) -> list[dict]:
     return groups
 
 
-def block_matrices(model: nn.Module, value_gates: bool = False) -> list[nn.Parameter]:
+def block_matrices(model: nn.Module, value_gates: bool) -> list[nn.Parameter]:
     """What Muon takes: projections of attention and MLP that all loops share. Gates of value embeddings are matrices
     but stay with AdamW unless they are asked for; so do those that make factors of an embedding of the time."""
     trunk = getattr(model, model.base_model_prefix, model)

@@ -11,18 +11,9 @@ from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.sources import looks_like_path
-from looped_recipes.settings.recipe import Recipe, RecipeError
+from looped_recipes.settings.recipe import PATHS, Recipe, RecipeError
 
 
-PLACES = (
-    "dense.path",
-    "data.source",
-    "data.validation_source",
-    "data.tokenizer",
-    "data.cache_dir",
-    "training.output_dir",
-    "training.initialize_from",
-)
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -95,7 +86,7 @@ def without_places(recipe: dict) -> dict:
     """A recipe in which files and folders are names: where they lay on this machine helps nobody."""
     return {
         section: {
-            key: without_place(value) if f"{section}.{key}" in PLACES else value for key, value in fields.items()
+            key: without_place(value) if key in PATHS.get(section, ()) else value for key, value in fields.items()
         }
         for section, fields in recipe.items()
     }

@@ -30,7 +30,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def is_main_process() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return process_index() == 0
 
 
 def process_index() -> int:

@@ -208,8 +208,8 @@ def columns_of(results: list[dict], plot: dict) -> int:
     return len({panel[-1:] for panel in panels_of(results, plot)})
 
 
-def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[Run]], None] | None = None):
-    """train_elsewhere: trains the runs that are missing; by default that is done here, one after the other."""
+def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[Run]], None] | None):
+    """train_elsewhere: trains the runs that are missing; None does that here, one after the other."""
     runs = load_sweep(path, overrides)
     for run in runs:
         check_run(run.recipe)

@@ -3,8 +3,6 @@
 Sizes are looked at before a config is made, so that a slip of the pen costs no memory and no time.
 """
 
-import difflib
-
 from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_looped import LoopedConfig
@@ -12,7 +10,7 @@ from modeling_looped.config_relations import LAYER_TYPES
 
 from .ranges import MOST_DEPTH
 from .sections import RecipeError
-from .yaml_files import shortly
+from .yaml_files import refuse_unknown, shortly
 
 
 MOST = 1e9  # of any number
@@ -125,10 +123,7 @@ def check_rope(parameters, where: str):
         if name in LAYER_TYPES.values():
             check_rope(value, f"{where}, rope_parameters of {name}")
             continue
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-            raise RecipeError(f"{where}: unknown key in model.rope_parameters: {name!r}; {advice}")
+        refuse_unknown([name], known, where, "key in model.rope_parameters")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         numbers = value if isinstance(value, list) else [value] if is_number else []
         if not all(isinstance(one, (int, float)) and 0 < one < 1e30 for one in numbers):

@@ -5,7 +5,6 @@ and an unknown key is an error that names the nearest known one. `model` holds a
 """
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -41,7 +40,7 @@ from .sections import (
     ScheduleConfig,
     TrainingConfig,
 )
-from .yaml_files import parse_yaml, read_yaml, shortly
+from .yaml_files import parse_yaml, read_yaml, refuse_unknown, shortly
 
 
 __all__ = [
@@ -128,7 +127,7 @@ class Recipe:
             settings.curriculum, settings.curriculum_target, settings.curriculum_steps, step, mean, window
         )
 
-    def num_steps(self, sizes: Sizes, steps_within: typing.Callable[[float], int], num_rows: int | None = None) -> int:
+    def num_steps(self, sizes: Sizes, steps_within: typing.Callable[[float], int], num_rows: int | None) -> int:
         """steps_within: of so many operations."""
         training = self.training
         tokens_per_step = training.rows_per_step * self.data.sequence_length
@@ -191,12 +190,12 @@ def split_override(override: str) -> tuple[str, typing.Any]:
 
 
 def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = False) -> Recipe:
-    _refuse_unknown(raw, ["model", *SECTIONS], where, "section")
+    refuse_unknown(raw, ["model", *SECTIONS], where, "section")
     recipe = Recipe(model=_model_fields(_section(raw, "model", where), where))
     for name, section in SECTIONS.items():
         values = _section(raw, name, where)
         hints = typing.get_type_hints(section)
-        _refuse_unknown(values, list(hints), where, f"key in {name}")
+        refuse_unknown(values, list(hints), where, f"key in {name}")
         checked = {key: _checked(value, hints[key], f"{name}.{key}", where) for key, value in values.items()}
         setattr(recipe, name, section(**checked))
         check_ranges(name, getattr(recipe, name), where)
@@ -260,18 +259,10 @@ def _model_fields(fields: dict, where: str) -> dict:
     for key in fields:
         if key not in known and (advice := meant(str(key), known, FIELD_OF)):
             raise RecipeError(f"{where}: unknown key in model: {shortly(key)}; did you mean {advice!r}?")
-    _refuse_unknown(fields, known, where, "key in model")
+    refuse_unknown(fields, known, where, "key in model")
     fields = {key: as_number(value) for key, value in fields.items()}
     check_model_fields(fields, where)
     return fields
-
-
-def _refuse_unknown(given: dict, known: list[str], where: str, what: str):
-    for key in given:
-        if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-            raise RecipeError(f"{where}: unknown {what}: {shortly(key)}; {advice}")
 
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)

@@ -3,8 +3,10 @@
 YAML 1.1 reads 010 as 8 and 1:30 as 90, and takes the last of two equal keys without a word.
 """
 
+import difflib
 import re
 import reprlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -24,6 +26,14 @@ def shortly(value) -> str:
     shortener.maxlist = shortener.maxdict = 12
     shortener.maxlevel = 3
     return shortener.repr(value)
+
+
+def refuse_unknown(given: Iterable, known: list[str], where: str, what: str):
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            raise RecipeError(f"{where}: unknown {what}: {shortly(key)}; {advice}")
 
 
 class StrictLoader(yaml.SafeLoader):
