@@ -507,9 +507,10 @@ def test_operations_are_counted_by_torch():
     assert ours.get_total_flops() == naive.get_total_flops() > 0
 
 
-def test_operations_of_loops_without_gradients_are_counted_by_torch():
+@pytest.mark.parametrize("loop_embedding", ["none", "learned"])
+def test_operations_of_loops_without_gradients_are_counted_by_torch(loop_embedding):
     """A loop has twice as many in the backward pass as in the forward pass."""
-    model, ids = float64_model(injection="add"), random_ids(2, 6)
+    model, ids = float64_model(injection="add", loop_embedding=loop_embedding), random_ids(2, 6)
 
     def operations(backward: bool, **arguments) -> int:
         with FlopCounterMode(display=False) as counter:
