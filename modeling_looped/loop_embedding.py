@@ -42,7 +42,8 @@ class LearnedLoopEmbedding(nn.Module):
 
     def forward(self, loop, depth, like: torch.Tensor) -> torch.Tensor:
         vector = self.weight[select_set(loop, len(self.weight), like.device)]
-        return vector.view(-1, 1, vector.shape[-1]).to(like.dtype)
+        # a copy: torch's FLOP counter refuses a module that returns a view inside no_grad
+        return vector.view(-1, 1, vector.shape[-1]).to(like.dtype, copy=True)
 
 
 class SinusoidalLoopEmbedding(nn.Module):

@@ -368,12 +368,14 @@ class LoopedModel(LoopedPreTrainedModel):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
         running, finished, ticks = state[: plan.ticks[0].rows], [], []
         for tick in plan.ticks:
+            # outside of no_grad, whose views torch's FLOP counter refuses
+            embedded_rows, context_of_rows = embedded[: tick.rows], context.of_first_rows(tick.rows)
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
                 if self.gradient_checkpointing and not running.requires_grad and torch.is_grad_enabled():
                     running = running.detach().requires_grad_()  # or reentrant checkpoints have no gradient
-                inputs = running, embedded[: tick.rows], tick.loop, plan.depths_of(tick), context
+                inputs = running, embedded_rows, tick.loop, plan.depths_of(tick), context_of_rows
                 if self.checkpoints_loops and self.training and torch.is_grad_enabled():
                     x = checkpoint(self.core_pass, *inputs, use_reentrant=False)
                 else:

@@ -14,8 +14,10 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from looped_recipes.engine.distributed import _check_mesh, check_split, check_units, make_accelerator
 from looped_recipes.engine.tensor_parallel import check_heads
@@ -124,6 +126,24 @@ def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RecipeError, match="4 processes were launched.*counts 1"):
+        make_accelerator()
+
+
+def test_one_process_where_several_were_asked_for_is_refused(monkeypatch):
+    """With the environment that accelerate gives the process."""
+    asked = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "train.py"]
+    options, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
+    _, environment = prepare_simple_launcher_cmd_env(options)
+    for name in environment.keys() - os.environ.keys():
+        monkeypatch.setenv(name, environment[name])
+    with pytest.raises(RecipeError, match="asked for several processes, but started one.*MASTER_ADDR.*127.0.0.1"):
+        make_accelerator()
+
+
+def test_processes_of_mpi_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match="2 processes were launched.*counts 1"):
         make_accelerator()
 
 

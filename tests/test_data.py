@@ -785,6 +785,13 @@ def test_bad_sources_are_named_with_advice(tmp_path):
         load("no/such")
 
 
+def test_the_package_that_reads_zstd_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "available_compressions", lambda: [None, "gzip"])
+    (tmp_path / "a.jsonl.zst").write_bytes(b"not looked at")
+    with pytest.raises(RecipeError, match="to read 'a.jsonl.zst' of .* pip install zstandard"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("kind", "damaged", "reason"),

@@ -507,6 +507,23 @@ def test_operations_are_counted_by_torch():
     assert ours.get_total_flops() == naive.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("loop_embedding", ["none", "learned"])
+def test_operations_of_loops_without_gradients_are_counted_by_torch(loop_embedding):
+    """A loop has twice as many in the backward pass as in the forward pass."""
+    model, ids = float64_model(injection="add", loop_embedding=loop_embedding), random_ids(2, 6)
+
+    def operations(backward: bool, **arguments) -> int:
+        with FlopCounterMode(display=False) as counter:
+            loss = model(ids, shift_labels=ids, output_logits=False, use_cache=False, **arguments).loss
+            if backward:
+                loss.backward()
+        return counter.get_total_flops()
+
+    of_one_loop = operations(False, num_loops=4) - operations(False, num_loops=3)
+    saved = operations(True, num_loops=4) - operations(True, num_loops=4, backprop_loops=1)
+    assert saved == 3 * 2 * of_one_loop > 0
+
+
 def test_logits_in_another_order_change_no_loss():
     model, (ids, labels) = float64_model(), batch()
     wanted = model(ids, labels=labels).loss

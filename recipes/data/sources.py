@@ -31,6 +31,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
+from fsspec.compression import available_compressions
 from tqdm import tqdm
 
 from looped_recipes.settings.paths import expanded
@@ -361,6 +362,9 @@ def _builder(name: str, files: list[Path]) -> str:
         )
     if not any(path.stat().st_size for path in files):
         raise RecipeError(f"{name!r} is empty: nothing to train on")
+    of_zstd = [path.name for path in files if path.suffix == ".zst"]
+    if of_zstd and "zstd" not in available_compressions():
+        raise RecipeError(f"to read {of_zstd[0]!r} of {name!r} a package is missing: pip install zstandard")
     return kinds[0]
 
 

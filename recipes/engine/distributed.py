@@ -20,6 +20,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
+    get_int_from_env,
     patch_environment,
 )
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
@@ -31,13 +32,18 @@ from looped_recipes.settings.recipe import Recipe, RecipeError
 from .tensor_parallel import can_split, split, split_over
 
 
+# where launchers say how many processes there are: torch's, and those of MPI that accelerate knows
+SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
+
+
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
     """The accelerator that `accelerate launch` asks for.
 
     Without GPUs accelerate would silently use DDP for FSDP2, or start independent runs in one folder: not here.
     """
     ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
-    num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    _check_launcher()
+    num_processes = get_int_from_env(SIZES, 1)
     if num_processes > 1 and not torch.accelerator.is_available():
         kwargs["cpu"] = True
     has_mesh = is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
@@ -181,6 +187,17 @@ def fill_missing_gradients(optimizers: list[torch.optim.Optimizer]):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+def _check_launcher():
+    """Asked for several processes without `--multi_gpu` or FSDP, accelerate starts one, with an address for others."""
+    launched, address = "ACCELERATE_MIXED_PRECISION" in os.environ, os.environ.get("MASTER_ADDR")
+    if launched and address and not any(name in os.environ for name in SIZES):
+        raise RecipeError(
+            "accelerate launch was asked for several processes, but started one: start from recipes/accelerate/"
+            "ddp.yaml, whose processes also run on CPUs, or launch with --num_processes 1 (if that is what you did, "
+            f"unset MASTER_ADDR, which is {address!r})"
+        )
 
 
 def _check_mesh(config: ParallelismConfig, is_fsdp: bool):
