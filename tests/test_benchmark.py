@@ -45,6 +45,14 @@ def test_of_passes(which, dtype, capsys):
     assert ratios(lines[which]) and all(math.isfinite(ratio) for ratio in ratios(lines[which]))
 
 
+def test_memory_is_that_of_the_device_that_is_named(monkeypatch):
+    args = benchmark.parse(["_memory", *"--device cpu --width 64 --ff 96 --layers 1 --vocab 99 --length 12".split()])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    peaks = iter([5, 12])
+    monkeypatch.setattr(benchmark, "peak_bytes", lambda on_gpu: 0 if on_gpu else next(peaks))
+    assert benchmark.measure_memory(args) == {"peak": 7}
+
+
 @pytest.mark.parametrize("options", [{}, {"exit-interval": 2}], ids=str)
 def test_of_decoding(options, capsys):
     lines = lines_of("decode", capsys, **OF_DECODING, **options)

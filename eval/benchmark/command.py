@@ -86,15 +86,16 @@ def measure_memory(args) -> dict:
     batch = tokens(args)
     step = training_step(model, batch, output_logits=args.with_logits)
     gc.collect()
-    if torch.cuda.is_available():
+    on_gpu = args.device.startswith("cuda")
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    before = peak_bytes()
+    before = peak_bytes(on_gpu)
     step()
-    return {"peak": peak_bytes() - (0 if torch.cuda.is_available() else before)}
+    return {"peak": peak_bytes(on_gpu) - before}
 
 
-def peak_bytes() -> int:
-    if torch.cuda.is_available():
+def peak_bytes(on_gpu: bool) -> int:
+    if on_gpu:
         return torch.cuda.max_memory_allocated()
     import resource
 
