@@ -45,6 +45,30 @@ def test_of_passes(which, dtype, capsys):
     assert ratios(lines[which]) and all(math.isfinite(ratio) for ratio in ratios(lines[which]))
 
 
+@pytest.mark.parametrize(
+    ("which", "options", "message"),
+    [
+        ("llama", {"repeats": 0}, "--repeats must be at least 1, got 0"),
+        ("exits", {"batches": 0}, r"--batch-sizes must be at least 1 each, got \[0\]"),
+        ("exits", {"new-tokens": 1}, "--new-tokens 1: the first is the prompt's, and is not timed: pass 2 or more"),
+        ("depths", {"continuation": 99}, "--continuation 99 must be at most --length 12"),
+        ("exits", {"criteria": "confidence"}, "exit_criterion='confidence' is not known: choose one of"),
+        ("exits", {"criteria": "latent_diff", "loops": 2}, "num_loops=2: latent_diff has no score before the last"),
+    ],
+)
+def test_what_cannot_be_measured(which, options, message, capsys):
+    with pytest.raises(ValueError, match=message):
+        lines_of(which, capsys, **{**OF_DECODING, **options})
+
+
+def test_memory_is_that_of_the_device_that_is_named(monkeypatch):
+    args = benchmark.parse(["_memory", *"--device cpu --width 64 --ff 96 --layers 1 --vocab 99 --length 12".split()])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    peaks = iter([5, 12])
+    monkeypatch.setattr(benchmark, "peak_bytes", lambda on_gpu: 0 if on_gpu else next(peaks))
+    assert benchmark.measure_memory(args) == {"peak": 7}
+
+
 @pytest.mark.parametrize("options", [{}, {"exit-interval": 2}], ids=str)
 def test_of_decoding(options, capsys):
     lines = lines_of("decode", capsys, **OF_DECODING, **options)

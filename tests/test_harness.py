@@ -245,6 +245,15 @@ def test_exits_in_texts_longer_than_the_window(model):
     assert lm.mean_loops == pytest.approx(sum(loops) / 70)
 
 
+def test_contexts_that_are_cut_are_told(model, caplog):
+    lm = LoopedLM(model, num_loops=[1], device="cpu")
+    lm.score_tokens([("", [5] * length, [6, 7]) for length in (62, 63)], True)
+    assert not caplog.records  # the last token is not read, so 63 and 2 fill 64 positions
+    lm.score_tokens([("", [5] * length, [6, 7]) for length in (63, 64, 90)], True)
+    (record,) = caplog.records
+    assert "2 of 3 requests are longer than max_length=64 tokens: their contexts lose" in record.message
+
+
 def test_thresholds_that_are_always_or_never_reached(model, manager, expected):
     for threshold, depth in ((0.0, 2), (2.0, 4)):
         arguments = {"exit_criterion": "max_prob", "exit_threshold": min(threshold, 1.0), "min_loops": 2}

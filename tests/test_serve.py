@@ -119,7 +119,11 @@ def test_conversations(served):
         ({"exit_threshold": 0.5}, "without exit_criterion"),
         ({"num_lops": 3}, "num_lops"),
         ({"max_tokens": 200}, "max_position_embeddings=80"),
-        ({"temperature": "warm"}, "warm"),
+        ({"max_tokens": 2.7}, "max_tokens=2.7 must be a whole number"),
+        ({"max_tokens": True}, "max_tokens=True must be a whole number"),
+        ({"temperature": "warm"}, "temperature='warm' must be a number"),
+        ({"top_p": 2}, "top_p=2 is no probability"),
+        ({"generation_config": {}}, "generation_config={} must be a text that holds JSON"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": 5}, "prompt must be a string"),
         ({"suffix": 5}, "suffix=5 is not served"),
@@ -130,6 +134,7 @@ def test_conversations(served):
         ({"seed": 2**63}, "seed=9223372036854775808 is no integer of 64 bits"),
         ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain sampling"),
         ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
+        ({"stop": "zz"}, "stop='zz' is not served: this model's tokenizer does not give 'abcdef' back"),
         ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
         ({"logit_bias": {"3": "much"}}, "logit_bias=.* and numbers as values"),
         ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
@@ -149,6 +154,11 @@ def test_bad_requests(served, body, message, stream):
         complete(client, body.pop("prompt"), body.pop("max_tokens"), body, stream=stream)
     assert error.value.status_code == 400 and error.value.body["type"] == "invalid_request_error"
     assert complete(client, "a", 2, {}).usage.completion_tokens == 2 and not passes.decoders
+
+
+def test_a_stream_is_asked_for_by_true(served):
+    with pytest.raises(openai.BadRequestError, match="stream='false' must be true or false"):
+        complete(served[2], "a b", 3, {"stream": "false"})
 
 
 def letters_tokenizer() -> PreTrainedTokenizerFast:

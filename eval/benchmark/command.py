@@ -86,15 +86,16 @@ def measure_memory(args) -> dict:
     batch = tokens(args)
     step = training_step(model, batch, output_logits=args.with_logits)
     gc.collect()
-    if torch.cuda.is_available():
+    on_gpu = args.device.startswith("cuda")
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    before = peak_bytes()
+    before = peak_bytes(on_gpu)
     step()
-    return {"peak": peak_bytes() - (0 if torch.cuda.is_available() else before)}
+    return {"peak": peak_bytes(on_gpu) - before}
 
 
-def peak_bytes() -> int:
-    if torch.cuda.is_available():
+def peak_bytes(on_gpu: bool) -> int:
+    if on_gpu:
         return torch.cuda.max_memory_allocated()
     import resource
 
@@ -159,13 +160,27 @@ IN_WORDS = {
     "depths": "The logits of every depth take {all_depths_over_one:.2f} times as long as those of the last, and "
     "{predicted_by_flops:.2f} times as many operations.",
 }
+COUNTS = "width ff layers num_loops vocab batch_size length repeats prompt new_tokens continuation requests widen"
 SHAPE = ("device", "dtype", "width", "ff", "layers", "num_loops", "vocab", "batch_size", "length")
 OF_DECODING = ("llama", "bandwidth", "exits")
 OF_TRAINED_MODELS = ("speculation", "sharing")
 
 
+def check(args):
+    for name in COUNTS.split():
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if min(args.batch_sizes) < 1:
+        raise ValueError(f"--batch-sizes must be at least 1 each, got {args.batch_sizes}")
+    if args.which in ("decode", "bandwidth", "exits") and args.new_tokens < 2:
+        raise ValueError("--new-tokens 1: the first is the prompt's, and is not timed: pass 2 or more")
+    if args.which == "depths" and args.continuation > args.length:
+        raise ValueError(f"--continuation {args.continuation} must be at most --length {args.length}")
+
+
 def main(arguments: list[str]):
     args = parse(arguments)
+    check(args)
     names = [args.which]
     if args.which == "decode":
         names = [*OF_DECODING, *(OF_TRAINED_MODELS if args.model else ())]

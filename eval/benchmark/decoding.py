@@ -43,9 +43,15 @@ def exiting_model(args):
 
 def passing_threshold(model, prompt: torch.Tensor, criterion: str) -> float:
     """A threshold that three checks in ten pass, so that rows exit at loops of their own."""
+    exit_rule(model.config, criterion, 0)  # refuses a name that it does not know
     rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
     scores = measure(model, rows, model.config.num_loops, [criterion], len(rows)).scores[criterion][:-1]
-    return scores[scores.isfinite()].float().quantile(0.7 if CRITERIA[criterion].exits_above else 0.3).item()
+    scores = scores[scores.isfinite()].float()
+    if not len(scores):
+        raise ValueError(
+            f"num_loops={model.config.num_loops}: {criterion} has no score before the last loop; pass 3 loops or more"
+        )
+    return scores.quantile(0.7 if CRITERIA[criterion].exits_above else 0.3).item()
 
 
 @torch.no_grad()

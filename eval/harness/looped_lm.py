@@ -8,6 +8,7 @@ evaluated if that comes first. All are logits of the one pass, in which every to
 saves the compute, and there later tokens see what an exited token left.
 """
 
+import logging
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -29,6 +30,9 @@ from modeling_looped.checks import check_takes_initial_state
 from modeling_looped.exit_criteria import ExitRule
 
 from .question import check_question
+
+
+logger = logging.getLogger(__name__)
 
 
 class Answer(NamedTuple):
@@ -201,6 +205,12 @@ class LoopedLM(HFLM):
         Requests whose inputs are equal, as with choices of one token, share a row. is_text: long continuations, no
         greedy misses: the logits are not kept.
         """
+        too_long = sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
+        if too_long:
+            logger.warning(
+                f"{too_long} of {len(requests)} requests are longer than max_length={self.max_length} tokens: their "
+                "contexts lose their beginning"
+            )
         groups = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
             if not context or not 1 <= len(continuation) <= self.max_length:

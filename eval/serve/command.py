@@ -34,7 +34,7 @@ from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.shared_passes import SharedPasses
 
 from .options import parse
-from .request_checks import check_answers, check_body, check_conversation
+from .request_checks import check_answers, check_body, check_conversation, check_stop
 from .stop_texts import StopTexts
 
 
@@ -236,6 +236,7 @@ class TakesDepth:
         if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
         config._seed = _asked.get().seed
+        check_stop(self.model_manager.tokenizer, config.stop_strings)  # pyrefly: ignore[missing-attribute]
         _asked.get().stops = StopTexts(config.stop_strings)
         return config
 

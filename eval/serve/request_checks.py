@@ -2,7 +2,18 @@
 
 from typing import Any
 
+from transformers.generation.stopping_criteria import StopStringCriteria
 
+
+# of fields that transformers would convert: "false" to a stream, 2.7 tokens to 2
+FORMS = {
+    "stream": ((bool,), "true or false"),
+    "max_tokens": ((int,), "a whole number"),
+    "max_completion_tokens": ((int,), "a whole number"),
+    "temperature": ((int, float), "a number"),
+    "top_p": ((int, float), "a number"),
+    "generation_config": ((str,), "a text that holds JSON"),
+}
 # fields of OpenAI's that are not served, and the values with which they ask for nothing; None always does
 ASK_FOR_NOTHING = {
     "n": (1,),
@@ -31,6 +42,12 @@ def check_body(body: dict):
         value = body.get(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
             raise ValueError(f"{name}={value!r} is not served, and would have no effect: leave it out")
+    for name, (types, form) in FORMS.items():
+        value = body.get(name)
+        if value is not None and type(value) not in types:
+            raise ValueError(f"{name}={value!r} must be {form}")
+    if (top_p := body.get("top_p")) is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p={top_p} is no probability: pass one from 0 to 1")
     seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
@@ -42,6 +59,19 @@ def check_body(body: dict):
     if tools is not None and not (isinstance(tools, list) and all(map(is_tool, tools))):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
+
+
+def check_stop(tokenizer, texts: str | list[str] | None):
+    """transformers writes every token after six letters to see what text it adds, which takes long for all tokens: of
+    most tokenizers the letters tell."""
+    letters = "abcdef"
+    if not texts or letters in tokenizer.convert_tokens_to_string(tokenizer.tokenize(letters)):
+        return
+    try:
+        StopStringCriteria(tokenizer, texts)
+    except ValueError:
+        reason = f"this model's tokenizer does not give {letters!r} back, so texts are not found in its tokens"
+        raise ValueError(f"stop={texts!r} is not served: {reason}; leave it out, and cut the answer") from None
 
 
 def check_answers(generation_config, streams: bool):
