@@ -641,7 +641,8 @@ def test_bad_recipes(overrides, message):
 def test_files_that_are_not_recipes(tmp_path):
     with pytest.raises(RecipeError, match="there is no recipe"):
         load_recipe(tmp_path / "missing.yaml")
-    with pytest.raises(RecipeError, match="core.sweep.yaml is a sweep, of many runs: `looped sweep .*core.sweep.yaml`"):
+    said = "core.sweep.yaml is a sweep, of many runs: `looped sweep .*core.sweep.yaml`"
+    with pytest.raises(RecipeError, match=said):
         load_recipe(RECIPES / "claims/core.sweep.yaml")
     (tmp_path / "self.yaml").write_text("extends: self.yaml")
     with pytest.raises(RecipeError, match="extends itself"):
