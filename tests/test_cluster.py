@@ -65,6 +65,14 @@ def test_muon_counts_every_matrix():
     assert muon_flops(muon_shapes(config)) == 3 * 5 * (4 * square + 3 * wide)
 
 
+def test_muon_shares_matrices_out():
+    """Two GPUs take two of five matrices, two, and one; each turn is as long as its larger matrix."""
+    square, wide = 5 * (4 * 8**3 + 2 * 8**3), 5 * (4 * 8 * 8 * 12 + 2 * 8**3)
+    shapes = [(8, 8), (8, 12), (8, 8), (8, 8), (8, 12)]
+    assert muon_flops(shapes, 2) == wide + square + wide
+    assert muon_flops(shapes, 64) == wide
+
+
 def test_steps_between_checkpoints():
     assert least_between(2.0, 1.0) == 198  # 2 of 200 seconds
     assert least_between(0.001, 1.0) == 1

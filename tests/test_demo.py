@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import sys
 import xml.etree.ElementTree as ElementTree
 from copy import deepcopy
@@ -105,17 +106,27 @@ def test_points_lie_where_their_values_are():
 
 
 def test_help_comes_without_the_libraries(capsys, monkeypatch):
-    source = Path(options.__file__).read_text() + Path(main_file.__file__).read_text().partition("parse()")[0]
+    source = Path(options.__file__).read_text() + Path(main_file.__file__).read_text()
     assert not re.search(r"torch|transformers|command import", source)
     with pytest.raises(SystemExit) as stop:
         options.parse(["--help"])
     assert stop.value.code == 0 and "--ask" in capsys.readouterr().out
 
 
-def test_asking_a_model_that_is_not_there(tmp_path, monkeypatch):
+def test_what_is_not_installed_is_one_line(monkeypatch):
+    """A module that is None cannot be imported."""
+    monkeypatch.delitem(sys.modules, "looped_recipes.demo.command")
+    monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr(sys, "argv", ["looped demo"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(main_file.__file__, run_name="__main__")
+    assert stop.value.code == "datasets is not installed: pip install 'modeling-looped[train,eval]'"
+
+
+def test_asking_a_model_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["looped demo", "--output", str(tmp_path), "--ask"])
     with pytest.raises(SystemExit, match="no trained model in .*run `looped demo` first"):
-        command.run(options.parse(["--output", str(tmp_path), "--ask"]))
+        runpy.run_path(main_file.__file__, run_name="__main__")
 
 
 def test_a_mistake_in_the_settings_is_told_before_anything_is_trained(tmp_path, monkeypatch):

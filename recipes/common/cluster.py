@@ -70,13 +70,16 @@ class Reckoned:
         self.micro = min(run.micro_batch, self.rows)
         # of a step
         shapes = muon_shapes(run.config) if run.muon else []
-        self.muon_flops = muon_flops(shapes)
-        self.compute, self.orthogonal = run.flops / run.steps / gpus / rate, self.muon_flops / rate
+        self.muon_size, self.muon_flops = sum(rows * columns for rows, columns in shapes), muon_flops(shapes, gpus)
+        self.sent = 2 * self.muon_size * (gpus - 1) / gpus
+        self.compute, self.muon = (
+            run.flops / run.steps / gpus / rate,
+            self.muon_flops / rate + self.sent / cluster.network,
+        )
         self.moved = 2 * 4 * p * (gpus - 1) / gpus
         self.traffic = self.moved / cluster.network
-        self.step = self.compute + self.orthogonal
+        self.step = self.compute + self.muon
         # of memory and disk
-        self.muon_size = sum(rows * columns for rows, columns in shapes)
         self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
         self.sharded = self.state / gpus + 8 * p
         self.multiplied = run.sizes.without_embedding - run.sizes.value_tables
@@ -104,8 +107,9 @@ def lines_of_a_step(reckoned: Reckoned) -> list[Line]:
         ),
         Line(
             "Muon's iterations of a step",
-            f"{reckoned.orthogonal:.3f} s",
-            f"{reckoned.muon_flops:.3g} FLOPs on every GPU at that rate: 5 (4 r^2 c + 2 r^3) for each r x c matrix",
+            f"{reckoned.muon:.3f} s",
+            f"{reckoned.muon_flops:.3g} FLOPs at that rate: 5 (4 r^2 c + 2 r^3) for an r x c matrix, of {n} at a time "
+            "each GPU takes one; and 2 M (n - 1) / n bytes, bf16 updates",
         ),
         Line(
             "communication of a step",
@@ -195,6 +199,7 @@ def muon_shapes(config) -> list[tuple[int, int]]:
     return [(min(shape), max(shape)) for shape in (module.weight.shape for module in linear)]
 
 
-def muon_flops(shapes: list[tuple[int, int]]) -> float:
-    """Of the five iterations on every matrix."""
-    return float(sum(5 * (4 * r * r * c + 2 * r**3) for r, c in shapes))
+def muon_flops(shapes: list[tuple[int, int]], gpus: int = 1) -> float:
+    """Of the five iterations, one after the other: of as many matrices as there are GPUs, each takes one."""
+    of_matrices = [5.0 * (4 * r * r * c + 2 * r**3) for r, c in shapes]
+    return sum(max(of_matrices[i : i + gpus]) for i in range(0, len(of_matrices), gpus))

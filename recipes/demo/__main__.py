@@ -1,13 +1,12 @@
+from looped_recipes.common.command_line import run_command
 from looped_recipes.demo.options import parse
 
 
-if __name__ == "__main__":
-    options = parse()  # before the libraries, which take seconds to import
-    if options.ask is None:
+def begin(arguments: list[str]):
+    """Before the libraries, which take seconds to import."""
+    if parse(arguments).ask is None:
         print("about five minutes on two idle cores; stopped by Ctrl-C, the same command goes on", flush=True)
-    try:
-        from looped_recipes.demo.command import run
 
-        run(options)
-    except KeyboardInterrupt:  # during the imports
-        raise SystemExit("interrupted") from None
+
+if __name__ == "__main__":
+    run_command("looped_recipes.demo.command", begin)

@@ -7,13 +7,12 @@ from pathlib import Path
 import datasets
 from transformers.utils import logging
 
-from looped_recipes.common.command_line import run_command
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 from looped_recipes.demo import hops, text
+from looped_recipes.demo.options import parse
 from looped_recipes.demo.page import finding, next_commands, page, text_finding
 from looped_recipes.demo.picture import picture
-from looped_recipes.engine.training import Divergence
 
 
 NUM_DOCUMENTS = 200_000
@@ -90,15 +89,13 @@ def next_steps(output: Path):
         print(f"  {command.ljust(width)}  {about}")
 
 
-def run(options):
-    def main(_):
-        if options.ask is not None:
-            return hops.ask(options.output / "hops" / "final", options.ask)
-        try:
-            run_demo(options.output, options.settings)
-        except KeyboardInterrupt:
-            print("\ninterrupted: the same command goes on where it was")
-            raise
-        next_steps(options.output)
-
-    run_command(main, Divergence)
+def main(arguments: list[str]):
+    options = parse(arguments)
+    if options.ask is not None:
+        return hops.ask(options.output / "hops" / "final", options.ask)
+    try:
+        run_demo(options.output, options.settings)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on where it was")
+        raise
+    next_steps(options.output)
