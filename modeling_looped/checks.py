@@ -21,7 +21,14 @@ def check_inputs(input_ids, inputs_embeds) -> torch.Tensor:
         raise ValueError(
             f"pass exactly one of input_ids and inputs_embeds, got {'neither' if input_ids is None else 'both'}"
         )
-    return inputs_embeds if input_ids is None else input_ids
+    if input_ids is None:
+        name, given, dimensions = "inputs_embeds", inputs_embeds, ("batch", "length", "width")
+    else:
+        name, given, dimensions = "input_ids", input_ids, ("batch", "length")
+    if getattr(given, "ndim", None) != len(dimensions):
+        found = f"shape {tuple(given.shape)}" if torch.is_tensor(given) else type(given).__name__
+        raise ValueError(f"{name} must be a tensor [{', '.join(dimensions)}], got {found}")
+    return given
 
 
 def check_computes_again(config, checkpoints_loops: bool):

@@ -879,6 +879,32 @@ def test_the_folder_where_one_is_can_be_a_source(tmp_path, monkeypatch):
         assert load(name) == ["a"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_other_columns_may_differ(tmp_path, kind, streaming):
+    """From file to file, and from row to row; who reads the files otherwise finds all columns."""
+    others = [{"meta": {"x": 1}}, {"meta": {"y": "s"}, "id": 3}, {"url": None}]
+    for i, other in enumerate(others):
+        rows = [{"text": f"{i}a", "body": f"{i}c"} | other, {"text": f"{i}b"} | other]
+        if kind == "parquet":
+            datasets.Dataset.from_list(rows).to_parquet(tmp_path / f"{i}.parquet")
+        else:
+            (tmp_path / f"{i}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load(tmp_path, streaming=streaming) == ["0a", "0b", "1a", "1b", "2a", "2b"]
+    bodies = load(tmp_path, streaming=streaming, text_field="body")
+    assert list(filter(None, bodies)) == ["0c", "1c", "2c"]
+    one_file = str(tmp_path / f"0.{kind}")
+    assert load(one_file, streaming=streaming) == ["0a", "0b"]
+    plain = datasets.load_dataset("json" if kind == "jsonl" else kind, data_files=one_file, split="train")
+    assert {"text", "body", "meta"} <= set(plain.column_names)
+
+
+def test_a_file_without_the_column_has_no_documents(tmp_path):
+    (tmp_path / "0.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "1.jsonl").write_text('{"words": "b"}\n')
+    assert list(filter(None, load(tmp_path))) == ["a"]
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
     assert load(tmp_path / "a.txt") == ["words"]

@@ -32,13 +32,14 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 from fsspec.compression import available_compressions
+from pyarrow.parquet import read_schema
 from tqdm import tqdm
 
 from looped_recipes.settings.paths import expanded
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from looped_recipes.settings.yaml_files import shortly
 
-from .strict_json import strict_about_text
+from .strict_json import is_text, strict_about_text
 
 
 Documents = Dataset | IterableDataset
@@ -170,8 +171,12 @@ class Source:
         return [] if self.split == "all" else [split for split in known if split not in split_names(self.split)]
 
     def _reader(self, files: list[Path]) -> DatasetBuilder:
-        builder = _builder(self.name, files)
-        options = {"sample_by": "document"} if builder == "text" else {}
+        builder, options = _builder(self.name, files), {}
+        if builder == "text":
+            options = {"sample_by": "document"}
+        elif builder == "parquet" and self.text_field in (schema := read_schema(files[0])).names:
+            if is_text(schema.field(self.text_field).type):
+                options = {"columns": [self.text_field]}  # others may differ from file to file
         folder = expanded(self.name)
         if not folder.is_dir():
             data_files = [glob.escape(str(path.absolute())) for path in files]

@@ -1,11 +1,13 @@
-"""JSON whose column of texts holds texts only, in every file and to the end."""
+"""JSON whose column of texts holds texts only, in every file and to the end; other columns may differ and are left out."""
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
 from datasets import DatasetBuilder, Value
 from datasets.packaged_modules.json.json import Json
 from datasets.utils.file_utils import xopen
+from pyarrow import DataType
 from pyarrow.types import is_large_string, is_null, is_string
 
 
@@ -24,22 +26,31 @@ class StrictJson(Json):
         yield from super()._generate_tables(base_files, files_iterables, *args, **kwargs)
 
     def _cast_table(self, pa_table, json_field_paths=()):
-        name = self.text_column
-        known = (self.info.features or {}).get(name)
-        if isinstance(known, Value) and "string" in known.dtype and name in pa_table.column_names:
-            kind = pa_table.schema.field(name).type
-            if any(name in (path, *path) for path in json_field_paths):
-                kind = "values of several kinds"
-            elif is_string(kind) or is_large_string(kind) or is_null(kind):
-                return super()._cast_table(pa_table, json_field_paths)
+        name, known = self.text_column, (self.info.features or {}).get(self.text_column)
+        of_texts = isinstance(known, Value) and "string" in known.dtype
+        if name not in pa_table.column_names:
+            return super()._cast_table(pa_table.select([]) if of_texts else pa_table, json_field_paths)
+        kind = pa_table.schema.field(name).type
+        if any(name in (path, *path) for path in json_field_paths):
+            kind = "values of several kinds"
+        elif is_text(kind) or is_null(kind):
+            return super()._cast_table(pa_table.select([name]))
+        if of_texts:
             raise ValueError(f"column {name!r} holds text first and {kind} further down; make all of it text")
         return super()._cast_table(pa_table, json_field_paths)
+
+
+def is_text(kind: DataType) -> bool:
+    return is_string(kind) or is_large_string(kind)
 
 
 def strict_about_text(reader: DatasetBuilder, column: str) -> DatasetBuilder:
     if isinstance(reader, Json):
         reader.__class__ = StrictJson
         reader.text_column = column
+        # a place of its own on the disk: others who read these files want the other columns
+        reader.config_id += f"-texts-{hashlib.sha256(column.encode()).hexdigest()[:16]}"
+        reader._cache_dir = reader._output_dir = reader._build_cache_dir()
     return reader
 
 
