@@ -1,4 +1,4 @@
-"""JSON whose column of texts holds texts only, in every file and to the end; other columns may differ and are left out."""
+"""JSON whose column of texts holds texts only, in every file and to the end; other columns may differ."""
 
 import hashlib
 import re
