@@ -71,8 +71,8 @@ def test_what_rows_give_without_pages(system, way):
             torch.testing.assert_close(kept, wanted)
 
 
+@pytest.mark.parametrize("small_pages", ["copies", pytest.param("kernel", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "plain", "windows", "parts_of_loops", "softcap"))
-@pytest.mark.covering
 def test_requests_share_pages(system):
     model = made(system)
     asked = requests(model, 10)
