@@ -403,7 +403,6 @@ class LoopedModel(LoopedPreTrainedModel):
     def core_pass(self, state, embedded, loop: int | list[int], depth: int | list[int], context: PassContext):
         """One loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the loops of the run that it is part of. Each
         is one int for all rows, or one per row."""
-        context = context.of_first_rows(state.shape[0])
         # rows at loops of their own have no cache, or one that knows these
         slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
         first, scale = self._at_first_loop(loop, embedded), self._residual_scale(depth, embedded)
