@@ -8,6 +8,7 @@ import sys
 import torch
 
 from looped_eval.common.timing import in_turns
+from looped_recipes.common.command_line import check_counts
 from looped_recipes.common.hardware import measured_rate
 
 from .bandwidth import bandwidth
@@ -167,9 +168,7 @@ OF_TRAINED_MODELS = ("speculation", "sharing")
 
 
 def check(args):
-    for name in COUNTS.split():
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, COUNTS.split())
     if min(args.batch_sizes) < 1:
         raise ValueError(f"--batch-sizes must be at least 1 each, got {args.batch_sizes}")
     if args.which in ("decode", "bandwidth", "exits") and args.new_tokens < 2:

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import typed
+from looped_recipes.common.hub import model_inside
 from modeling_looped import LoopedConfig
 
 
@@ -52,10 +53,10 @@ def model_folder(target: str) -> Path | None:
     path = Path(target)
     if not path.is_dir():
         return None
-    for folder in (path, path / "final"):
-        if (folder / "config.json").is_file():
-            check_folder(folder)
-            return folder
+    folder = Path(model_inside(target))
+    if (folder / "config.json").is_file():
+        check_folder(folder)
+        return folder
     run = next((folder for folder in (path, *path.parents[:2]) if (folder / "checkpoints").is_dir()), None)
     advice = "" if run is None else f": `{typed('looped export', run)}` makes a model of its newest checkpoint"
     raise ValueError(

@@ -12,7 +12,7 @@ from looped_eval.common.model_folder import open_config, open_tokenizer, results
 from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
-from looped_recipes.common.command_line import say_result, typed
+from looped_recipes.common.command_line import check_counts, say_result, typed
 from looped_recipes.common.flops import attention_flops, sizes
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
@@ -41,9 +41,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
         raise ValueError(f"num_loops={args.num_loops}: with a single loop there is nothing to exit from")
     if not 1 <= args.min_loops < args.num_loops:
         raise ValueError(f"--min-loops {args.min_loops} must be at least 1 and below num_loops={args.num_loops}")
-    for name in ("sequences", "length", "batch_size", "repeats"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, ("sequences", "length", "batch_size", "repeats"))
     if config.position_embedding == "learned" and args.length > config.max_position_embeddings:
         raise ValueError(
             f"--length {args.length} is more than the max_position_embeddings={config.max_position_embeddings} "

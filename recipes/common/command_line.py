@@ -145,6 +145,13 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
+def check_counts(args: argparse.Namespace, names: Iterable[str]):
+    """Options that count something, if they are given."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
 def folder(text: str) -> Path:
     """The type of an option: a folder to write to. A file in its way would be met when all is measured."""
     path = Path(text)
