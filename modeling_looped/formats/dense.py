@@ -77,7 +77,7 @@ def from_dense(
 
     dense = given
     if dense is None:
-        dense = opened_model(path, {**loading, **({} if dtype is None else {"dtype": dtype})})
+        dense = opened_model(path, dense_config, {**loading, **({} if dtype is None else {"dtype": dtype})})
     layers = layers_of(dense, start.family)
     state = looped_state(dense, layers, start, clones=given is not None)
     check_state(start, state)
@@ -101,9 +101,9 @@ def from_dense(
 SIZES_THAT_DO_NOT_FIT = (StrictDataclassError, RuntimeError, MemoryError, TypeError, ArithmeticError)
 
 
-def opened(auto_class, path, loading: dict):
+def opened(loader, path, loading: dict):
     try:
-        return auto_class.from_pretrained(path, **loading)
+        return loader.from_pretrained(path, **loading)
     except SIZES_THAT_DO_NOT_FIT as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
@@ -111,18 +111,37 @@ def opened(auto_class, path, loading: dict):
         ) from error
 
 
-def opened_model(path, loading: dict) -> PreTrainedModel:
+class RefusesBeforeItFills:
+    """A dense model's class that refuses what does not fit before transformers makes up the weights it lacks: at the
+    sizes of an absurd config.json that takes minutes, or more memory than there is."""
+
+    @classmethod
+    def _finalize_model_loading(cls, model, load_config, loading_info):
+        missing = loading_info.missing_keys - model.all_tied_weights_keys.keys()
+        if missing or loading_info.mismatched_keys:
+            path = load_config.pretrained_model_name_or_path
+            refuse_folder(path, missing, loading_info.unexpected_keys, loading_info.mismatched_keys)
+        return super()._finalize_model_loading(model, load_config, loading_info)
+
+
+def opened_model(path, config: PreTrainedConfig, loading: dict) -> PreTrainedModel:
     """A dense model whose weights are all there, and all its own: transformers makes up those that are missing."""
+    dense_class = AutoModelForCausalLM._model_mapping[type(config)]
+    refuses = type(dense_class.__name__, (RefusesBeforeItFills, dense_class), {"__module__": dense_class.__module__})
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # the error is ours, and says which sizes
-    model, info = opened(AutoModelForCausalLM, path, {**loading, **report})
-    sizes = {f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]}
+    model, info = opened(refuses, path, {**loading, **report})
+    refuse_folder(path, info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    return model
+
+
+def refuse_folder(path, missing, unexpected, mismatched):
+    sizes = {f"{name} {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in mismatched}
     misfits = {
-        "are missing in the checkpoint": info["missing_keys"],
-        "have no place": info["unexpected_keys"],
+        "are missing in the checkpoint": missing,
+        "have no place": unexpected,
         "are of another shape": sizes,
     }
     refuse_misfits(f"the weights in {path} do not fit its config.json", misfits)
-    return model
 
 
 def start_from_dense(
