@@ -121,7 +121,8 @@ class RefusesBeforeItFills:
         if missing or loading_info.mismatched_keys:
             path = load_config.pretrained_model_name_or_path
             refuse_folder(path, missing, loading_info.unexpected_keys, loading_info.mismatched_keys)
-        return super()._finalize_model_loading(model, load_config, loading_info)
+        of_transformers: Any = super()
+        return of_transformers._finalize_model_loading(model, load_config, loading_info)
 
 
 def opened_model(path, config: PreTrainedConfig, loading: dict) -> PreTrainedModel:
