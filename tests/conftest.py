@@ -2,8 +2,10 @@
 
 import atexit
 import gc
+import hashlib
 import itertools
 import json
+import logging
 import os
 import random
 import shutil
@@ -57,6 +59,17 @@ def training_text(tmp_path_factory):
 
 
 @pytest.fixture
+def logged():
+    """The records that reach the root logger."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger().addHandler(handler)
+    yield records
+    logging.getLogger().removeHandler(handler)
+
+
+@pytest.fixture
 def make_data(tmp_path):
     """Makes a small DataConfig over 300 documents, or over the source that is given."""
     from looped_recipes.settings.recipe import DataConfig
@@ -98,15 +111,15 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
 def pytest_collection_modifyitems(items):
-    """Of a test with the mark `covering(n)`, the cases that `covering_cases` does not choose are slow."""
-    tests = {}
-    for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        (count,) = cases[0].get_closest_marker("covering").args or (1,)
-        for case in set(cases) - covering_cases(cases, count):
-            case.add_marker(pytest.mark.slow)
+    """Of a test with the mark `covering(n)` or `some(n)`, the cases that are not chosen are slow."""
+    for mark, choose in (("covering", covering_cases), ("some", some_cases)):
+        tests = {}
+        for item in items:
+            if item.get_closest_marker(mark) and not item.get_closest_marker("slow"):
+                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for cases in tests.values():
+            for case in set(cases).difference(choose(cases, *cases[0].get_closest_marker(mark).args)):
+                case.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish(session):
@@ -115,7 +128,7 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-def covering_cases(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
+def covering_cases(cases: list[pytest.Item], count: int = 1) -> list[pytest.Item]:
     """A few cases of a test in which all values of `count` parameters occur together that do so in any case.
 
     Each one chosen adds as many as any could; of equals, the first.
@@ -124,9 +137,15 @@ def covering_cases(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
         case: set(itertools.combinations([(name, repr(value)) for name, value in case.callspec.params.items()], count))
         for case in cases
     }
-    missing, chosen = set().union(*values.values()), set()
+    missing, chosen = set().union(*values.values()), []
     while missing:
-        best = max(cases, key=lambda case: len(values[case] & missing))
-        missing -= values[best]
-        chosen.add(best)
+        chosen.append(max(cases, key=lambda case: len(values[case] & missing)))
+        missing -= values[chosen[-1]]
     return chosen
+
+
+def some_cases(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """`count` cases of a test, the same in every run, with as many values of each parameter as they can have."""
+    drawn = sorted(cases, key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
+    chosen = covering_cases(drawn)
+    return [*chosen, *(case for case in drawn if case not in chosen)][:count]

@@ -64,6 +64,7 @@ def relative_error(found, expected):
 @over_systems
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 @pytest.mark.covering
+@pytest.mark.some(5)
 def test_implementations_agree(system, implementation):
     model = build(system)
     ids = random_ids(3, 9)
@@ -96,6 +97,7 @@ def test_implementations_agree(system, implementation):
     ],
 )
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_implementations_agree_in_decoding(system, implementation, cache):
     model = build(system, pad_token_id=0, eos_token_id=None)
     ids = random_ids(3, 6)
@@ -223,6 +225,7 @@ def documents(positions):
 @over_systems
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @pytest.mark.covering
+@pytest.mark.some(5)
 def test_packed_documents_equal_documents_alone(system, implementation):
     model = build(system).double()
     ids = random_ids(2, 9)

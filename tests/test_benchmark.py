@@ -70,6 +70,7 @@ def test_memory_is_that_of_the_device_that_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"exit-interval": 2}], ids=str)
+@pytest.mark.some(1)
 def test_of_decoding(options, capsys):
     lines = lines_of("decode", capsys, **OF_DECODING, **options)
     assert list(lines) == ["llama", "bandwidth", "exits"]
@@ -95,6 +96,7 @@ def test_both_limits_of_bandwidth(monkeypatch):
     assert limits.cache_seconds == pytest.approx((core + head + keys_and_values) / 1000 + 2 * core / 4000)
 
 
+@pytest.mark.slow
 def test_of_decoding_by_a_trained_model(tmp_path, capsys):
     tiny_model(loop_loss="per_loop", max_position_embeddings=64).save_pretrained(tmp_path)
     tokenizer = tiny_tokenizer()

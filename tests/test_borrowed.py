@@ -90,6 +90,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("module, name", quick_and_slow(GONE, *QUICK))
+@pytest.mark.some(2)
 def test_without_a_name(module, name, fresh_copy, expected, monkeypatch):
     monkeypatch.delattr(f"{module}.{name}", raising=False)
     model_class = fresh_copy("causal_lm").LoopedForCausalLM

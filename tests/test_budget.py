@@ -158,6 +158,7 @@ def test_core(folders, tmp_path):
     (["{model}", "--tasks", "nothing", "--limit", "-2"], "--limit -2 must be above 0"),
     (["{model}", "--tasks", "nothing"], "no task is called 'nothing'"),
 ])  # fmt: skip
+@pytest.mark.some(5)
 def test_bad_input_before_a_model_is_loaded(folders, text, tmp_path, monkeypatch, arguments, message):
     monkeypatch.setattr("lm_eval.tasks.TaskManager", small_manager)
     monkeypatch.setattr(budget.LoopedLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))

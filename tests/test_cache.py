@@ -93,6 +93,7 @@ def assert_same(actual, expected):
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("num_loops", [2, 3, 5], ids=lambda loops: f"{loops}_of_3_loops")
 @pytest.mark.covering(2)
+@pytest.mark.some(24)
 def test_cached_equals_uncached(system, kind, num_loops):
     """A prompt longer than any window, then smaller pieces; shallower and deeper than the cache was made for."""
     model, ids = model_of(system), random_ids(2, LENGTH)
@@ -104,6 +105,7 @@ def test_cached_equals_uncached(system, kind, num_loops):
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("pattern", "window"), [("SL", 2), ("SSL", 5), ("LS", 3)])
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_windows_shorter_than_prompt_and_decode(kind, pattern, window):
     model = tiny_model(
         num_prelude_layers=1, num_coda_layers=1, window_pattern=pattern, sliding_window=window, num_loops=2
@@ -319,6 +321,7 @@ MIXED_PASSES = [  # depths of three rows; the second starts below what it is ask
 @pytest.mark.parametrize("kind", ["of_the_config", "without_arguments", "static", "looped"])
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_rows_that_change_their_depths_apart(system, kind):
     model, ids = model_of(system, num_loops=4), random_ids(3, 14)
     check_mixed_passes(model, ids, CACHES[kind](model.config), "none")
@@ -361,6 +364,7 @@ def test_shared_slots(system, sharing, num_loops):
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("system", OWN_KEYS)
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_shared_slots_of_rows_that_change_their_depths(system, sharing):
     model, ids = model_of(system, num_loops=4), random_ids(3, 14)
     check_mixed_passes(model, ids, LoopedCache(model.config, sharing), sharing)

@@ -74,6 +74,7 @@ def folders(path) -> list[str]:
 @pytest.mark.parametrize("optimizer", [ADAMW, MUON, NORMUON, STABLE], ids=["adamw", "muon", "normuon", "stable"])
 @pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, {"preset": "parcae"}], ids=str)
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_state_comes_back_bit_for_bit(tmp_path, optimizer, fields):
     model, optimizers = model_and_optimizers(optimizer, **fields)
     for step in range(3):
@@ -99,6 +100,7 @@ def test_state_comes_back_bit_for_bit(tmp_path, optimizer, fields):
     ],
     ids=["adamw", "muon", "normuon", "stable"],
 )
+@pytest.mark.some(2)
 def test_a_resumed_run_is_the_unbroken_run(tmp_path, settings):
     unbroken = train([0, 6], **settings)
     first = train([0, 3], save=str(tmp_path), **settings)

@@ -157,6 +157,7 @@ def num_linear(model) -> int:
 
 
 @over_systems
+@pytest.mark.some(3)
 def test_layers_that_are_replaced(system):
     model, ids = build(system), random_ids(2, 7)
     replaced = copy.deepcopy(model)
@@ -320,6 +321,7 @@ def warnings_of_clients(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loss", quick_and_slow(LOSSES, "terminal", "exit_weighted", "norm_penalty"))
+@pytest.mark.some(1)
 def test_fine_tuning_has_the_models_own_loss(loss, tmp_path, warnings_of_clients):
     trl = trl_or_skip()
     from modeling_looped.trainers import OwnLoss

@@ -94,6 +94,7 @@ def test_one_graph_without_breaks(system):
 
 
 @quickly("ouro", "first_keys")
+@pytest.mark.some(1)
 def test_training_in_one_graph(system):
     model, graphs = build(system), Graphs()
     assert not assert_trains_alike(model, torch.compile(model, backend=graphs, fullgraph=True), rtol=1e-4, atol=1e-5)
@@ -246,6 +247,7 @@ class PlacesKept(Graphs):
         return backend(super().__call__(graph, example_inputs), example_inputs)
 
 
+@pytest.mark.slow
 def test_slots_that_regions_fill_stay_where_they_are():
     """What a region writes would else be written to the copy that a CUDA graph makes of what moves, and be lost."""
     model, places = build("plain"), PlacesKept()
@@ -258,6 +260,7 @@ def test_slots_that_regions_fill_stay_where_they_are():
 
 
 @pytest.mark.parametrize("output", ["output_hidden_states", "output_attentions"])
+@pytest.mark.some(1)
 def test_what_blocks_record_in_regions(output):
     model = build("ouro", attn_implementation="eager")
     found, expected = decode(model, Graphs(), 3, return_dict_in_generate=True, **{output: True})

@@ -165,6 +165,7 @@ GUESSING = {"pick": 0.25, "which": 0.5, "say": 0.0}
 
 
 @pytest.mark.parametrize("examples", [None, 6])
+@pytest.mark.some(1)
 def test_core_by_hand(bundle, model, examples):
     tokenizer = byte_tokenizer()
     results = core_scores(model, tokenizer, bundle, [1, 3], examples, batch_size=5)

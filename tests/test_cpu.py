@@ -185,6 +185,7 @@ def orders_fp32(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 67), (8, 67), (16, 1000), (512, 8192)])
+@pytest.mark.some(8)
 def test_ordered_weights_multiply_as_the_layer_does(shape, bias, dtype, orders_fp32, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_ORDERED_SIZE", 0)
     torch.manual_seed(0)
@@ -286,6 +287,7 @@ def test_an_assistant_keeps_its_order_between_its_drafts(few_rows):
         {"draft_loops": 1},
     ],
 )
+@pytest.mark.some(3)
 def test_generation_with_ordered_weights_says_what_it_says_without(how, has_order, monkeypatch):
     torch.manual_seed(0)
     config = LoopedConfig(

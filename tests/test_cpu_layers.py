@@ -278,18 +278,20 @@ def test_weights_that_are_shown_for_a_while_are_not_taken(monkeypatch):
     assert not calls
 
 
-def test_the_second_copy_of_weights_is_said(ordering, caplog):
+def test_the_second_copy_of_weights_is_said(ordering, logged, request):
     model = tiny_model().to(torch.bfloat16)
     size = sum(2 * layer.weight.numel() for layer in linears(model).values())
-    with caplog.at_level(logging.INFO, logger=cpu.__name__):
+    logger = logging.getLogger(cpu.__name__)
+    logger.setLevel(logging.INFO)
+    request.addfinalizer(lambda: logger.setLevel(logging.NOTSET))
+    generate(model)
+    assert [record.levelname for record in logged] == ["INFO"]
+    message = logged[0].getMessage()
+    assert f" {size} bytes" in message and "a second time" in message and "LOOPED_CPU_FAST_PATHS=0" in message
+    with fast_paths(False):
         generate(model)
-        assert [record.levelname for record in caplog.records] == ["INFO"]
-        message = caplog.messages[0]
-        assert f" {size} bytes" in message and "a second time" in message and "LOOPED_CPU_FAST_PATHS=0" in message
-        with fast_paths(False):
-            generate(model)
-        generate(model.float())
-    assert len(caplog.messages) == 1
+    generate(model.float())
+    assert len(logged) == 1
 
 
 @FAST

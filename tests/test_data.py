@@ -424,6 +424,7 @@ def die_in_the_third_shard(data: DataConfig):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 @pytest.mark.covering
+@pytest.mark.some(1)
 def test_killed_preparation_goes_on_and_gives_the_same_shards(make_data, monkeypatch, packing, streaming):
     monkeypatch.setattr(parts, "STREAMED_PART", 32)
     data = make_data(packing=packing, streaming=streaming)
@@ -457,6 +458,7 @@ def kill_after_some_parts(data: DataConfig, who: str):
 
 
 @pytest.mark.parametrize("who", ["worker", "parent"])
+@pytest.mark.some(1)
 def test_killed_processes_leave_parts_that_are_kept(make_data, tmp_path, who):
     source = write_jsonl(tmp_path / "many.jsonl", make_documents(600, longest=10))
     unbroken = contents(shards.prepare(make_data(source=source)).folder)
@@ -540,6 +542,7 @@ def test_cache_dir_that_can_not_be_written(make_data, tmp_path):
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+@pytest.mark.some(1)
 def test_cut_shard_is_named_and_made_anew_once_it_is_deleted(make_data, packing):
     data = make_data(packing=packing)
     folder = shards.prepare(data).folder
@@ -802,6 +805,7 @@ def test_the_package_that_reads_zstd_is_named_where_it_is_missing(tmp_path, monk
         ("parquet", b"PAR1", "ArrowInvalid"),
     ],
 )
+@pytest.mark.some(4)
 def test_a_damaged_file_of_many_is_named(tmp_path, kind, damaged, reason, streaming):
     rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
     write = {"jsonl": rows.to_json, "txt": lambda path: path.write_text("a\n"), "parquet": rows.to_parquet}[kind]

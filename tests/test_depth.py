@@ -65,6 +65,7 @@ def assert_same(actual, expected, tolerance: float = 1e-10):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask")
 @pytest.mark.covering
+@pytest.mark.some(5)
 def test_rows_equal_rows_alone(system, implementation):
     """With left padding. Flex attention uncompiled, since its compiler takes minutes on a CPU; eager attention, whose
     softmax is in float32 whatever the model, in single precision."""
@@ -96,6 +97,7 @@ def test_rows_equal_rows_alone_in_single_precision(system):
                                         lambda config: StaticCache(config=config, max_cache_len=9)],
                          ids=["of_the_config", "without_arguments", "static"])  # fmt: skip
 @pytest.mark.covering
+@pytest.mark.some(5)
 def test_rows_equal_rows_alone_with_a_cache(system, make_cache):
     """Padded rows, piece by piece, at depths that change from piece to piece, no row ever deeper than its first."""
     model, ids = model_of(system), random_ids(3, 9)
@@ -135,6 +137,7 @@ def test_every_way_to_give_depths(make):
 @pytest.mark.parametrize("system", READ_BETWEEN_LOOPS)
 @pytest.mark.parametrize("backprop_loops", [None, 1, 2, 9])
 @pytest.mark.covering
+@pytest.mark.some(5)
 def test_states_and_logits_of_every_loop(system, backprop_loops):
     """Row i at loop k is its run of depth min(k, depth of i); also where rows end together, to truncate gradients."""
     model, ids = model_of(system), random_ids(5, 6)
@@ -233,6 +236,7 @@ CASES = [(system, "last_loop") for system in SYSTEMS] + [(system, "every_loop") 
     ("num_loops", "backprop_loops"), [(3, 1), (4, 2), ([1, 3, 2], 1), ([1, 4, 2], 2), ([1, 3, 2], 9)]
 )
 @pytest.mark.covering
+@pytest.mark.some(5)
 def test_gradients_of_the_last_loops(system, read, num_loops, backprop_loops):
     """Equal to those of each row run by itself, truncated at its own depth; of the logits' product with a constant."""
     model, ids, every_loop = model_of(system).train(), random_ids(3, 4), read == "every_loop"

@@ -349,6 +349,7 @@ PROBES = [
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
+@pytest.mark.some(4)
 def test_a_measure_in_the_middle_of_training_changes_nothing(probe):
     model = tiny_model(injection="diagonal", residual_dropout=0.3).train()
     model.lm_head.eval()

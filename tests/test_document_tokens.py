@@ -31,6 +31,7 @@ def marked_tokenizer(folder: Path, bos: str | None) -> str:
 
 @pytest.mark.parametrize("document_tokens", MARKS)
 @pytest.mark.parametrize("start_token", ["<s>", None])
+@pytest.mark.some(4)
 def test_documents_have_the_tokens_that_are_asked_for(make_data, tmp_path, document_tokens, start_token):
     """In both splits, and in what is kept to read texts with later."""
     if document_tokens in ("end", "none"):

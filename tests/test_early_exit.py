@@ -129,6 +129,7 @@ def loops_after_the_prompt(loops: list[list[int]]) -> set[int]:
 @over_systems
 @over_criteria
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_greedy_batch_of_left_padded_prompts(name, system, way):
     model, (ids, mask, rows) = model_of(system), prompts()
     rule = rule_for(model, name, rows[0])
@@ -141,6 +142,7 @@ def test_greedy_batch_of_left_padded_prompts(name, system, way):
 @over_systems
 @pytest.mark.parametrize("cache", ["static", "of_the_config", "static_of_the_config", "without_arguments"])
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_caches(system, cache, way):
     model, (ids, mask, rows) = model_of(system), prompts()
     arguments = {
@@ -158,6 +160,7 @@ def test_caches(system, cache, way):
 @over_ways
 @over_systems
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_eager_attention_in_single_precision(system, way):
     """In double transformers' eager attention makes padding not-a-number. The tokens are those of double precision."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -172,6 +175,7 @@ def test_eager_attention_in_single_precision(system, way):
 @pytest.mark.parametrize("num_loops", [3, 6, [6, 2, 4]], ids=str)
 @pytest.mark.parametrize(("min_loops", "interval", "prompt_loops"), [(1, 2, None), (2, 1, 2), (2, 2, 1)])
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_depths(system, way, num_loops, min_loops, interval, prompt_loops):
     """Shallower and deeper than trained and one depth per row; prompts that are shallower than what follows."""
     model, (ids, mask, rows) = model_of(system), prompts()
@@ -226,6 +230,7 @@ def test_rows_end_apart(system, way, at):
 
 
 @pytest.mark.parametrize("name", ["gate", *(name for name, criterion in CRITERIA.items() if criterion.compares)])
+@pytest.mark.some(2)
 def test_rows_that_end_leave_the_memory_of_the_others_alone(name):
     """Where the next loop starts from another state than the criterion reads. Rows by themselves show the same."""
     model = model_of("plain", inter_loop_norm="own", loop_damping=True)
@@ -248,6 +253,7 @@ def test_rows_that_end_leave_the_memory_of_the_others_alone(name):
 @over_systems
 @over_criteria
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_one_pass_stops_every_token_at_its_own_loop(name, system):
     """Without a prompt, all tokens of a text may exit: one pass equals token by token."""
     model, text = model_of(system), random_ids(2, 11)

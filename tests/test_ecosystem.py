@@ -100,6 +100,7 @@ def train_on(model, ids, steps: int = 10) -> list[float]:
 @over_systems("plain", "parcae")
 @pytest.mark.covering
 @pytest.mark.parametrize("target_modules", [["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear"], ids=str)
+@pytest.mark.some(1)
 def test_lora_trains_saves_and_merges(system, target_modules, tmp_path):
     peft = pytest.importorskip("peft")
     ids = random_ids(4, 9, VOCABULARY)
@@ -371,6 +372,7 @@ def test_reentrant_checkpointing_changes_no_gradient(system):
 @pytest.mark.parametrize("system", ["plain", "ouro"])
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.filterwarnings("ignore")  # of TRL about its own defaults
+@pytest.mark.some(1)
 def test_supervised_fine_tuning_with_trl(system, packing, tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")

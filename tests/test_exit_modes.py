@@ -99,6 +99,7 @@ def test_a_coda_after_every_loop_has_no_cache():
 
 @over_ways
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_samples_that_never_exit_are_those_of_plain_sampling(case, way):
     model, ids, mask, _, _ = case
     arguments = {"attention_mask": mask, "do_sample": True, "top_k": 20, "temperature": 1.5}
@@ -208,6 +209,7 @@ def repeats_a_token(sequences: torch.Tensor, mask: torch.Tensor) -> bool:
     ids=lambda arguments: next(iter(arguments)),
 )
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_logits_processors(case, arguments):
     """Whichever way a row is decoded, and whatever rows are beside it."""
     model, ids, mask, rows, rule = case
@@ -299,6 +301,7 @@ def test_a_second_turn_with_shared_slots(case, way, sharing):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("new_tokens", [NEW, 100])
 @pytest.mark.covering
+@pytest.mark.some(1)
 def test_keys_and_values_are_held_once(given, new_tokens, monkeypatch):
     """The cache that the prompt filled looks into the memory of continuous depth, also where that must grow."""
     model, (_, _, rows) = model_of("plain"), prompts()
@@ -419,6 +422,7 @@ def test_fields_of_the_generation_config_are_saved_and_honoured(case, tmp_path):
 
 
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, LoopedForCausalLM])
+@pytest.mark.some(1)
 def test_a_depth_that_loading_asks_for_wins_over_a_saved_one(auto, tmp_path):
     model, ids = model_of("plain"), random_ids(1, 4)
     model.generation_config.num_loops = 2

@@ -162,6 +162,7 @@ def test_every_family_has_a_case():
 @over_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
+@pytest.mark.some(14)
 def test_logits_are_bitwise_equal(case, attention, dtype):
     dense = dense_model(dense_config(case), attention, dtype)
     ids, mask = ids_and_mask()
@@ -174,6 +175,7 @@ def test_logits_are_bitwise_equal(case, attention, dtype):
 
 @over_cases
 @pytest.mark.parametrize("dtype", quick_and_slow(DTYPES, torch.bfloat16))
+@pytest.mark.some(7)
 def test_greedy_decoding_is_bitwise_equal(case, attention, dtype):
     looped, dense = both(case, attention, dtype, "sections")
     ids, mask = ids_and_mask(length=7)
@@ -187,6 +189,7 @@ def test_greedy_decoding_is_bitwise_equal(case, attention, dtype):
 
 @pytest.mark.parametrize("case", ["llama", "olmo2", "smollm3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("cache", ["static", "exits"])
+@pytest.mark.some(4)
 def test_other_ways_to_decode(case, cache):
     """A static cache, and rows of a batch at loops of their own."""
     looped, dense = both(case, attention_of(case)[-1], torch.float32, "sections")
@@ -199,6 +202,7 @@ def test_other_ways_to_decode(case, cache):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some(7)
 def test_gradients_are_those_of_the_dense_model(case):
     looped, dense = both(case, attention_of(case)[-1], torch.float32)
     ids, mask = ids_and_mask()

@@ -95,6 +95,7 @@ def logits(model, **arguments):
         *[(family, "concat") for family in FAMILIES],
     ),
 )
+@pytest.mark.some(11)
 def test_one_loop_is_the_dense_model(family, construction):
     dense = dense_model(family)
     model = looped(dense, num_loops=3, **CONSTRUCTIONS[construction])
@@ -193,6 +194,7 @@ def with_layers(dense, layers: list[int]):
         {"layers": {"core": [0, 1, 3, 4, 5]}},
     ],
 )
+@pytest.mark.some(2)
 def test_layers_that_are_left_out(options):
     dense = dense_model()
     model = looped(dense, injection="concat", **options)
@@ -233,6 +235,7 @@ def test_tied_layers_are_means(dtype):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("core_init", ["average", "lower", "stepwise"])
+@pytest.mark.some(3)
 def test_loops_with_weights_of_their_own_are_the_dense_layers(core_init, family):
     """At full rank, with norms of their own; at a lower one nearer to them than without."""
     dense = dense_model(family)

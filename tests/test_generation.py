@@ -77,6 +77,7 @@ def greedy(model, ids, new_tokens: int = NEW, **kwargs):
 @over_systems
 @pytest.mark.parametrize("num_loops", [None, [5, 1, 2]], ids=str)
 @pytest.mark.covering
+@pytest.mark.some(4)
 def test_greedy_batch_of_left_padded_prompts(system, num_loops):
     """Prompts longer and shorter than the window, one of them a single token."""
     model, ids, padding = model_of(system), random_ids(3, 8), [0, 7, 3]
@@ -106,6 +107,7 @@ def test_no_prompt_starts_from_the_first_token():
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("chunk", [1, 3, 8])
 @pytest.mark.covering
+@pytest.mark.some(1)
 def test_prompt_in_chunks(system, cache, chunk):
     model, ids = model_of(system), random_ids(2, 11)
     for num_loops in (None, [5, 2]):
@@ -135,6 +137,7 @@ def test_a_second_turn_goes_on_in_the_same_cache(system, kind):
 
 
 @pytest.mark.parametrize("num_loops", [None, 2, [5, 1]], ids=str)
+@pytest.mark.some(1)
 def test_loops_of_every_token(num_loops):
     """In every mode; none after the end of a row."""
     model, ids = model_of("windows"), random_ids(2, 6)
@@ -192,6 +195,7 @@ def test_streamer(arguments):
 @pytest.mark.parametrize("system", ["plain", "windows", "learned_positions", "parcae"])
 @pytest.mark.parametrize("num_loops", [None, 2, 5, [5, 1]], ids=str)
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_beam_search_with_a_cache_equals_without(system, num_loops):
     model, ids = model_of(system), random_ids(2, 7)
     mask = torch.ones_like(ids)
@@ -246,6 +250,7 @@ def depths_seen_by(model):
 @over_systems
 @pytest.mark.parametrize("num_loops", [None, 2, [5]], ids=str)
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_assisted_by_a_looped_model(system, num_loops):
     """The assistant drafts at its own depth, whatever that of the model."""
     model, ids = model_of(system), random_ids(1, 7)
@@ -259,6 +264,7 @@ def test_assisted_by_a_looped_model(system, num_loops):
 
 
 @pytest.mark.parametrize("num_loops", [None, 2, 5], ids=str)
+@pytest.mark.some(1)
 def test_assisted_by_a_llama(num_loops):
     looped = make_looped(num_core_layers=2, num_loops=3, num_prelude_layers=1).double()
     ids, passes = random_ids(1, 7, vocab_size=61), []
@@ -274,6 +280,7 @@ def test_assisted_by_a_llama(num_loops):
 @over_systems
 @pytest.mark.parametrize("num_loops", [2, 5])
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_assisted_by_prompt_lookup(system, num_loops):
     """A prompt that repeats itself and then the answer, so that drafts are found, some of them good."""
     model, start = model_of(system), random_ids(1, 3)
@@ -325,6 +332,7 @@ def test_cache_sharing_changes_what_is_generated():
 @pytest.mark.parametrize("system", NAIVE_SYSTEMS)
 @pytest.mark.parametrize("num_loops", [None, 5, [5, 1]], ids=str)
 @pytest.mark.covering
+@pytest.mark.some(1)
 def test_cache_sharing_with_beams(system, sharing, num_loops):
     """The score of every beam is that of the hand-kept cache on its tokens, so the slots moved with the beams."""
     model, ids = model_of(system), random_ids(2, 6)
@@ -417,6 +425,7 @@ def batch(model, prompts: list[list[int]]) -> list[list[int]]:
         ("plain", "eager"),
     ),
 )
+@pytest.mark.some(1)
 def test_continuous_batching(system, implementation):
     """Prompts of one token, shorter and longer than the window, more than fit into one pass."""
     model = model_of(system).float()

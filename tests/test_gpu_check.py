@@ -147,6 +147,7 @@ def test_files_with_tests_for_a_gpu_are_found(tmp_path):
     assert sorted(found) == sorted(marked) and "test_gpu_check" not in found and len(found) > 5
 
 
+@pytest.mark.slow
 def test_an_option_of_training_is_measured(tmp_path):
     setting = Setting(tmp_path, "cpu", tiny=True)
     found = training_options.against_none({"gradient_checkpointing": True}, setting)

@@ -362,6 +362,7 @@ def test_every_text_is_read(tmp_path):
         (["--criteria", "entropy", "--write", "kl"], "--write kl is not among"),
     ],
 )
+@pytest.mark.some(5)
 def test_bad_input_is_refused_before_the_model_is_loaded(tmp_path, options, words):
     folder = make_folder(tmp_path)
     (folder / "model.safetensors").unlink()

@@ -94,6 +94,7 @@ def expected(model, manager) -> dict[int, dict]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 7])
+@pytest.mark.some(1)
 def test_one_pass_equals_a_run_per_depth(model, manager, expected, batch_size):
     found = ours(model, manager, "1,2,4", batch_size)
     for depth in DEPTHS:
@@ -245,13 +246,13 @@ def test_exits_in_texts_longer_than_the_window(model):
     assert lm.mean_loops == pytest.approx(sum(loops) / 70)
 
 
-def test_contexts_that_are_cut_are_told(model, caplog):
+def test_contexts_that_are_cut_are_told(model, logged):
     lm = LoopedLM(model, num_loops=[1], device="cpu")
     lm.score_tokens([("", [5] * length, [6, 7]) for length in (62, 63)], True)
-    assert not caplog.records  # the last token is not read, so 63 and 2 fill 64 positions
+    assert not logged  # the last token is not read, so 63 and 2 fill 64 positions
     lm.score_tokens([("", [5] * length, [6, 7]) for length in (63, 64, 90)], True)
-    (record,) = caplog.records
-    assert "2 of 3 requests are longer than max_length=64 tokens: their contexts lose" in record.message
+    (record,) = logged
+    assert "2 of 3 requests are longer than max_length=64 tokens: their contexts lose" in record.getMessage()
 
 
 def test_thresholds_that_are_always_or_never_reached(model, manager, expected):

@@ -104,6 +104,7 @@ def test_rounding_is_seen_in_the_logits():
 @pytest.mark.parametrize(
     "arguments", [{}, {"draft_loops": 1}, {"num_loops": [2, 4]}, {"cache_sharing": "last"}], ids=str
 )
+@pytest.mark.some(3)
 def test_bytes(dtype, times, arguments):
     model = tiny_model(num_loops=4, head_dim=64, eos_token_id=None, pad_token_id=0).to(dtype)
     exits = {} if "draft_loops" in arguments else {"exit_criterion": "kl", "exit_threshold": 1e-9}

@@ -46,6 +46,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("more", [{}, {"min_loops": 2, "exit_interval": 2}, {"num_loops": [2, 6, 5]}], ids=str)
 @pytest.mark.parametrize("reads", [2, 3, 10])
 @pytest.mark.covering(2)
+@pytest.mark.some(7)
 def test_tokens_loops_and_cache_are_the_same(system, criterion, more, reads):
     model, ids = made(system), random_ids(3, 6)
     mask = torch.ones_like(ids)
@@ -70,6 +71,7 @@ def test_tokens_loops_and_cache_are_the_same(system, criterion, more, reads):
     ],
     ids=str,
 )
+@pytest.mark.some(1)
 def test_of_one_row_in_two_turns(more):
     model, ids, turns = made("sections"), random_ids(1, 6), []
     for reads in (1, 4):
@@ -84,6 +86,7 @@ def test_of_one_row_in_two_turns(more):
             torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores))
 
 
+@pytest.mark.slow
 def test_in_pages():
     model, ids = made("plain"), random_ids(2, 6)
     model.set_attn_implementation("flex_attention")

@@ -138,6 +138,7 @@ def test_loss_is_bitwise_equal_and_gradients_are_summed_over_loops(shape, attent
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.some(7)
 def test_cached_decoding_is_bitwise_equal(shape, attention):
     """A prompt, then token by token."""
     looped = make_looped(attention, **SHAPES[shape])

@@ -66,6 +66,7 @@ def folder(model, tmp_path):
 
 
 @pytest.mark.parametrize("preset", LoopedConfig.preset_names())
+@pytest.mark.some(8)
 def test_every_preset_comes_back_bit_for_bit(preset, tmp_path):
     model = tiny_model(preset=preset, pad_token_id=0)
     model.save_pretrained(tmp_path)

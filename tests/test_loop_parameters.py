@@ -107,6 +107,7 @@ def test_rows_equal_rows_alone(system):
 @over_systems
 @pytest.mark.parametrize("num_loops", [DEPTHS, 4], ids=str)
 @pytest.mark.covering
+@pytest.mark.some(4)
 def test_gradients_of_the_last_loops(system, num_loops):
     """Rows that end together stand at loops of their own. By the formulas, states before the window are constants."""
     model, ids = exact_model_of(system), random_ids(3, 5)
@@ -135,6 +136,7 @@ def test_gradients_of_the_last_loops(system, num_loops):
 
 
 @over_systems
+@pytest.mark.some(4)
 def test_reentrant_checkpointing_changes_nothing(system):
     model, ids = model_of(system).train(), random_ids(2, 5)
     gradients = []
@@ -281,6 +283,7 @@ def test_a_new_model_is_that_without(system, scheme):
 
 
 @over_systems
+@pytest.mark.some(3)
 def test_saved_and_opened_at_another_depth(system, tmp_path):
     model, ids = model_of(system), random_ids(2, 6)
     model.config.num_loops = 5

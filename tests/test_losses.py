@@ -274,6 +274,7 @@ def assert_same(model, found, wanted, rtol=1e-9, atol=1e-11):
     ],
 )
 @pytest.mark.covering
+@pytest.mark.some(8)
 def test_value_and_gradients_follow_the_formula(loss, readout):
     fields = {**LOSSES[loss], **READOUTS[readout]}
     if fields.get("exit_gate") == "normed" and readout in ("raw", "alpha"):
@@ -289,6 +290,7 @@ def test_value_and_gradients_follow_the_formula(loss, readout):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("loss", PENALISED)
 @pytest.mark.covering
+@pytest.mark.some(6)
 def test_formula_at_every_depth(loss, run):
     model = float64_model(**LOSSES[loss], readout_norm="final_only", num_prelude_layers=1, num_coda_layers=1)
     ids, labels = batch()
@@ -561,6 +563,7 @@ def test_head_with_hooks_is_left_to_autograd(loss, run):
 @pytest.mark.parametrize("loss", [name for name in LOSSES if not name.startswith("gate")])
 @pytest.mark.parametrize("output_logits", [True, False])
 @pytest.mark.covering
+@pytest.mark.some(5)
 def test_adapter_on_the_head_is_used_and_trained(loss, output_logits):
     base = float64_model(**LOSSES[loss])
     merged = copy.deepcopy(base)
@@ -641,6 +644,7 @@ def memory_of_a_step(ids, output_logits, train=True, hooked=False, **fields):
 @pytest.mark.parametrize("loss", ["per_loop", "exit_weighted_raw", "gate_raw"])
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.covering
+@pytest.mark.some(1)
 def test_logits_of_all_loops_are_never_held(loss, output_logits, train):
     ids = random_ids(4, 128, vocab_size=8192)
     terminal = memory_of_a_step(ids, output_logits, train)
@@ -652,6 +656,7 @@ def test_logits_of_all_loops_are_never_held(loss, output_logits, train):
 
 
 @pytest.mark.parametrize("loss", ["per_loop", "exit_weighted_raw", "gate_raw"])
+@pytest.mark.some(1)
 def test_head_with_hooks_makes_its_logits_again(loss):
     ids = random_ids(4, 128, vocab_size=8192)
     terminal = memory_of_a_step(ids, False, hooked=True)

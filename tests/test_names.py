@@ -34,6 +34,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.some(100)
 @pytest.mark.parametrize("name", sorted(names.FIELD_OF))
 def test_a_foreign_field_is_answered_with_ours(name, said):
     advice = names.FIELD_OF[name]

@@ -52,6 +52,7 @@ def without_pages(model, request: dict):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.covering
+@pytest.mark.some(3)
 def test_what_rows_give_without_pages(system, way):
     if way == "shared_slots" and "keys" in system:
         pytest.skip("models that share keys take no shared slots")
@@ -73,6 +74,7 @@ def test_what_rows_give_without_pages(system, way):
 
 @pytest.mark.parametrize("small_pages", ["copies", pytest.param("kernel", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "plain", "windows", "parts_of_loops", "softcap"))
+@pytest.mark.some(1)
 def test_requests_share_pages(system):
     model = made(system)
     asked = requests(model, 10)
@@ -87,6 +89,7 @@ def test_requests_share_pages(system):
         assert [pool.num_pages for pool in pools] == held  # what others left is enough
 
 
+@pytest.mark.some(1)
 def test_a_conversation_goes_on():
     """The cache that comes back is one of transformers, and is taken again."""
     model, exits = made("windows"), WAYS["margin"]
@@ -117,6 +120,7 @@ def test_a_prompt_is_held_twice_only_where_its_cache_is_returned(is_returned, mo
 
 @pytest.mark.parametrize("small_pages", ["kernel"], indirect=True)
 @pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.some(1)
 def test_the_kernel_can_be_compiled_for_all_lengths(softcap, monkeypatch):
     """As it was traced it is run here, without the compiler: it takes no number that tracing leaves open."""
     monkeypatch.setattr(paged_rows, "PAGE", 128)

@@ -114,6 +114,7 @@ def test_every_system_has_a_preset_of_its_own():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.some(8)
 def test_a_small_one_trains(preset):
     """Every parameter has a gradient from the first step on, which DDP wants, and the loss of the batch goes down."""
     torch.manual_seed(0)
@@ -135,6 +136,7 @@ def test_a_small_one_trains(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.some(8)
 def test_a_small_one_decodes_with_a_cache(preset):
     model = tiny_model(preset=preset)
     arguments = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

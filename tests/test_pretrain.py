@@ -54,6 +54,7 @@ def in_process(recipe, arguments, **kwargs):
 
 
 @pytest.mark.parametrize("name", quick_and_slow(NAMES, *QUICK))
+@pytest.mark.some(2)
 def test_smoke_recipe_trains(name, training_text, tmp_path):
     final = main([str(SMOKE / f"{name}.yaml"), *smoke_settings(training_text, tmp_path)])
     curve = logged_losses(tmp_path)
@@ -103,6 +104,7 @@ def test_validation_is_that_of_the_saved_model(whole_run):
 
 
 @pytest.mark.parametrize("residual_depth", ["trained", "run"])
+@pytest.mark.some(1)
 def test_validation_at_chosen_depths(residual_depth, training_text, tmp_path):
     """Also where each depth needs a pass of its own, and where the trained depth is not among them."""
     more = [f"model.residual_depth={residual_depth}", "model.residual_scaling=linear", "evaluation.loops=[2, 5]"]
@@ -486,6 +488,7 @@ def half_done(training_text, tmp_path_factory):
     ],
     ids=lambda value: value[0].partition("=")[0] if isinstance(value, list) and value else None,
 )
+@pytest.mark.some(6)
 def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done, training_text):
     before = logged_losses(half_done)
     with pytest.raises(RecipeError, match="is a checkpoint of another config: .*" + message):

@@ -104,6 +104,7 @@ def assert_same_tensors(got: dict, wanted: dict):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.some(6)
 def test_logits_are_those_of_the_release(name, tmp_path):
     config, tensors = made(name)
     model = LoopedForCausalLM.from_pretrained(write(tmp_path, config, tensors)).double()
@@ -121,6 +122,7 @@ def test_logits_from_a_first_state(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.some(8)
 def test_there_and_back(name, dtype, tmp_path):
     """Public, ours, public: the same tensors to the last bit, and on the way a folder like any of ours."""
     config, tensors = made(name)
@@ -187,13 +189,14 @@ def test_models_that_are_ours_are_saved_as_ours(tmp_path):
     assert set(stored(tmp_path / "ours")) == set(model.state_dict())
 
 
-def test_what_a_folder_was_taken_for_is_said(tmp_path, caplog):
+def test_what_a_folder_was_taken_for_is_said(tmp_path, logged):
     transformers.utils.logging.enable_propagation()
     try:
         LoopedForCausalLM.from_pretrained(write(tmp_path, *made("huginn")))
     finally:
         transformers.utils.logging.disable_propagation()
-    assert "was opened as Huginn: 2 layers and 1 before the loop and 2 after the loop, 3 loops" in caplog.text
+    said = "was opened as Huginn: 2 layers and 1 before the loop and 2 after the loop, 3 loops"
+    assert any(said in record.getMessage() for record in logged)
 
 
 def test_an_adapter_for_a_public_folder(tmp_path):

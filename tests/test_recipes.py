@@ -51,6 +51,7 @@ def name(path):
 
 
 @pytest.mark.parametrize("path", SINGLE, ids=name)
+@pytest.mark.some(36)
 def test_recipe_is_built_and_planned(path):
     recipe = load_recipe(path)
     costs = plan(recipe)
@@ -79,6 +80,7 @@ def comparable(recipe) -> dict:
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=name)
+@pytest.mark.some(12)
 def test_sweep_runs_are_recipes(path):
     raw = yaml.safe_load(path.read_text())
     runs = runs_of_sweep(path)

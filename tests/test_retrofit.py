@@ -71,6 +71,7 @@ def test_the_llama_is_the_model(llama):
     )("a b c")
 
 
+@pytest.mark.slow
 def test_a_retrofit_loses_less_than_it_started_with(llama, training_text, tmp_path):
     more = of_looped(llama, tmp_path, "training.steps=12", "depth.curriculum_steps=8", "evaluation.every=1")
     final = main([str(TINY / "looped.yaml"), *settings(training_text, *more)])

@@ -224,6 +224,7 @@ def test_a_client_that_hangs_up_without_a_stream(served):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.some(1)
 def test_a_client_that_hangs_up_during_its_prompt(served, stream, monkeypatch):
     """It ends between two loops, of which all would take a minute."""
     _, _, client, passes, _ = served

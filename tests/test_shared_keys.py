@@ -38,6 +38,7 @@ def test_slots_are_those_of_loops_with_keys(interval, most):
 
 @pytest.mark.parametrize("fields", [{}, {"key_value_interval": 2}, {"num_key_value_loops": 1}], ids=str)
 @pytest.mark.parametrize("system", [{"num_key_value_heads": 2, "num_coda_layers": 1}, {"kv_latent_size": 5}], ids=str)
+@pytest.mark.some(3)
 def test_memory_and_operations_are_those_that_are_counted(system, fields):
     model, ids = tiny_model(num_loops=5, **system, **fields), random_ids(1, 7)
     cache = model(ids).past_key_values

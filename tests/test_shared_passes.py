@@ -90,6 +90,7 @@ def assert_same(results: list, alone: list):
 
 @pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "sections", "windows", "parts_of_loops", "softcap"))
+@pytest.mark.some(1)
 def test_what_each_gives_alone(system, implementation):
     model = build(system)
     if system != "softcap":  # which eager attention alone has here
@@ -133,6 +134,7 @@ def uncompiled():
 @pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "hangs_up"])
 @pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.some(1)
 def test_a_long_prompt_goes_beside_the_rows_of_others(implementation, ends, monkeypatch):
     model, seen, asked = build("sections"), [], []
     model.set_attn_implementation(implementation)
@@ -164,6 +166,7 @@ def test_a_long_prompt_goes_beside_the_rows_of_others(implementation, ends, monk
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes_on", "interrupted"])
+@pytest.mark.some(1)
 def test_others_go_on_between_the_loops_of_a_prompt_by_itself(ends, monkeypatch):
     model, ticks = build("sections"), []
     large = {**LARGE, "cache_dtype": "int8"}
@@ -632,6 +635,7 @@ def test_many_requests_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("stage", ["run_loop", "read_logits"])
+@pytest.mark.some(1)
 def test_a_pass_that_fails_for_all(stage, monkeypatch):
     """As where memory is short: each then runs by itself, from where the tick began."""
     model, compute = build("sections"), getattr(continuous, stage)
@@ -651,6 +655,7 @@ def test_a_pass_that_fails_for_all(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["run_loop", "read_logits", "streamer"])
+@pytest.mark.some(1)
 def test_an_interrupt_ends_one(stage, monkeypatch):
     """It comes to the thread that runs the tick of all, at any place of it."""
     model, compute = build("plain"), getattr(continuous, stage, None)

@@ -102,6 +102,7 @@ def optimist(monkeypatch):
 @over_systems
 @pytest.mark.parametrize("draft_loops", [1, 2, 3, "auto"])
 @pytest.mark.covering
+@pytest.mark.some(4)
 def test_greedy_tokens_are_those_of_full_depth(system, draft_loops, optimist):
     model, prompts = model_of(system), left_padded(3, 7)
     full = model.generate(**prompts, max_new_tokens=NEW, do_sample=False)
@@ -112,6 +113,7 @@ def test_greedy_tokens_are_those_of_full_depth(system, draft_loops, optimist):
 
 @pytest.mark.parametrize("fields", [{"key_value_interval": 2}, {"num_key_value_loops": 1}], ids=str)
 @pytest.mark.parametrize("draft_loops", [1, 2])
+@pytest.mark.some(2)
 def test_tokens_in_flight_whose_loops_share_keys(fields, draft_loops, optimist):
     """At one stored loop, of which some write keys and some do not: none may be written for another."""
     for seed in range(6):
@@ -125,6 +127,7 @@ def test_tokens_in_flight_whose_loops_share_keys(fields, draft_loops, optimist):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("num_loops", [2, 6])
 @pytest.mark.covering
+@pytest.mark.some(1)
 def test_other_depths_than_the_configured(num_loops, attention, optimist):
     for system in ("plain", "windows", "latent_learned"):
         model, prompts = model_of(system), left_padded(2, 7)
@@ -196,6 +199,7 @@ def test_lengths_are_kept(new_tokens, optimist):
 
 
 @pytest.mark.parametrize("position_embedding", ["learned", "rope"])
+@pytest.mark.some(1)
 def test_up_to_the_last_learned_position(position_embedding, optimist):
     """The last token that is said has no position of its own."""
     model = idle_model(position_embedding=position_embedding, max_position_embeddings=16)
@@ -247,6 +251,7 @@ def work_of(model, **arguments):
 
 @pytest.mark.parametrize("draft_tokens", [1, 2, None])
 @pytest.mark.parametrize("draft_loops", [1, 2])
+@pytest.mark.some(3)
 def test_right_drafts_save_passes(draft_tokens, draft_loops, optimist):
     """Tokens run as many loops as in plain decoding, but the next one starts before the last one is done."""
     model, ids, new_tokens = idle_model(), random_ids(2, 6), 10
@@ -285,6 +290,7 @@ def by_hand(model, sequence, start: int, plan: Plan):
 @pytest.mark.parametrize("system", ["plain", "gated_change", "ouro", "flt"])
 @pytest.mark.parametrize("plan", [Plan(1, 2, 3), Plan(1, 3, 3), Plan(2, 3, 3)], ids=str)
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_passes_and_acceptance_are_those_counted_by_hand(system, plan, monkeypatch):
     """The next token starts after the first draft if it is right, after the second if that one is, or after all."""
     monkeypatch.setattr(Planner, "choose", lambda planner, rows: plan)
@@ -504,6 +510,7 @@ CACHES = {
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("system", ["prelude_coda_grouped", "windows", "parcae"])
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_the_cache_can_be_continued(system, kind, optimist):
     """By a second turn that drafts, and by a third that does not."""
     model, conversation = model_of(system), random_ids(1, 6)
@@ -521,6 +528,7 @@ def test_the_cache_can_be_continued(system, kind, optimist):
 @pytest.mark.parametrize(
     "way", [{"draft_loops": 1}, {"exit_criterion": "latent_diff", "exit_threshold": 0.0}], ids=["drafts", "exits"]
 )
+@pytest.mark.some(2)
 def test_rows_that_ended_apart_can_be_continued(kind, way, optimist):
     """The tokens at which they ended are in the cache, too."""
     model, ids, more = model_of("prelude_coda_grouped"), random_ids(3, 6), random_ids(3, 2, seed=1)
@@ -542,6 +550,7 @@ def test_rows_that_ended_apart_can_be_continued(kind, way, optimist):
 @pytest.mark.parametrize(
     "way", [{"draft_loops": 1}, {"exit_criterion": "latent_diff", "exit_threshold": 0.0}], ids=["drafts", "exits"]
 )
+@pytest.mark.some(4)
 def test_the_padding_behind_rows_is_in_the_cache_too(system, way, side, optimist):
     """As transformers leaves it: a second turn whose mask is open there, or that passes none, reads it."""
     model, ids, more = model_of(system), random_ids(3, 6), random_ids(3, 2, seed=1)
@@ -780,6 +789,7 @@ def naive_warm_start(model, ids, threshold: float | None = None):
 @pytest.mark.parametrize("exits", [False, True], ids=["full depth", "exits"])
 @pytest.mark.parametrize("system", WARM)
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_warm_start(system, exits):
     model, prompts = tiny_model(**{"eos_token_id": None, "num_loops": 4, **WARM[system]}).double(), left_padded(3, 6)
     arguments = {**prompts, "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -836,6 +846,7 @@ def test_several_samples_of_a_prompt(mode):
 @over_modes
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.covering
+@pytest.mark.some(2)
 def test_adapters(mode, padded):
     """Low-rank ones go with every mode; virtual tokens only with plain decoding."""
     peft = pytest.importorskip("peft")

@@ -44,6 +44,7 @@ def test_probabilities_of_very_unlikely_candidates():
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
+@pytest.mark.some(1)
 def test_interval_against_every_resample(level):
     """Of five items there are 5^5 resamples, all equally likely: their quantiles are the interval."""
     first = np.array([0.3, -1.0, 0.2, 0.55, 2.0])

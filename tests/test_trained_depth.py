@@ -59,6 +59,7 @@ def overridden_by_an_engine(folder):
 
 
 @pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "linear", "final_alpha", "windows", "parcae"))
+@pytest.mark.some(2)
 def test_one_meaning_of_num_loops(system, tmp_path):
     model = model_of(system)
     wanted, full = logits_of(model, num_loops=K), logits_of(model)

@@ -291,6 +291,7 @@ def test_depth_that_disagrees_is_refused_when_set():
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
+@pytest.mark.some(11)
 def test_unusual_config_runs_trains_and_decodes(case):
     model = tiny_model(**ACCEPTED[case])
     ids = random_ids(2, 6)
@@ -415,6 +416,7 @@ def same(config, other):
 
 
 @pytest.mark.parametrize("name", TRAVELLERS)
+@pytest.mark.some(12)
 def test_config_survives_every_trip(name, tmp_path):
     config = traveller(name)
     before = copy.deepcopy(config.to_dict())

@@ -35,6 +35,7 @@ def of_a_token(model, rows: int = 1, **how):
 
 
 @pytest.mark.parametrize("how", [{}, {"eos_token_id": 98}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.some(1)
 def test_at_full_depth_as_often_as_llama(model, how):
     shape = {name: TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
     llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **shape, **ENDLESS)).eval()
@@ -45,6 +46,7 @@ def test_at_full_depth_as_often_as_llama(model, how):
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
 @pytest.mark.parametrize("criterion", ["logit_margin", "latent_diff", "gate"])
+@pytest.mark.some(3)
 def test_with_exits_once_per_check_and_token(model, criterion, interval):
     """Of readings that decide nothing, none is read back; the limit is known beforehand, and so is no check."""
     never = {"logit_margin": 1e9, "latent_diff": 0, "gate": 1.0}[criterion]
@@ -56,6 +58,7 @@ def test_with_exits_once_per_check_and_token(model, criterion, interval):
 
 @pytest.mark.parametrize("reads_every", [2, 3, LOOPS])
 @pytest.mark.parametrize("criterion", ["logit_margin", "latent_diff"])
+@pytest.mark.some(2)
 def test_with_exits_that_are_read_late(model, criterion, reads_every):
     """Once per so many checks, at the last loop, and for the token."""
     never = {"logit_margin": 1e9, "latent_diff": 0}[criterion]
@@ -66,6 +69,7 @@ def test_with_exits_that_are_read_late(model, criterion, reads_every):
 
 
 @pytest.mark.parametrize("criterion", ["logit_margin", "latent_diff", "gate"])
+@pytest.mark.some(1)
 def test_rows_that_exit_apart_copy_nothing_that_waits(model, criterion):
     threshold = {"logit_margin": 0.5, "latent_diff": 0.2, "gate": 0.9}[criterion]
     _, copies, loops = of_a_token(model, 3, exit_criterion=criterion, exit_threshold=threshold)

@@ -25,6 +25,7 @@ def steps_of(place) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in whole_checkpoints(place / "run" / "checkpoints")]
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_whole_and_the_run_the_same(runs):
     place = runs.copy(runs.half, "background")
     runs.train(place, *BACKGROUND, "training.stop_after=5")

@@ -46,6 +46,7 @@ def reads_behind(request, monkeypatch):
 
 @pytest.mark.usefixtures("reads_behind")
 @pytest.mark.parametrize("clip", ["1.0", pytest.param("null", marks=pytest.mark.slow)])
+@pytest.mark.some(1)
 def test_a_gradient_that_is_no_number_stops_the_run_before_it_is_saved(runs, tmp_path, monkeypatch, clip):
     """With one checkpoint kept: it is from before, and the run goes on from it as if nothing had been."""
     with monkeypatch.context() as patch:
