@@ -30,7 +30,10 @@ def less_perplexity(content: dict, width: int) -> float | None:
 
 
 def size_claims() -> list[Claim]:
-    measured = [*(("claims/sizes", SIZES, width) for width in WIDTHS), ("claims/epoch", EPOCH, WIDTHS[0])]
+    measured = [
+        *(("claims/sizes", SIZES, width) for width in WIDTHS),
+        *(("claims/epoch" if width == WIDTHS[0] else "claims/epoch_sizes", EPOCH, width) for width in WIDTHS),
+    ]
     return [
         Claim(
             "table 5",
@@ -109,5 +112,6 @@ def law_charts(content: dict) -> list[Chart]:
 LAW_MEASUREMENTS = [
     Measurement("sizes", sweep_alone("sizes"), runs_of),
     Measurement("epoch", sweep_alone("epoch"), runs_of, SIX_SEEDS),
+    Measurement("epoch_sizes", sweep_alone("epoch_sizes"), runs_of),
     Measurement("isoflop", laws_of, read_laws),
 ]
