@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import load_from_disk
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -55,6 +56,9 @@ def folder_of_models(tmp_path_factory) -> Path:
     tokenizer.save_pretrained(folder / "runs/demo/final")
     LoopedForCausalLM(tiny_config(vocab_size=len(tokenizer), num_loops=4)).save_pretrained(folder / "runs/demo/final")
 
+    for name in ("web", "code"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": f"of the {name}", "url": name}) + "\n")
+
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     save_public(tiny_model(preset="ouro", num_core_layers=2), folder / "ByteDance/Ouro-1.4B", "ouro")
     for name, count in {"HuggingFaceTB/SmolLM2-135M": 30, "TinyLlama/TinyLlama_v1.1": 22}.items():
@@ -74,6 +78,7 @@ def test_code_runs(page, folder_of_models, monkeypatch):
         assert names["model"].config.model_type == "looped"
     if page == "docs/train.md":
         assert torch.isfinite(names["outputs"].loss)
+        assert load_from_disk("mixed")["text"]
 
 
 def test_no_page_lost_its_code():
