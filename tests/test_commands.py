@@ -462,14 +462,17 @@ def test_a_plain_model_takes_as_many_operations_as_the_looped_one():
     assert all(f"| {costs['parameters']:,} |" in readme for costs in (looped, plain))
 
 
-@pytest.mark.parametrize("text,said", [(None, "there is no file"), ("", "is empty"), ("x.pdf", "known are")])
+@pytest.mark.parametrize(
+    "text,said",
+    [(None, "there is no file"), ("", "is empty"), ("x.pdf", "known are"), ("a short text", "or give more text")],
+)
 def test_a_text_that_cannot_be_read_is_refused_before_anything_is_measured(text, said, tmp_path, monkeypatch):
     monkeypatch.setattr(own_text, "seconds_per_step", lambda recipe: pytest.fail("was measured"))
     path = tmp_path / ("x.pdf" if text == "x.pdf" else "my.txt")
     if text is not None:
         path.write_text(text)
     with pytest.raises(RecipeError, match=said):
-        own_text.main([str(path), "--output", str(tmp_path / "out")])
+        own_text.main([str(path), "--output", str(tmp_path / "out"), f"data.cache_dir={tmp_path / 'shards'}"])
 
 
 def begun(folder: Path, text: Path) -> Path:
@@ -496,6 +499,7 @@ def test_how_many_steps_of_own_text(tmp_path, monkeypatch, capsys):
     """Those that fit, the least, or those of the run that goes on; each is said."""
     text = tmp_path / "my.txt"
     text.write_text("a b c")
+    monkeypatch.setattr(own_text, "prepare", lambda data: None)
     monkeypatch.setattr(own_text, "seconds_per_step", lambda recipe, minutes: 1.5)
     recipes = [load_recipe("own_text/looped.yaml", [f"data.source={text}", f"training.output_dir={tmp_path}/none"])]
     args = own_text.parse([str(text), "--minutes", "10", "--output", str(tmp_path / "out")])

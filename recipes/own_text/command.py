@@ -10,6 +10,7 @@ from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.flops import forward_flops_per_token, sizes
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import write_json
+from looped_recipes.data.shards import prepare
 from looped_recipes.data.sources import check_files
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.training import Pretraining
@@ -58,6 +59,7 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
             print(f"{args.output} goes on with the {steps} steps that it began with, whatever --minutes says; "
                   "with another --output there is a new beginning")  # fmt: skip
             return steps
+    prepare(recipes[0].data)  # before anything takes time: a text may be too short
     print(f"measuring how many steps fit into {args.minutes:g} minutes", flush=True)
     seconds = sum(seconds_per_step(recipe, args.minutes * OF_MEASURING) for recipe in recipes)
     steps = int(60 * args.minutes * OF_TRAINING / seconds)
