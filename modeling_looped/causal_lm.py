@@ -171,6 +171,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             exit_logits=self._exit_logits(outputs, keep, exits, depths) if asked.output_exit_logits else None,
             loop_losses=losses,
             loop_token_losses=token_losses,
+            first_state=outputs.first_state if asked.output_loop_hidden_states else None,
             **named_cache(outputs.cache),
         )
 

@@ -55,7 +55,7 @@ class LoopedModelOutputWithPast(CacheByBothNames, BaseModelOutputWithPast):
 @dataclass
 class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
     """
-    loop_hidden_states, loop_readout_states: as in LoopedModelOutputWithPast.
+    loop_hidden_states, loop_readout_states, first_state: as in LoopedModelOutputWithPast.
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
     exit_probabilities: p(exit at loop k), [batch, length, loops].
     exit_logits: sum_k p_k logits_k, [batch, length, vocabulary]; a softcap acts on the sum.
@@ -73,6 +73,7 @@ class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
     loop_losses: torch.Tensor | None = None
     loop_token_losses: torch.Tensor | None = None
     token_loops: torch.Tensor | None = None
+    first_state: torch.Tensor | None = None
 
 
 class NeededOfPass(NamedTuple):

@@ -33,8 +33,8 @@ def logged_values(output, name):
     return [record[name] for record in read_metrics(Path(output) / "metrics.jsonl") if name in record]
 
 
-def monitored(model, loop_hidden_states) -> dict[str, float]:
+def monitored(model, outputs, depths: list[int]) -> dict[str, float]:
     """What a step logs of one batch, after its backward pass."""
-    norms = StateNorms(len(loop_hidden_states), "cpu")
-    norms.add(loop_hidden_states)
+    norms = StateNorms(max(depths), "cpu")
+    norms.add(outputs.loop_hidden_states, outputs.first_state, depths)
     return norms.metrics(lambda sums: sums) | Monitor().measure_weights(model)

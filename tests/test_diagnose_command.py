@@ -212,7 +212,7 @@ def test_monitoring_metrics_are_these_measures():
     batch = {"input_ids": random_ids(2, 7)}
     outputs = model(**batch, labels=batch["input_ids"], output_loop_hidden_states=True)
     outputs.loss.backward()
-    metrics = monitored(model, outputs.loop_hidden_states)
+    metrics = monitored(model, outputs, [3, 3])
     model.zero_grad()
     trajectory = diagnose.MEASURES["norm_trajectory"].function(model, batch)
     dynamics = diagnose.MEASURES["state_dynamics"].function(model, batch, num_loops=3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from looped_recipes.common.metrics import read_metrics
-from looped_recipes.engine.monitor import RECENT, Monitor
+from looped_recipes.engine.monitor import RECENT, Monitor, StateNorms
 from looped_recipes.pretrain import main
 
 from .helpers import random_ids, tiny_model
@@ -17,7 +17,7 @@ def test_measurements_are_their_definitions(preset):
     model, ids = tiny_model(preset=preset).double(), random_ids(2, 9)
     outputs = model(ids, labels=ids, num_loops=3, output_loop_hidden_states=True)
     outputs.loss.backward()
-    measured = monitored(model, outputs.loop_hidden_states)
+    measured = monitored(model, outputs, [3, 3])
 
     states = [state.detach().numpy() for state in outputs.loop_hidden_states]
     width = states[0].shape[-1]
@@ -51,6 +51,23 @@ def test_measurements_are_their_definitions(preset):
         assert measured["spectral_radius"] == pytest.approx(
             np.abs(np.linalg.eigvals(jacobian.numpy())).max(), rel=1e-6
         )
+
+
+def test_the_last_change_of_rows_is_that_of_their_own_last_loops():
+    """Whose micro batch they are in does not matter, nor how deep others are."""
+    model, ids, depths = tiny_model(preset="parcae").double().train(), random_ids(4, 7), [2, 5, 1, 3]
+    noise = model.sample_initial_state(4, 7, torch.Generator().manual_seed(0)).double()
+    norms, changes = StateNorms(max(depths), "cpu"), []
+    for rows in (slice(0, 2), slice(2, 4)):
+        settings = {"initial_state": noise[rows], "output_loop_hidden_states": True}
+        outputs = model(ids[rows], num_loops=depths[rows], **settings)
+        norms.add([state.detach() for state in outputs.loop_hidden_states], outputs.first_state, depths[rows])
+    for row, depth in enumerate(depths):
+        settings = {"initial_state": noise[row : row + 1], "output_loop_hidden_states": True}
+        alone = model(ids[row : row + 1], num_loops=depth, **settings).loop_hidden_states
+        before = noise[row : row + 1] if depth == 1 else alone[-2]
+        changes.append((alone[-1] - before).norm(dim=-1).mean().item() / before.shape[-1] ** 0.5)
+    assert norms.metrics(lambda sums: sums)["state_change"] == pytest.approx(sum(changes) / 4)
 
 
 def fed(monitor: Monitor, name: str, values) -> list[int]:

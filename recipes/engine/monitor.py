@@ -1,11 +1,12 @@
 """Divergence monitor: what grows or vanishes before a looped model fails, watched while it trains."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from looped_recipes.common.measures import gradient_norm, spectral_radius, token_rms, watched_blocks
+from modeling_looped.depth import placed
 
 
 LIMITS = {  # metric: (absolute limit, factor over the median of its last measurements)
@@ -21,7 +22,8 @@ SETTLED = 0.01  # of the state: below it, how little a last loop changes is chan
 class StateNorms:
     """Mean norms of the states of a step: those of one batch of all its rows, however they are cut and spread.
 
-    States of a row that ran fewer loops than the deepest of the step stay what they were.
+    States of a row that ran fewer loops than the deepest of the step stay what they were; how far a state moved last is
+    what its own last loop did.
     """
 
     def __init__(self, deepest: int, device):
@@ -29,13 +31,14 @@ class StateNorms:
         self.change, self.num_tokens = (torch.zeros(1, dtype=torch.float64, device=device) for _ in range(2))
         self.width = 0
 
-    def add(self, states: tuple[torch.Tensor, ...]):
-        """States of a micro batch after every loop, [rows, length, hidden] each."""
+    def add(self, states: Sequence[torch.Tensor], first: torch.Tensor, depths: list[int]):
+        """States of a micro batch after every loop, [rows, length, hidden] each, h_0, and the loops of every row."""
         deepest = len(self.rms)
         norms = [token_rms(state).double().sum() for state in states]
         self.rms += torch.stack([*norms, *[norms[-1]] * (deepest - len(norms))])
-        if len(states) == deepest > 1:
-            self.change += token_rms(states[-1] - states[-2]).double().sum()
+        moved = [token_rms(after - before).double().sum(1) for before, after in zip([first, *states], states)]
+        is_last = [[loop == depth for depth in depths] for loop in range(1, len(states) + 1)]
+        self.change += (torch.stack(moved) * placed(is_last, first.device)).sum()
         self.num_tokens += states[0][..., 0].numel()
         self.width = states[0].shape[-1]
 

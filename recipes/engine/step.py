@@ -103,7 +103,8 @@ class Steps:
                 accelerator.backward(outputs.loss)
             total += outputs.loss.detach()
             if norms is not None:
-                norms.add([state.detach() for state in outputs.loop_hidden_states])
+                states = [state.detach() for state in outputs.loop_hidden_states]
+                norms.add(states, outputs.first_state.detach(), depths)
             del outputs
         add_up_gradients(bare(self.model))
         return total
