@@ -404,7 +404,7 @@ def test_short_curves_are_not_extrapolated():
 def test_the_unified_law_comes_back_and_predicts():
     rows = at_test_depths(training_rows(SMALL), 1.5, 3.0, 1.19, test_depths=(1, 2, 4, 8, 16))
     held_out = at_test_depths(training_rows(SMALL, held_out=True, depths=(8,)), 1.5, 3.0, 1.19)
-    result, _ = analyses.unified(table(rows), table(held_out), restarts=12)
+    result, _ = analyses.unified(table(rows), table(held_out), "learned", restarts=12)
     truth = dict(zip((*NAMES, "Z", "z", "gamma"), (*SMALL[0], 1.5, 3.0, 1.19)))
     assert result["coefficients"] == pytest.approx(truth, rel=1e-4)
     assert result["held_out"]["max_percent"] < 0.01

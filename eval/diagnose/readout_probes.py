@@ -59,7 +59,7 @@ def scale_sweep(
     model,
     batch: dict,
     *,
-    alphas: list[float] = (0.1, 0.2, 0.5, 0.8, 1.0, 1.25, 2.0, 5.0, 10.0),
+    alphas: list[float] = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0),
     num_loops: int | None = None,
 ) -> dict:
     """Cross-entropy of the final readout of alpha * H_K (figures 5 and 6): flat where scale is not seen."""

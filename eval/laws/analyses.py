@@ -147,7 +147,7 @@ def parametric(table: Table, held_out: Table | None = None, restarts: int = 500,
 def unified(
     table: Table,
     held_out: Table | None = None,
-    conditioning: str = "learned",
+    conditioning: str = "one",
     restarts: int = 1000,
     resamples: int = 0,
     seed: int = 0,

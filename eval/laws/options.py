@@ -5,7 +5,7 @@ isoflop       the loops and tokens with the least loss at each FLOP budget (a pa
 parametric    E + X N^-x + Y D^-y: N effective parameters at the training depth, D tokens; with the frontier, the mean
               depth of least loss at each FLOP budget
 test_time     L_inf + Z e^(-z T) for every run, beside three rival forms, in range and beyond the training depth
-unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning learned (gamma), one (1) or none (0)
+unified       the parametric law and Z e^(-z T mu^-gamma), jointly; --conditioning one (gamma = 1), learned or none (0)
 conditioning  those three decays above the floor that the parametric law gives
 collect       makes the table: `looped laws collect RUN... --output runs.csv`, from folders of looped pretrain
 
@@ -43,7 +43,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--flops", metavar="COLUMN", default="flops", help="C of the laws, e.g. flops_with_value_tables"
     )
-    parser.add_argument("--conditioning", choices=["learned", "one", "none"], default="learned", help="unified: gamma")
+    parser.add_argument("--conditioning", choices=["one", "learned", "none"], default="one", help="unified: gamma")
     parser.add_argument("--restarts", type=int, help="default: 500; unified 1000; test_time 100 a curve")
     parser.add_argument("--bootstrap", type=int, default=200, help="resamples for 95%% intervals; 0: none")
     parser.add_argument("--seed", type=int, default=0)

@@ -22,8 +22,8 @@ SETTLED = 0.01  # of the state: below it, how little a last loop changes is chan
 class StateNorms:
     """Mean norms of the states of a step: those of one batch of all its rows, however they are cut and spread.
 
-    States of a row that ran fewer loops than the deepest of the step stay what they were; how far a state moved last is
-    what its own last loop did.
+    States of a row that ran fewer loops than the deepest of the step stay what they were; `change` is that of the last
+    loop of each.
     """
 
     def __init__(self, deepest: int, device):
