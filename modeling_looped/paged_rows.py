@@ -300,6 +300,7 @@ def capped_at(softcap: torch.Tensor) -> Callable:
 
 @functools.cache
 def compiled_kernel() -> Callable:
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # for each width of pages
     return torch.compile(kernel, dynamic=True)
 
 

@@ -101,6 +101,8 @@ class Pipeline:
             logits = read_logits(self.tokens(reads), [self.flight[i].loops for i in reads], state[reads])[:, -1]
             self.verify(reads, logits)
             self.propose(reads, logits)
+        elif state.device.type == "cuda":  # for its time, which the plan goes by
+            torch.cuda.current_stream().synchronize()
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
         seconds = perf_counter() - start
         self.planner.seconds.add(work, seconds / passes)

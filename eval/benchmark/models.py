@@ -26,7 +26,8 @@ def looped_config(args, **fields) -> LoopedConfig:
 
 
 def build(args, config_or_class):
-    model = (LlamaForCausalLM if isinstance(config_or_class, LlamaConfig) else LoopedForCausalLM)(config_or_class)
+    with torch.device(args.device):  # a CPU takes half a minute to draw what a GPU draws at once
+        model = (LlamaForCausalLM if isinstance(config_or_class, LlamaConfig) else LoopedForCausalLM)(config_or_class)
     return model.to(device=args.device, dtype=getattr(torch, args.dtype))
 
 

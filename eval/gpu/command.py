@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from looped_recipes.common.orphans import end_with
+
 from .ledger import Ended, Ledger
 from .options import parse
 from .pieces import PIECES, Piece, Setting
@@ -26,6 +28,7 @@ def main(arguments: list[str]):
     setting.out.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(setting.out)
     if args.piece:
+        end_with(os.getppid())  # in a session of its own, it would go on measuring beside the next
         return 0 if run_here(next(piece for piece in PIECES if piece.name == args.piece), setting, ledger) else 1
     end = time.monotonic() + 60 * args.minutes
     for piece in PIECES:

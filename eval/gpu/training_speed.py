@@ -43,7 +43,9 @@ def utilisation(path: str, setting: Setting) -> dict:
     config = recipe.model_config()
     depth, window = round(recipe.mean_depth(config)), recipe.backprop_loops(config)
     length = 32 if setting.tiny else min(LENGTH, config.max_position_embeddings)
-    model = LoopedForCausalLM(config).to(setting.device).train()
+    with torch.device(setting.device):
+        model = LoopedForCausalLM(config)
+    model = model.to(setting.device).train()
     if not setting.tiny:  # a compiler takes a minute of a CPU
         compile_blocks(blocks_of(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -32,7 +32,9 @@ def first_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     named = [(name, tensor) for name, tensor in named if tensor.numel()]
     if not named:
         return None
-    are_finite = torch.stack([tensor.isfinite().all() for _, tensor in named])
+    # counts of steps lie on the CPU, beside moments on a GPU
+    device = next((tensor.device for _, tensor in named if tensor.device.type != "cpu"), "cpu")
+    are_finite = torch.stack([tensor.isfinite().all().to(device) for _, tensor in named])
     if are_finite.all():
         return None
     return named[are_finite.tolist().index(False)][0]

@@ -89,7 +89,7 @@ def test_a_step_waits_for_nothing(recipe, device, training_text, tmp_path):
 
 
 @pytest.mark.usefixtures("same_bits")
-@pytest.mark.parametrize("recipe", ["parcae", "flt"])
+@pytest.mark.parametrize("recipe", ["parcae", "flt", "rdm"])
 def test_a_run_goes_on_bit_for_bit(recipe, device, training_text, tmp_path):
     """Through a checkpoint after the third step."""
     pytest.importorskip("datasets", reason="training reads its text through datasets, which is not installed")
