@@ -20,6 +20,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from looped_eval.common.model_folder import results_folder
 from looped_recipes import export
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.shards import prepare
@@ -74,6 +75,19 @@ def whole_run(training_text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, folder)])
     return folder
+
+
+def test_models_of_the_way_change_nothing(whole_run, training_text, tmp_path):
+    """Those of every second step stay beside the last, which is that of a run without them."""
+    every = ["training.export_every=2", "training.save_every=3", "training.keep_last=1"]
+    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path, *every)])
+    assert logged_losses(tmp_path) == logged_losses(whole_run)
+    weights = [LoopedForCausalLM.from_pretrained(tmp_path / f"step-{step:08d}").state_dict() for step in (2, 4, 6)]
+    final, plain = (LoopedForCausalLM.from_pretrained(run / "final").state_dict() for run in (tmp_path, whole_run))
+    assert all(torch.equal(weights[2][name], final[name]) and torch.equal(final[name], plain[name]) for name in final)
+    assert not any(torch.equal(weights[0]["lm_head.weight"], other["lm_head.weight"]) for other in weights[1:])
+    assert results_folder(str(tmp_path / "step-00000002")) == tmp_path / "step-00000002" / "eval"
+    assert {results_folder(str(tmp_path / name)) for name in ("", "final")} == {tmp_path / "eval"}
 
 
 def test_validation_is_that_of_the_saved_model(whole_run):

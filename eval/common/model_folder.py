@@ -40,9 +40,12 @@ def training_run(target: str) -> Path | None:
 
 
 def results_folder(target: str) -> Path:
-    """Where results about a model lie, and the report of its training run finds them."""
-    run = training_run(target)
-    return Path("runs/eval") / Path(target).resolve().name if run is None else run / "eval"
+    """Where results about a model lie: in eval/ of its training run, where the report finds them, or of its own folder
+    if it is the model of a checkpoint."""
+    path, run = Path(target).resolve(), training_run(target)
+    if run is None:
+        return Path("runs/eval") / path.name
+    return (run if path in (run, run / "final") else path) / "eval"
 
 
 def model_folder(target: str) -> Path | None:

@@ -168,7 +168,7 @@ def main(arguments: list[str]):
     check(config)
     run = training_run(config.model_args["pretrained"])
     if run is not None and not config.output_path:
-        config.output_path = str(results_folder(str(run)) / "lm_eval")
+        config.output_path = str(results_folder(config.model_args["pretrained"]) / "lm_eval")
     options = options_of(config)
     options["task_manager"], options["tasks"] = asked_tasks(config)
     setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device")}

@@ -55,6 +55,10 @@ UNREADABLE = (OSError, EOFError, ValueError, KeyError, IndexError, AttributeErro
 NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # .2 and so on: the same step saved again
 
 
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 # Saving
 
 
@@ -155,7 +159,7 @@ def begin(folder: Path, step: int, model: nn.Module, optimizers: list[torch.opti
     attempts = [
         step_of(path)[1] for path in folder.iterdir() if NAME.fullmatch(path.name) and step_of(path)[0] == step
     ]
-    name = f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
+    name = step_name(step) + (f".{max(attempts) + 1}" if attempts else "")
     temporary = folder / f".saving-{name}"
     temporary.mkdir()
     return name, temporary

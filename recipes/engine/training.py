@@ -22,6 +22,7 @@ from looped_recipes.data.shards import prepare
 from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch
+from looped_recipes.engine.checkpoint import step_name
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
 from looped_recipes.engine.distributed import prepare as distribute
@@ -193,13 +194,16 @@ class Pretraining:
             with profile.of_step(self.step):
                 self.take_step(self.step, reports)
             evaluates = self.is_due(recipe.evaluation.every)
-            if evaluates or self.leaves_off or self.is_due(recipe.training.save_every):
+            exports = recipe.training.export_every is not None and self.step % recipe.training.export_every == 0
+            if evaluates or exports or self.leaves_off or self.is_due(recipe.training.save_every):
                 reports.read_held()
                 self.hear(reports)
                 if evaluates:
                     self.evaluate()
                 if self.leaves_off or self.is_due(recipe.training.save_every):
                     self.save()
+                if exports:
+                    self.export_to(self.output / step_name(self.step))
                 reports.start_clock()
         profile.write()
 

@@ -95,6 +95,7 @@ RANGES: dict[str, dict[str, Range]] = {
         "taper_end": Range(-100, 100),
         "save_every": STEPS,
         "keep_last": Range(1, 10**6),
+        "export_every": STEPS,
         "stop_after": STEPS,
         "skip_nonfinite_steps": Range(0, 1e9),
         "max_loss": Range(0, 1e6, above=True),

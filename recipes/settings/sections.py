@@ -144,6 +144,8 @@ class TrainingConfig:
     # write checkpoints while the training goes on, from a copy in the memory of the host
     save_in_background: bool = False
     keep_last: int = 2  # checkpoints that are kept
+    # steps between models that stay, step-00000500 beside final/, to measure how a model changes while it learns
+    export_every: int | None = None
     keep_best: bool = True  # beside them the best of the checkpoints at whose step the model was evaluated
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
