@@ -11,7 +11,10 @@ To add one: a function here, its line in `CRITERIA`, and its name in `ExitCriter
     entropy            entropy of the next token                     below      -
     entropy_diff       |entropy_k - entropy_k-1|                     below      1e-3 (Huginn)
     kl                 KL(p_k-1 || p_k)                              below      1e-3 (Huginn)
+    minp_kl            the same, of what is a tenth as likely as     below      1e-5 (Huginn's code)
+                       the best token or more; others have 1 / V
     latent_diff        ||H_k - H_k-1|| / ||H_k||                     below      0.03 (Huginn)
+    cosine             1 - cos(H_k, H_k-1)                           below      1e-3 (Huginn's code)
     argmax_stability   readings in a row with the same best token    above      5 (Huginn)
     gate               probability of an exit up to loop k           above      1, which is never reached (Ouro)
 """
@@ -29,6 +32,7 @@ from .losses import at_least_fp32
 
 
 ABSENT: Any = None
+MIN_P = 0.1
 
 
 class Reading(NamedTuple):
@@ -74,16 +78,33 @@ def entropy_diff(reading: Reading, memory: Memory) -> Score:
     return (now - remembered(memory, "entropy")).abs(), {"entropy": now}
 
 
-def kl(reading: Reading, memory: Memory) -> Score:
-    now = at_least_fp32(reading.logits).log_softmax(-1)
+def divergence(now: torch.Tensor, memory: Memory) -> Score:
     past = torch.as_tensor(remembered(memory, "log_p"))
     return (past.exp() * (past - now)).sum(-1), {"log_p": now}
+
+
+def kl(reading: Reading, memory: Memory) -> Score:
+    return divergence(at_least_fp32(reading.logits).log_softmax(-1), memory)
+
+
+def minp_kl(reading: Reading, memory: Memory) -> Score:
+    p = at_least_fp32(reading.logits).softmax(-1)
+    p = torch.where(p < MIN_P * p.amax(-1, keepdim=True), 1 / p.shape[-1], p)
+    return divergence((p / p.sum(-1, keepdim=True)).log(), memory)
 
 
 def latent_diff(reading: Reading, memory: Memory) -> Score:
     now = at_least_fp32(reading.state)
     change = vector_norm(now - remembered(memory, "last_state"), dim=-1)
     return change / vector_norm(now, dim=-1), {"last_state": now}
+
+
+def cosine(reading: Reading, memory: Memory) -> Score:
+    now = at_least_fp32(reading.state)
+    past = torch.as_tensor(remembered(memory, "last_state")).expand_as(now)
+    norms = vector_norm(now, dim=-1) * vector_norm(past, dim=-1)
+    score = (1 - (now * past).sum(-1) / norms).clamp(min=0)
+    return torch.where(norms.isfinite(), score, math.inf), {"last_state": now}
 
 
 def argmax_stability(reading: Reading, memory: Memory) -> Score:
@@ -117,7 +138,16 @@ class Criterion(NamedTuple):
 
 
 ExitCriterion = Literal[
-    "logit_margin", "max_prob", "entropy", "entropy_diff", "kl", "latent_diff", "argmax_stability", "gate"
+    "logit_margin",
+    "max_prob",
+    "entropy",
+    "entropy_diff",
+    "kl",
+    "minp_kl",
+    "latent_diff",
+    "cosine",
+    "argmax_stability",
+    "gate",
 ]
 CRITERIA = {
     "logit_margin": Criterion(logit_margin, "logits", exits_above=True),
@@ -127,9 +157,11 @@ CRITERIA = {
         entropy_diff, "logits", exits_above=False, default=1e-3, compares=True, remembers=("entropy",)
     ),
     "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, compares=True, remembers=("log_p",)),
+    "minp_kl": Criterion(minp_kl, "logits", exits_above=False, default=1e-5, compares=True, remembers=("log_p",)),
     "latent_diff": Criterion(
         latent_diff, "state", exits_above=False, default=0.03, compares=True, remembers=("last_state",)
     ),
+    "cosine": Criterion(cosine, "state", exits_above=False, default=1e-3, compares=True, remembers=("last_state",)),
     "argmax_stability": Criterion(
         argmax_stability, "logits", exits_above=True, default=5, compares=True, remembers=("best", "count")
     ),

@@ -49,6 +49,26 @@ def kl(now, before):
     return sum(a * math.log(a / b) for a, b in zip(p, q))
 
 
+def minp_kl(now, before):
+    if not before:
+        return math.inf
+
+    def filtered(logits):
+        p = probabilities(logits)
+        kept = [x if x >= 0.1 * max(p) else 1 / len(p) for x in p]
+        return [x / sum(kept) for x in kept]
+
+    p, q = filtered(before[-1].logits[-1]), filtered(now.logits[-1])
+    return sum(a * math.log(a / b) for a, b in zip(p, q))
+
+
+def cosine(now, before):
+    if not before:
+        return math.inf
+    state, last = now.states[-1].tolist(), before[-1].states[-1].tolist()
+    return 1 - sum(a * b for a, b in zip(state, last)) / math.hypot(*state) / math.hypot(*last)
+
+
 def latent_diff(now, before):
     if not before:
         return math.inf
@@ -74,7 +94,9 @@ SCORES = {
     "entropy": plain_entropy,
     "entropy_diff": entropy_diff,
     "kl": kl,
+    "minp_kl": minp_kl,
     "latent_diff": latent_diff,
+    "cosine": cosine,
     "argmax_stability": argmax_stability,
     "gate": gate,
 }

@@ -209,6 +209,7 @@ def test_loops_that_a_rule_reads(rule, reads, checks):
 
 def test_published_thresholds():
     published = {"entropy_diff": 1e-3, "kl": 1e-3, "latent_diff": 0.03, "argmax_stability": 5, "gate": 1.0}
+    published |= {"minp_kl": 1e-5, "cosine": 1e-3}
     config = tiny_config(exit_gate="raw")
     for name in CRITERIA:
         if name in published:

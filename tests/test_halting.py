@@ -81,6 +81,12 @@ def naive_score(name: str, depths: list[Depth]) -> torch.Tensor:
         return (now.entropy - before.entropy).abs()
     if name == "kl":
         return (before.p * (before.p / now.p).log()).sum(-1)
+    if name == "minp_kl":
+        likely = (torch.where(of.p >= 0.1 * of.p.amax(-1, True), of.p, 1 / of.p.shape[-1]) for of in (before, now))
+        past, new = (p / p.sum(-1, True) for p in likely)
+        return (past * (past / new).log()).sum(-1)
+    if name == "cosine":
+        return 1 - torch.cosine_similarity(now.state, before.state, dim=-1)
     return (now.state - before.state).norm(dim=-1) / now.state.norm(dim=-1)
 
 

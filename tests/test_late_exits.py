@@ -21,6 +21,8 @@ EXITS = {
     "logit_margin": 1.0,
     "entropy_diff": 0.3,
     "latent_diff": 0.3,
+    "cosine": 0.03,
+    "minp_kl": 0.3,
     "argmax_stability": 2,
     "gate": 0.9,
 }

@@ -5,8 +5,8 @@
 --model looped                 one pass for all depths; `looped eval run --help` lists what lm-eval takes besides
 --model_args pretrained=DIR    a saved model, or one of the Hub; with commas, further arguments:
     num_loops=1,2,4            depths, or 1..4, or one; the same as --num-loops; default: the model's own
-    exit_criterion=kl          tokens exit early: logit_margin, max_prob, entropy, entropy_diff, kl, latent_diff,
-                               argmax_stability or gate; the mean loops are reported
+    exit_criterion=kl          tokens exit early: logit_margin, max_prob, entropy, entropy_diff, kl, minp_kl,
+                               latent_diff, cosine, argmax_stability or gate; the mean loops are reported
     exit_threshold=0.01        of the criterion; default: the published one, where there is one
     min_loops=2                the least loops of a token; default: 1
     state_seed=0               draws the first state of models that start from noise; default: zeros
