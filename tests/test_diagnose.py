@@ -13,7 +13,7 @@ from looped_eval.diagnose import dynamics, readout_probes
 from looped_recipes.common import measures
 from looped_recipes.data.tokenizers import train_word
 from modeling_looped import LoopedForCausalLM
-from tests.helpers import tiny_config, tiny_model
+from tests.helpers import random_ids, tiny_config, tiny_model
 from tests.helpers_diagnose import BATCH, DECAY, embedded, known_model, linear_model
 
 
@@ -74,6 +74,31 @@ def test_spectrum_of_the_readout_map_and_of_addition():
 def test_no_spectrum_without_a_linear_injection():
     with pytest.raises(ValueError, match="injection='none'.*diagonal"):
         dynamics.spectral(tiny_model(), BATCH)
+
+
+def test_a_linear_loop_multiplies_small_changes_by_its_radius():
+    result = dynamics.sensitivity(linear_model(DECAY), BATCH, num_loops=400)
+    assert result["loop"] == list(range(2, 401)) and len(result["growth"]) == 399
+    assert result["growth"][-1] == pytest.approx(0.9, rel=1e-3)
+    assert all(low < high + 1e-4 for low, high in zip(result["growth"], result["growth"][1:]))  # it turns there
+
+
+def test_sensitivity_is_the_radius_of_the_jacobian_where_the_state_has_settled():
+    model, ids = tiny_model(injection="concat", state_init="zeros", num_core_layers=1).double(), random_ids(1, 3)
+    with torch.no_grad():
+        for parameter in [*model.model.core.parameters(), *model.model.injection.parameters()]:
+            parameter *= 0.4
+        states = model(ids, num_loops=400, output_loop_hidden_states=True).loop_hidden_states
+    assert torch.allclose(states[-1], states[-2], atol=1e-9)
+
+    def loop(state):
+        with rewritten_states(model, lambda k, h: state if k == 1 else h):
+            return model(ids, num_loops=2, output_loop_hidden_states=True).loop_hidden_states[-1]
+
+    jacobian = torch.autograd.functional.jacobian(loop, states[-1]).view(96, 96)
+    radius = torch.linalg.eigvals(jacobian).abs().max().item()
+    result = dynamics.sensitivity(model, {"input_ids": ids}, num_loops=600)
+    assert math.exp(result["exponent"]) == pytest.approx(radius, rel=0.02) and radius < 1
 
 
 # Readouts
@@ -339,6 +364,7 @@ PROBES = [
     dynamics.state_dynamics,
     dynamics.gradient_norms,
     dynamics.spectral,
+    dynamics.sensitivity,
     readout_probes.radial_gradient,
     readout_probes.scale_sweep,
     readout_probes.radial_clamp,

@@ -70,6 +70,7 @@ MEASURES = {
     "depth_curve": Measure(dynamics.depth_curve),
     "spectral": Measure(dynamics.spectral, monitored="spectral_radius"),
     "state_dynamics": Measure(dynamics.state_dynamics, monitored="state_change"),
+    "sensitivity": Measure(dynamics.sensitivity),
     "gradient_norms": Measure(dynamics.gradient_norms, monitored="gradient_norm/"),
 }
 

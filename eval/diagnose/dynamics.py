@@ -5,10 +5,19 @@ Norms are Euclidean and averaged over tokens, as the papers give them; R is ||h|
 """
 
 import copy
+import math
 
 import torch
 
-from looped_eval.common.hooks import depth_of, evaluating, final_loss, hooks, own_randomness, trace
+from looped_eval.common.hooks import (
+    depth_of,
+    evaluating,
+    final_loss,
+    hooks,
+    own_randomness,
+    rewritten_states,
+    trace,
+)
 from looped_recipes.common.measures import (
     gradient_norm,
     largest_eigenvalue,
@@ -20,6 +29,9 @@ from looped_recipes.common.measures import (
     token_rms,
 )
 from looped_recipes.common.token_losses import perplexity
+
+
+OFF = 1e-3  # of the norm of a state: how far its twin is off
 
 
 def norm_trajectory(model, batch: dict, *, num_loops: int | None = None) -> dict:
@@ -142,6 +154,48 @@ def state_dynamics(model, batch: dict, *, num_loops: int | None = None) -> dict:
         "stage_norms": per_loop,  # [loops][stages]
         "prelude": dict(zip([*prelude, "input"], [mean_norm(state) for state in seen.embedded])),
     }
+
+
+def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
+    """What each loop multiplies a small change of the state by, over all tokens of a row: below 1, loops forget it.
+
+    Beside each row runs a twin, whose state after the first loop is off by a thousandth. After every loop the
+    difference is measured and made a thousandth again, so that it turns to where it grows most. Exponent: the mean
+    logarithm over the later half. By default 24 loops or the trained depth, whichever is more.
+    """
+    depth = depth_of(model, max(24, model.trained_depth) if num_loops is None else num_loops)
+    if depth < 2:
+        raise ValueError(f"what a loop does to a change of the state needs num_loops of at least 2, got {depth}")
+    generator, growth, before = torch.Generator().manual_seed(0), [], None
+
+    def compare(loop: int, state: torch.Tensor) -> torch.Tensor:
+        nonlocal before
+        if state.dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(f"a thousandth of a state is lost in {state.dtype}: open the model in torch.float32")
+        one, other = state.chunk(2)
+        difference, size = other - one, row_norm(other - one)
+        if before is not None:
+            growth.append((size / before).log().mean().exp().item())
+        lost = size == 0  # nothing is left of it, or there was none yet
+        drawn = torch.randn(one.shape, generator=generator).to(one)
+        difference = torch.where(lost, drawn / row_norm(drawn), difference / size)
+        before = OFF * row_norm(one)
+        return torch.cat([one, one + before * difference])
+
+    twins = {key: torch.cat([tensor, tensor]) for key, tensor in batch.items()}
+    with rewritten_states(model, compare), evaluating(model), torch.no_grad():
+        model.model(**twins, num_loops=depth, use_cache=False)
+    later = [math.log(factor) if factor else -math.inf for factor in growth[len(growth) // 2 :]]
+    return {
+        "loop": list(range(2, depth + 1)),
+        "growth": growth,
+        "exponent": sum(later) / len(later),
+        "trained_loops": model.trained_depth,
+    }
+
+
+def row_norm(state: torch.Tensor) -> torch.Tensor:
+    return state.flatten(1).norm(dim=1)[:, None, None]
 
 
 def default_blocks(model) -> list[str]:

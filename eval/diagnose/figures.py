@@ -248,6 +248,11 @@ def state_dynamics(result: dict) -> list:
     ] + ([Bars("Norms before the first loop", "norm", prelude)] if len(prelude) > 1 else [])
 
 
+def sensitivity(result: dict) -> list:
+    growth, loops = {"": result["growth"]}, result["loop"]
+    return [over_loops("A small change of the state", "times as large", growth, loops, result["trained_loops"])]
+
+
 def gradient_norms(result: dict) -> list:
     lines = [
         Line(layer_name(name), list(zip(result["step"], block["norm"])), named(i))
@@ -372,5 +377,5 @@ CHARTS = {
         norm_trajectory,
     )
     + (lr_transfer, radial_gradient, scale_sweep, radial_clamp, update_decomposition, token_norms, future_signal)
-    + (exit_weighted, depth_curve, spectral, state_dynamics, gradient_norms)
+    + (exit_weighted, depth_curve, spectral, state_dynamics, sensitivity, gradient_norms)
 }

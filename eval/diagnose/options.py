@@ -29,7 +29,7 @@ FILES = {
     "growth": ("residual_norm", "loop_cosine", "update_size"),
     "premises": ("premises",),
     "theorems": ("theorem_1", "theorem_2", "theorem_3"),
-    "dynamics": ("norm_trajectory", "depth_curve", "spectral", "state_dynamics", "gradient_norms"),
+    "dynamics": ("norm_trajectory", "depth_curve", "spectral", "state_dynamics", "sensitivity", "gradient_norms"),
     "transfer": ("lr_transfer",),
     "readout_probes": (
         "radial_gradient",

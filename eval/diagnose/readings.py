@@ -55,6 +55,15 @@ READINGS = {
             "Parcae, figure 3: runs whose radius exceeds 1 diverge.",
         ),
     ),
+    "sensitivity": Reading(
+        "Small changes",
+        sentences.sensitivity,
+        Explanation(
+            "What each loop multiplies a small change of the state by, in the direction where it grows most.",
+            "Below 1: loops forget small errors and come to the same state again. Above 1 they do not settle.",
+            "The spectral radius of a linear loop is this number; Parcae holds that of its injection below 1.",
+        ),
+    ),
     "loop_cosine": Reading(
         "Directions of loops",
         sentences.loop_cosine,

@@ -66,6 +66,14 @@ def spectral(result: dict) -> str:
     return f"The injection's map of the state has the spectral radius {written(radius)}, {sense} what came before."
 
 
+def sensitivity(result: dict) -> str:
+    if result["exponent"] is None:
+        return "Small changes of the state are gone after a loop, or the state is not finite."
+    factor = math.exp(result["exponent"])
+    how = "forget" if factor < 0.99 else "keep" if factor < 1.01 else "amplify"
+    return f"Later loops {how} small changes of the state: each multiplies them by {written(factor)}."
+
+
 def gradient_norms(result: dict) -> str:
     known = {
         name: block["oscillation"] for name, block in result["blocks"].items() if block["oscillation"] is not None
