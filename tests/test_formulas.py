@@ -385,7 +385,7 @@ def test_logits_at_every_depth(name):
 
 
 @over(READ_AT_EVERY_LOOP)
-@pytest.mark.some(22)
+@pytest.mark.some(16)
 def test_readouts_of_every_loop_and_gradients(name):
     this = case(name)
     has_gate = this.config.exit_gate != "none"

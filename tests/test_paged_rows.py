@@ -52,7 +52,7 @@ def without_pages(model, request: dict):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.covering
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 def test_what_rows_give_without_pages(system, way):
     if way == "shared_slots" and "keys" in system:
         pytest.skip("models that share keys take no shared slots")
