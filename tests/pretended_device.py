@@ -100,9 +100,10 @@ def check_places(name: str, args: tuple, values: list):
         if is_there or (len(args) > 2 and not isinstance(args[2], Pretended) and args[2].dim() > 0):
             raise RuntimeError(f"{name}: indices or values on {NAME}, but not the tensor, or the other way round")
         return
-    for value in values:  # numbers may lie elsewhere, but not where tensors are joined
-        is_number = isinstance(value, torch.Tensor) and value.dim() == 0 and name not in ("cat", "stack")
-        if isinstance(value, torch.Tensor) and not isinstance(value, Pretended) and not is_number:
+    joins = name in ("cat", "stack")  # elsewhere numbers may lie on the CPU
+    for value in values:
+        is_there = isinstance(value, torch.Tensor) and not isinstance(value, Pretended)
+        if is_there and (joins or value.dim() > 0):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but {name} found {NAME}:0 and {value.device}"
             )

@@ -173,7 +173,8 @@ def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
         if state.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(f"a thousandth of a state is lost in {state.dtype}: open the model in torch.float32")
         one, other = state.chunk(2)
-        difference, size = other - one, row_norm(other - one)
+        difference = other - one
+        size = row_norm(difference)
         if before is not None:
             growth.append((size / before).log().mean().exp().item())
         lost = size == 0  # nothing is left of it, or there was none yet

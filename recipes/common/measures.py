@@ -39,13 +39,6 @@ def residual_norms(loop_hidden_states) -> list[float]:
     return [token_rms(state).mean().item() for state in loop_hidden_states]
 
 
-def state_change(loop_hidden_states) -> float | None:
-    """Mean over tokens of ||H_T - H_{T-1}|| / sqrt d; None with a single loop."""
-    if len(loop_hidden_states) < 2:
-        return None
-    return token_rms(loop_hidden_states[-1] - loop_hidden_states[-2]).mean().item()
-
-
 def distribution(values: torch.Tensor) -> dict[str, float]:
     """Mean, median, p99, maximum and standard deviation of one number per token (readout blind spot, table 10)."""
     values = wide(values).flatten()
