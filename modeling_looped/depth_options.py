@@ -7,11 +7,12 @@ import torch
 from .cache import LoopedCache, num_shared_slots, sharing_of
 from .checks import check_takes_initial_state, refuse_if
 from .depth import check_count, check_depths, from_numpy
-from .exit_criteria import ExitRule, exit_rule
+from .exit_criteria import ExitRule, ExitSelection, exit_rule
 
 
 OF_CRITERION = ("exit_threshold",)
-OF_EXITS = (*OF_CRITERION, "min_loops", "exit_interval", "exit_read_interval", "exit_selection", "prompt_loops")
+OF_CHECKS = (*OF_CRITERION, "min_loops", "exit_interval", "exit_read_interval")
+OF_EXITS = (*OF_CHECKS, "exit_selection", "prompt_loops")
 EXITS = ("exit_criterion", *OF_EXITS)
 
 
@@ -27,7 +28,8 @@ class DepthOptions:
     min_loops: int = 1  # exits are checked from this loop on, and
     exit_interval: int = 1  # at every n-th loop after it
     exit_read_interval: int = 1  # every n-th check is read back: the same exits, and a GPU is waited for less
-    exit_selection: str = "stop"  # or "after": all loops run, and then one is read out, also of the prompt (Ouro)
+    # or "after": all loops run, and then one is read out, also of the prompt; "weighted": all are (both: Ouro)
+    exit_selection: ExitSelection = "stop"
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops
     warm_start: bool = False  # the next token's loops start from the last token's state
     state_seed: int | None = None  # draws h_0 of every position; without it that is zeros
@@ -58,7 +60,7 @@ class DepthOptions:
     @property
     def change_of_decoding(self) -> str | None:
         """The first field that asks for more than the depth of plain decoding, e.g. "warm_start=True"."""
-        stopping = None if self.reads_after_all else self.exit_criterion
+        stopping = None if self.runs_all_loops else self.exit_criterion
         changes = {"exit_criterion": stopping, "draft_loops": self.draft_loops, "warm_start": self.warm_start}
         changes["cache_dtype"] = self.cache_dtype
         return next((f"{name}={value!r}" for name, value in changes.items() if value not in (None, False)), None)
@@ -77,11 +79,12 @@ class DepthOptions:
     @property
     def shares_passes(self) -> bool:
         """Whether rows are decoded loop by loop, from a state of their own, and so beside those of other calls."""
-        return self.draft_loops is None and self.state_seed is None and not self.reads_after_all
+        return self.draft_loops is None and self.state_seed is None and not self.runs_all_loops
 
     @property
-    def reads_after_all(self) -> bool:
-        return self.exit_criterion is not None and self.exit_selection == "after"
+    def runs_all_loops(self) -> bool:
+        """Whether exits choose what is read out, and stop nothing."""
+        return self.exit_criterion is not None and self.exit_selection != "stop"
 
     @property
     def is_int8(self) -> bool:
@@ -107,9 +110,9 @@ class DepthOptions:
             read_interval=self.exit_read_interval,
         )
         refuse_if(
-            rule.after_all and self.prompt_loops is not None,
+            self.runs_all_loops and self.prompt_loops is not None,
             f"prompt_loops={self.prompt_loops} says where the loops of the prompt end, but with "
-            "exit_selection='after' all run: leave one out",
+            f"exit_selection={self.exit_selection!r} all run: leave one out",
         )
         if self.prompt_loops is not None and check_count("prompt_loops", self.prompt_loops) > depth:
             raise ValueError(f"prompt_loops={self.prompt_loops} must be between 1 and num_loops={depth}")
@@ -122,6 +125,10 @@ class DepthOptions:
             alone = [name for name in OF_EXITS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
             names = ", ".join(alone)
             refuse_if(names != "", f"{names} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+        elif self.exit_selection == "weighted":
+            unread = [name for name in OF_CHECKS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
+            reason = f"exit_selection='weighted' reads out all loops, so nothing reads {', '.join(unread)}: leave out"
+            refuse_if(unread != [], reason)
         refuse_if(
             self.cache_dtype not in (None, "int8"),
             f"cache_dtype={self.cache_dtype!r} is not known: choose 'int8', or leave it out for the model's own",
@@ -134,8 +141,9 @@ class DepthOptions:
         if not isinstance(self.warm_start, bool):
             raise TypeError(f"warm_start must be True or False, got {self.warm_start!r}")
         refuse_if(
-            self.reads_after_all and self.changes_decoding,
-            f"exit_selection='after' goes with plain decoding, and not with {self.change_of_decoding}: leave one out",
+            self.runs_all_loops and self.changes_decoding,
+            f"exit_selection={self.exit_selection!r} goes with plain decoding, and not with "
+            f"{self.change_of_decoding}: leave one out",
         )
         if self.state_seed is not None:
             self.check_state_seed(model_config)
@@ -181,16 +189,16 @@ class DepthOptions:
         """Refuse a cache that cannot be, or not with shared slots. cache: the one that was passed, or None. config: of
         generation."""
         refuse_if(
-            self.reads_after_all and model_config.num_coda_layers > 0 and config.use_cache is not False,
-            f"exit_selection='after' runs the {model_config.num_coda_layers} layers of the coda after every loop, for "
-            "which a cache has no room: pass use_cache=False, or exit_selection='stop'",
+            self.runs_all_loops and model_config.num_coda_layers > 0 and config.use_cache is not False,
+            f"exit_selection={self.exit_selection!r} runs the {model_config.num_coda_layers} layers of the coda after "
+            "every loop, for which a cache has no room: pass use_cache=False, or exit_selection='stop'",
         )
         sharing = sharing_of(cache) if self.cache_sharing == "none" else self.cache_sharing
         is_shared = num_shared_slots(sharing) is not None
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
         if not asked:
             return
-        reads_late = self.exit_read_interval > 1 and self.exit_criterion is not None and not self.reads_after_all
+        reads_late = self.exit_read_interval > 1 and self.exit_criterion is not None and not self.runs_all_loops
         refuse_if(
             is_shared and reads_late,
             f"cache_sharing={sharing!r} gives several loops one slot, where tokens that run on behind their exit, as "

@@ -22,7 +22,7 @@ To add one: a function here, its line in `CRITERIA`, and its name in `ExitCriter
 import math
 from collections.abc import Callable
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.linalg import vector_norm
@@ -169,6 +169,9 @@ CRITERIA = {
 }
 
 
+ExitSelection = Literal["stop", "after", "weighted"]
+
+
 class ExitRule(NamedTuple):
     """A criterion with its threshold: which loops are read, and who exits."""
 
@@ -178,6 +181,7 @@ class ExitRule(NamedTuple):
     interval: int = 1  # check at min_loops and at every n-th loop after it
     per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
     after_all: bool = False  # every loop runs, and what is read out is chosen afterwards
+    is_weighted: bool = False  # every loop runs, and all are read out, each with the probability of its exit
     read_interval: int = 1  # of rows that decode apart: every n-th check is read back from the device
 
     @property
@@ -217,7 +221,7 @@ def exit_rule(
     min_loops: int = 1,
     interval: int = 1,
     num_loops: int | None = None,
-    selection: str = "stop",
+    selection: ExitSelection = "stop",
     read_interval: int = 1,
 ) -> ExitRule:
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
@@ -258,10 +262,15 @@ def exit_rule(
             f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run: lower it, or run "
             "without exits (exit_criterion=None)"
         )
-    if selection not in ("stop", "after"):
+    if selection not in get_args(ExitSelection):
         raise ValueError(
             f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs them "
-            "all and then chooses which to read out"
+            "all and then chooses which to read out, 'weighted' reads them all out"
+        )
+    if selection == "weighted" and criterion != "gate":
+        raise ValueError(
+            "exit_selection='weighted' weighs loops by the probabilities of the exit gate: pass exit_criterion='gate' "
+            f"instead of {criterion!r}, or another exit_selection"
         )
     return ExitRule(
         criterion,
@@ -269,5 +278,6 @@ def exit_rule(
         min_loops,
         interval,
         after_all=selection == "after",
+        is_weighted=selection == "weighted",
         read_interval=read_interval,
     )

@@ -30,7 +30,7 @@ from .cpu import decoding
 from .depth import check_count, check_depths, placed
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
 from .engine import RowEngine, obstacle_to_row_engine
-from .exit_criteria import ExitCriterion
+from .exit_criteria import ExitCriterion, ExitSelection
 from .names import refuse_foreign
 from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .samplers import generator_of
@@ -62,7 +62,7 @@ class LoopedGenerationMixin(Generative):
         min_loops: int | None = AS_SAVED,
         exit_interval: int | None = AS_SAVED,
         exit_read_interval: int | None = AS_SAVED,
-        exit_selection: Literal["stop", "after"] | None = AS_SAVED,
+        exit_selection: ExitSelection | None = AS_SAVED,
         prompt_loops: int | None = AS_SAVED,
         state_seed: int | None = AS_SAVED,
         warm_start: bool | None = AS_SAVED,
@@ -81,7 +81,8 @@ class LoopedGenerationMixin(Generative):
             for less often; a token that has passed runs on until then, in vain. Exits stay the same, and so do greedy
             tokens and those of one row; several rows that are sampled draw in another order.
         exit_selection: "stop", or "after": all loops run, and the loop that is read out is chosen afterwards, also at
-            the prompt's end, as the release of Ouro does.
+            the prompt's end, as the release of Ouro does. "weighted": all loops run and are read out, each with the
+            probability that the gate gives to an exit there (that release's `use_weighted_exit`).
         prompt_loops: depth of the prompt, by default num_loops.
         state_seed: draws h_0 of every position where `state_init` is "normal" (Huginn's release draws one unseeded);
             without it h_0 is zeros.
@@ -162,7 +163,7 @@ class LoopedGenerationMixin(Generative):
         if options.num_loops is not None:
             model_kwargs["num_loops"] = options.num_loops
         rule = options.exit_rule(self.config)
-        if rule is not None and rule.after_all:
+        if rule is not None and options.runs_all_loops:
             model_kwargs["exit_rule"] = rule
         if options.state_seed is not None:
             model_kwargs["initial_state"] = SeededStates(self, options.state_seed)

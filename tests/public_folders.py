@@ -410,6 +410,18 @@ def ouro_exit_loops(config, tensors, ids, threshold: float):
     return exits, chosen @ tensors["lm_head.weight"].double().T
 
 
+def ouro_weighted_logits(config, tensors, ids):
+    """Logits of all loops, each weighed with the probability that a token exits there; what is left is the last's."""
+    _, states = llama_logits(config, tensors, ids, config["total_ut_steps"], sandwich=True)
+    gate, bias = (tensors[f"model.early_exit_gate.{part}"].double() for part in ("weight", "bias"))
+    stays, mixed = torch.ones(*ids.shape, 1, dtype=torch.double), 0
+    for loop, state in enumerate(states):
+        leaves = torch.sigmoid(state @ gate.T + bias) if loop < len(states) - 1 else torch.ones_like(stays)
+        mixed = mixed + stays * leaves * (state @ tensors["lm_head.weight"].double().T)
+        stays = stays * (1 - leaves)
+    return mixed
+
+
 def nanbeige_logits(config, tensors, ids):
     every = not config["skip_loop_final_norm"]
     return llama_logits(config, tensors, ids, config["num_loops"], sandwich=False, every_norm=every)[0]

@@ -19,7 +19,7 @@ from modeling_looped import (
     register_public_formats,
     save_public,
 )
-from modeling_looped.exit_criteria import ExitRule
+from modeling_looped.exit_criteria import ExitRule, exit_rule
 from modeling_looped.formats.registry import LAYOUTS
 from modeling_looped.formats.writing import public_config
 from modeling_looped.generation import SeededStates
@@ -301,6 +301,43 @@ def test_a_loop_that_is_chosen_after_all_have_run(tmp_path):
             model.generate(IDS, **{**exits, **wrong}, **settings)
     with pytest.raises(ValueError, match="exit_selection without exit_criterion"):
         model.generate(IDS, exit_selection="after", **settings)
+
+
+def test_all_loops_read_out_by_the_probability_of_an_exit(tmp_path):
+    """As the release of Ouro does with `use_weighted_exit`."""
+    config, tensors = public.ouro()
+    tensors["model.early_exit_gate.weight"] *= 2
+    model = LoopedForCausalLM.from_pretrained(write(tmp_path, config, tensors)).double()
+    weighted = {"exit_criterion": "gate", "exit_selection": "weighted"}
+    rule = exit_rule(model.config, "gate", selection="weighted")
+    wanted = public.ouro_weighted_logits(config, tensors, IDS)
+    assert (wanted - model(IDS).logits).abs().max() > 0.01
+    outputs = model(IDS, exit_rule=rule, use_cache=True)
+    torch.testing.assert_close(outputs.logits, wanted, rtol=1e-5, atol=2e-5)
+    assert outputs.token_loops.tolist() == [[3] * IDS.shape[1]] * len(IDS)
+    last = model(IDS[:, -1:], cache=model(IDS[:, :-1]).cache, exit_rule=rule, logits_to_keep=1)
+    torch.testing.assert_close(last.logits, wanted[:, -1:], rtol=1e-5, atol=2e-5)
+    shallow = model(IDS, exit_rule=rule, num_loops=[2, 3])
+    torch.testing.assert_close(
+        shallow.logits[:1],
+        public.ouro_weighted_logits({**config, "total_ut_steps": 2}, tensors, IDS[:1]),
+        rtol=1e-5,
+        atol=2e-5,
+    )
+    assert shallow.token_loops[:, 0].tolist() == [2, 3]
+    assert model(IDS, exit_rule=rule, output_logits=False).logits is None
+
+    ids = IDS
+    for _ in range(5):
+        ids = torch.cat([ids, public.ouro_weighted_logits(config, tensors, ids)[:, -1:].argmax(-1)], dim=1)
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 46}
+    assert torch.equal(model.generate(IDS, **weighted, **settings), ids)
+    assert model.generate(IDS, **weighted, **settings, num_beams=2).shape == ids.shape
+    for wrong in ({"exit_threshold": 0.5}, {"min_loops": 2}, {"exit_criterion": "kl"}, {"prompt_loops": 2}):
+        with pytest.raises(ValueError, match=rf"'weighted'.*{next(iter(wrong))}|{next(iter(wrong))}.*'weighted'"):
+            model.generate(IDS, **{**weighted, **wrong}, **settings)
+    model.generation_config.exit_criterion, model.generation_config.exit_threshold = "gate", 0.5  # of another call
+    assert torch.equal(model.generate(IDS, exit_selection="weighted", **settings), ids)
 
 
 def test_noise_to_start_from_while_generating(tmp_path):
