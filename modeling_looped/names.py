@@ -134,7 +134,7 @@ ARGUMENTS = {
     "output_loop_logits": """
         return_loop_logits all_logits return_all_logits loop_logits output_logits_per_loop logits_per_loop
     """,
-    "output_exit_logits": "use_weighted_exit",
+    "output_exit_logits, or exit_selection='weighted' in generate": "use_weighted_exit",
     "state_seed": "init_seed initial_state_seed noise_seed",
     "min_loops": "min_depth minimum_loops",
     "prompt_loops": "prompt_depth prefill_loops prefill_depth",

@@ -2,12 +2,13 @@
 
 import json
 import re
+import shutil
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from looped_eval.common.page import Charts
+from looped_eval.common.page import Charts, Heading
 from looped_eval.common.run_folder import RunFolder
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
@@ -76,16 +77,41 @@ def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
     diagnose.main(["token_norms", str(run_folder / "final"), *options])
     diagnose.main(["spectral", str(run_folder), *options])
     assert "While the model trained" in (run_folder / "eval/diagnose/spectral.svg").read_text()
-    own, fresh = report.diagnostics([RunFolder(run_folder, "run")])
+    beside, own, fresh = report.diagnostics([RunFolder(run_folder, "run")])
     drawn = [chart.title for block in own.blocks if isinstance(block, Charts) for chart in block.charts]
     assert drawn[:3] == [
         "The linear maps of a loop",
         "What A does to the states that occur",
         "While the model trained",
     ]
-    assert drawn[3].startswith("Norms of all tokens") and fresh.blocks == []
+    assert drawn[3].startswith("Norms of all tokens") and fresh.blocks == beside.blocks == []
     assert diagnose.default_folder("lt").as_posix() == "runs/eval/lt/diagnose"
     assert diagnose.default_folder(str(tmp_path)).as_posix() == f"runs/eval/{tmp_path.name}/diagnose"
+
+
+def test_several_models_side_by_side(run_folder, tmp_path, capsys):
+    """The runs of a sweep, of which one has no model, and a fresh model."""
+    sweep, kept = tmp_path / "sweep", [tmp_path / "sweep" / name for name in ("lr=1", "lr=2")]
+    for path in kept:
+        shutil.copytree(run_folder, path)
+    (sweep / "lr=3").mkdir()
+    (sweep / "lr=3/metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    options = ["--text", str(tmp_path / "text.jsonl"), "--rows", "2", "--length", "16"]
+    diagnose.main(["token_norms", str(sweep), *options])
+    said = capsys.readouterr().out
+    saved = [json.loads((path / "eval/diagnose/token_norms.json").read_text())["result"] for path in kept]
+    assert f"{sweep / 'lr=3'}\nleft out: " in said and "token_norms of 2 of 3 models." in said
+    assert f"|  | {kept[0]} | {kept[1]} |" in said and f"next: looped report {kept[0]} {kept[1]}" in said
+    cells = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| mean |")]
+    assert [float(cell) for cell in cells[0][1:]] == pytest.approx([found["mean"] for found in saved], rel=0.01)
+    beside = report.diagnostics(report.open_runs([sweep]))[0]
+    assert [block.words for block in beside.blocks if isinstance(block, Heading)] == [READINGS["token_norms"].title]
+    assert beside.blocks[1].head == ["", "lr=1", "lr=2"]
+
+    with pytest.raises(DiagnoseError, match="is the folder of one model, but 3 are measured"):
+        diagnose.main(["token_norms", str(sweep), "--output", str(tmp_path / "out")])
+    with pytest.raises(DiagnoseError, match="none of the 2 models"):
+        diagnose.main(["token_norms", str(sweep / "lr=3"), "nothing", *options])
 
 
 def test_all_leaves_out_what_the_model_does_not_have(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.page import Section, to_html
 from looped_eval.common.progress import progress
+from looped_eval.common.run_folder import runs_in
 from looped_recipes.common.chart import save_charts
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
@@ -143,34 +144,62 @@ def default_folder(target: str) -> Path:
     return results_folder(target) / "diagnose"
 
 
+def models_and_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is measured, a sweep as its runs; and what changes configs."""
+    overrides = [word for word in words[1:] if "=" in word and not Path(word).exists()]
+    named = [word for word in words if word not in overrides]
+    return [str(run) for word in named for run in runs_in(Path(word))], overrides
+
+
 def main(arguments: list[str]):
     args = parse(arguments)
     if args.measure != "all" and not MEASURES[args.measure].reads_a_model:
-        measure_and_say(args, None, Path(args.output or "runs/eval/theorems/diagnose"), {})
+        measure(args, None, Path(args.output or "runs/eval/theorems/diagnose"))
         return
-    target, *overrides = args.model
-    beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
+    targets, overrides = models_and_overrides(args.model)
+    if len(targets) == 1:
+        measure_model(args, targets[0], overrides)
+        return
+    if args.output:
+        raise DiagnoseError(f"--output {args.output} is the folder of one model, but {len(targets)} are measured")
+    results = {}
+    for target in targets:
+        print(f"\n{target}")
+        try:
+            results[target] = measure_model(args, target, overrides)
+        except ValueError as reason:
+            print(f"left out: {reason}")
+    if not results:
+        raise DiagnoseError(f"none of the {len(targets)} models could be measured: the reasons are above")
+    if args.measure != "all":
+        print(f"\n{page.side_by_side(results).markdown()}")
+    runs = [target for target in results if training_run(target) is not None]
+    then = [typed("looped report", *runs)] if runs else []
+    say_result(f"{args.measure} of {len(results)} of {len(targets)} models.", *then)
+
+
+def measure_model(args: argparse.Namespace, target: str, overrides: list[str]) -> dict:
+    """What was measured of it; {} for a page of all."""
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
     of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else default_folder(target)
-    if args.measure == "all":
-        print(f"text: {of.where['text']}")
-        found, path = run_all(of, folder, args.command)
-        print(f"\nthe page: {path}")
-        say_result(" ".join(found), *report_of(target))
-        return
-    measure_and_say(args, of, folder, beside)
+    print(f"text: {of.where['text']}")
+    if args.measure != "all":
+        return measure(args, of, folder, typed("looped diagnose all", target, *overrides))
+    found, path = run_all(of, folder, args.command)
+    print(f"\nthe page: {path}")
+    say_result(" ".join(found), *report_of(target))
+    return {}
 
 
-def measure_and_say(args: argparse.Namespace, of: ModelAndText | None, folder: Path, beside: dict[str, dict]):
+def measure(args: argparse.Namespace, of: ModelAndText | None, folder: Path, *then: str) -> dict:
+    beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
     result, picture = run_measure(args.measure, of, folder, beside, args.command, **options)
-    if of is not None:
-        print(f"text: {of.where['text']}")
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))
     print(folder / f"{args.measure}.json", picture, sep="\n")
-    then = [] if of is None else [typed("looped diagnose all", *args.model)]
     say_result(" ".join(page.findings(args.measure, result)), *then)
+    return result
 
 
 def report_of(target: str) -> list[str]:

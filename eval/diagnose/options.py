@@ -1,16 +1,17 @@
-"""The papers' measurements on any model: `looped diagnose MEASURE MODEL [field=value ...] [options]`.
+"""The papers' measurements on any model: `looped diagnose MEASURE MODEL... [field=value ...] [options]`.
 
     looped diagnose all runs/demo/final
     looped diagnose depth_curve runs/demo/final --num-loops 12 --text my.jsonl
+    looped diagnose token_norms runs/sweep                      # every run of it, side by side
     looped diagnose residual_norm lt hidden_size=64 num_core_layers=2 vocab_size=256 --seeds 3
     looped diagnose theorem_1 --width 512
 
-MODEL is a saved model, a training run's folder, a config (JSON or YAML), or a preset; field=value changes a config,
-which is then initialised at random. The theorems have models of their own. A trained model reads what its run held
-out, or --text. Each measure writes a JSON and an SVG; `all` runs every measure of a model with little training and
-writes a page, index.html, that holds its figures; what this model does not have is left out, with the reason. They go
-to eval/diagnose/ of the training run, where looped report finds them, or, without one, to runs/eval/<model>/diagnose.
-`looped diagnose MEASURE --help` lists the options of one.
+MODEL is a saved model, the folder of a training run or of a sweep, a config (JSON or YAML), or a preset; field=value
+changes a config, which is then initialised at random. The theorems have models of their own. A trained model reads
+what its run held out, or --text. Each measure writes a JSON and an SVG; `all` runs every measure of a model with
+little training and writes a page, index.html, that holds its figures; what this model does not have is left out, with
+the reason. They go to eval/diagnose/ of the training run, where looped report finds them, or, without one, to
+runs/eval/<model>/diagnose. `looped diagnose MEASURE --help` lists the options of one.
 
 From Python, a measure is a function of a model and a batch, or of a config: `depth_curve(model, {"input_ids": ids})`.
 """
@@ -118,7 +119,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
                 add_option(command, option)
         if measure is not None and not measure.reads_a_model:
             continue
-        command.add_argument("model", nargs="+", metavar="MODEL [field=value ...]")
+        command.add_argument("model", nargs="+", metavar="MODEL... [field=value ...]")
         command.add_argument("--text", help="txt, jsonl, parquet or a dataset; default: what the run held out")
         command.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
         command.add_argument("--rows", type=int, default=16)

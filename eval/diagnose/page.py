@@ -45,6 +45,17 @@ def numbers(result: dict) -> Table:
     return Table(["", ""], rows)
 
 
+def side_by_side(results: dict[str, dict]) -> Table:
+    """The single numbers of one measure, a column for each model."""
+    tables = {name: dict(numbers(without_training(result)).rows) for name, result in results.items()}
+    every = dict.fromkeys(number for table in tables.values() for number in table)
+    return Table(["", *tables], [[number, *(table.get(number, "–") for table in tables.values())] for number in every])
+
+
+def without_training(result: dict) -> dict:
+    return {key: value for key, value in result.items() if key != "training"}
+
+
 def measured(part: str, result: dict) -> list:
     """The blocks of one reading, its finding first."""
     reading = READINGS[part]
@@ -52,7 +63,7 @@ def measured(part: str, result: dict) -> list:
     if not reading.fresh:
         charts += figures.training(result.get("training", {}))
     blocks = [Finding(said(reading, result)), Charts(charts), reading.explanation]
-    table = numbers({key: value for key, value in result.items() if key != "training"})
+    table = numbers(without_training(result))
     return blocks + ([Folded("Numbers", table)] if table.rows else [])
 
 

@@ -109,8 +109,8 @@ def halting(runs: list[RunFolder]) -> Section:
 
 
 def diagnostics(runs: list[RunFolder]) -> list[Section]:
-    """Those of the models themselves, and those of fresh models of their configs."""
-    own, fresh = [], []
+    """Numbers of several runs, what was found of the models themselves, and of fresh models of their configs."""
+    own, fresh, results = [], [], {}
     for run in runs:
         order = list(READINGS)
         files = sorted(
@@ -130,12 +130,24 @@ def diagnostics(runs: list[RunFolder]) -> list[Section]:
             except (ValueError, KeyError, TypeError, AttributeError):  # of another version, or not whole
                 own += [Heading(path.stem.replace("_", " ") + suffix), *left_behind(path)]
                 continue
+            results.setdefault(path.stem, {})[run.name] = result
             for reading, blocks in parts:
                 (fresh if reading.fresh else own).extend([Heading(reading.title + suffix), *blocks])
     return [
+        Section("Diagnostics side by side", side_by_side(results)),
         Section("Diagnostics", own),
         Section("Fresh models of these configs" if len(runs) > 1 else "Fresh models of this config", fresh),
     ]
+
+
+def side_by_side(results: dict[str, dict[str, dict]]) -> list:
+    """The numbers of every measure that several runs have. results: {measure: {run: result}}."""
+    blocks = []
+    for name, of_runs in results.items():
+        if len(of_runs) > 1 and (table := diagnose_page.side_by_side(of_runs)).rows:
+            title = READINGS[name].title if name in READINGS else name.replace("_", " ")
+            blocks += [Heading(title), table]
+    return blocks
 
 
 def left_behind(path: Path) -> list:
