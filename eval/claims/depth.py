@@ -10,7 +10,7 @@ from looped_recipes.common.chart import Chart, Line
 from .answers import TASKS
 from .definition import SIX_SEEDS, Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import SYSTEMS, by_function, result_of
-from .rules import AtMost, Effect, Estimate, over_seeds
+from .rules import AtMost, Effect
 from .sweeps import by_sweep
 
 
@@ -116,17 +116,6 @@ def claims_of(task: str) -> list[Claim]:
     return [*claims, exits]
 
 
-def earlier() -> Claim:
-    """p-hop before there were seeds."""
-
-    def gain(content: dict) -> Estimate:
-        looped, control = (content["values"][f"num_loops={n}"][0]["looped_p_hop_4 acc"] for n in (4, 1))
-        return over_seeds([looped["4"] - control["1"]])
-
-    says, number = "so it did in an earlier run", "right answers to 4 hops: four loops less one"
-    return Claim("p-hop, equal parameters", says, number, TRAININGS["p_hop"].size, "p_hop", gain, Effect())
-
-
 def mean(content: dict, number: Callable[[dict], float]) -> float:
     return fmean(map(number, content["seeds"].values()))
 
@@ -160,6 +149,6 @@ def by_loops(task: str, content: dict) -> list[Chart]:
 DEPTH = Paper(
     "What depth is good for",
     [Measurement(task, commands_of(task), result_of(task), TRAININGS[task].seeds) for task in TASKS],
-    [*(claim for task in TASKS for claim in claims_of(task)), earlier()],
+    [claim for task in TASKS for claim in claims_of(task)],
     [Figure(f"claims/{task}", charts_of(task)) for task in TASKS],
 )

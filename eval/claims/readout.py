@@ -10,7 +10,7 @@ from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
 from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import by_function, result_of
-from .rules import AtMost, Effect, Estimate, Rule, over_seeds
+from .rules import AtMost, Effect, Estimate, Rule
 from .sweeps import by_sweep, runs_of
 
 
@@ -241,12 +241,6 @@ def heavy_tail(content: dict, system: str) -> float:
     return probe(content, system, "mean_over_median_norm")
 
 
-def earlier_ratio(content: dict) -> Estimate:
-    """Of one seed."""
-    norms = [run_of(content, name)["residual_norm_by_loop"]["residual_norm/loop_4"] for name in SYSTEMS[2:4]]
-    return over_seeds([math.log10(norms[0] / norms[1])])
-
-
 def charts_of(systems: tuple[str, ...], steps: str) -> Callable[[dict], list]:
     def charts(content: dict) -> list:
         seeds = content["seeds"].values()
@@ -297,15 +291,6 @@ READOUT = Paper(
         of_a_norm_between_loops(),
         *about_four(LONG),
         *about_others(LONG_REST),
-        Claim(
-            "table 2",
-            "under a loss at every loop the norm drifts behind a normed readout, not behind a raw one",
-            "log10 of the ratio of norms, an earlier run",
-            SHORT.size,
-            "readout",
-            earlier_ratio,
-            Effect(paper_norm_ratio("per_loop_rmsnorm", "per_loop_raw")),
-        ),
         Beyond(
             "table 7",
             "at 1.4B a raw readout answers nine tasks better, and is surer of the answers",

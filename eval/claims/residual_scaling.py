@@ -1,14 +1,17 @@
 """On the Residual Scaling of Looped Transformers."""
 
 from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, Matrix
 
-from .definition import Claim, Figure, Paper, each_seed
+from .definition import SIX_SEEDS, Claim, Figure, Measurement, Paper, each_seed
 from .functions import function
 from .learning_rates import BEST_RATES, PANELS, TRANSFER, panel_charts, panel_claims, transfer_charts, transfer_claims
-from .rules import AtMost, Effect, Estimate, Near, over_seeds
+from .rules import AtMost, Effect, Estimate, Near
+from .slope import slope
+from .sweeps import runs_of, sweep_alone
 from .trained_loops import AFTER_TRAINING, TRAINED, after_training_charts, after_training_claims
 
 
@@ -117,20 +120,28 @@ def theorem_claims() -> list[Claim]:
     ]  # fmt: skip
 
 
-def earlier_claims() -> list[Claim]:
-    """Of averages of three seeds, which have no interval."""
+def slope_after_steps(content: dict, rule: str) -> float | None:
+    runs = [run for run in content["runs"] if run["model.residual_scaling"] == rule]
+    loops = [run["model.num_loops"] for run in runs]
+    return slope(loops, [run[f"residual_norm/loop_{n}"] for n, run in zip(loops, runs)])
+
+
+def claims_after_steps() -> list[Claim]:
     return [
         Claim(
             "figure 2",
             f"after ten steps too the norm {GROWS[rule]} under {RULES[rule]}",
-            "slope of log R on log N after ten steps on text, averages of three seeds",
+            "slope of log R on log N after ten steps on text",
             "width 96, 2 layers, N = 1 to 64",
-            "growth",
-            lambda content, rule=rule: over_seeds([content["rules"][rule]["slope"]]),
+            "claims/growth_on_text",
+            each_seed(partial(slope_after_steps, rule=rule)),
             Near(EXPONENTS[rule], 0.15),
         )
         for rule in RULES
     ]
+
+
+AFTER_STEPS = Measurement("growth_on_text", sweep_alone("growth", "growth_on_text"), runs_of, SIX_SEEDS)
 
 
 # charts
@@ -177,14 +188,21 @@ def theorem_charts(content: dict) -> list[Chart]:
 
 RESIDUAL_SCALING = Paper(
     "On the Residual Scaling of Looped Transformers",
-    [function("growth"), function("cosines", seeds=6), function("theorems", seeds=10), BEST_RATES, AFTER_TRAINING],
+    [
+        function("growth"),
+        AFTER_STEPS,
+        function("cosines", seeds=6),
+        function("theorems", seeds=10),
+        BEST_RATES,
+        AFTER_TRAINING,
+    ],
     [
         *growth_claims(),
         *cosine_claims(),
         *theorem_claims(),
         *panel_claims(),
         *transfer_claims(),
-        *earlier_claims(),
+        *claims_after_steps(),
         *after_training_claims(),
     ],
     [

@@ -18,8 +18,9 @@ def by_sweep(sweep: str, folder: Path, text: str, seed: int) -> list[str]:
     return ["looped_recipes.sweep", f"claims/{sweep}.sweep.yaml", *settings]
 
 
-def sweep_alone(sweep: str) -> Callable[[Setting, int], list[list[str]]]:
-    return lambda setting, seed: [by_sweep(sweep, setting.of(sweep, seed), setting.text, seed)]
+def sweep_alone(sweep: str, name: str | None = None) -> Callable[[Setting, int], list[list[str]]]:
+    """name: of the measurement, if it has another than its sweep."""
+    return lambda setting, seed: [by_sweep(sweep, setting.of(name or sweep, seed), setting.text, seed)]
 
 
 def runs_of(folder: Path) -> dict | None:
