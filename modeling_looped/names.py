@@ -108,7 +108,9 @@ FIELDS = {
 }
 # of forward and generate
 ARGUMENTS = {
-    "num_loops": f"{DEPTH} depth depths steps exit_at_step early_exit_step",
+    "num_loops": f"{DEPTH} depth depths steps",
+    "num_loops, which counts from 1 (a step k that counts from 0 is num_loops=k + 1)": "exit_at_step early_exit_step",
+    "num_loops and backprop_loops (a num_steps_pair of n, k is num_loops=n + k, backprop_loops=k)": "num_steps_pair",
     "exit_criterion (with exit_threshold; forward takes an exit_rule)": """
         early_exit exit exit_criteria halting halting_criterion criterion use_exit adaptive adaptive_depth
         adaptive_computation
@@ -120,6 +122,7 @@ ARGUMENTS = {
     "generate(cache_sharing=..., cache_dtype=..., warm_start=..., prompt_loops=..., state_seed=...)": """
         cache_sharing cache_dtype warm_start prompt_loops state_seed
     """,
+    "exit_interval": "check_criterion_every_n_steps check_every check_interval",
     "exit_threshold": """
         early_exit_threshold threshold exit_thresh halting_threshold confidence confidence_threshold margin
     """,
@@ -130,19 +133,28 @@ ARGUMENTS = {
         backprop_depth backprop_steps bptt bptt_steps truncate_backprop truncate gradient_loops num_grad_loops
         mean_backprop_depth
     """,
+    "draft_loops, whose drafts are verified so that no output changes": "verification_threshold headway freeze_strategy",
+    "draft_tokens": "lookahead_for_draft lookahead",
     "initial_state": "input_states init_state initial_states initial_hidden_state",
+    "initial_state, or state_seed in generate, which draw with config.state_init_std": "init_scale",
     "output_loop_logits": """
         return_loop_logits all_logits return_all_logits loop_logits output_logits_per_loop logits_per_loop
     """,
     "output_exit_logits, or exit_selection='weighted' in generate": "use_weighted_exit",
     "state_seed": "init_seed initial_state_seed noise_seed",
     "min_loops": "min_depth minimum_loops",
+    "min_loops, from which on exits are checked (that after a step m is min_loops=m + 1)": "min_steps",
     "prompt_loops": "prompt_depth prefill_loops prefill_depth",
-    "cache_sharing": "cache_share share_cache kv_sharing",
+    "prompt_loops, for only generated tokens exit": "do_not_exit_in_prefill",
+    "cache_sharing": "cache_share share_cache kv_sharing cache_lookup_strategy",
     "cache_dtype": "kv_dtype cache_bits kv_cache_dtype",
     "warm_start": "continuous_compute",
     "return_dict_in_generate (its output has token_loops)": "return_loops output_loops return_exit_loops",
-    "output_loop_hidden_states": "output_states output_loop_states loop_states return_loop_states",
+    "output_loop_hidden_states": """
+        output_states output_loop_states loop_states return_loop_states output_details return_stats collect_norms
+    """,
+    "output_logits": "return_logits",
+    "output_loop_losses, which has those of every token": "loss_reduction",
     "labels": "target targets",
     "attention_mask": "attn_mask mask padding_mask",
     "position_ids": "pos_ids",
