@@ -133,7 +133,7 @@ ARGUMENTS = {
         backprop_depth backprop_steps bptt bptt_steps truncate_backprop truncate gradient_loops num_grad_loops
         mean_backprop_depth
     """,
-    "draft_loops, whose drafts are verified so that no output changes": "verification_threshold headway freeze_strategy",
+    "draft_loops, whose drafts change no output": "verification_threshold headway freeze_strategy",
     "draft_tokens": "lookahead_for_draft lookahead",
     "initial_state": "input_states init_state initial_states initial_hidden_state",
     "initial_state, or state_seed in generate, which draw with config.state_init_std": "init_scale",
