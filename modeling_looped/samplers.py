@@ -71,9 +71,9 @@ def depths_of_step(
     per "sequence": every row draws its own. "micro_batch": rows 0 to m - 1 of the step share a draw, the next m
     another, with m = `rows_per_draw`, however many of them a forward pass or a process takes. "batch": one for all.
 
-    split "total" (Parcae, algorithm 4): T ~ sampler(mean), at least 1. How many of its loops carry gradients is for
-    the model's `backprop_loops` to say. split "prefix" (Huginn; Parcae, algorithm 3): n ~ sampler(mean - k), which
-    may be 0, and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts
+    split "total" (Huginn; Parcae, algorithm 4): T ~ sampler(mean), at least 1. How many of its loops carry gradients
+    is for the model's `backprop_loops` to say. split "prefix" (Parcae, algorithm 3): n ~ sampler(mean - k), which may be
+    0, and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts
     one loop more than its rate, so that its mean is `mean` + 1, as published.
     """
     _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw)

@@ -705,6 +705,49 @@ def test_rows_that_are_joined_are_one_text(make_data, tmp_path, streaming):
     assert prepared.manifest["overlapping_documents"] == 0
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_documents_that_are_tokens_already(make_data, tmp_path, kind, streaming):
+    """They are taken as they are, whatever their lengths; an empty row is none."""
+    of_texts = shards.prepare(make_data())
+    documents = [[*map(int, document)] for document in split_documents(of_texts)]
+    source = tmp_path / f"tokens.{kind}"
+    rows = datasets.Dataset.from_dict({"number": range(len(documents) + 2), "input_ids": [*documents, [], None]})
+    rows.to_parquet(source) if kind == "parquet" else rows.to_json(source)
+    data = make_data(
+        source=source, token_field="input_ids", tokenizer=str(of_texts.folder / "tokenizer"), streaming=streaming
+    )
+    prepared = shards.prepare(data)
+    assert sorted(map(tuple, split_documents(prepared))) == sorted(map(tuple, documents))
+    assert len(prepared.validation.shards[0]) > 0 and prepared.manifest["empty_documents"] == 2
+    for key in ("documents", "tokens", "bytes"):  # bytes as the tokenizer spells them
+        assert sum(prepared.manifest["counts"][split][key] for split in parts.SPLITS) == sum(
+            of_texts.manifest["counts"][split][key] for split in parts.SPLITS
+        )
+    starts = prepared.train.batch([0, 1])
+    assert torch.equal(starts["labels"], starts["input_ids"])  # what begins a document is learned with the rest
+    assert shards.prepare(data).folder == prepared.folder
+
+
+def split_documents(prepared) -> list[list[int]]:
+    stream = np.concatenate([*prepared.train.shards, *prepared.validation.shards])
+    return [list(document) for document in np.split(stream, np.flatnonzero(stream == START)[1:])]
+
+
+def test_columns_that_are_no_tokens_are_refused(make_data, tmp_path):
+    tokenizer = str(shards.prepare(make_data()).folder / "tokenizer")
+    source = tmp_path / "tokens.parquet"
+    datasets.Dataset.from_dict({"input_ids": [[5, 400]] * 40, "text": ["a"] * 40}).to_parquet(source)
+    for fields, message in (
+        ({"token_field": "ids"}, "no column 'ids'; it has .*: set data.token_field to the one that holds the token"),
+        ({"token_field": "text"}, "holds Value.*, not token ids"),
+        ({"text_field": "input_ids"}, "not text; .*data.token_field reads a column of token ids"),
+        ({"token_field": "input_ids"}, "a document holds token 400, but data.tokenizer has 320"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            shards.prepare(make_data(source=source, tokenizer=tokenizer, **fields))
+
+
 def test_fineweb_edu_is_asked_for_by_name_and_streamed(monkeypatch, make_data):
     """Columns that are not text are left where they are; only as many documents as asked for are read."""
     read = []

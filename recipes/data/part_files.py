@@ -28,9 +28,10 @@ from looped_recipes.common.orphans import end_with
 
 from .packing import best_fit
 from .sources import Documents, Source, readable
-from .tokenizers import Encoder
+from .tokenizers import Encoder, TokensAsTheyAre
 
 
+Document = str | np.ndarray  # a text, or its tokens
 SPLITS = ("train", "validation")
 STREAMED_PART = 16_384  # documents
 LARGEST_PART = 32_768  # a hundred billion tokens are a few thousand shards, each a few seconds of work
@@ -43,14 +44,22 @@ class HeldOut:
     fraction: float = 0.0
     hashes: frozenset[int] = frozenset()  # of a validation source of its own
 
-    def __contains__(self, text: str) -> bool:
-        number = document_hash(text)
+    def __contains__(self, document: Document) -> bool:
+        number = document_hash(document)
         return number < self.fraction * 2**64 or number in self.hashes
 
 
-def document_hash(text: str) -> int:
+def document_hash(document: Document) -> int:
     """64 bits, the same for texts that differ in white space only."""
-    return int.from_bytes(hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).digest(), "big")
+    if isinstance(document, str):
+        content = " ".join(document.split()).encode()
+    else:
+        content = document.astype("<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def is_blank(document: Document | None) -> bool:
+    return document is None or len(document) == 0 or (isinstance(document, str) and document.isspace())
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class PartMaker:
     """Documents of one part to shards: tokens of each split, and a json with what they are."""
 
     folder: Path
-    encode: Encoder
+    encode: Encoder | TokensAsTheyAre
     held_out: HeldOut
     outside: str | None  # the split of documents that are held out; None: they are in validation already
     row_length: int | None  # of best fit; None concatenates
@@ -77,25 +86,25 @@ class PartMaker:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
 
-    def __call__(self, part: str, texts: Iterable[str | None], **facts):
-        split_texts: dict[str | None, list[str]] = {split: [] for split in (*SPLITS, None)}
+    def __call__(self, part: str, documents: Iterable[Document | None], **facts):
+        of_splits: dict[str | None, list] = {split: [] for split in (*SPLITS, None)}
         num_empty = 0
-        for text in texts:
-            if text and not text.isspace():
-                split_texts[self.outside if text in self.held_out else "train"].append(text)
-            else:
+        for document in documents:
+            if is_blank(document):
                 num_empty += 1
+            else:
+                of_splits[self.outside if document in self.held_out else "train"].append(document)
         counts, shards = {}, {}
         for split in SPLITS:
-            tokens = [np.array(ids, dtype=self.dtype) for ids in self.encode(split_texts[split])]
+            tokens = [np.array(ids, dtype=self.dtype) for ids in self.encode(of_splits[split])]
             counts[split] = {
                 "documents": len(tokens),
                 "tokens": sum(map(len, tokens)),
-                "bytes": sum(len(text.encode()) for text in split_texts[split]),
+                "bytes": sum(map(self.encode.num_bytes, of_splits[split])),
             }
             if tokens:
                 shards[split] = write_shard(self.folder / f"{part}.{split}.npy", *self.pack(tokens))
-        facts |= {"counts": counts, "overlapping_documents": len(split_texts[None]), "empty_documents": num_empty}
+        facts |= {"counts": counts, "overlapping_documents": len(of_splits[None]), "empty_documents": num_empty}
         facts |= {"shards": shards, "tokenizer": self.tokenizer}
         write_facts(self.folder / f"{part}.json", facts)
 

@@ -29,18 +29,28 @@ from .overlap import overlap
 from .packing import PackedRows
 from .part_files import (
     SPLITS,
+    Document,
     HeldOut,
     PartMaker,
     damage,
     document_hash,
     fingerprint,
+    is_blank,
     make_parts,
     write_facts,
     write_shard,
 )
 from .shuffle import rows_of_step
 from .sources import Documents, Source, readable, training_source, validation_source
-from .tokenizers import TRAINERS, Encoder, make_tokenizer, token_bytes, tokenizer_hash, tokenizer_settings
+from .tokenizers import (
+    TRAINERS,
+    Encoder,
+    TokensAsTheyAre,
+    make_tokenizer,
+    token_bytes,
+    tokenizer_hash,
+    tokenizer_settings,
+)
 from .written import SETTINGS, Worker, check_written, is_written, parts_of_workers, worker
 
 
@@ -176,7 +186,7 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
 def _maker(folder: Path, data: DataConfig, tokenizer, held_out: HeldOut, outside: str | None) -> PartMaker:
     return PartMaker(
         folder=folder,
-        encode=Encoder(tokenizer, data.document_tokens if data.joined_by is None else "none"),
+        encode=encoder(data, tokenizer),
         held_out=held_out,
         outside=outside,
         row_length=data.sequence_length if data.packing == "best_fit" else None,
@@ -184,6 +194,12 @@ def _maker(folder: Path, data: DataConfig, tokenizer, held_out: HeldOut, outside
         dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
         tokenizer=tokenizer_hash(tokenizer),
     )
+
+
+def encoder(data: DataConfig, tokenizer) -> Encoder | TokensAsTheyAre:
+    if data.token_field is not None:
+        return TokensAsTheyAre(tokenizer)
+    return Encoder(tokenizer, data.document_tokens if data.joined_by is None else "none")
 
 
 @contextlib.contextmanager
@@ -211,11 +227,9 @@ def shard_writer(data: DataConfig, rank: int, world_size: int) -> Iterator[Worke
         yield documents
 
 
-def _texts(documents: Documents, source: Source) -> Iterator[str]:
+def _texts(documents: Documents, source: Source) -> Iterator[Document]:
     with readable(source):
-        for row in documents:
-            if row["text"] and not row["text"].isspace():
-                yield row["text"]
+        yield from (row["text"] for row in documents if not is_blank(row["text"]))
 
 
 def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) -> PreTrainedTokenizerBase:
@@ -327,10 +341,16 @@ def _rows(folder: Path, shards: list[dict], data: DataConfig, tokenizer, lengths
         stride=data.stride or data.sequence_length,
         start=tokenizer.bos_token_id,
         token_bytes=lengths,
-        learn_start=tokenizer.bos_token_id == tokenizer.eos_token_id or data.document_tokens != "both",
+        learn_start=learns_start(data, tokenizer),
         document_masking=data.document_masking,
         start_ends=data.document_tokens == "end",
     )
+
+
+def learns_start(data: DataConfig, tokenizer) -> bool:
+    """Whether the token that begins documents is predicted, since it is not certain after the one before."""
+    is_plain = data.document_tokens == "both" and data.token_field is None
+    return not is_plain or tokenizer.bos_token_id == tokenizer.eos_token_id
 
 
 def _refuse_empty(split: str, data: DataConfig, manifest: dict):

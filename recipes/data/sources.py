@@ -1,8 +1,9 @@
 """Where documents come from: any `datasets` name, local files, or what every Python carries with itself.
 
-Everything is read through `datasets` and comes out as one column `text`. A document is a row of the source, with two
-exceptions: plain text files (a file, or pieces of a long one) and sources that hold one line per row, such as
-WikiText, whose lines `document_start` joins. With `joined_by` there are no documents: all rows are one text.
+Everything is read through `datasets` and comes out as one column `text`, which holds token ids with `token_field`. A
+document is a row of the source, with two exceptions: plain text files (a file, or pieces of a long one) and sources
+that hold one line per row, such as WikiText, whose lines `document_start` joins. With `joined_by` there are no
+documents: all rows are one text.
 """
 
 import contextlib
@@ -86,12 +87,14 @@ class Source:
     max_documents: int | None
     document_start: str | None
     joined_by: str | None = None
+    token_field: str | None = None
 
     def settings(self) -> dict:
         """What decides the documents, found without reading them; a changed file changes it."""
         fields = {**vars(self), "document_start": self._document_start()}
-        if self.joined_by is None:
-            del fields["joined_by"]
+        for name in ("joined_by", "token_field"):  # which shards of older versions do not know
+            if fields[name] is None:
+                del fields[name]
         if self.name == "embedded":
             sizes = [[name, path.stat().st_size] for name, path in library_files()]
             return {
@@ -154,7 +157,8 @@ class Source:
             return saved[self.split]
         reader = self._reader(files)
         refuse_unknown_splits(split_names(self.split), splits_of(reader))
-        documents = _read(strict_about_text(reader, self.text_field), self.split, self.streaming)
+        reader = reader if self.token_field else strict_about_text(reader, self.text_field)
+        documents = _read(reader, self.split, self.streaming)
         if _builder(self.name, files) == "text" and self.text_field == "text":
             documents = documents.map(_cut_texts, batched=True, batch_size=16)
         return documents
@@ -174,9 +178,9 @@ class Source:
         builder, options = _builder(self.name, files), {}
         if builder == "text":
             options = {"sample_by": "document"}
-        elif builder == "parquet" and self.text_field in (schema := read_schema(files[0])).names:
-            if is_text(schema.field(self.text_field).type):
-                options = {"columns": [self.text_field]}  # others may differ from file to file
+        elif builder == "parquet" and self.column in (schema := read_schema(files[0])).names:
+            if self.token_field or is_text(schema.field(self.column).type):
+                options = {"columns": [self.column]}  # others may differ from file to file
         folder = expanded(self.name)
         if not folder.is_dir():
             data_files = [glob.escape(str(path.absolute())) for path in files]
@@ -187,23 +191,42 @@ class Source:
         refuse_left_out(self.name, files, reader)
         return reader
 
+    @property
+    def column(self) -> str:
+        """The one that holds documents."""
+        return self.text_field if self.token_field is None else self.token_field
+
     def _rename(self, documents: Documents) -> Documents:
-        columns = documents.column_names or list(next(iter(documents), {self.text_field: None}))
-        if self.text_field not in columns:
-            raise RecipeError(
-                f"{self.name!r} has no column {self.text_field!r}; it has {', '.join(map(repr, columns))}: "
-                "set data.text_field to the one that holds the text"
-            )
-        feature = (documents.features or {}).get(self.text_field)
+        column = self.column
+        columns = documents.column_names or list(next(iter(documents), {column: None}))
+        field, wanted = ("text_field", "text") if self.token_field is None else ("token_field", "token ids")
+        advice = f"set data.{field} to the one that holds the {wanted}"
+        if column not in columns:
+            listed = ", ".join(map(repr, columns))
+            raise RecipeError(f"{self.name!r} has no column {column!r}; it has {listed}: {advice}")
+        feature = (documents.features or {}).get(column)
         if isinstance(feature, Value) and feature.dtype == "null":
-            raise RecipeError(f"{self.name!r} holds no documents: column {self.text_field!r} is empty in every row")
-        if feature is not None and not (isinstance(feature, Value) and "string" in feature.dtype):
+            raise RecipeError(f"{self.name!r} holds no documents: column {column!r} is empty in every row")
+        if feature is not None and not (is_text_feature(feature) if field == "text_field" else is_tokens(feature)):
+            also = "; data.token_field reads a column of token ids" if is_tokens(feature) else ""
             raise RecipeError(
-                f"column {self.text_field!r} of {self.name!r} holds {feature}, not text; it has the columns "
-                f"{', '.join(map(repr, columns))}: set data.text_field to the one that holds the text"
+                f"column {column!r} of {self.name!r} holds {feature}, not {wanted}; it has the columns "
+                f"{', '.join(map(repr, columns))}: {advice}{also}"
             )
-        documents = documents.select_columns([self.text_field])
-        return documents if self.text_field == "text" else documents.rename_column(self.text_field, "text")
+        documents = documents.select_columns([column])
+        if self.token_field is not None:
+            documents = documents.with_format("numpy")
+        return documents if column == "text" else documents.rename_column(column, "text")
+
+
+def is_text_feature(feature) -> bool:
+    return isinstance(feature, Value) and "string" in feature.dtype
+
+
+def is_tokens(feature) -> bool:
+    """Whether it is a list of whole numbers, of any kind of list that `datasets` has."""
+    inner = getattr(feature, "feature", None)
+    return isinstance(inner, Value) and "int" in inner.dtype
 
 
 def training_source(data: DataConfig) -> Source:
@@ -221,7 +244,8 @@ def validation_source(data: DataConfig) -> Source | None:
 
 def _source(data: DataConfig, name: str, config: str | None, split: str) -> Source:
     limits = (data.streaming, data.max_documents)
-    return Source(name, config, split, data.text_field, *limits, data.document_start, data.joined_by)
+    of_rows = data.document_start, data.joined_by, data.token_field
+    return Source(name, config, split, data.text_field, *limits, *of_rows)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -209,6 +210,9 @@ class Encoder:
             for encoding in self.tokenizer.encode_batch_fast(chunk, add_special_tokens=False):
                 yield [*self.starts, *encoding.ids, *self.ends]
 
+    def num_bytes(self, text: str) -> int:
+        return len(text.encode())
+
     def __getstate__(self):  # the setting below is not part of the library's own state
         return {**vars(self), "tokenizer": self.tokenizer.to_str()}
 
@@ -216,6 +220,28 @@ class Encoder:
         vars(self).update(state)
         self.tokenizer = Tokenizer.from_str(state["tokenizer"])
         self.tokenizer.encode_special_tokens = True
+
+
+class TokensAsTheyAre:
+    """In the place of an `Encoder`, for documents that are tokens already."""
+
+    starts: list[int] = []
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.lengths = token_bytes(tokenizer).numpy()
+
+    def __call__(self, documents: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        for ids in documents:
+            for id in (ids.min(), ids.max()):
+                if not 0 <= id < len(self.lengths):
+                    raise RecipeError(
+                        f"a document holds token {id}, but data.tokenizer has {len(self.lengths)}: name the tokenizer "
+                        "that the tokens were made with"
+                    )
+            yield ids
+
+    def num_bytes(self, ids: np.ndarray) -> int:
+        return int(self.lengths[ids].sum())
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -38,6 +38,7 @@ def check_written(data: DataConfig):
         "joined_by": "the documents lie at several workers",
         "max_documents": "the pipeline says which documents there are",
         "document_start": "the pipeline says where documents begin",
+        "token_field": "they tokenise texts",
     }
     for name, reason in reasons.items():
         if (value := getattr(data, name)) is not None:

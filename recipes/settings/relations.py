@@ -88,6 +88,8 @@ def idle_data(data: DataConfig) -> Iterator[tuple[str, list[str], str]]:
         yield "data", ["cropped"], "data.packing='concatenate'"
     if data.joined_by is not None:
         yield "data", ["document_tokens", "start_token"], "data.joined_by, which makes one text without documents"
+    if data.token_field is not None:
+        yield "data", ["text_field", "document_tokens"], "data.token_field, which takes tokens as they are"
     if data.streaming:
         yield "data", ["num_proc"], "data.streaming=true, which one process reads"
 
@@ -192,6 +194,8 @@ def check_data(data: DataConfig, where: str):
             f"{where}: data.expected_tokens={data.expected_tokens:g} do not fill one row of data.sequence_length="
             f"{data.sequence_length}: correct one of them"
         )
+    if data.token_field is not None:
+        check_tokens(data, where)
     least = TRAINED_TOKENIZERS.get(data.tokenizer, 0)
     if data.tokenizer_vocab_size < least:
         raise RecipeError(
@@ -204,6 +208,21 @@ def check_data(data: DataConfig, where: str):
         raise RecipeError(
             f"{where}: data.document_start={data.document_start!r} is no regular expression: {error}"
         ) from None
+
+
+def check_tokens(data: DataConfig, where: str):
+    """Of a dataset that is tokenised already."""
+    if data.tokenizer in TRAINED_TOKENIZERS:
+        raise RecipeError(
+            f"{where}: data.token_field={data.token_field!r} holds tokens already, but data.tokenizer="
+            f"{data.tokenizer!r} would be trained here: name the tokenizer that they were made with"
+        )
+    for name in ("joined_by", "document_start"):
+        if (value := getattr(data, name)) is not None:
+            raise RecipeError(
+                f"{where}: data.{name}={value!r} joins texts, but data.token_field={data.token_field!r} holds tokens: "
+                "leave one of them out"
+            )
 
 
 def check_joined(data: DataConfig, where: str):

@@ -14,6 +14,7 @@ class DataConfig:
     source_config: str | None = None  # configuration of a `datasets` name, e.g. sample-10BT
     split: str = "train"  # of a `datasets` name
     text_field: str = "text"  # the column or key that holds a document
+    token_field: str | None = None  # of data that is tokenised already: the column of token ids, taken as they are
     document_start: str | None = None  # rows are lines, joined to documents that begin where this pattern matches
     joined_by: str | None = None  # rows that are not empty are one text, joined by this white space, no bos or eos
     streaming: bool = False  # read a `datasets` name while it is downloaded
@@ -65,7 +66,7 @@ class DepthConfig:
     rows_per_draw: int | None = None
     # gradients through the last so many loops; "half" is half the mean depth, rounded up; None is all
     backprop_loops: int | Literal["half"] | None = None
-    # total: T is drawn, then split (Parcae); prefix: n drawn, T = n + k (Huginn)
+    # total: T is drawn, then split (Huginn, Parcae); prefix: n is drawn, T = n + k (Parcae, algorithm 3)
     split: Literal["total", "prefix"] = "total"
     # the mean grows over the first so many steps: loops before those with gradients (forward), these, both, or all
     # loops, of which the last `backprop_loops` have gradients as soon as there are as many (total)
