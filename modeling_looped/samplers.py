@@ -72,9 +72,9 @@ def depths_of_step(
     another, with m = `rows_per_draw`, however many of them a forward pass or a process takes. "batch": one for all.
 
     split "total" (Huginn; Parcae, algorithm 4): T ~ sampler(mean), at least 1. How many of its loops carry gradients
-    is for the model's `backprop_loops` to say. split "prefix" (Parcae, algorithm 3): n ~ sampler(mean - k), which may be
-    0, and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts
-    one loop more than its rate, so that its mean is `mean` + 1, as published.
+    is for the model's `backprop_loops` to say. split "prefix" (Parcae, algorithm 3): n ~ sampler(mean - k), which may
+    be 0, and T = n + k with k = `backprop_loops`, so that no row is shallower than k. "poisson_lognormal" counts one
+    loop more than its rate, so that its mean is `mean` + 1, as published.
     """
     _check(sampler, mean, per, backprop_loops, split, maximum, rows_per_draw)
     draw = SAMPLERS[sampler]

@@ -1,6 +1,7 @@
-"""Trainers of other libraries with the model's own loss.
+"""Trainers of other libraries with the model's own loss, at depths that are drawn.
 
-    class Finetuning(OwnLoss, trl.SFTTrainer): ...
+    class Finetuning(OwnLoss, trl.SFTTrainer):
+        depths = DrawnDepths("poisson_lognormal", mean=32, backprop_loops=8)
 
 TRL runs the trunk and multiplies its last state with the head, so that losses over loops, of states and of gates would
 be left out. This passes the labels to the model instead; what TRL measures beside the loss is not logged.
@@ -9,12 +10,47 @@ There is none for GRPO and its like: their labels are the policy's own samples, 
 of earlier loops would teach the model to repeat them. They train the last loop, from which they sample.
 """
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
 from transformers import Trainer
 
 from .checks import refuse_if
+from .samplers import depths_of_step, initial_state_of_step
+
+
+@dataclass(frozen=True)
+class DrawnDepths:
+    """How deep each training step runs, and how many of its loops have gradients: see `depths_of_step`.
+
+    mean: None is the model's num_loops. per: "batch" is one depth for all rows of a step, in all processes. A model
+    whose `state_init` is "normal" starts from noise. Evaluation runs at the model's num_loops, without noise.
+    """
+
+    sampler: Literal["fixed", "poisson", "poisson_lognormal", "uniform"] = "poisson_lognormal"
+    mean: float | None = None
+    backprop_loops: int | None = None
+    per: Literal["batch", "sequence"] = "batch"
+    split: Literal["total", "prefix"] = "total"
+    maximum: int | None = None
+
+    def of_step(self, model, seed: int, step: int, rows: list[int], length: int, device) -> dict[str, Any]:
+        """Arguments of forward. rows: their numbers in the step."""
+        mean = model.config.num_loops if self.mean is None else self.mean
+        drawn = depths_of_step(
+            self.sampler, mean, seed, step, rows, self.per, self.backprop_loops, self.split, self.maximum
+        )
+        num_loops = drawn[0] if self.per == "batch" else drawn
+        arguments: dict[str, Any] = {"num_loops": num_loops, "backprop_loops": self.backprop_loops}
+        if model.config.state_init == "normal":
+            arguments["initial_state"] = initial_state_of_step(model, seed, step, rows, length, device)
+        return arguments
 
 
 class OwnLoss:
+    depths: DrawnDepths | None = None  # of training; None is the model's num_loops
+    _place = (-1, 0)  # step, and batches of it that have been trained on
+
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         assert isinstance(self, Trainer)  # it is mixed into one
         refuse_if(
@@ -28,4 +64,16 @@ class OwnLoss:
             "leave it out",
         )
         inputs = {**inputs, "use_cache": False}
+        if self.depths is not None and model.training:
+            inputs |= self._drawn(model, inputs)
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    def _drawn(self: Any, model, inputs: dict) -> dict[str, Any]:
+        """A function of seed and place, so that a run that goes on draws as one that was never stopped."""
+        step, given = self.state.global_step, inputs["input_ids"]
+        batch = self._place[1] if self._place[0] == step else 0
+        self._place = step, batch + 1
+        first = (batch * self.args.world_size + self.args.process_index) * len(given)
+        rows = list(range(first, first + len(given)))
+        plain = self.accelerator.unwrap_model(model)
+        return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)

@@ -23,7 +23,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.quantizers import AutoHfQuantizer
 
-from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step
 from modeling_looped.checks import check_pass
 from modeling_looped.clients import check_for_engine
 from modeling_looped.depth import plan_depths
@@ -339,6 +339,44 @@ def test_fine_tuning_has_the_models_own_loss(loss, tmp_path, warnings_of_clients
         assert abs(found - wanted) / wanted < (1e-6 if given is None else 0.3)
     trainer.train()
     assert not warnings_of_clients
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("per", ["batch", "sequence"])
+@pytest.mark.some(1)
+def test_fine_tuning_at_drawn_depths(per, tmp_path):
+    """Depths, loops with gradients and noise of every step; a run that goes on draws what the whole one drew."""
+    trl = trl_or_skip()
+    from modeling_looped.trainers import DrawnDepths, OwnLoss
+
+    class Finetuning(OwnLoss, trl.SFTTrainer):
+        depths = DrawnDepths("poisson", mean=5, backprop_loops=2, per=per)
+
+    def train(steps: int, resume: bool = False):
+        seen, names = [], ("num_loops", "backprop_loops", "initial_state")
+        model = tiny_model(vocab_size=30, eos_token_id=None, pad_token_id=0, injection="concat", state_init="normal")
+        settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "seed": 7, "max_steps": steps}
+        saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+        trainer = fine_tuning(Finetuning, model, tmp_path, **settings, **saving)
+        trainer.eval_dataset = trainer.train_dataset
+        model.register_forward_pre_hook(
+            lambda _, args, given: seen.append({name: given.get(name) for name in names}), with_kwargs=True
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        drawn = list(seen)
+        trainer.evaluate()
+        assert all(value is None for call in seen[len(drawn) :] for value in call.values())
+        return drawn
+
+    train(2)
+    rest, whole = train(4, resume=True), train(4)
+    assert len(whole) == 8 and [call["num_loops"] for call in rest] == [call["num_loops"] for call in whole[4:]]
+    for number, call in enumerate(whole):
+        step, row = divmod(number, 2)
+        (depth,) = depths_of_step("poisson", 5, 7, step, [row], per=per)
+        assert call["num_loops"] == (depth if per == "batch" else [depth]) and call["backprop_loops"] == 2
+    noise = [call["initial_state"] for call in whole]
+    assert not torch.equal(noise[0][:, :3], noise[1][:, :3]) and torch.equal(rest[0]["initial_state"], noise[4])
 
 
 def fused_head_or_skip():
