@@ -300,6 +300,8 @@ def test_exit_weighted_logits():
     assert result["expected_ce"] == pytest.approx(expected) and abs(result["ce"] - expected) > 1e-3
     assert result["last_ce"] == pytest.approx(loss(outputs.loop_logits[-1]).mean().item())
     assert result["exit"] == pytest.approx([weight[:, :-1].mean().item() for weight in p])
+    shallow = [readout_probes.exit_weighted(model, BATCH, num_loops=k)["ce"] for k in (1, 2)]
+    assert result["ce_at_depth"] == pytest.approx([*shallow, result["ce"]])
     found = readout_probes.entropy_and_margin(mixed[:, :-1].detach())
     assert (result["entropy"], result["margin"]) == pytest.approx(found)
     with pytest.raises(ValueError, match="exit_gate='none'"):

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
@@ -317,6 +318,9 @@ def test_all_loops_read_out_by_the_probability_of_an_exit(tmp_path):
     assert outputs.token_loops.tolist() == [[3] * IDS.shape[1]] * len(IDS)
     last = model(IDS[:, -1:], cache=model(IDS[:, :-1]).cache, exit_rule=rule, logits_to_keep=1)
     torch.testing.assert_close(last.logits, wanted[:, -1:], rtol=1e-5, atol=2e-5)
+    labelled = LoopedForCausalLM.from_pretrained(tmp_path, loop_loss="exit_weighted_logits").double()
+    loss = F.cross_entropy(wanted[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())  # as the release gives with labels
+    torch.testing.assert_close(labelled(IDS, labels=IDS).loss, loss, rtol=1e-5, atol=2e-5)
     shallow = model(IDS, exit_rule=rule, num_loops=[2, 3])
     torch.testing.assert_close(
         shallow.logits[:1],

@@ -192,7 +192,8 @@ def token_classes(tokenizer, vocab_size: int) -> dict[str, torch.Tensor]:
 def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
     """Cross-entropy of the logits averaged over loops with the exit probabilities (table 6, Ouro's label path).
 
-    Beside it the mean of the loops' cross-entropies with the same weights, and that of the last loop.
+    So it is at every depth (table 8, figure 7), where the last loop takes what has not exited. Beside it the mean of
+    the loops' cross-entropies with the same weights, and that of the last loop.
     """
     if model.exit_gate is None:
         raise ValueError("exit-weighted logits need an exit gate, but this model has exit_gate='none'")
@@ -202,7 +203,10 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
             **batch, num_loops=depth, output_loop_logits=True, output_exit_probabilities=True, use_cache=False
         )
     weights = outputs.exit_probabilities  # [batch, length, loops]
-    mixed = sum(logits * weights[..., k, None] for k, logits in enumerate(outputs.loop_logits))
+    mixed, left, at_depth = 0, torch.ones_like(weights[..., :1]), []
+    for k, logits in enumerate(outputs.loop_logits):
+        at_depth.append(next_token_losses(mixed + left * logits, batch["input_ids"]).mean().item())
+        mixed, left = mixed + weights[..., k, None] * logits, left - weights[..., k, None]
     losses = torch.stack([next_token_losses(logits, batch["input_ids"]) for logits in outputs.loop_logits], -1)
     entropy, margin = entropy_and_margin(mixed[:, :-1])
     return {
@@ -214,6 +218,7 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
         "last_ce": losses[..., -1].mean().item(),
         "loop": list(range(1, depth + 1)),
         "exit": weights[:, :-1].mean((0, 1)).tolist(),
+        "ce_at_depth": at_depth,
     }
 
 

@@ -21,6 +21,7 @@ HUB_ARGUMENTS = (
     "subfolder",
 )
 WEIGHTS, SHARDS = ("model.safetensors", "pytorch_model.bin"), "{}.index.json"
+RENAMED_WEIGHTS = ("model.pt", "model.bin")  # what Parcae's release writes, and its evaluation reads
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TOKENIZER_FILES = """
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.model vocab.json
@@ -115,7 +116,9 @@ def weight_files(path, hub: dict) -> list[str]:
             if missing := [shard for shard, place in found.items() if place is None]:
                 raise OSError(f"{path} lacks {', '.join(missing)}, which {os.path.basename(index)} names")
             return [place for place in found.values() if place is not None]
-    raise OSError(f"{path} has no weights: neither {' nor '.join(WEIGHTS)}, whole or in shards")
+    other = next((name for name in RENAMED_WEIGHTS if find_file(path, name, hub) is not None), None)
+    advice = "" if other is None else f"; if {other} holds tensors by name, rename it to {WEIGHTS[-1]}"
+    raise OSError(f"{path} has no weights: neither {' nor '.join(WEIGHTS)}, whole or in shards{advice}")
 
 
 def shards_of(index: str) -> list[str]:
