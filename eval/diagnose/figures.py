@@ -348,8 +348,13 @@ def exit_weighted(result: dict) -> list:
     return [
         Bars("Loss", "cross-entropy", {words: result[key] for words, key in losses.items()}),
         Bars("Where tokens exit", "share", {f"loop {k}": p for k, p in zip(result["loop"], result["exit"])}),
-        Chart("Loss of mixed logits at every depth", "loops", "cross-entropy",
-              [Line("", list(zip(result["loop"], result.get("ce_at_depth", []))))], whole_x=True),
+        Chart(
+            "Loss of mixed logits at every depth",
+            "loops",
+            "cross-entropy",
+            [Line("", list(zip(result["loop"], result.get("ce_at_depth", []))))],
+            whole_x=True,
+        ),
     ]
 
 
