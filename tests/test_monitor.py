@@ -29,6 +29,11 @@ def test_measurements_are_their_definitions(preset):
     change = np.linalg.norm(states[2] - states[1], axis=-1) / width**0.5
     assert measured["state_change"] == pytest.approx(change.mean())
 
+    correlations = [
+        np.corrcoef(row)[~np.eye(len(row), dtype=bool)].mean() for row in states[-1]
+    ]  # of numpy's own, of every two tokens
+    assert measured["token_correlation"] == pytest.approx(np.mean(correlations))
+
     section = "prelude" if model.config.num_prelude_layers else "core"
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     squares = sum(g.square().sum().item() for name, g in gradients.items() if f"{section}.0.mlp." in name)

@@ -98,11 +98,21 @@ def over_depth(runs: list[RunFolder]) -> Section:
 
 NORMS = Explanation(
     "The size of the state, ‖h‖/√d, after each loop and while the model trained; the spectral radius is that of the "
-    "map by which an injection takes over the state.",
-    "One size over loops and over training, and a radius below 1.",
+    "map by which an injection takes over the state, the correlation that of two tokens of a row after the last loop.",
+    "One size over loops and over training, a radius below 1, and tokens that stay apart once more than their "
+    "frequencies is learned.",
     "Residual Scaling, theorem 1: it grows with the number of loops N where residuals are not scaled, as √N under "
-    "1/√N, and not under 1/N. Parcae, figure 3: runs whose radius exceeds 1 diverge.",
+    "1/√N, and not under 1/N. Parcae, figure 3: runs whose radius exceeds 1 diverge. In a run of Huginn's that failed "
+    "all tokens became alike.",
 )
+
+
+NORM_METRICS = {
+    "residual_norm": "norm after the last loop",
+    "state_change": "change in the last loop",
+    "spectral_radius": "spectral radius",
+    "token_correlation": "correlation of tokens",
+}
 
 
 def norms(runs: list[RunFolder]) -> Section:
@@ -112,7 +122,7 @@ def norms(runs: list[RunFolder]) -> Section:
         if not last:
             continue
         over_loops.append(Line(run.name, list(last.items()), named(i)))
-        rows.append([run.name, *(number(run.last(m)) for m in ("residual_norm", "state_change", "spectral_radius"))])
+        rows.append([run.name, *(number(run.last(m)) for m in NORM_METRICS)])
         first, final, count = last[min(last)], last[max(last)], max(last)
         if count > 1 and first > 0:
             ratio = written(final / first, 3)
@@ -128,7 +138,7 @@ def norms(runs: list[RunFolder]) -> Section:
         Chart("After the last loop, over training", "step", "‖h‖/√d", steps),
         Chart("Injection", "step", "spectral radius", radius, levels={"stable below": 1}),
     ]
-    head = ["run", "norm after the last loop", "change in the last loop", "spectral radius"]
+    head = ["run", *NORM_METRICS.values()]
     kept = [i for i in range(len(head)) if any(row[i] != "–" for row in rows)]
     table = Table([head[i] for i in kept], [[row[i] for i in kept] for row in rows])
     return Section("Norms of the state", [*findings, Charts(charts), table, NORMS])

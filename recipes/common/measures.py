@@ -29,6 +29,14 @@ def token_rms(state: torch.Tensor) -> torch.Tensor:
     return wide(state).square().mean(-1).sqrt()
 
 
+def token_correlation(state: torch.Tensor) -> torch.Tensor:
+    """Of the channels of two tokens of a row, in the mean over its pairs, [rows]: 1 where all tokens are alike."""
+    centred = wide(state) - wide(state).mean(-1, keepdim=True)
+    length = state.shape[1]
+    together = torch.nn.functional.normalize(centred, dim=-1).sum(1).square().sum(-1)
+    return (together - length) / max(length * (length - 1), 1)
+
+
 def mean_norm(state: torch.Tensor) -> float:
     """||h|| averaged over tokens."""
     return (token_rms(state).mean() * math.sqrt(state.shape[-1])).item()

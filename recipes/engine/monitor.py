@@ -5,7 +5,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from looped_recipes.common.measures import gradient_norm, spectral_radius, token_rms, watched_blocks
+from looped_recipes.common.measures import (
+    gradient_norm,
+    spectral_radius,
+    token_correlation,
+    token_rms,
+    watched_blocks,
+)
 from modeling_looped.depth import placed
 
 
@@ -23,12 +29,13 @@ class StateNorms:
     """Mean norms of the states of a step: those of one batch of all its rows, however they are cut and spread.
 
     States of a row that ran fewer loops than the deepest of the step stay what they were; `change` is that of the last
-    loop of each.
+    loop of each, and `likeness` that of the tokens of a row after it.
     """
 
     def __init__(self, deepest: int, device):
         self.rms = torch.zeros(deepest, dtype=torch.float64, device=device)  # sums over tokens, of every loop
-        self.change, self.num_tokens = (torch.zeros(1, dtype=torch.float64, device=device) for _ in range(2))
+        zeros = (torch.zeros(1, dtype=torch.float64, device=device) for _ in range(4))
+        self.change, self.num_tokens, self.likeness, self.num_rows = zeros
         self.width = 0
 
     def add(self, states: Sequence[torch.Tensor], first: torch.Tensor, depths: list[int]):
@@ -40,14 +47,17 @@ class StateNorms:
         is_last = [[loop == depth for depth in depths] for loop in range(1, len(states) + 1)]
         self.change += (torch.stack(moved) * placed(is_last, first.device)).sum()
         self.num_tokens += states[0][..., 0].numel()
+        self.likeness += token_correlation(states[-1]).double().sum()
+        self.num_rows += len(states[-1])
         self.width = states[0].shape[-1]
 
     def metrics(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """reduce: the sum over processes, which all call this."""
-        *norms, change, num_tokens = reduce(torch.cat([self.rms, self.change, self.num_tokens])).tolist()
+        sums = torch.cat([self.rms, self.change, self.num_tokens, self.likeness, self.num_rows])
+        *norms, change, num_tokens, likeness, num_rows = reduce(sums).tolist()
         norms = [norm / num_tokens for norm in norms]
         metrics = {f"residual_norm/loop_{k}": norm for k, norm in enumerate(norms, start=1)}
-        metrics["residual_norm"] = norms[-1]
+        metrics["residual_norm"], metrics["token_correlation"] = norms[-1], likeness / num_rows
         # the same without the division by sqrt d: ||H_k||, as the Fully Looped Transformer's figures show it
         metrics |= {f"state_norm/loop_{k}": norm * self.width**0.5 for k, norm in enumerate(norms, start=1)}
         return metrics | ({"state_change": change / num_tokens} if len(norms) > 1 else {})
