@@ -61,11 +61,11 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
     return None
 
 
-def check_takes_initial_state(config):
+def check_starts_from_noise(config):
     if config.state_init != "normal":
         raise ValueError(
-            "initial_state and state_seed are for models with state_init='normal'; this one starts from "
-            f"{config.state_init!r}: leave them out"
+            "noise to start from, and so state_seed, is for models with state_init='normal'; this one starts from "
+            f"{config.state_init!r}: leave it out"
         )
 
 
@@ -105,7 +105,6 @@ def check_pass(config, plan: DepthPlan, inputs_embeds, cache, initial_state, eve
         past = 0 if cache is None else cache.get_seq_length()
         check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
     if initial_state is not None:
-        check_takes_initial_state(config)
         shape = (*inputs_embeds.shape[:-1], config.state_size)
         if initial_state.shape != shape:
             raise ValueError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .cache import LoopedCache, num_shared_slots, sharing_of
-from .checks import check_takes_initial_state, refuse_if
+from .checks import check_starts_from_noise, refuse_if
 from .depth import check_count, check_depths, from_numpy
 from .exit_criteria import ExitRule, ExitSelection, exit_rule
 
@@ -156,7 +156,7 @@ class DepthOptions:
     def check_state_seed(self, model_config):
         if isinstance(self.state_seed, bool) or not isinstance(self.state_seed, int):
             raise TypeError(f"state_seed must be an integer, got {self.state_seed!r}")
-        check_takes_initial_state(model_config)
+        check_starts_from_noise(model_config)
         refuse_if(
             self.changes_decoding,
             f"state_seed={self.state_seed} goes with plain decoding, and not with exits that stop loops, "

@@ -38,7 +38,7 @@ from .checks import (
     check_inputs,
     check_pass,
     check_softcap,
-    check_takes_initial_state,
+    check_starts_from_noise,
     is_recorded,
     leave_out_cache,
     refuse_if,
@@ -253,7 +253,8 @@ class LoopedModel(LoopedPreTrainedModel):
         r"""
         num_loops: depth of this pass, one number or one per sequence; by default `config.num_loops`.
         backprop_loops: gradients flow through this number of last loops of each row; states before them are constants.
-        initial_state: h_0, [batch, length, config.state_size], where `state_init` is "normal".
+        initial_state: h_0, [batch, length, config.state_size], in the place of that of `state_init`: noise, or a state
+            from which to go on, `to_next_loop(H)` of another run. Loops are counted from 0 again.
         exit_watch: decides after every loop which tokens, or which rows, stop there.
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
@@ -468,6 +469,12 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def initial_state(self, embedded, given: torch.Tensor | None):
         if given is not None:
+            refuse_if(
+                self.looks_at_first and self.config.state_init != "normal",
+                "this model runs its first loop otherwise than later ones (injection="
+                f"{self.config.injection!r}, loop_change_gate={self.config.loop_change_gate}), so it begins from the "
+                f"state that state_init={self.config.state_init!r} says alone: leave out initial_state",
+            )
             return given.to(embedded.dtype)
         if self.config.state_init == "embedding":
             return embedded
@@ -475,7 +482,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         """Noise for `initial_state`, cut at three standard deviations. The model itself never draws any."""
-        check_takes_initial_state(self.config)
+        check_starts_from_noise(self.config)
         std = self.config.state_init_std
         if std is None:
             std = (2 / (5 * self.config.hidden_size)) ** 0.5 * self.config.embedding_scale

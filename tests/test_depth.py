@@ -340,11 +340,27 @@ def test_initial_state_that_does_not_fit():
     for wrong in (state[:1], state[:, :5], state[..., :31]):
         with pytest.raises(ValueError, match=rf"{tuple(wrong.shape)}".replace("(", r"\(").replace(")", r"\)")):
             model(ids, initial_state=wrong)
-    other = model_of("plain")
     with pytest.raises(ValueError, match="state_init='normal'; this one starts from 'embedding'"):
-        other(ids, initial_state=state)
-    with pytest.raises(ValueError, match="state_init='normal'"):
-        other.sample_initial_state(2, 6)
+        model_of("plain").sample_initial_state(2, 6)
+
+
+@pytest.mark.parametrize("preset", ["lt", "lt_input", "lt_attention", "parcae", "huginn", "ouro", "readout_damping"])
+def test_a_run_goes_on_from_any_state(preset):
+    """Two loops and three more are five, whatever the model starts from by itself."""
+    model, ids = tiny_model(preset=preset).double(), random_ids(2, 6)
+    with torch.no_grad():
+        states = model(ids, num_loops=5, output_loop_hidden_states=True).loop_hidden_states
+        second = model.model.to_next_loop(states[1])
+        further = model(ids, num_loops=3, initial_state=second, output_loop_hidden_states=True).loop_hidden_states
+    torch.testing.assert_close(torch.stack(further), torch.stack(states[2:]))
+
+
+def test_no_run_goes_on_where_the_first_loop_is_another():
+    ids = random_ids(2, 6)
+    for fields, said in ({"preset": "flt"}, "injection='attention_all'"), ({"loop_change_gate": True}, "gate=True"):
+        model = tiny_model(**fields)
+        with pytest.raises(ValueError, match=f"{said}.*leave out initial_state"):
+            model(ids, initial_state=torch.zeros(2, 6, model.config.state_size))
 
 
 # What is refused

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from looped_recipes.common.hub import model_inside
 from modeling_looped import generator_of, register_public_formats
-from modeling_looped.checks import check_takes_initial_state
+from modeling_looped.checks import check_starts_from_noise
 from modeling_looped.exit_criteria import ExitRule
 
 from .question import check_question
@@ -73,7 +73,7 @@ class LoopedLM(HFLM):
         register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
         if state_seed is not None:
-            check_takes_initial_state(self.config)
+            check_starts_from_noise(self.config)
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
