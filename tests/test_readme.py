@@ -183,6 +183,13 @@ def test_every_preset_has_a_row():
     assert f"{len(LoopedConfig.preset_names())} presets" in TEXT["README.md"]
 
 
+def speedups(command: str) -> dict[str, float]:
+    """Over a Llama, by type, of the first measurement that this command begins."""
+    lines = (ROOT / "results/benchmark.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [each for each in map(json.loads, lines) if each["command"].startswith(command)]
+    return {each["dtype"]: each["speedup_over_llama"] for each in reversed(found)}
+
+
 def test_headline_numbers_are_those_of_the_results():
     said = re.sub(r"\s+", " ", TEXT["README.md"])
     hops = json.loads((ROOT / "results/demo.json").read_text(encoding="utf-8"))["hops"]
@@ -202,6 +209,12 @@ def test_headline_numbers_are_those_of_the_results():
     )
     compared.append(f"four loops are right in {min(of_loops):.0f} to {max(of_loops):.0f} % of the questions")
     compared.append(f"one loop of the same layer in {min(of_one):.0f} to {max(of_one):.0f} %")
+    steps, decoding = (speedups(f"python -m eval.benchmark {name}") for name in ("train", "decode --new-tokens 48"))
+    alone = speedups("python -m eval.benchmark decode --batch 1 --new-tokens 48")
+    compared.append(
+        f"a training step is {steps['float32']:.2f} times as fast in fp32 and {steps['bfloat16']:.2f} times in bf16, "
+        f"cached decoding in fp32 {decoding['float32']:.2f} times with 4 rows and {alone['float32']:.2f} times with one"
+    )
     claims = (ROOT / "results/CLAIMS.md").read_text(encoding="utf-8").splitlines()[2].strip("*")
     assert [each for each in [answers(hops), exits(hops), *compared, claims] if each not in said] == []
 
