@@ -4,9 +4,12 @@
     looped convert ouro back --to ouro                    and back
     looped convert SandyResearch/parcae-140m parcae --tokenizer SandyResearch/parcae-tokenizer
     looped convert runs/small/final llama --to llama --unroll          the Llama of its layers, pass by pass
+    looped convert base_checkpoints/d12 flt --tokenizer TOKENIZER      what the Fully Looped Transformer's code saved
+    looped convert outputs/my_run/last.pt readout                      and that of the readout paper
 
-SOURCE is a folder, a training run or a repository on the Hub, in any layout that opens. OUT is a new folder: it
-appears when it is complete, and nothing is overwritten. Tokenizer and generation config go along. Published models:
+SOURCE is a folder, a training run or a repository on the Hub, in any layout that opens, or what two training codes
+save. OUT is a new folder: it appears when it is complete, and nothing is overwritten. Tokenizer and generation config
+go along. Published models:
 
     Nanbeige/Nanbeige4.2-3B
     tomg-group-umd/huginn-0125
@@ -50,17 +53,24 @@ def convert(
     tokenizer: str | None = None,
     num_loops: int | None = None,
 ):
-    source = model_inside(str(source))
-    check_source(source)
+    from looped_recipes.engine.foreign_checkpoints import is_training_checkpoint, read_training_checkpoint
     from modeling_looped import LoopedForCausalLM
     from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
     from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
 
+    is_of_training = is_training_checkpoint(source)
+    if not is_of_training:
+        source = model_inside(str(source))
+        check_source(source)
     check_new(Path(out))  # before much is read
     if tokenizer is not None and all(find_file(tokenizer, name, {}) is None for name in TOKENIZER_FILES):
         raise OSError(f"there is no tokenizer in {tokenizer}: it has none of {', '.join(TOKENIZER_FILES)}")
     depth = {} if num_loops is None else {"num_loops": num_loops}
-    model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source), **depth)
+    own_tokenizer = None
+    if is_of_training:
+        model, own_tokenizer = read_training_checkpoint(source, **depth)
+    else:
+        model = LoopedForCausalLM.from_pretrained(source, dtype=stored_dtype(source), **depth)
     tokenizer_of = tokenizer or source
     if to is not None:
         save_public(model, out, to, unroll, tokenizer_of)
@@ -68,7 +78,10 @@ def convert(
 
         def fill(place: Path):
             model.save_pretrained(place)
-            copy_tokenizer(tokenizer_of, place)
+            if own_tokenizer is not None and tokenizer is None:
+                own_tokenizer.save_pretrained(place)
+            else:
+                copy_tokenizer(tokenizer_of, place)
 
         whole_folder(out, fill)
     count = sum(parameter.numel() for parameter in model.parameters())
