@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate.state import AcceleratorState, PartialState
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from tqdm import tqdm
@@ -88,6 +89,28 @@ def test_models_of_the_way_change_nothing(whole_run, training_text, tmp_path):
     assert not any(torch.equal(weights[0]["lm_head.weight"], other["lm_head.weight"]) for other in weights[1:])
     assert results_folder(str(tmp_path / "step-00000002")) == tmp_path / "step-00000002" / "eval"
     assert {results_folder(str(tmp_path / name)) for name in ("", "final")} == {tmp_path / "eval"}
+
+
+def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatch):
+    """Neither the precision of the launch, nor what the recipe names; to go on, the launch is to be the same."""
+    run, shards = tmp_path / "run", tmp_path / "shards"
+    settings = [*smoke_settings(training_text, run), f"data.cache_dir={shards}"]
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        for state in (AcceleratorState, PartialState):  # those of other tests stay as they are
+            patch.setattr(state, "_shared_state", {})
+        main([str(SMOKE / "ouro.yaml"), *settings])
+    with pytest.raises(RecipeError, match="precision was 'bf16', is 'no'.*accelerate launch --mixed_precision bf16"):
+        main([str(SMOKE / "ouro.yaml"), *settings])
+    shutil.rmtree(shards)
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace(str(training_text), "/nowhere"))
+    out = export.main([str(run)])
+    assert out == run / "step-00000006"
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (run / "final" / name).read_bytes()
+    positions = LoopedForCausalLM.from_pretrained(out).config.max_position_embeddings
+    assert AutoTokenizer.from_pretrained(out).model_max_length == positions
+    assert f'from_pretrained("{out}", trust_remote_code=True)' in (out / "README.md").read_text()
 
 
 def test_validation_is_that_of_the_saved_model(whole_run):

@@ -172,6 +172,10 @@ def test_task_results_of_every_depth(tmp_path):
     add_results(run, 4, 0.75, where="plain", model_args="pretrained=x,num_loops=4")
     add_results(run, 5, 0.625, where="plain", model_args={"pretrained": "x", "num_loops": 5})
     (run / "results" / "results_broken.json").write_text('{"results": ')
+    way = run / "step-00000010"  # a model of the way, and another run
+    LoopedConfig().save_pretrained(way)
+    add_results(way / "eval", 2, 0.125)
+    add_results(make_run(run / "other"), 2, 0.125)
     found, chance, unread = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}
     assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 1

@@ -19,7 +19,7 @@ def results_of(run: RunFolder) -> tuple[dict[str, dict[int, curves.Point]], dict
     """lm-eval's metrics over depth, {task and metric: {depth: (value, standard error)}}, what guessing scores, and
     files that were not understood."""
     found, chance, unread = {}, {}, []
-    for path in sorted(run.folder.rglob("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
+    for path in sorted(run.own_files("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             tasks = {**content["results"], **content.get("groups", {})}

@@ -1,5 +1,6 @@
 """The model card of a run, and pushing its folder to the Hub."""
 
+import os
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,8 +29,8 @@ A looped language model: {layers} unique layers ({prelude} before the loop, {cor
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{place}", trust_remote_code=True)
 inputs = tokenizer("Once", return_tensors="pt")
 ids = model.generate(**inputs, max_new_tokens=20)  # {loops} loops
 ids = model.generate(**inputs, max_new_tokens=20, num_loops=1)  # any other depth
@@ -54,8 +55,10 @@ With `import modeling_looped` before, nothing asks for `trust_remote_code`.
 """
 
 
-def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str, steps: int) -> str:
-    """The README of an exported model, filled from its run; steps: after which it was exported."""
+def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, steps: int) -> str:
+    """The README of a model that is exported to `folder`, filled from its run; steps: after which that was."""
+    run = Path(metrics_path).absolute().parent
+    place = recipe.training.push_to_hub or os.path.join(".", folder)  # which no repository is called
     records = [record for record in read_metrics(metrics_path) if record["step"] < steps]
     last = next((record for record in reversed(records) if "validation/loss" in record), {})
     depths = sorted(int(key.rsplit("_", 1)[1]) for key in last if key.startswith("validation/loss_at_"))
@@ -64,7 +67,8 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str, step
         for k in depths
     )
     return CARD.format(
-        name=name,
+        name=recipe.training.push_to_hub or run.name,
+        place=place,
         injection=config.injection,
         license=yaml.safe_dump({"license": recipe.training.license}) if recipe.training.license else "",
         layers=config.num_layers,

@@ -17,7 +17,7 @@ from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.peers import one_message
 from looped_recipes.engine.resume import TRAINING, comparable, differing, shown
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
-from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.paths import named_in
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
 from looped_recipes.settings.run_checks import check_run
 from looped_recipes.settings.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
@@ -47,7 +47,7 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
             raise RecipeError(
                 f"{path}: two runs have the name {name!r}: take one of them out, or give them names of their own"
             )
-        base = sweep.path.parent / expanded(own or sweep.recipe)
+        base = named_in(sweep.path, own or sweep.recipe)
         changes = {**sweep.set, **settings, OUTPUT: str(sweep.folder / name)}
         recipe = load_recipe(base, overrides, changes)
         if any(override.startswith(f"{OUTPUT}=") for override in overrides):

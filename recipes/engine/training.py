@@ -71,6 +71,7 @@ class Pretraining:
         set_seed(training.seed)
         self.model = build_model(recipe, self.data.tokenizer)
         self.config = self.model.config
+        self.data.tokenizer.model_max_length = self.config.max_position_embeddings
         self.operations = Operations(recipe, self.config)
         self.total_steps = recipe.num_steps(sizes(self.config), self.operations.steps_within, len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
@@ -102,7 +103,14 @@ class Pretraining:
         precision, has_dropout = self.accelerator.mixed_precision, self.batches.has_dropout
         compared = settings_of_run(recipe, self.config, self.data, precision, has_dropout)
         self.checkpoints = RunCheckpoints(
-            recipe, self.accelerator, self.model, self.optimizers, self.monitor, self.metrics, compared
+            recipe,
+            self.accelerator,
+            self.model,
+            self.optimizers,
+            self.monitor,
+            self.metrics,
+            self.data.tokenizer,
+            compared,
         )
 
     @property
@@ -251,16 +259,8 @@ class Pretraining:
             said = f"the run ends at {loss:.4f}, above training.max_loss={limit}: diverged"
             self.accelerator.print(said)
 
-    def export(self, checkpoint: Path, path: Path):
-        """A model of one checkpoint."""
-        self.progress, _ = self.checkpoints.load(checkpoint)
-        self.go_to(self.step)
-        self.export_to(path)
-
     def export_to(self, path: Path):
-        name = self.recipe.training.push_to_hub or self.output.absolute().name
-        card = model_card(self.recipe, self.config, self.metrics.path, name, self.step)
-        self.data.tokenizer.model_max_length = self.config.max_position_embeddings
+        card = model_card(self.recipe, self.config, self.metrics.path, path, self.step)
         export_model(path, self.model, self.data.tokenizer, readme=card)
 
     def finish(self) -> Path:

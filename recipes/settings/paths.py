@@ -28,11 +28,19 @@ def nearest_existing(path: Path) -> Path:
 def recipe_file(path: str | Path) -> Path:
     """`path`; or, where it is not there, the recipe of that name that comes with this package."""
     path = expanded(path)
-    if path.exists() or path.is_absolute():
-        return path
+    return path if path.exists() else installed(path) or path
+
+
+def named_in(file: Path, name: str) -> Path:
+    """The recipe that a file names: beside it, or one of this package, from whatever folder the file is read."""
+    near = file.parent / expanded(name)
+    return near if near.exists() else installed(expanded(name)) or near
+
+
+def installed(path: Path) -> Path | None:
     parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     own = INSTALLED.joinpath(*parts)
-    return own if own.is_file() else path
+    return own if own.is_file() else None
 
 
 def similar_recipe(path: Path, kind: str) -> str | None:
