@@ -61,6 +61,13 @@ def test_what_cannot_be_measured(which, options, message, capsys):
         lines_of(which, capsys, **{**OF_DECODING, **options})
 
 
+def test_products_are_those_of_a_cpu():
+    args = benchmark.parse(["products", "--device", "cpu"])
+    args.device = "cuda"
+    with pytest.raises(ValueError, match="products measures the ways of cpu.py, not --device cuda: pass --device cpu"):
+        benchmark.check(args)
+
+
 def test_memory_is_that_of_the_device_that_is_named(monkeypatch):
     args = benchmark.parse(["_memory", *"--device cpu --width 64 --ff 96 --layers 1 --vocab 99 --length 12".split()])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -173,6 +173,8 @@ def check(args):
         raise ValueError(f"--batch-sizes must be at least 1 each, got {args.batch_sizes}")
     if args.which in ("decode", "bandwidth", "exits") and args.new_tokens < 2:
         raise ValueError("--new-tokens 1: the first is the prompt's, and is not timed: pass 2 or more")
+    if args.which == "products" and args.device != "cpu":
+        raise ValueError(f"products measures the ways of cpu.py, not --device {args.device}: pass --device cpu")
     if args.which == "depths" and args.continuation > args.length:
         raise ValueError(f"--continuation {args.continuation} must be at most --length {args.length}")
 

@@ -82,13 +82,16 @@ class Parser(OneLineErrors):
 
 
 def device_of(name: str | None) -> str:
-    """The device of that name, if it is there; without a name, a GPU if there is one."""
+    """The device of that name, if it is there; without a name, a GPU if there is one. Of several GPUs, the one that is
+    named is from then on the current one, which clocks and counters of memory are asked of."""
     import torch
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
+        if torch.device(name).type == "cuda" and torch.device(name).index is not None:
+            torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} is not there ({reason}): leave the option out, or pass cpu") from None

@@ -21,7 +21,7 @@ from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.batches import Batches
-from looped_recipes.engine.beginning import build_model, check_launch
+from looped_recipes.engine.beginning import build_model, check_launch, precision_of
 from looped_recipes.engine.checkpoint import step_name
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
@@ -62,8 +62,9 @@ class Pretraining:
             find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
         )
         check_launch(recipe, self.accelerator)
-        if (note := note_on_windows(recipe, config)) is not None:
-            self.accelerator.print(note)
+        for note in (precision_of(self.accelerator), note_on_windows(recipe, config)):
+            if note is not None:
+                self.accelerator.print(note)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes of a launcher
             end_with(os.getppid())
         self.data = main_process_first(lambda is_main: prepare(recipe.data, check=is_main))

@@ -12,6 +12,7 @@ from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.shards import prepare
 from looped_recipes.data.sources import check_files
+from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import Recipe, load_recipe
@@ -28,18 +29,25 @@ LEAST_STEPS = 20
 
 
 def seconds_per_step(recipe: Recipe, minutes: float) -> float:
-    """Of whole steps at the mean depth, on random tokens, in so long a time; the first is not counted."""
-    model = LoopedForCausalLM(recipe.model_config()).train()
+    """Of whole steps at the mean depth, on random tokens, in so long a time, where and as the training computes them;
+    the first is not counted."""
+    accelerator = make_accelerator()
+    model = LoopedForCausalLM(recipe.model_config()).to(accelerator.device).train()
     optimizers = build_optimizers(model, recipe.optimizer, recipe.training.steps)
-    rows = torch.randint(model.config.vocab_size, (recipe.training.micro_batch_size, recipe.data.sequence_length))
+    size = (recipe.training.micro_batch_size, recipe.data.sequence_length)
+    rows = torch.randint(model.config.vocab_size, size, device=accelerator.device)
     end, seconds = time.perf_counter() + 60 * minutes, []
     while len(seconds) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         for _ in range(recipe.training.rows_per_step // recipe.training.micro_batch_size):
-            model(rows, labels=rows, output_logits=False, use_cache=False).loss.backward()
+            with accelerator.autocast():
+                loss = model(rows, labels=rows, output_logits=False, use_cache=False).loss
+            loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
 
