@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -139,7 +140,8 @@ def test_options_that_stand_in_two_places_are_the_same():
     assert described().keys() == diagnose.MEASURES.keys()
     for name, measure in diagnose.MEASURES.items():
         assert {option.name: option.default for option in described()[name].options} == measure.defaults()
-        assert described()[name].reads_a_model == measure.reads_a_model and described()[name].about == measure.about
+        about = inspect.getdoc(measure.function).split("\n\n")[0].replace("\n", " ")
+        assert described()[name].reads_a_model == measure.reads_a_model and described()[name].about == about
 
 
 def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
@@ -149,6 +151,10 @@ def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
     (tmp_path / "smoke").mkdir()
     (tmp_path / "smoke/flt.yaml").write_text("")
     assert recipe_file("smoke/flt.yaml") == Path("smoke/flt.yaml")
+    listed = help_of_recipes("", [])
+    assert "readout/44m/per_loop_raw.yaml" in listed and "parcae/ablations/table_4.sweep.yaml" in listed
+    assert "accelerate/" not in listed
+    assert similar_recipe(Path("ddp"), "recipe") is None
     with pytest.raises(RecipeError, match="there is no recipe smoke/none.yaml, here or among those"):
         load_recipe("smoke/none.yaml")
 
@@ -168,7 +174,14 @@ def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
 def test_one_spelling_and_the_former_ones(arguments):
     args = own_parser().parse_args(arguments)
     assert (args.num_loops, args.batch_size) == ([1, 2, 4], 3)
-    assert args.command == "python -m eval.own " + " ".join(arguments)
+    assert args.command == "python -m looped_eval.own " + " ".join(arguments)
+
+
+def test_a_command_is_called_as_it_is_typed(capsys):
+    for module, command in (("recipes.own_text", "looped own-text"), ("eval.show_loops", "looped show")):
+        with pytest.raises(SystemExit):
+            Parser(module, "About it.").parse_args(["--none"])
+        assert capsys.readouterr().err.startswith(f"{command}: ")
 
 
 def test_positional_arguments_may_stand_after_options():

@@ -642,7 +642,7 @@ def test_every_law_from_the_command_line(tmp_path, capsys):
     assert written(tmp_path / "out", "isoflop")["power_laws"]["mean_depth"]["exponent"] == pytest.approx(0.4, abs=0.01)
     small = written(tmp_path / "out", "parametric_parameters=9.3e+07")
     assert small["coefficients"]["E"] == pytest.approx(2.662, rel=1e-4)
-    assert len(small["held_out"]["rows"]) == 36 and small["command"].startswith("python -m eval.laws parametric")
+    assert len(small["held_out"]["rows"]) == 36 and small["command"].startswith("looped laws parametric")
     assert written(tmp_path / "out", "parametric_parameters=2.34e+08")["coefficients"]["E"] == pytest.approx(2.439)
     assert small["columns"] == {"N": "effective_parameters", "C": "flops"}
     assert set(written(tmp_path / "out", "test_time")["forms"]) == set(TEST_TIME)

@@ -6,6 +6,7 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.words import counted
 
 from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed, loss_of
 from .functions import by_function, result_of
@@ -190,7 +191,7 @@ PARCAE_PAPER = Paper(
         *(
             Claim(
                 "table 8",
-                f"a depth for each sequence instead of the step lowers the loss at {k} loop{'s' * (k > 1)}",
+                f"a depth for each sequence instead of the step lowers the loss at {counted(k, 'loop')}",
                 f"loss at {k}: one depth a step less one for each sequence (the paper's 100M)",
                 f"{SIZE}, 300 steps",
                 "claims/sampling",

@@ -42,10 +42,6 @@ class Measure(NamedTuple):
         wanted = [name for name in inspect.signature(self.function).parameters if name in GIVEN] if of else []
         return self.function(*(getattr(of, name) for name in wanted), **options)
 
-    @property
-    def about(self) -> str:
-        return inspect.getdoc(self.function).split("\n\n")[0].replace("\n", " ")
-
 
 LITTLE = {"loops": [1, 2, 4, 8], "seeds": 1, "steps": 3, "num_tokens": 64}
 MEASURES = {

@@ -1,4 +1,6 @@
-"""Text of the generated tasks to train on: `python -m eval.tasks.generate p_hop --documents 40000 --output FILE`.
+"""Text of the generated tasks to train on:
+
+    python -m looped_eval.tasks.generate p_hop --documents 40000 --output FILE
 
 Documents of another split than what is evaluated, whatever the seed. Settings as key=value: `p_hop hops=4 symbols=8
 questions=10`, `permutation swaps=8 symbols=5 questions=1`, `row moves=4 questions=4`, `addition digits=4`,

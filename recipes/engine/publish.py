@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.flops import sizes
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.data.sources import looks_like_path
 from looped_recipes.settings.recipe import PATHS, Recipe, RecipeError
 
@@ -60,12 +60,8 @@ def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, s
     run = Path(metrics_path).absolute().parent
     place = recipe.training.push_to_hub or os.path.join(".", folder)  # which no repository is called
     records = [record for record in read_metrics(metrics_path) if record["step"] < steps]
-    last = next((record for record in reversed(records) if "validation/loss" in record), {})
-    depths = sorted(int(key.rsplit("_", 1)[1]) for key in last if key.startswith("validation/loss_at_"))
-    rows = (
-        f"| {k} | {last[f'validation/loss_at_{k}']:.4f} | {last[f'validation/bits_per_byte_at_{k}']:.4f} |"
-        for k in depths
-    )
+    losses, bits = (last_validation(records, measure) for measure in ("loss", "bits_per_byte"))
+    rows = (f"| {k} | {losses[k]:.4f} | {bits[k]:.4f} |" for k in losses)
     return CARD.format(
         name=recipe.training.push_to_hub or run.name,
         place=place,
