@@ -112,7 +112,7 @@ def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatc
         assert (out / name).read_bytes() == (run / "final" / name).read_bytes()
     positions = LoopedForCausalLM.from_pretrained(out).config.max_position_embeddings
     assert AutoTokenizer.from_pretrained(out).model_max_length == positions
-    assert f'from_pretrained("{out}", trust_remote_code=True)' in (out / "README.md").read_text()
+    assert 'from_pretrained("./step-00000006", trust_remote_code=True)' in (out / "README.md").read_text()
 
 
 def test_validation_is_that_of_the_saved_model(whole_run):

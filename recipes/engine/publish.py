@@ -1,6 +1,5 @@
 """The model card of a run, and pushing its folder to the Hub."""
 
-import os
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +57,7 @@ With `import modeling_looped` before, nothing asks for `trust_remote_code`.
 def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, steps: int) -> str:
     """The README of a model that is exported to `folder`, filled from its run; steps: after which that was."""
     run = Path(metrics_path).absolute().parent
-    place = recipe.training.push_to_hub or os.path.join(".", folder)  # which no repository is called
+    place = recipe.training.push_to_hub or f"./{folder.absolute().name}"  # which no repository is called
     records = [record for record in read_metrics(metrics_path) if record["step"] < steps]
     losses, bits = (last_validation(records, measure) for measure in ("loss", "bits_per_byte"))
     rows = (f"| {k} | {losses[k]:.4f} | {bits[k]:.4f} |" for k in losses)
