@@ -633,7 +633,10 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["model.num_loops=1000000000"], "model.num_loops must be at most 4096, got 1000000000"),
         (["data.source=''"], "data.source must not be empty"),
         (["training.steps=1:30"], "training.steps must be int, got '1:30'"),
-        (["training.output_dir=~nobody-of-this-name/x"], "training.output_dir='~nobody.*there is no user of that name"),
+        (
+            ["training.output_dir=~nobody-of-this-name/x"],
+            "training.output_dir='~nobody.*there is no user of that name",
+        ),
     ],
 )
 def test_bad_recipes(overrides, message):

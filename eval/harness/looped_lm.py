@@ -79,7 +79,8 @@ class LoopedLM(HFLM):
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
-        self._state_of_model = [] if answers is None else [str(self.model.dtype), weights_of(self.config)]
+        dtypes = [str(self.model.dtype), str(self.mixed_precision_dtype)]
+        self._state_of_model = [] if answers is None else [*dtypes, weights_of(self.config)]
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
         self.state_seed = state_seed
         self._generated_loops = []  # (loops, tokens) of the rows that are being generated
