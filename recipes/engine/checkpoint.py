@@ -47,6 +47,7 @@ from .saving import (
     on_main_process,
     process_index,
     root_cause,
+    save_tokenizer,
 )
 
 
@@ -133,7 +134,7 @@ def write(
         if metrics is not None:
             write_whole(temporary / METRICS, metrics)
         if tokenizer is not None:
-            tokenizer.save_pretrained(temporary / TOKENIZER)
+            save_tokenizer(tokenizer, temporary / TOKENIZER)
             sync_all(temporary / TOKENIZER)
         write_marker(temporary, marker, checksums)
         os.rename(temporary, path)

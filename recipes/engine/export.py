@@ -21,7 +21,7 @@ from .checkpoint import TOKENIZER, load_weights, read_marker
 from .distributed import bare, to_shards
 from .finite import Divergence, first_nonfinite
 from .publish import model_card
-from .saving import CheckpointError, on_main_process
+from .saving import CheckpointError, on_main_process, save_tokenizer
 
 
 def export_model(
@@ -78,7 +78,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
         remove(leftover)
     whole.save_pretrained(temporary)
     if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, temporary)
     if readme is not None:
         (temporary / "README.md").write_text(readme)
     write_checksums(temporary)
