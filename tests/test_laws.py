@@ -630,13 +630,14 @@ def test_every_law_from_the_command_line(tmp_path, capsys):
     write_table(at_test_depths(training_rows(MEDIUM), 1.5, 3.0, 1.0, (1, 2, 4, 16)), tmp_path / "depths.jsonl")
     write_table(isoflop_rows(), tmp_path / "isoflop.csv")
     write_table(curve_rows(TRUE_FORMS["exponential"], depths=(6,)), tmp_path / "curves.csv")
-    options = ["--output", str(tmp_path / "out"), "--restarts", "12", "--bootstrap", "5"]
+    options = ["--output", str(tmp_path / "out"), "--bootstrap", "5"]
+    few = ["--restarts", "12"]
     for law, file, *more in (
         ("isoflop", "isoflop.csv"),
-        ("parametric", "runs.csv", "--by", "parameters", "--held-out", str(tmp_path / "runs.csv")),
-        ("test_time", "curves.csv"),
-        ("unified", "depths.jsonl", "--conditioning", "one", "--min-depth", "4"),
-        ("conditioning", "depths.jsonl"),
+        ("parametric", "runs.csv", *few, "--by", "parameters", "--held-out", str(tmp_path / "runs.csv")),
+        ("test_time", "curves.csv", *few),
+        ("unified", "depths.jsonl", *few, "--conditioning", "one", "--min-depth", "4"),
+        ("conditioning", "depths.jsonl", *few),
     ):
         assert laws.main([law, str(tmp_path / file), *options, *more]) == 0
     assert written(tmp_path / "out", "isoflop")["power_laws"]["mean_depth"]["exponent"] == pytest.approx(0.4, abs=0.01)
