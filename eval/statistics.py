@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from looped_recipes.common.command_line import Parser, run_command, say_result
+from looped_recipes.common.command_line import Parser, run_command, say_result, typed
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.words import counted
 
@@ -233,14 +233,17 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--output", type=Path, help="JSON to write")
     options = parser.parse_args(arguments)
     if not 0 < options.level < 1 or options.resamples < 1:
-        raise ValueError(f"level={options.level} must lie in (0, 1), resamples={options.resamples} be at least 1")
+        raise ValueError(
+            f"--level must lie between 0 and 1, and --resamples be at least 1; got {options.level:g} and "
+            f"{options.resamples}"
+        )
     length = length_in(options.tokenizer)
     first = read_samples(options.first, length)
     if options.second is None:
         result = {"items": len(first), "tasks": sorted({item.task for item in first}), **averages(first)}
         print(table_of_one(result))
         found = f"Normalised accuracy is {result['normalised_accuracy']:.4f} over {items_of(result)}."
-        then = [f"looped statistics {options.first} OTHER"]
+        then = [f"{typed('looped statistics', options.first)} OTHER"]
     else:
         result = compare(first, read_samples(options.second, length), options.level, options.resamples)
         print(table(result))

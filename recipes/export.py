@@ -7,6 +7,7 @@ from_pretrained and all commands open, by default RUN/step-00000500, beside fina
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
+from looped_recipes.common.words import counted
 
 
 def parse(arguments: list[str] | None):
@@ -20,8 +21,7 @@ def parse(arguments: list[str] | None):
 def main(arguments: list[str] | None = None) -> Path:
     options = parse(arguments)
     from looped_recipes.engine.checkpoint import named_checkpoints, step_of, whole_checkpoints, why_damaged
-    from looped_recipes.engine.training import Pretraining
-    from looped_recipes.settings.recipe import load_recipe
+    from looped_recipes.engine.export import export_checkpoint
 
     checkpoints = whole_checkpoints(options.run / "checkpoints")
     if not checkpoints and (cut := named_checkpoints(options.run / "checkpoints")):
@@ -39,10 +39,8 @@ def main(arguments: list[str] | None = None) -> Path:
         others = f"choose --step from {sorted(of_steps.keys() - {step})}" if len(of_steps) > 1 else "there is no other"
         raise ValueError(f"{of_steps[step]} is not what was written: {damaged}; {others}")
     out = options.out or options.run / of_steps[step].name
-    changes = {"training.output_dir": str(options.run)}  # the folder may have been moved
-    run = Pretraining(load_recipe(options.run / "recipe.yaml", changes=changes, finished=True))
-    run.export(of_steps[step], out)
-    say_result(f"{out} is the model after {step} of {run.total_steps} steps", typed("looped chat", out))
+    export_checkpoint(options.run, of_steps[step], out)
+    say_result(f"{out} is the model after {counted(step, 'step')}", typed("looped chat", out))
     return out
 
 

@@ -12,20 +12,39 @@ its formula (recipes/common/cluster.py). What is assumed of them is changed by -
 --disk and --dollars.
 """
 
-from looped_recipes.common.command_line import print_help, run_command, say_next, typed
+from looped_recipes.common.command_line import Parser, run_command, say_next, typed
 
 
-def main(arguments: list[str]):
-    print_help(arguments, __doc__)
+ASSUMED = {  # of a cluster
+    "peak": "16-bit operations per second of one GPU; default: those of an H100",
+    "mfu": "the part of them that training does",
+    "memory": "bytes of one GPU",
+    "network": "bytes per second of one GPU in each direction",
+    "disk": "bytes per second of the folder that all see",
+    "dollars": "of a GPU for an hour",
+}
+
+
+def parse(arguments: list[str] | None):
+    parser = Parser("recipes.plan", __doc__)
+    parser.add_argument("recipe", help="a YAML file, of a recipe or a sweep")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--gpus", type=int, help="what the run asks of so many")
+    for name, meaning in ASSUMED.items():
+        parser.add_argument(f"--{name}", type=float, help=meaning)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None):
+    options = parse(arguments)
     from looped_recipes.engine.sweeps import load_sweep
     from looped_recipes.settings.costs import cluster_of, on_cluster, plan
     from looped_recipes.settings.estimates import UTILISATION, duration, estimates, own_rate
     from looped_recipes.settings.recipe import RecipeError, load_recipe
     from looped_recipes.settings.sweep_files import is_sweep
 
-    first_option = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
-    cluster = cluster_of(arguments[first_option:])
-    path, *overrides = arguments[:first_option]
+    cluster = cluster_of(gpus=options.gpus, **{name: getattr(options, name) for name in ASSUMED})
+    path, overrides = options.recipe, options.overrides
     if cluster and is_sweep(path):
         raise RecipeError(f"--gpus {cluster.gpus} plans one run, and {path} is a sweep: name a recipe")
     if not is_sweep(path):
@@ -52,7 +71,7 @@ def main(arguments: list[str]):
     rate, name = own_rate()
     time = f"{duration(total / rate / UTILISATION)} here, at {UTILISATION:.0%} of {name}"
     print(f"all {sum(run.same_as is None for run in runs)} runs: training FLOPs {show(total)}; {time}")
-    say_next(typed("looped sweep", *arguments))
+    say_next(typed("looped sweep", path, *overrides))
 
 
 def show(value) -> str:

@@ -5,6 +5,7 @@ import json
 import math
 import platform
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from looped_eval.benchmark import bandwidth, over_http
 from looped_eval.benchmark import command as benchmark
 from looped_eval.benchmark.serving import serve
 from looped_eval.benchmark.wider import widened
+from looped_recipes.common.errors import CommandError
 
 from .helpers import quick_and_slow, random_ids, tiny_model, tiny_tokenizer
 
@@ -59,6 +61,21 @@ def test_of_passes(which, dtype, capsys):
 def test_what_cannot_be_measured(which, options, message, capsys):
     with pytest.raises(ValueError, match=message):
         lines_of(which, capsys, **{**OF_DECODING, **options})
+
+
+def test_products_are_those_of_a_cpu():
+    args = benchmark.parse(["products", "--device", "cpu"])
+    args.device = "cuda"
+    with pytest.raises(ValueError, match="products measures the ways of cpu.py, not --device cuda: pass --device cpu"):
+        benchmark.check(args)
+
+
+def test_a_measurement_of_memory_that_fails_says_why(monkeypatch):
+    args = benchmark.parse(["memory", *"--device cpu --width 64 --ff 96 --layers 1 --vocab 99 --length 12".split()])
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nValueError: out of memory\n")
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(CommandError, match="memory of a terminal loss could not be measured: ValueError: out of mem"):
+        benchmark.memory(args)
 
 
 def test_memory_is_that_of_the_device_that_is_named(monkeypatch):

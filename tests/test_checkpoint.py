@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -374,6 +375,13 @@ def test_a_disk_that_fills_up_at_the_marker(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="no space left"):
         patch.setattr("looped_recipes.engine.checkpoint.write_whole", write_whole)
         save_checkpoint(tmp_path, 2, model, optimizers, {})
+
+    def save_pretrained(folder):
+        raise Exception("No space left on device (os error 28)")  # as the Rust library does
+
+    tokenizer = SimpleNamespace(save_pretrained=save_pretrained)
+    with pytest.raises(CheckpointError, match="no space left"):
+        save_checkpoint(tmp_path, 2, model, optimizers, {}, tokenizer=tokenizer)
     assert latest_checkpoint(tmp_path) == good
 
 

@@ -1,6 +1,7 @@
 """The ledger of claims: rules against intervals by hand, made-up results, measuring that resumes."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from looped_eval.claims import (
     parcae,
     parcae_laws,
     readout,
+    residual_scaling,
     trained_loops,
 )
 from looped_eval.claims.answers import answer
@@ -75,6 +77,61 @@ def test_one_seed_decides_nothing_and_seeds_without_a_number_are_left_out():
     read = each_seed(lambda content: content["of it"])
     assert read({"seeds": {"0": {"of it": 5.0}, "1": {"of it": None}}}) == Estimate(5.0, None, None, 1)
     assert read({"seeds": {"0": {"of it": None}}}) is None
+
+
+@pytest.mark.parametrize(
+    "values, rule, expected",
+    [
+        ([math.inf] * 2, Effect(), "agrees"),  # all seeds give the same
+        ([math.inf] * 3, AtMost(1.0), "disagrees"),
+        ([0.5, 0.6, math.inf], Effect(), "open"),  # of three, counting excludes nothing
+        ([0.5, 0.6, 0.7, 0.5, 0.6, math.inf], Effect(), "agrees"),
+        ([0.5, 0.6, 0.7, 0.5, 0.6, math.inf], AtMost(1.0), "open"),
+        ([2.0, 3.0, 2.5, 2.0, 2.5, math.inf], AtMost(1.0), "disagrees"),
+        ([0.5, 0.6, 0.7, 0.5, 0.6, -math.inf], Effect(), "open"),
+        ([-math.inf] + [math.inf] * 5, Near(1.0, 0.5), "open"),
+        ([math.inf], Effect(), "open"),
+    ],
+)
+def test_a_seed_that_collapsed_counts(values, rule, expected):
+    read = each_seed(lambda content: content)
+    assert verdict(rule, read({"seeds": dict(enumerate([*values, math.inf - math.inf]))})) == expected
+
+
+def test_runs_that_collapse_count_in_the_claims():
+    """The loss of what collapsed is infinite; of what has none there is no number."""
+
+    def seeds(*runs: dict) -> dict:
+        return {"seeds": {"0": {"runs": list(runs)}}}
+
+    lost, sound = {"loss": None, "loss_at": {"1": 9.0}}, {"loss": 3.0, "loss_at": {"1": 3.0}}
+    full, windows = {"name": "full"}, {"name": "windows"}
+    assert fully_looped.excess_over_full("windows")(seeds(full | sound, windows | lost)).value == math.inf
+    assert fully_looped.excess_over_full("windows")(seeds(full | lost, windows | sound)).value == -100
+    assert fully_looped.excess_over_full("windows")(seeds(full | lost, windows | lost)) is None
+
+    parcae_64, plain = {"name": "parcae_64"}, {"name": "transformer_64"}
+    assert parcae_laws.less_perplexity({"runs": [parcae_64 | lost, plain | sound]}, 64) == -math.inf
+    assert parcae_laws.less_perplexity({"runs": [parcae_64 | sound, plain | lost]}, 64) == 100
+
+    batch, sequence = {"depth.per": "batch"}, {"depth.per": "sequence"}
+    assert parcae.gained_at(1)(seeds(batch | lost, sequence | sound)).value == math.inf
+    concat, diagonal = (
+        {"optimizer.lr": 0.01, "model.block_norm": norm, "model.injection": injection}
+        for norm, injection in (parcae.BASE, parcae.PARCAE)
+    )
+    assert parcae.gain_at_a_high_rate({"runs": [concat | lost, diagonal | sound]}) == math.inf
+
+    drifts, holds = ({"model.preset": f"readout_{name}"} for name in ("per_loop_rmsnorm", "per_loop_raw"))
+    content = seeds(drifts | lost | {"state_norm/loop_4": 1e9}, holds | sound | {"state_norm/loop_4": 1.0})
+    assert readout.loss_more("per_loop_rmsnorm", "per_loop_raw")(content).value == math.inf
+    assert readout.norm_ratio("per_loop_rmsnorm", "per_loop_raw")(content) is None
+    assert not any(chart.is_empty for chart in readout.charts_of(("per_loop_rmsnorm", "per_loop_raw"), "400")(content))
+
+    runs = [{"model.residual_scaling": "none", "model.num_loops": n, f"residual_norm/loop_{n}": n} for n in (1, 2, 4)]
+    assert residual_scaling.slope_after_steps({"runs": runs}, "none") == pytest.approx(1.0)
+    runs[1].pop("residual_norm/loop_2")
+    assert residual_scaling.slope_after_steps({"runs": runs}, "none") is None
 
 
 def test_a_claim_is_not_measured_where_no_seed_has_its_number(tmp_path):
@@ -385,7 +442,8 @@ def test_best_rates_of_the_four_panels():
     assert learning_rates.widest(content, "b") == pytest.approx(0.0, abs=1e-6)
     assert learning_rates.octaves(content, ("b", 8), ("d", 8)) == pytest.approx(0.5)
     assert learning_rates.less_at_8(content) == pytest.approx(0.0)
-    assert learning_rates.less_at_8({"runs": [run | {"loss": None} for run in runs]}) is None
+    collapsed = [run | {"loss": None if run["model.residual_scaling"] == "sqrt" else run["loss"]} for run in runs]
+    assert learning_rates.less_at_8({"runs": collapsed}) == math.inf
 
 
 def test_increments_after_training():

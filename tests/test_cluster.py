@@ -2,12 +2,13 @@
 
 import io
 from contextlib import redirect_stdout
+from dataclasses import fields
 
 import pytest
 
 from looped_recipes.common.cluster import Cluster, least_between, muon_flops, muon_shapes
 from looped_recipes.engine.optimizers import build_optimizers
-from looped_recipes.plan import main
+from looped_recipes.plan import ASSUMED, main
 from looped_recipes.settings.costs import on_cluster
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from modeling_looped import LoopedConfig
@@ -100,6 +101,18 @@ def test_what_can_not_be_planned():
         on_cluster(recipe, Cluster(60))
     with pytest.raises(RecipeError, match="plans one run, and .* is a sweep"):
         main([str(RECIPES / "readout" / "44m.sweep.yaml"), "--gpus", "64"])
+
+
+def test_options_stand_before_and_behind_the_recipe(capsys):
+    recipe = str(RECIPES / "parcae" / "xlarge.yaml")
+    printed_before = printed("--gpus", "64", "--mfu", "0.4", recipe)
+    assert printed_before == printed(recipe, "--gpus", "64", "--mfu", "0.4") != printed(recipe, "--gpus", "64")
+    assert tuple(ASSUMED) == tuple(field.name for field in fields(Cluster))[1:]
+    with pytest.raises(SystemExit):
+        main(["--gpus", "8"])
+    assert "required: recipe" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="--mfu 0.4 has no effect by itself: say how many GPUs with --gpus"):
+        main([recipe, "--mfu", "0.4"])
 
 
 @pytest.mark.parametrize("option", ["--gpus 0", "--gpus -2", "--gpus 64 --mfu 0", "--gpus 64 --disk nan"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from looped_eval.harness.command import as_lm_eval_spells
 from looped_eval.readout_table import options as options_of_readout_table
 from looped_recipes import convert
 from looped_recipes.common import command_line, console, provenance
-from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, run_command
+from looped_recipes.common.command_line import TRACEBACK, Depths, Parser, device_of, run_command
 from looped_recipes.common.files import write_whole
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.finite import Divergence
@@ -138,7 +140,8 @@ def test_options_that_stand_in_two_places_are_the_same():
     assert described().keys() == diagnose.MEASURES.keys()
     for name, measure in diagnose.MEASURES.items():
         assert {option.name: option.default for option in described()[name].options} == measure.defaults()
-        assert described()[name].reads_a_model == measure.reads_a_model and described()[name].about == measure.about
+        about = inspect.getdoc(measure.function).split("\n\n")[0].replace("\n", " ")
+        assert described()[name].reads_a_model == measure.reads_a_model and described()[name].about == about
 
 
 def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
@@ -148,6 +151,10 @@ def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
     (tmp_path / "smoke").mkdir()
     (tmp_path / "smoke/flt.yaml").write_text("")
     assert recipe_file("smoke/flt.yaml") == Path("smoke/flt.yaml")
+    listed = help_of_recipes("", [])
+    assert "readout/44m/per_loop_raw.yaml" in listed and "parcae/ablations/table_4.sweep.yaml" in listed
+    assert "accelerate/" not in listed
+    assert similar_recipe(Path("ddp"), "recipe") is None
     with pytest.raises(RecipeError, match="there is no recipe smoke/none.yaml, here or among those"):
         load_recipe("smoke/none.yaml")
 
@@ -167,7 +174,14 @@ def test_a_recipe_is_found_by_its_short_name(tmp_path, monkeypatch):
 def test_one_spelling_and_the_former_ones(arguments):
     args = own_parser().parse_args(arguments)
     assert (args.num_loops, args.batch_size) == ([1, 2, 4], 3)
-    assert args.command == "python -m eval.own " + " ".join(arguments)
+    assert args.command == "python -m looped_eval.own " + " ".join(arguments)
+
+
+def test_a_command_is_called_as_it_is_typed(capsys):
+    for module, command in (("recipes.own_text", "looped own-text"), ("eval.show_loops", "looped show")):
+        with pytest.raises(SystemExit):
+            Parser(module, "About it.").parse_args(["--none"])
+        assert capsys.readouterr().err.startswith(f"{command}: ")
 
 
 def test_positional_arguments_may_stand_after_options():
@@ -203,6 +217,14 @@ def test_a_device_that_is_not_there_is_refused_at_once():
     assert parser.parse_args([]).device == "cpu"
     with pytest.raises(ValueError, match="--device warp is not there.*pass cpu"):
         parser.parse_args(["--device", "warp"])
+
+
+def test_a_gpu_that_is_named_is_the_current_one(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert [device_of(name) for name in ("cuda:1", "cuda", "cpu")] == ["cuda:1", "cuda", "cpu"]
+    assert current == ["cuda:1"]
 
 
 @pytest.mark.parametrize("error", [ValueError("two\nlines"), FileNotFoundError(2, "not there", "x.txt")])
@@ -493,6 +515,23 @@ def test_another_text_wants_another_folder(tmp_path):
     for override in ("training.output_dir=x", "data.source=x"):
         with pytest.raises(ValueError, match=f"{override} is of both models here: say FILE and --output"):
             own_text.main([str(one), override, "--output", str(folder)])
+
+
+def test_steps_of_own_text_are_timed_as_they_are_trained(monkeypatch):
+    """On the device and in the precision of the launch."""
+    entered = []
+
+    def autocast():
+        entered.append(True)
+        return torch.autocast("cpu", torch.bfloat16)
+
+    launch = SimpleNamespace(device=torch.device("cpu"), autocast=autocast)
+    monkeypatch.setattr(own_text, "make_accelerator", lambda: launch)
+    small = ["model.hidden_size=32", "model.num_attention_heads=2", "model.num_key_value_heads=2"]
+    small += ["model.intermediate_size=32", "model.vocab_size=64", "data.sequence_length=16"]
+    rows = ["training.rows_per_step=2", "training.micro_batch_size=1", "training.steps=1"]
+    assert own_text.seconds_per_step(load_recipe("own_text/looped.yaml", [*small, *rows]), 0) > 0
+    assert len(entered) == 6  # two micro batches in three steps
 
 
 def test_how_many_steps_of_own_text(tmp_path, monkeypatch, capsys):

@@ -147,6 +147,15 @@ def test_quadrant_beside_other_models(tmp_path):
     diagnose.main([*arguments, str(second), "--beside", str(first / "depth_curve.json")])
     drawn = [(folder / "depth_curve.svg").read_text() for folder in (first, second)]
     assert ["Cost of exiting at once" in svg for svg in drawn] == [False, True]
+    third = tmp_path / "third" / "eval" / "diagnose" / "depth_curve.json"  # folders of the same name
+    third.parent.mkdir(parents=True)
+    third.write_text(json.dumps({**json.loads((first / "depth_curve.json").read_text()), "model": "runs/other"}))
+    others = ["--beside", str(first / "depth_curve.json"), str(third)]
+    diagnose.main([*arguments, str(second), *others])
+    drawn = (second / "depth_curve.svg").read_text()
+    assert "runs/other" in drawn and "lt hidden_size" in drawn
+    with pytest.raises(DiagnoseError, match="another of these files is of 'runs/other' too"):
+        diagnose.main([*arguments, str(second), *others, str(third)])
     (tmp_path / "other.json").write_text('{"measure": "spectral", "result": {}}')
     for path, message in (("none.json", "cannot be read"), ("other.json", "holds no depth curve")):
         with pytest.raises(DiagnoseError, match=message):

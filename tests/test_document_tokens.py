@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from looped_recipes.data import part_files as parts
 from looped_recipes.data import shards
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import RecipeError, recipe_from_dict
 from tests.helpers_data import WORDS, make_documents
 
 
@@ -93,5 +93,7 @@ def test_start_tokens_that_cannot_be(make_data, tmp_path):
     tokenizer = marked_tokenizer(tmp_path / "tokenizer", bos=None)
     with pytest.raises(RecipeError, match="'<begin>' is no token of .*its special tokens are </s>, <s>, <unk>"):
         shards.prepare(make_data(tokenizer=tokenizer, start_token="<begin>"))
-    with pytest.raises(RecipeError, match=r"start_token='<s>' is for a tokenizer that is brought along"):
-        shards.prepare(make_data(start_token="<s>"))
+    with pytest.raises(
+        RecipeError, match="start_token=.* would have no effect with data.tokenizer=.*, which is trained"
+    ):
+        recipe_from_dict({"data": {"start_token": "<s>"}})

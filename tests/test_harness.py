@@ -320,6 +320,18 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     command(*on_any_device, monkeypatch=monkeypatch)
 
 
+def test_answers_of_other_weights_are_not_kept(tmp_path):
+    """Of a model that is trained on in the same folder, or read in another dtype."""
+
+    def key(scale: float, **arguments) -> str:
+        folder = save_model_and_tokenizer(tmp_path / "model", initializer_range=scale)
+        lm = LoopedLM(folder, num_loops=1, device="cpu", answers=str(tmp_path / "kept"), **arguments)
+        return lm._key("loglikelihood", ("a", "b"), 1)
+
+    assert key(0.02) == key(0.02)
+    assert len({key(0.02), key(0.03), key(0.02, dtype="bfloat16")}) == 3
+
+
 def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
     arguments = ["--model", "hf", "--model_args", f"pretrained={model},num_loops=2", "--tasks", "letter"]
     command(*arguments, "--include_path", tasks, "--device", "cpu", monkeypatch=monkeypatch)

@@ -630,19 +630,20 @@ def test_every_law_from_the_command_line(tmp_path, capsys):
     write_table(at_test_depths(training_rows(MEDIUM), 1.5, 3.0, 1.0, (1, 2, 4, 16)), tmp_path / "depths.jsonl")
     write_table(isoflop_rows(), tmp_path / "isoflop.csv")
     write_table(curve_rows(TRUE_FORMS["exponential"], depths=(6,)), tmp_path / "curves.csv")
-    options = ["--output", str(tmp_path / "out"), "--restarts", "12", "--bootstrap", "5"]
+    options = ["--output", str(tmp_path / "out"), "--bootstrap", "5"]
+    few = ["--restarts", "12"]
     for law, file, *more in (
         ("isoflop", "isoflop.csv"),
-        ("parametric", "runs.csv", "--by", "parameters", "--held-out", str(tmp_path / "runs.csv")),
-        ("test_time", "curves.csv"),
-        ("unified", "depths.jsonl", "--conditioning", "one", "--min-depth", "4"),
-        ("conditioning", "depths.jsonl"),
+        ("parametric", "runs.csv", *few, "--by", "parameters", "--held-out", str(tmp_path / "runs.csv")),
+        ("test_time", "curves.csv", *few),
+        ("unified", "depths.jsonl", *few, "--conditioning", "one", "--min-depth", "4"),
+        ("conditioning", "depths.jsonl", *few),
     ):
         assert laws.main([law, str(tmp_path / file), *options, *more]) == 0
     assert written(tmp_path / "out", "isoflop")["power_laws"]["mean_depth"]["exponent"] == pytest.approx(0.4, abs=0.01)
     small = written(tmp_path / "out", "parametric_parameters=9.3e+07")
     assert small["coefficients"]["E"] == pytest.approx(2.662, rel=1e-4)
-    assert len(small["held_out"]["rows"]) == 36 and small["command"].startswith("python -m eval.laws parametric")
+    assert len(small["held_out"]["rows"]) == 36 and small["command"].startswith("looped laws parametric")
     assert written(tmp_path / "out", "parametric_parameters=2.34e+08")["coefficients"]["E"] == pytest.approx(2.439)
     assert small["columns"] == {"N": "effective_parameters", "C": "flops"}
     assert set(written(tmp_path / "out", "test_time")["forms"]) == set(TEST_TIME)
@@ -722,11 +723,42 @@ def test_bad_arguments(tmp_path):
         (["parametric", "a.csv", "b.csv"], "reads one table, got a.csv, b.csv"),
         (["parametric", "a.csv", "--restarts", "0"], "--restarts must be at least 1, got 0"),
         (["test_time", "a.csv", "--bootstrap", "-1"], "--bootstrap must be at least 0, got -1"),
+        (["isoflop", "a.csv", "--held-out", "b.csv"], "--held-out has no effect on isoflop, only on parametric, "),
+        (["test_time", "a.csv", "--held-out", "b.csv"], "--held-out has no effect on test_time"),
+        (["parametric", "a.csv", "--conditioning", "none"], "--conditioning has no effect on parametric, only on uni"),
+        (["isoflop", "a.csv", "--restarts", "5"], "--restarts has no effect on isoflop"),
         (["isoflop", str(tmp_path / "a.csv")], "there is no table"),
         (["collect", str(tmp_path)], "has no recipe.yaml: it is no finished run"),
     ):
         with pytest.raises(FitError, match=words):
             laws.main(arguments)
+
+
+def test_held_out_runs_are_those_of_the_law_too(tmp_path, monkeypatch):
+    """Neither of fixed depth, nor shallower than --min-depth."""
+    rows = [
+        {
+            "run": f"mu={depth}",
+            "mean_depth": depth,
+            "tokens": 1e6,
+            "loss": 4.0,
+            "flops": 1e12,
+            "effective_parameters": 9,
+        }
+        for depth in (1, 2, 4, 8)
+    ]
+    for name in ("runs.csv", "held_out.csv"):
+        write_table(rows, tmp_path / name)
+    seen = []
+
+    def remember(law, table, held_out, args):
+        seen.extend([row["run"] for row in part.rows] for part in (table, held_out))
+        return {"converged": False}, None
+
+    monkeypatch.setattr(laws, "run", remember)
+    paths = [str(tmp_path / name) for name in ("runs.csv", "held_out.csv", "out")]
+    laws.main(["parametric", paths[0], "--held-out", paths[1], "--min-depth", "3", "--output", paths[2]])
+    assert seen == [["mu=4", "mu=8"]] * 2
 
 
 def make_run(folder, steps=20):

@@ -184,7 +184,7 @@ def test_only_what_requires_gradients_is_optimized():
 
 @pytest.mark.parametrize(
     "fields, message",
-    [({"eps": 0.0}, "eps must be positive"), ({"muon_lr": -1.0}, "muon_lr must be positive, got -1")],
+    [({"muon_lr": -1.0}, "muon_lr must be positive, got -1")],
 )
 def test_settings_that_cannot_work_are_refused(fields, message):
     with pytest.raises(RecipeError, match=message):
@@ -288,7 +288,6 @@ def test_every_group_follows_the_schedule_from_its_own_rate():
     [
         (ScheduleConfig("cosine", warmup_steps=101), "warmup_steps=101.*100 steps"),
         (ScheduleConfig("wsd", warmup_steps=60, decay_fraction=0.5), "50 steps of decay.*100 steps"),
-        (ScheduleConfig("cosine", final_ratio=1.5), "final_ratio.*1.5"),
     ],
 )
 def test_a_schedule_longer_than_the_run_is_refused(config, message):

@@ -35,7 +35,7 @@ def a_report(folder):
     first, second = make_run(folder / "first"), make_run(folder / "a second run with a long name", loops=4, lr=0.02)
     for depth in (1, 2, 3):
         add_results(first, depth, 0.2 * depth)
-    return report.make_report([first, second])
+    return report.main([str(first), str(second)])
 
 
 def a_model(folder):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate.state import AcceleratorState, PartialState
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from tqdm import tqdm
@@ -22,9 +23,11 @@ from transformers import AutoTokenizer
 
 from looped_eval.common.model_folder import results_folder
 from looped_recipes import export
+from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.shards import prepare
-from looped_recipes.engine import publish, reports
+from looped_recipes.engine import peers, publish, reports
+from looped_recipes.engine.beginning import precision_of
 from looped_recipes.engine.reports import StepReports
 from looped_recipes.engine.run_checkpoints import Progress
 from looped_recipes.engine.training import Divergence
@@ -88,6 +91,28 @@ def test_models_of_the_way_change_nothing(whole_run, training_text, tmp_path):
     assert not any(torch.equal(weights[0]["lm_head.weight"], other["lm_head.weight"]) for other in weights[1:])
     assert results_folder(str(tmp_path / "step-00000002")) == tmp_path / "step-00000002" / "eval"
     assert {results_folder(str(tmp_path / name)) for name in ("", "final")} == {tmp_path / "eval"}
+
+
+def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatch):
+    """Neither the precision of the launch, nor what the recipe names; to go on, the launch is to be the same."""
+    run, shards = tmp_path / "run", tmp_path / "shards"
+    settings = [*smoke_settings(training_text, run), f"data.cache_dir={shards}"]
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        for state in (AcceleratorState, PartialState):  # those of other tests stay as they are
+            patch.setattr(state, "_shared_state", {})
+        main([str(SMOKE / "ouro.yaml"), *settings])
+    with pytest.raises(RecipeError, match="precision was 'bf16', is 'no'.*accelerate launch --mixed_precision bf16"):
+        main([str(SMOKE / "ouro.yaml"), *settings])
+    shutil.rmtree(shards)
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace(str(training_text), "/nowhere"))
+    out = export.main([str(run)])
+    assert out == run / "step-00000006"
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (run / "final" / name).read_bytes()
+    positions = LoopedForCausalLM.from_pretrained(out).config.max_position_embeddings
+    assert AutoTokenizer.from_pretrained(out).model_max_length == positions
+    assert 'from_pretrained("./step-00000006", trust_remote_code=True)' in (out / "README.md").read_text()
 
 
 def test_validation_is_that_of_the_saved_model(whole_run):
@@ -263,7 +288,8 @@ def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):
 
 def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
     """Not at a step that only the monitor reads, which by itself would be a slow one."""
-    monkeypatch.setattr(reports, "reference_rate", lambda accelerator: 1.0)
+    rates = []
+    monkeypatch.setattr(reports, "reference_rate", lambda accelerator: rates.append(1.0) or 1.0)
     recipe = load_recipe(SMOKE / "lt.yaml", ["logging.every=4", "logging.monitor_every=3"])
     accelerator = SimpleNamespace(num_processes=1, is_main_process=True)
     steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
@@ -276,6 +302,41 @@ def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
     speeds = {step: metrics["tokens_per_second"] for step, metrics in logged.items() if "tokens_per_second" in metrics}
     assert list(speeds) == [0, 3, 7, 8]
     assert logged[7]["mfu"] == pytest.approx(speeds[7] * (5 + 6 + 7 + 8) / 4)  # of the four steps since
+    assert len(rates) == 1  # measured before the steps, not among them
+
+
+@pytest.mark.parametrize(
+    "name, rate",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_words_of_its_name(name, rate):
+    assert known_rate(name) == rate
+
+
+def test_a_gpu_says_its_precision_and_how_it_has_another():
+    said = {}
+    for device, precision in (("cpu", "no"), ("cuda", "no"), ("cuda", "bf16")):
+        accelerator = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
+        said[device, precision] = precision_of(accelerator)
+    assert said["cpu", "no"] is None and said["cuda", "bf16"] == "products are computed in bf16"
+    assert "fp32" in said["cuda", "no"] and "accelerate launch --mixed_precision bf16" in said["cuda", "no"]
+
+
+def test_processes_wait_at_every_run_of_a_sweep(monkeypatch):
+    keys = []
+    monkeypatch.setattr(peers.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(peers.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(peers, "_get_default_store", lambda: SimpleNamespace(set=lambda key, value: keys.append(key)))
+    assert [peers.main_process_first(lambda is_main: is_main) for _ in range(3)] == [True] * 3
+    assert len(set(keys)) == 3
 
 
 def test_a_tracker_that_is_not_installed_is_said(training_text, tmp_path, monkeypatch):

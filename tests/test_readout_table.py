@@ -104,6 +104,33 @@ def test_start_tokens_are_no_targets(tmp_path):
     assert found["targets"] == len(starts) * LENGTH - seen
 
 
+def test_documents_are_apart_where_they_were_in_training(tmp_path):
+    folder = make_run(tmp_path / "run", SYSTEMS["terminal"]["preset"], seed=0)
+    with open(folder.parent / "held_out.jsonl", "a") as file:
+        file.write(json.dumps({"text": "q r s t u v"}) + "\n")
+    joined = readout_table.main([str(folder), "--dtype", "float64"])["runs"]["run"]
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["data"]["document_masking"] = True
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    found = readout_table.main([str(folder), "--dtype", "float64"])["runs"]["run"]
+    model, losses = LoopedForCausalLM.from_pretrained(folder / "final").double().eval(), []
+    ids = [4 + "abcdefghijklmnopqrstuvwxyz".index(letter) for letter in TEXT.split()]
+    tokenizer = tiny_tokenizer()
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    stream = [bos, *ids, eos, bos, *range(20, 26), eos]
+    for start in range(0, len(stream) - LENGTH, STRIDE):
+        window = stream[start : start + LENGTH + 1]
+        cuts = [0, *(place for place in range(1, LENGTH) if window[place] == bos), LENGTH]
+        for begin, end in zip(cuts, cuts[1:]):  # each document by itself
+            inputs, targets = torch.tensor(window[begin:end]), torch.tensor(window[begin + 1 : end + 1])
+            with torch.no_grad():
+                of_tokens = F.cross_entropy(model(inputs[None]).logits[0], targets, reduction="none")
+            losses += of_tokens[targets != bos].tolist()
+    assert found["targets"] == len(losses)
+    assert found["loss_at"][-1] == pytest.approx(statistics.fmean(losses), rel=1e-9)
+    assert found["loss_at"][-1] != pytest.approx(joined["loss_at"][-1], rel=1e-6)
+
+
 def test_seeds_are_averaged(tmp_path, capsys):
     """One command on the folder of a sweep: diverged and unfinished runs are named and left out."""
     runs = tmp_path / "sweep"

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import typing
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,7 +15,7 @@ from looped_recipes import sweep
 from looped_recipes.common.activation_memory import kept_of_token
 from looped_recipes.common.axis import written
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
-from looped_recipes.engine.sweeps import optima
+from looped_recipes.engine.sweeps import load_sweep, optima
 from looped_recipes.settings import estimates
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.operations import Operations
@@ -632,7 +633,10 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["model.num_loops=1000000000"], "model.num_loops must be at most 4096, got 1000000000"),
         (["data.source=''"], "data.source must not be empty"),
         (["training.steps=1:30"], "training.steps must be int, got '1:30'"),
-        (["training.output_dir=~nobody-of-this-name/x"], "training.output_dir='~nobody.*home folder of nobody"),
+        (
+            ["training.output_dir=~nobody-of-this-name/x"],
+            "training.output_dir='~nobody.*there is no user of that name",
+        ),
     ],
 )
 def test_bad_recipes(overrides, message):
@@ -657,6 +661,22 @@ def test_files_that_are_not_recipes(tmp_path):
     (tmp_path / "numbered.yaml").write_text("extends: 3")
     with pytest.raises(RecipeError, match="extends must name a recipe, got 3"):
         load_recipe(tmp_path / "numbered.yaml")
+
+
+def test_a_recipe_that_is_named_is_found_from_every_folder(tmp_path, monkeypatch):
+    """Beside the file that names it, or in the package; never where the command is typed."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "a.yaml").write_text("extends: smoke/base.yaml\ntraining: {seed: 3}")
+    (own / "a.sweep.yaml").write_text("recipe: parcae/small.yaml\ngrid: {training.seed: [1, 2]}")
+    (own / "b.yaml").write_text("extends: other.yaml")
+    (tmp_path / "other.yaml").write_text("training: {steps: 3}")
+    for folder, path in ((own, Path()), (tmp_path, Path("own")), (tmp_path, own)):
+        monkeypatch.chdir(folder)
+        assert load_recipe(path / "a.yaml").training.seed == 3
+        assert [run.recipe.training.seed for run in load_sweep(path / "a.sweep.yaml")] == [1, 2]
+        with pytest.raises(RecipeError, match="there is no recipe .*other.yaml"):
+            load_recipe(path / "b.yaml")
 
 
 def test_saved_recipe_opens_again(tmp_path):

@@ -51,6 +51,11 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
+def make_report(folders, output=None):
+    """Where the page of these runs lies."""
+    return report.main([*map(str, folders), *(["--output", str(output)] if output else [])])
+
+
 def make_run(folder, loops=3, losses=None, finished=True, validation=True, lr=0.01):
     """The folder of a small run of `recipes.pretrain`, without weights."""
     fields = {"hidden_size": 64, "vocab_size": 99, "num_attention_heads": 4, "num_loops": loops, "injection": "add"}
@@ -83,7 +88,7 @@ def make_run(folder, loops=3, losses=None, finished=True, validation=True, lr=0.
 
 
 def page_of(*folders) -> Page:
-    return Page(report.make_report(folders).read_text(encoding="utf-8"))
+    return Page(make_report(folders).read_text(encoding="utf-8"))
 
 
 def add_results(run, depth: int, accuracy: float, where="results", model_args=None):
@@ -97,7 +102,7 @@ def add_results(run, depth: int, accuracy: float, where="results", model_args=No
 
 def test_the_page_holds_the_run_and_stands_alone(tmp_path):
     run = make_run(tmp_path / "first")
-    html = report.make_report([run]).read_text(encoding="utf-8")
+    html = make_report([run]).read_text(encoding="utf-8")
     page = Page(html)
     assert not re.search(r"https?://|@import|url\(", html)
     assert set(page.links) <= {f"#{name}" for name in page.ids} and len(page.links) >= 5
@@ -136,7 +141,7 @@ def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
 
 
 def test_a_phone_shows_findings_first_and_what_is_missing_last(tmp_path):
-    html = report.make_report([make_run(tmp_path / "first")]).read_text(encoding="utf-8")
+    html = make_report([make_run(tmp_path / "first")]).read_text(encoding="utf-8")
     folds = re.findall(r'<details class="phone">.*?</details>', html, flags=re.DOTALL)
     assert sum(fold.count("<svg") for fold in folds) == html.count("<svg") > 0
     assert not any('class="finding"' in fold or 'class="missing"' in fold for fold in folds)
@@ -172,6 +177,10 @@ def test_task_results_of_every_depth(tmp_path):
     add_results(run, 4, 0.75, where="plain", model_args="pretrained=x,num_loops=4")
     add_results(run, 5, 0.625, where="plain", model_args={"pretrained": "x", "num_loops": 5})
     (run / "results" / "results_broken.json").write_text('{"results": ')
+    way = run / "step-00000010"  # a model of the way, and another run
+    LoopedConfig().save_pretrained(way)
+    add_results(way / "eval", 2, 0.125)
+    add_results(make_run(run / "other"), 2, 0.125)
     found, chance, unread = results_of(RunFolder(run, "first"))
     assert found["hop acc"] == {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}
     assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 1
@@ -252,7 +261,7 @@ def test_norms_over_training(tmp_path):
     shallow = make_run(tmp_path / "shallow", loops=2)
     record = {"step": 0, "loss": 1.0} | {f"state_norm/loop_{k}": 5.0 * k for k in (1, 2)}
     (shallow / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    html = report.make_report([run, shallow]).read_text()
+    html = make_report([run, shallow]).read_text()
     assert "<title>run: step 3, ‖h‖ 24</title>" in html and "<title>shallow: step 0, ‖h‖ 10</title>" in html
     folder = RunFolder(run, "run")
     assert gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
@@ -269,7 +278,7 @@ def test_a_log_that_was_cut_off(tmp_path):
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(whole[: whole.index('{"step": 12') + 20])
     page = page_of(run)
-    assert "its last 1 line(s) could not be read" in page.text and "12 steps" in page.text
+    assert "metrics.jsonl has 1 line that could not be read: left out." in page.text and "12 steps" in page.text
     assert "No validation was logged" in page.text
 
 
@@ -301,7 +310,7 @@ def test_folders_without_a_run(tmp_path):
         ("silent", "has logged nothing yet"),
     ):
         with pytest.raises(RunError, match=words):
-            report.make_report([run, tmp_path / folder])
+            make_report([run, tmp_path / folder])
     assert not (run / "report.html").exists()
 
 
@@ -346,7 +355,7 @@ def test_a_recipe_is_not_needed(tmp_path):
 def test_a_run_may_have_any_name(tmp_path, name):
     runs = [make_run(tmp_path / "usual"), make_run(tmp_path / "other")]
     runs[0] = runs[0].rename(tmp_path / name)
-    page = report.make_report(runs, tmp_path / "page.html")
+    page = make_report(runs, tmp_path / "page.html")
     Page(page.read_text())
     text = report.to_markdown(report.title_of(found := report.open_runs(runs)), report.sections_of(found))
     assert "<b>" not in re.sub("`[^`]*`", "", text) and text.encode()

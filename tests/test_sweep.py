@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from looped_recipes.engine.sweeps import DIVERGED, charts_of, load_sweep, optima, outcome
+from looped_recipes.engine import sweeps
+from looped_recipes.engine.sweeps import DIVERGED, charts_of, load_sweep, optima, outcome, run_sweep
 from looped_recipes.plan import main as plan_main
 from looped_recipes.settings.recipe import RecipeError
 from tests.helpers_recipes import RECIPES, runs_of_sweep
@@ -196,3 +197,20 @@ def test_unequal_replicas_are_refused_before_training(tmp_path):
     with pytest.raises(RecipeError, match=message):
         load_sweep(written(tmp_path, f"runs:\n{runs}{plot}"))
     assert len(load_sweep(written(tmp_path, f"runs:\n{runs}"))) == 4
+
+
+def test_a_sweep_is_read_once_and_trains_to_the_end(tmp_path, monkeypatch):
+    """The file may change, or go, while its runs are trained."""
+    path = written(tmp_path, "grid: {optimizer.lr: [0.001, 0.002], model.num_loops: [2]}\n"
+                             "plot: {x: optimizer.lr, curve: model.num_loops}\n")  # fmt: skip
+
+    def train(runs):
+        path.unlink()
+        return [{"name": run.name, **run.settings, "loss": 3.0} for run in runs]
+
+    with pytest.raises(RecipeError, match="training.stop_after=1 would leave run .* without a result: leave it out"):
+        run_sweep(str(path), ["training.stop_after=1"], None)
+    monkeypatch.setattr(sweeps, "outcome", lambda run: {})
+    monkeypatch.setattr(sweeps, "run_all", train)
+    run_sweep(str(path), [f"training.output_dir={tmp_path / 'runs'}"], None)
+    assert (tmp_path / "runs" / "optima.json").is_file()

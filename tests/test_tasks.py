@@ -272,12 +272,19 @@ def test_training_text_is_answered_right_and_is_not_what_is_evaluated(task):
         assert set(seen) == set("1234") and max(seen.values()) < 1.1 * min(seen.values())
 
 
-def test_generated_file(tmp_path, capsys):
+def test_generated_file(tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **settings):
+        yield "a text"
+        raise KeyboardInterrupt
+
     path = generate.main(["p_hop", "hops=2", "symbols=5", "--documents", "3", "--output", str(tmp_path / "a.jsonl")])
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     assert texts == list(generators.documents("p_hop", 3, 0, hops=2, symbols=5))
     again = generate.main(["p_hop", "--seed", "1", "--documents", "3", "--output", str(tmp_path / "b.jsonl")])
     assert len({*texts, *again.read_text().splitlines()}) == 6
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(generate, "documents", interrupted)
+        generate.main(["p_hop", "--output", str(tmp_path / "c.jsonl")])
     for bad in ("hop=2", "hops", "hops=two", "hops=0", "hops=8"):
         with pytest.raises(SystemExit, match=bad):
             generate.main(["p_hop", bad, "--output", str(tmp_path / "c.jsonl")])

@@ -211,3 +211,9 @@ def test_bad_input_is_refused():
         theorems.theorem_3(scale=-1.0)
     with pytest.raises(ValueError, match="at least 2 of them, got num_loops=1"):
         premises(tiny_model(), {"input_ids": random_ids(1, 4)}, num_loops=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_that_are_zero_overlap_in_nothing(dtype):
+    zeros = torch.zeros(2, 3, dtype=dtype)
+    assert overlap(zeros, zeros.square().sum(-1), 4) == 0

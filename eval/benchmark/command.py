@@ -9,6 +9,7 @@ import torch
 
 from looped_eval.common.timing import in_turns
 from looped_recipes.common.command_line import check_counts
+from looped_recipes.common.errors import CommandError
 from looped_recipes.common.hardware import measured_rate
 
 from .bandwidth import bandwidth
@@ -77,7 +78,10 @@ def memory(args) -> dict:
         shape = [part for name in SHAPE for part in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
         logits = ["--with-logits"] * args.with_logits
         command = [sys.executable, "-m", "looped_eval.benchmark", "_memory", *shape, *logits, "--loss", loss]
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            said = result.stderr.strip().splitlines() or ["it said nothing"]
+            raise CommandError(f"memory of a {loss} loss could not be measured: {said[-1]}")
         peaks[loss] = json.loads(result.stdout.splitlines()[-1])["peak"]
     return {"per_loop_over_terminal": peaks["per_loop"] / peaks["terminal"], **peaks}
 
@@ -173,6 +177,8 @@ def check(args):
         raise ValueError(f"--batch-sizes must be at least 1 each, got {args.batch_sizes}")
     if args.which in ("decode", "bandwidth", "exits") and args.new_tokens < 2:
         raise ValueError("--new-tokens 1: the first is the prompt's, and is not timed: pass 2 or more")
+    if args.which == "products" and args.device != "cpu":
+        raise ValueError(f"products measures the ways of cpu.py, not --device {args.device}: pass --device cpu")
     if args.which == "depths" and args.continuation > args.length:
         raise ValueError(f"--continuation {args.continuation} must be at most --length {args.length}")
 

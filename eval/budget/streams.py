@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from looped_eval.common.model_folder import start_token
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.token_losses import token_losses
 from looped_recipes.data.tokenizers import Encoder, token_bytes
@@ -61,14 +62,6 @@ def texts_of(path: str) -> Iterator[str]:
             if not (text is None or isinstance(text, str)):
                 raise ValueError(f"{path}, line {number}: the field 'text' holds {shortly(text)}, which is no text")
             yield text or ""
-
-
-def start_token(tokenizer) -> int:
-    """What documents begin with; where a tokenizer has no bos, its eos stands between them."""
-    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if start is None:
-        raise ValueError("the tokenizer has neither a bos nor an eos token, so nothing begins a document: set one")
-    return start
 
 
 def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = None, group: int = 1) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What a claim, a figure, a measurement and a paper are."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,11 +115,18 @@ def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:
     return Row(paper, claim, judged, estimate, content["command"], content["commit"])
 
 
+def loss_of(run: dict) -> float:
+    """At its end; infinite where the run collapsed."""
+    return math.inf if run["loss"] is None else run["loss"]
+
+
 def each_seed(number: Callable[[dict], float | None]) -> Callable[[dict], Estimate | None]:
-    """How most claims are read: a number of every seed that was measured; None of a seed that has no such number."""
+    """How most claims are read: a number of every seed that was measured, infinite where one of two runs collapsed;
+    None, or not a number, of a seed that has no such number, as where both did."""
 
     def read(content: dict) -> Estimate | None:
-        values = [value for found in content["seeds"].values() if (value := number(found)) is not None]
+        values = [number(found) for found in content["seeds"].values()]
+        values = [value for value in values if value is not None and not math.isnan(value)]
         return over_seeds(values) if values else None
 
     return read

@@ -9,7 +9,7 @@ from statistics import fmean
 from looped_recipes.common.chart import Chart, Line, ordered
 from looped_recipes.common.metrics import read_metrics
 
-from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed
+from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of
 from .rules import AtMost, Effect, Estimate, Near, Rule, over_seeds
 from .sweeps import runs_of, sweep_alone
 
@@ -192,9 +192,9 @@ def figure_claims() -> list[Claim]:
 def excess_over_full(variant: str):
     """In percent; infinite where it collapses."""
 
-    def read(content: dict) -> float | None:
-        losses = {run["name"]: run["loss"] for run in content["runs"]}
-        return 100 * (losses[variant] / losses["full"] - 1) if losses[variant] and losses["full"] else None
+    def read(content: dict) -> float:
+        losses = {run["name"]: loss_of(run) for run in content["runs"]}
+        return 100 * (losses[variant] / losses["full"] - 1)
 
     return each_seed(read)
 

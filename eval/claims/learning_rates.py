@@ -54,10 +54,10 @@ def widest(content: dict, panel: str) -> float | None:
     return None if None in rates else math.log2(max(rates) / min(rates))
 
 
-def less_at_8(content: dict) -> float | None:
-    """Least loss under 1/sqrt(N) less that under 1/N; None where no rate trained."""
-    losses = [losses_over_rates(content, panel, 8).values() for panel in ("a", "b")]
-    return min(losses[0]) - min(losses[1]) if all(losses) else None
+def less_at_8(content: dict) -> float:
+    """Least loss under 1/sqrt(N) less that under 1/N; infinite where no rate trains under one of them."""
+    root, linear = (min(losses_over_rates(content, panel, 8).values(), default=math.inf) for panel in ("a", "b"))
+    return root - linear
 
 
 def panel_claims() -> list[Claim]:

@@ -6,8 +6,9 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.words import counted
 
-from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
+from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed, loss_of
 from .functions import by_function, result_of
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
 from .rules import AtMost, Effect
@@ -89,7 +90,7 @@ def rates_charts(content: dict) -> list:
 def gain_at_a_high_rate(content: dict) -> float:
     """What concat injection loses at a rate of 1e-2."""
     concat, diagonal = (
-        next(run["loss"] for run in of_system(content, system) if run["optimizer.lr"] == 0.01)
+        next(loss_of(run) for run in of_system(content, system) if run["optimizer.lr"] == 0.01)
         for system in (BASE, PARCAE)
     )
     return concat - diagonal
@@ -110,16 +111,12 @@ def read_sampling(folder: Path) -> dict | None:
 
 def loss_at(content: dict, per: str, depth: int) -> float:
     """Infinite where the run diverged."""
-    losses = next(run["loss_at"] for run in content["runs"] if run["depth.per"] == per)
-    return losses.get(str(depth)) or math.inf
+    run = next(run for run in content["runs"] if run["depth.per"] == per)
+    return math.inf if run["loss"] is None else run["loss_at"].get(str(depth)) or math.inf
 
 
 def gained_at(depth: int):
-    def gain(content: dict) -> float | None:
-        found = loss_at(content, "batch", depth) - loss_at(content, "sequence", depth)
-        return found if math.isfinite(found) else None
-
-    return each_seed(gain)
+    return each_seed(lambda content: loss_at(content, "batch", depth) - loss_at(content, "sequence", depth))
 
 
 PAPER_LOSSES = {  # perplexities of the 100M models at 1, 4, 8 and 16 loops
@@ -194,7 +191,7 @@ PARCAE_PAPER = Paper(
         *(
             Claim(
                 "table 8",
-                f"a depth for each sequence instead of the step lowers the loss at {k} loop{'s' * (k > 1)}",
+                f"a depth for each sequence instead of the step lowers the loss at {counted(k, 'loop')}",
                 f"loss at {k}: one depth a step less one for each sequence (the paper's 100M)",
                 f"{SIZE}, 300 steps",
                 "claims/sampling",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from looped_recipes.common.chart import Chart, Line, ordered
 
-from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed
+from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed, loss_of
 from .functions import by_function, result_of
 from .rules import AtMost, Effect, Near
 from .sweeps import by_sweep, runs_of, sweep_alone
@@ -22,11 +22,10 @@ BUDGETS = "width 64, 1 + 1 + 1 layers, budgets of 2.5e11, 5e11 and 1e12 operatio
 # table 5
 
 
-def less_perplexity(content: dict, width: int) -> float | None:
-    """In percent of the Transformer's; None where one of both diverged."""
-    losses = {run["name"]: run["loss"] for run in content["runs"]}
-    parcae, transformer = losses[f"parcae_{width}"], losses[f"transformer_{width}"]
-    return None if None in (parcae, transformer) else 100 * (1 - math.exp(parcae - transformer))
+def less_perplexity(content: dict, width: int) -> float:
+    """In percent of the Transformer's."""
+    losses = {run["name"]: loss_of(run) for run in content["runs"]}
+    return 100 * (1 - math.exp(losses[f"parcae_{width}"] - losses[f"transformer_{width}"]))
 
 
 def size_claims() -> list[Claim]:
@@ -50,7 +49,7 @@ def size_claims() -> list[Claim]:
 
 def size_charts(content: dict) -> list[Chart]:
     found = {width: each_seed(partial(less_perplexity, width=width))(content) for width in WIDTHS}
-    points = [(width, estimate.value) for width, estimate in found.items() if estimate]
+    points = [(width, each.value) for width, each in found.items() if each and math.isfinite(each.value)]
     paper = [(768, 11.3), (1024, 8.2), (1280, 4.5), (1536, 4.4)]
     return [
         Chart(f"{whose}: perplexity less than a Transformer's", "width", "%", [Line("", line)], whole_x=True)

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
-from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, Setting, each_seed
+from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, Setting, each_seed, loss_of
 from .functions import by_function, result_of
 from .rules import AtMost, Effect, Estimate, Rule
 from .sweeps import by_sweep, runs_of
@@ -35,7 +35,8 @@ PAPER_PERPLEXITY = dict(zip(SYSTEMS + ADDED, (5.40, 5.30, 6.04, 5.38, 5.44, 5.42
 
 
 def over_runs(number: Callable[[dict], float]) -> Callable[[dict], Estimate | None]:
-    """Over the seeds that have what it reads: earlier ones have fewer systems and probes, a run may have diverged."""
+    """Over the seeds that have what it reads: earlier ones have fewer systems and probes, and the state of a run that
+    diverged has neither norm nor probe."""
 
     def read(content: dict) -> float | None:
         try:
@@ -47,12 +48,20 @@ def over_runs(number: Callable[[dict], float]) -> Callable[[dict], Estimate | No
 
 
 def run_of(content: dict, system: str) -> dict:
-    """KeyError where it was not trained, or diverged."""
-    return {run["model.preset"]: run for run in content["runs"] if run["loss"] is not None}[f"readout_{system}"]
+    """KeyError where it was not trained."""
+    return {run["model.preset"]: run for run in content["runs"]}[f"readout_{system}"]
+
+
+def sound_run_of(content: dict, system: str) -> dict:
+    """KeyError where it diverged, too."""
+    run = run_of(content, system)
+    if run["loss"] is None:
+        raise KeyError(system)
+    return run
 
 
 def norm(content: dict, system: str) -> float:
-    return run_of(content, system)["state_norm/loop_4"]
+    return sound_run_of(content, system)["state_norm/loop_4"]
 
 
 def norm_ratio(first: str, second: str):
@@ -64,7 +73,7 @@ def paper_norm_ratio(first: str, second: str) -> float:
 
 
 def loss_more(first: str, second: str):
-    return over_runs(lambda content: run_of(content, first)["loss"] - run_of(content, second)["loss"])
+    return over_runs(lambda content: loss_of(run_of(content, first)) - loss_of(run_of(content, second)))
 
 
 def paper_loss_more(first: str, second: str) -> float:
@@ -72,7 +81,9 @@ def paper_loss_more(first: str, second: str) -> float:
 
 
 def loss_at(content: dict, system: str, depth: int) -> float:
-    return run_of(content, system)["loss_at"][str(depth)]
+    """Infinite where the run diverged."""
+    run = run_of(content, system)
+    return math.inf if run["loss"] is None else run["loss_at"][str(depth)]
 
 
 def gap(content: dict, system: str, depth: int = 1) -> float:
@@ -100,7 +111,7 @@ def read(folder: Path) -> dict | None:
 
 
 def probe(content: dict, system: str, name: str) -> float:
-    return content["probes"][run_of(content, system)["name"]][name]
+    return content["probes"][sound_run_of(content, system)["name"]][name]
 
 
 def about_four(trained: Trained) -> list[Claim]:
@@ -243,8 +254,8 @@ def heavy_tail(content: dict, system: str) -> float:
 
 def charts_of(systems: tuple[str, ...], steps: str) -> Callable[[dict], list]:
     def charts(content: dict) -> list:
-        seeds = content["seeds"].values()
-        ours = {worded(name): fmean(norm(found, name) for found in seeds) for name in systems}
+        norms = {name: over_runs(partial(norm, system=name))(content) for name in systems}
+        ours = {worded(name): found.value for name, found in norms.items() if found}
         paper = {worded(name): float(PAPER_NORMS[name]) for name in systems}
         bars = [
             Bars(f"{whose}: norm of the state after 4 loops", "norm", values, log=True)
@@ -253,7 +264,8 @@ def charts_of(systems: tuple[str, ...], steps: str) -> Callable[[dict], list]:
         depths = range(1, 5)
         lines = []
         for i, name in enumerate(systems):
-            points = [(k, fmean(run_of(found, name)["loss_at"][str(k)] for found in seeds)) for k in depths]
+            losses = {k: over_runs(partial(loss_at, system=name, depth=k))(content) for k in depths}
+            points = [(k, found.value) for k, found in losses.items() if found and math.isfinite(found.value)]
             lines.append(Line(worded(name), points, f"c{i}"))
         title = f"Ours, {steps} steps: loss over depth"
         return [*on_one_scale(bars), Chart(title, "loops", "loss", lines, whole_x=True)]

@@ -121,9 +121,11 @@ def theorem_claims() -> list[Claim]:
 
 
 def slope_after_steps(content: dict, rule: str) -> float | None:
+    """None where a run ended before its norm was measured."""
     runs = [run for run in content["runs"] if run["model.residual_scaling"] == rule]
     loops = [run["model.num_loops"] for run in runs]
-    return slope(loops, [run[f"residual_norm/loop_{n}"] for n, run in zip(loops, runs)])
+    norms = [run.get(f"residual_norm/loop_{n}") for n, run in zip(loops, runs)]
+    return None if None in norms else slope(loops, norms)
 
 
 def claims_after_steps() -> list[Claim]:

@@ -1,14 +1,14 @@
 """Measurements that are sweeps of recipes/claims, one for each seed."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
+
+from looped_recipes.common.metrics import last_validation
 
 from .definition import MADE_BY, Setting
 
 
-LOSS_AT = re.compile(r"validation/loss_at_(\d+)$")
 KEPT = ("spectral_radius", "residual_norm/", "state_norm/")
 
 
@@ -39,5 +39,5 @@ def shortened(line: dict) -> dict:
     found = {"name": line["name"], **settings, "loss": line["loss"]}
     if "diverged" in line:
         found["diverged"] = line["diverged"]
-    loss_at = {match[1]: value for key, value in metrics.items() if (match := LOSS_AT.match(key))}
+    loss_at = {str(depth): loss for depth, loss in last_validation([metrics], "loss").items()}
     return {**found, "loss_at": loss_at, **{key: value for key, value in metrics.items() if key.startswith(KEPT)}}

@@ -3,9 +3,11 @@
 curves[measure][series][depth] = (value, what it may be off by, or None)
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from looped_recipes.common.chart import Chart, Line, named, save_charts
+from looped_recipes.common.words import counted
 
 
 Point = tuple[float, float | None]
@@ -25,11 +27,22 @@ CHOICES = {  # of the questions of public tasks, so that guessing is right once 
 }
 
 
+def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
+    """(task and metric, its value with the standard error) of lm-eval's results, groups of tasks too."""
+    for task, metrics in {**results["results"], **(results.get("groups") or {})}.items():
+        for name, value in metrics.items():
+            metric, _, filtered = name.partition(",")
+            if filtered and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+                error = metrics.get(f"{metric}_stderr,{filtered}")
+                measure = f"{task} {metric}" + (f" ({filtered})" if filtered != "none" else "")
+                yield measure, (value, error if isinstance(error, (int, float)) else None)
+
+
 def table(curves: Curves) -> str:
     """Markdown: a row for each measure and series, a column for each depth."""
     depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})
     several = len({series for of_series in curves.values() for series in of_series}) > 1
-    lines = [["measure"] + ["model"] * several + [f"{depth} loop{'s' * (depth > 1)}" for depth in depths]]
+    lines = [["measure"] + ["model"] * several + [counted(depth, "loop") for depth in depths]]
     lines.append(["---"] * (1 + several) + ["---:"] * len(depths))
     for measure, of_series in curves.items():
         for series, points in of_series.items():

@@ -32,6 +32,14 @@ def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
     return tokenizer
 
 
+def start_token(tokenizer) -> int:
+    """What documents begin with; where a tokenizer has no bos, its eos stands between them."""
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        raise ValueError("the tokenizer has neither a bos nor an eos token, so nothing begins a document: set one")
+    return start
+
+
 def training_run(target: str) -> Path | None:
     """The folder of the training run that `target` is, or that it is a model of: final, or one of a checkpoint."""
     path = Path(target).resolve()

@@ -14,6 +14,8 @@ from looped_recipes.common.metrics import read_metrics
 
 LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
 
+MARKS = ("config.json", "metrics.jsonl")  # of a folder that holds a model or a run
+
 
 class RunError(ValueError):
     """A folder that holds no run to report on."""
@@ -41,6 +43,12 @@ class RunFolder:
         """Where what was measured of this model lies: in eval/, or, as older versions wrote it, beside it."""
         own, former = self.folder / "eval" / name, self.folder / name
         return former if former.exists() and not own.exists() else own
+
+    def own_files(self, pattern: str) -> list[Path]:
+        """Of this model: not of the models and runs in folders of this one, except final/."""
+        of_others = {path.parent for name in MARKS for path in self.folder.rglob(name)}
+        of_others -= {self.folder, self.folder / "final"}
+        return [path for path in self.folder.rglob(pattern) if not of_others & set(path.parents)]
 
     @cached_property
     def records(self) -> list[dict]:

@@ -9,7 +9,7 @@ from looped_eval.common.curves import Curves, table
 from looped_eval.common.findings import best_depths
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.harness.question import check_question
-from looped_recipes.common.command_line import say_result
+from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.provenance import write_json
 
 from .bundle import CoreTask, read_tasks
@@ -144,7 +144,7 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
 def next_commands(options) -> list[str]:
     """The means over tasks, and the deviations over seeds, where they were not asked for."""
     if options.tasks:
-        return [f"looped core {options.model} --bundle {options.bundle}"]
+        return [typed("looped core", options.model, "--bundle", options.bundle)]
     return [] if options.seeds else [f"{options.command} --seeds 1234,2345,3456"]
 
 

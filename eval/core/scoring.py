@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from looped_eval.common.model_folder import start_token
 from looped_eval.harness.looped_lm import LoopedLM
 
 from .bundle import CoreTask
@@ -70,8 +71,7 @@ def score(lm: LoopedLM, requests: list[Scored]) -> torch.Tensor:
 
 def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
     """The accuracy of one task, at each depth."""
-    tokenizer = lm.tokenizer
-    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    tokenizer, start = lm.tokenizer, start_token(lm.tokenizer)
     requests = []
     for index in range(len(task.items)):
         tokens = [[start, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in prompts(task, index)]

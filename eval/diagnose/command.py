@@ -42,10 +42,6 @@ class Measure(NamedTuple):
         wanted = [name for name in inspect.signature(self.function).parameters if name in GIVEN] if of else []
         return self.function(*(getattr(of, name) for name in wanted), **options)
 
-    @property
-    def about(self) -> str:
-        return inspect.getdoc(self.function).split("\n\n")[0].replace("\n", " ")
-
 
 LITTLE = {"loops": [1, 2, 4, 8], "seeds": 1, "steps": 3, "num_tokens": 64}
 MEASURES = {
@@ -128,15 +124,26 @@ def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> tuple
     return found, path
 
 
-def read_result(path: str) -> dict:
-    """The curves of a depth_curve.json."""
+def read_others(paths: list[str]) -> dict[str, dict]:
+    """The curves of depth_curve.json of other models, by the models' names."""
+    found = {}
+    for path in paths:
+        name, result = read_result(path)
+        if name in found:
+            raise DiagnoseError(f"--beside {path}: another of these files is of {name!r} too: name one of them")
+        found[name] = result
+    return found
+
+
+def read_result(path: str) -> tuple[str, dict]:
+    """The model of a depth_curve.json, and its curves."""
     try:
         content = json.loads(Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise DiagnoseError(f"{path!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("measure") != "depth_curve":
         raise DiagnoseError(f"{path!r} holds no depth curve; `looped diagnose depth_curve MODEL` makes one")
-    return content["result"]
+    return content["model"], content["result"]
 
 
 def default_folder(target: str) -> Path:
@@ -193,7 +200,7 @@ def measure_model(args: argparse.Namespace, target: str, overrides: list[str]) -
 
 
 def measure(args: argparse.Namespace, of: ModelAndText | None, folder: Path, *then: str) -> dict:
-    beside = {Path(path).parent.name: read_result(path) for path in getattr(args, "beside", [])}
+    beside = read_others(getattr(args, "beside", []))
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
     result, picture = run_measure(args.measure, of, folder, beside, args.command, **options)
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))

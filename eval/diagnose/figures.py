@@ -3,6 +3,7 @@
 import re
 
 from looped_recipes.common.chart import Bars, Chart, Line, Matrix, named, on_one_scale, ordered
+from looped_recipes.common.words import counted
 
 
 def over_loops(title: str, y: str, curves: dict[str, list], loops, trained: int | None = None, **options) -> Chart:
@@ -161,7 +162,7 @@ def lr_transfer(result: dict) -> list:
             lines.append(Line(f"N = {n}", points, ordered(i, len(panel["curves"]))))
             known = [(loss, rate) for rate, loss in points if loss is not None]
             best += [(rate, loss) for loss, rate in [min(known)]] if known else []
-        title = f"{RULE_NAMES[panel['rule']]}, {panel['layers']} layer{'s' * (panel['layers'] != 1)}"
+        title = f"{RULE_NAMES[panel['rule']]}, {counted(panel['layers'], 'layer')}"
         lines.append(
             Line(
                 "best rate tried",

@@ -16,7 +16,8 @@ from looped_recipes.common.measures import increment_products, spectral_norm, wi
 
 def overlap(total: torch.Tensor, squares: torch.Tensor, count: int) -> float:
     """||sum of vectors||^2 / (count * sum of ||vector||^2): 1 if they are one vector, 1 / count if orthogonal."""
-    return (total.square().sum(-1) / (count * squares).clamp(min=1e-300)).mean().item()
+    least = torch.finfo(squares.dtype).tiny
+    return (total.square().sum(-1) / (count * squares).clamp(min=least)).mean().item()
 
 
 def cone_gain(matrix: torch.Tensor, starts: int = 16, steps: int = 300, seed: int = 0) -> tuple[float, float]:
@@ -59,7 +60,7 @@ class Branch:
 
     def result(self, loops: int) -> dict:
         total, inputs = self.activations, self.linear.in_features
-        gain = self.outputs.norm(dim=-1) / total.norm(dim=-1).clamp(min=1e-300)
+        gain = self.outputs.norm(dim=-1) / total.norm(dim=-1).clamp(min=torch.finfo(total.dtype).tiny)
         return {
             "mass": total.mean().item() / loops,  # m_-, where no entry is negative
             "negative": self.negative / loops,  # share of entries outside the positive cone

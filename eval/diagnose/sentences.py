@@ -195,7 +195,7 @@ def lr_transfer(result: dict) -> str:
     for panel in result["panels"]:
         best = {n: curve["optimum"].get("lr") for n, curve in panel["curves"].items()}
         known = {n: rate for n, rate in best.items() if rate is not None}
-        where = f"{RULE_NAMES[panel['rule']]}, {panel['layers']} layer{'s' * (panel['layers'] != 1)}"
+        where = f"{RULE_NAMES[panel['rule']]}, {counted(panel['layers'], 'layer')}"
         if len(known) < 2:
             parts.append(f"{where}: the best rates lie at the ends of those tried, so they cannot be compared")
             continue

@@ -17,7 +17,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, setup_logging
 
-from looped_eval.common.curves import Curves, chance_of, draw, table
+from looped_eval.common.curves import Curves, chance_of, draw, metrics_of, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
@@ -133,15 +133,8 @@ def curves_of(results: dict[int, dict], series: str = "") -> Curves:
     """Every metric of every task over depth, with its standard error."""
     curves: Curves = {}
     for depth, found in results.items():
-        for task, metrics in {**found["results"], **found.get("groups", {})}.items():
-            for name, value in metrics.items():
-                metric, _, filtered = name.partition(",")
-                if not filtered or metric.endswith("_stderr") or not isinstance(value, (int, float)):
-                    continue
-                error = metrics.get(f"{metric}_stderr,{filtered}")
-                measure = f"{task} {metric}" + (f" ({filtered})" if filtered != "none" else "")
-                point = (value, error if isinstance(error, (int, float)) else None)
-                curves.setdefault(measure, {}).setdefault(series, {})[depth] = point
+        for measure, point in metrics_of(found):
+            curves.setdefault(measure, {}).setdefault(series, {})[depth] = point
         if found["config"].get("mean_loops") is not None:
             loops = (found["config"]["mean_loops"], None)
             curves.setdefault("mean loops", {}).setdefault(series, {})[depth] = loops

@@ -10,6 +10,7 @@ saves the compute, and there later tokens see what an exited token left.
 
 import logging
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from looped_recipes.common.checksums import LIST, checksum, read_sealed
 from looped_recipes.common.hub import model_inside
 from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_starts_from_noise
@@ -77,6 +79,8 @@ class LoopedLM(HFLM):
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
+        dtypes = [str(self.model.dtype), str(self.mixed_precision_dtype)]
+        self._state_of_model = [] if answers is None else [*dtypes, weights_of(self.config)]
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
         self.state_seed = state_seed
         self._generated_loops = []  # (loops, tokens) of the rows that are being generated
@@ -124,7 +128,8 @@ class LoopedLM(HFLM):
     # answers
 
     def _key(self, kind: str, arguments, depth: int) -> str:
-        return hash_args(kind, [str(self.config._name_or_path), depth, self.rule, *self._seeded(), *arguments])
+        model = [str(self.config._name_or_path), *self._state_of_model]
+        return hash_args(kind, [*model, depth, self.rule, *self._seeded(), *arguments])
 
     def _seeded(self) -> list:
         return [] if self.state_seed is None else [f"state_seed={self.state_seed}"]
@@ -367,6 +372,16 @@ class ExitCount:
             exits = self.running & self.rule.exits(score)
             self.loops[exits] = loop
             self.running &= ~exits
+
+
+def weights_of(config) -> str:
+    """What changes when other weights are saved in the folder of a model, or on the Hub."""
+    folder = Path(config._name_or_path)
+    if not folder.is_dir():
+        return str(getattr(config, "_commit_hash", None))
+    listed = read_sealed(folder / LIST)["checksums"] if (folder / LIST).is_file() else {}
+    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    return " ".join(listed.get(path.name) or checksum(path) for path in weights)
 
 
 def open_answers(path: str):

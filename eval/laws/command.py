@@ -18,6 +18,12 @@ from .run_table import Table, collect, read_table, why_left_out, write_table
 
 THEN = {"isoflop": "parametric", "parametric": "unified", "test_time": "conditioning", "unified": "conditioning"}
 
+READ_BY = {
+    "held_out": ("parametric", "unified", "conditioning"),
+    "conditioning": ("unified",),
+    "restarts": ("parametric", "test_time", "unified", "conditioning"),
+}
+
 
 def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit | None]:
     restarts = {} if args.restarts is None else {"restarts": args.restarts}
@@ -28,7 +34,9 @@ def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit
     if law == "conditioning":
         return conditioning(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed), None
     if law == "unified":
-        return unified(table, held_out, args.conditioning, **restarts, resamples=args.bootstrap, seed=args.seed)
+        return unified(
+            table, held_out, args.conditioning or "one", **restarts, resamples=args.bootstrap, seed=args.seed
+        )
     return parametric(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed)
 
 
@@ -109,26 +117,40 @@ def counted(table: Table, args) -> Table:
     return Table(rows, table.source)
 
 
-def main(arguments: list[str]) -> int:
-    args = parse(arguments)
+def check(args):
+    for name, read_by in READ_BY.items():
+        if getattr(args, name) is not None and args.law not in read_by:
+            option, laws = name.replace("_", "-"), ", ".join(read_by)
+            raise FitError(f"--{option} has no effect on {args.law}, only on {laws}: leave it out")
     if args.restarts is not None and args.restarts < 1:
         raise FitError(f"--restarts must be at least 1, got {args.restarts}")
     if args.bootstrap < 0:
         raise FitError(f"--bootstrap must be at least 0, got {args.bootstrap}")
-    if args.law == "collect":
-        collect_all(args.inputs, args.output)
-        return 0
-    if len(args.inputs) != 1:
-        raise FitError(f"{args.law} reads one table, got {', '.join(args.inputs)}; `collect` makes one of run folders")
-    table = counted(read_table(args.inputs[0]), args)
-    held_out = counted(read_table(args.held_out), args) if args.held_out else None
+
+
+def runs_of_law(path: str, args) -> Table:
+    """Those of a table that the law is about."""
+    table = counted(read_table(path), args)
     if args.min_depth:
         table.need("mean_depth")
         table = table.where(lambda row: is_fixed_depth(row) or row["mean_depth"] >= args.min_depth)
     if args.law != "isoflop":
         table = table.where(lambda row: not is_fixed_depth(row))
     if not len(table):
-        raise FitError(f"{args.inputs[0]} holds no looped runs of mean depth {args.min_depth:g} or more")
+        raise FitError(f"{path} holds no looped runs of mean depth {args.min_depth:g} or more")
+    return table
+
+
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
+    check(args)
+    if args.law == "collect":
+        collect_all(args.inputs, args.output)
+        return 0
+    if len(args.inputs) != 1:
+        raise FitError(f"{args.law} reads one table, got {', '.join(args.inputs)}; `collect` makes one of run folders")
+    table = runs_of_law(args.inputs[0], args)
+    held_out = runs_of_law(args.held_out, args) if args.held_out else None
     parts = {"": table} if args.by is None else table.need(args.by).by(args.by)
     others = {"": held_out} if args.by is None or held_out is None else held_out.need(args.by).by(args.by)
     output = Path(args.output or "runs/laws")

@@ -165,7 +165,7 @@ def why_left_out(folder: str | Path) -> str | None:
 def collect(folder: str | Path) -> list[dict]:
     """The rows of one finished run of looped pretrain: its last validation, at every depth."""
     from looped_recipes.common.flops import effective_parameters, sizes
-    from looped_recipes.common.metrics import read_metrics
+    from looped_recipes.common.metrics import last_validation, read_metrics
     from looped_recipes.settings.operations import Operations
     from looped_recipes.settings.recipe import load_recipe
     from modeling_looped import LoopedConfig
@@ -177,7 +177,8 @@ def collect(folder: str | Path) -> list[dict]:
                 f"{folder} has no {part}: it is no finished run of looped pretrain; the same command continues it"
             )
     recipe, config = load_recipe(folder / "recipe.yaml", finished=True), LoopedConfig.from_pretrained(folder / "final")
-    last = next((r for r in reversed(read_metrics(folder / "metrics.jsonl")) if "validation/loss" in r), None)
+    records = read_metrics(folder / "metrics.jsonl")
+    last = next((record for record in reversed(records) if "validation/loss" in record), None)
     if last is None:
         raise FitError(f"{folder}/metrics.jsonl holds no validation loss; train with evaluation.rows above 0")
     depth, steps, operations = recipe.mean_depth(config), last["step"] + 1, Operations(recipe, config)
@@ -193,6 +194,4 @@ def collect(folder: str | Path) -> list[dict]:
         "flops_with_value_tables": operations.of_run(steps, value_tables=True),
         "seed": recipe.training.seed,
     }
-    prefix = "validation/loss_at_"
-    depths = sorted(int(key.removeprefix(prefix)) for key in last if key.startswith(prefix))
-    return [{**facts, "test_depth": k, "loss": last[f"{prefix}{k}"]} for k in depths]
+    return [{**facts, "test_depth": k, "loss": loss} for k, loss in last_validation([last], "loss").items()]

@@ -10,7 +10,7 @@ import torch
 
 from looped_eval.common.held_out import prepared_data, run_data
 from looped_eval.common.progress import progress
-from looped_eval.common.run_folder import RunFolder
+from looped_eval.common.run_folder import RunFolder, runs_in
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
@@ -30,29 +30,34 @@ MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perpl
 
 def find_runs(folders: list[str]) -> list[RunFolder]:
     """The folders that are runs, and the runs in those that are none."""
-    runs = []
-    for folder in map(Path, folders):
-        inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
-        found = inside if inside and not (folder / "metrics.jsonl").is_file() else [folder]
-        runs += [RunFolder(path, path.resolve().name) for path in found]
-    return runs
+    return [RunFolder(run, run.resolve().name) for folder in folders for run in runs_in(Path(folder))]
 
 
 def windows(run: RunFolder) -> PackedRows:
     """Rows of the validation split, one token longer than the model reads, so that each has a target."""
     data = run_data(run.folder)
     rows, stride = prepared_data(run.folder, data).validation, data.stride or data.sequence_length
-    return PackedRows(rows.shards, data.sequence_length + 1, stride, rows.start, rows.token_bytes, rows.learn_start)
+    return PackedRows(
+        rows.shards,
+        data.sequence_length + 1,
+        stride,
+        rows.start,
+        rows.token_bytes,
+        rows.learn_start,
+        rows.document_masking,
+        rows.start_ends,
+    )
 
 
 @torch.no_grad()
-def sums_of(model, ids: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+def sums_of(
+    model, ids: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """Over all tokens: cross-entropy and norm after every loop, [loops] each; with a gate, the cross-entropies
     weighted by the exit distribution, and the cross-entropy of logits so weighted."""
     depth = model.trained_depth
-    outputs = model.model(
-        ids, num_loops=depth, use_cache=False, output_loop_hidden_states=True, output_loop_readout_states=True
-    )
+    kept = {"output_loop_hidden_states": True, "output_loop_readout_states": True}
+    outputs = model.model(ids, position_ids=positions, num_loops=depth, use_cache=False, **kept)
     states, exits = outputs.loop_hidden_states, None
     sums = {"losses": torch.zeros(depth, dtype=torch.float64), "norms": torch.zeros(depth, dtype=torch.float64)}
     if model.exit_gate is not None:
@@ -78,8 +83,10 @@ def measure(model, rows: PackedRows, batch_size: int) -> dict:
     device, sums, labelled, tokens = model.lm_head.weight.device, Counter(), 0, 0
     for start in progress(range(0, len(rows), batch_size), "windows"):
         batch = rows.batch(range(start, min(start + batch_size, len(rows))))
-        ids, targets = batch["input_ids"][:, :-1].to(device), batch["labels"][:, 1:].to(device)
-        for name, found in sums_of(model, ids, targets).items():
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        ids, targets = batch["input_ids"][:, :-1], batch["labels"][:, 1:]
+        positions = batch["position_ids"][:, :-1] if rows.document_masking else None  # of documents apart
+        for name, found in sums_of(model, ids, targets, positions).items():
             sums[name] = sums[name] + found
         labelled += (targets != IGNORE_INDEX).sum().item()
         tokens += ids.numel()

@@ -66,9 +66,8 @@ def about(runs: list[RunFolder]) -> Section:
     blocks = [Table(["", *(run.name for run in runs)], rows)]
     for run in runs:
         if run.unread_lines:
-            blocks.append(
-                Text(f"{run.name}: metrics.jsonl is cut off; its last {run.unread_lines} line(s) could not be read.")
-            )
+            unread = counted(run.unread_lines, "line")
+            blocks.append(Text(f"{run.name}: metrics.jsonl has {unread} that could not be read: left out."))
     return Section("Runs" if len(runs) > 1 else "The run", blocks)
 
 

@@ -40,15 +40,8 @@ def place_of(folders, runs: list[RunFolder]) -> Path:
     return (first if runs[0].folder.is_relative_to(first) else runs[0].folder) / "report.html"
 
 
-def make_report(folders, output: str | Path | None = None) -> Path:
-    """Writes the page of these runs, by default into the folder of the first; where it lies."""
-    runs = open_runs(folders)
-    output = Path(output or place_of(folders, runs))
-    write_whole(output, to_html(title_of(runs), sections_of(runs), headlines(runs)))
-    return output
-
-
-def main(arguments: list[str]):
+def main(arguments: list[str]) -> Path:
+    """Where the page lies."""
     args = parse(arguments)
     runs = open_runs(args.runs)
     sections = sections_of(runs, args.layer, args.clipped)
@@ -63,6 +56,7 @@ def main(arguments: list[str]):
         print(about(runs).blocks[0].markdown())
     print(f"\nthe page: {output}")
     say_result("\n".join(headlines(runs)) or "No validation was logged yet.", *next_commands(runs[0]))
+    return output
 
 
 def next_commands(run: RunFolder) -> list[str]:

@@ -19,24 +19,18 @@ def results_of(run: RunFolder) -> tuple[dict[str, dict[int, curves.Point]], dict
     """lm-eval's metrics over depth, {task and metric: {depth: (value, standard error)}}, what guessing scores, and
     files that were not understood."""
     found, chance, unread = {}, {}, []
-    for path in sorted(run.folder.rglob("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
+    for path in sorted(run.own_files("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            tasks = {**content["results"], **content.get("groups", {})}
-        except (ValueError, KeyError, TypeError):
+            measured = list(curves.metrics_of(content))
+        except (ValueError, KeyError, TypeError, AttributeError):
             unread.append(f"{path} holds no lm-eval results.")
             continue
         depth = depth_of_results(path, content) or run.trained_loops or 1
-        for task, metrics in tasks.items():
-            for key, value in metrics.items():
-                metric, _, kind = key.partition(",")
-                if kind and not metric.endswith("_stderr") and isinstance(value, (int, float)):
-                    error = metrics.get(f"{metric}_stderr,{kind}")
-                    name = f"{task} {metric}" + (f" ({kind})" if kind != "none" else "")
-                    point = (value, error if isinstance(error, (int, float)) else None)
-                    found.setdefault(name, {})[depth] = point  # the newest file wins
-                    if (level := curves.chance_of(name, content.get("configs"))) is not None:
-                        chance[name] = level
+        for name, point in measured:
+            found.setdefault(name, {})[depth] = point  # the newest file wins
+            if (level := curves.chance_of(name, content.get("configs"))) is not None:
+                chance[name] = level
     return found, chance, unread
 
 

@@ -1,4 +1,6 @@
-"""Text of the generated tasks to train on: `python -m eval.tasks.generate p_hop --documents 40000 --output FILE`.
+"""Text of the generated tasks to train on:
+
+    python -m looped_eval.tasks.generate p_hop --documents 40000 --output FILE
 
 Documents of another split than what is evaluated, whatever the seed. Settings as key=value: `p_hop hops=4 symbols=8
 questions=10`, `permutation swaps=8 symbols=5 questions=1`, `row moves=4 questions=4`, `addition digits=4`,
@@ -8,6 +10,9 @@ questions=10`, `permutation swaps=8 symbols=5 questions=1`, `row moves=4 questio
 import argparse
 import json
 from pathlib import Path
+from typing import BinaryIO
+
+from looped_recipes.common.files import write_whole
 
 from .generators import DEFAULTS, check, documents
 
@@ -21,10 +26,12 @@ def main(arguments: list[str] | None = None) -> Path:
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_intermixed_args(arguments)
     settings = read_settings(options)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with open(options.output, "w", encoding="utf-8") as file:
+
+    def write(file: BinaryIO):
         for text in documents(options.task, options.documents, options.seed, **settings):
-            file.write(json.dumps({"text": text}) + "\n")
+            file.write(json.dumps({"text": text}).encode() + b"\n")
+
+    write_whole(options.output, write)
     print(f"{options.documents:,} documents of {options.task} in {options.output}")
     return options.output
 

@@ -5,15 +5,12 @@ a larger one holds out these and more.
 """
 
 import re
-import sys
-from pathlib import Path
 
 from datasets import Dataset, DatasetDict
 
 
 def held_out(fraction: float, characters: int, **_) -> DatasetDict:
     """The beginning of each document, to the first blank line after so many characters."""
-    sys.path.append(str(Path(__file__).parents[2]))  # lm-eval imports this file by itself, from anywhere
     from looped_recipes.data.part_files import HeldOut
     from looped_recipes.data.sources import cut_at_blank_lines, embedded_documents
 

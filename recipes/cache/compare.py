@@ -1,4 +1,4 @@
-"""What loops lose that share: `python -m recipes.cache.compare runs/sharing [results.json]`, of the sweep beside it.
+"""What loops lose that share: `python -m looped_recipes.cache.compare RUNS [results.json]`, of the sweep beside it.
 
 Bits per byte of rows that every run held out, and bytes of the cache per token in fp32. The first half of a row is the
 prompt, and the second, which is measured, is read token by token. Models trained without sharing are also read with

@@ -1,4 +1,4 @@
-"""Memory of the cache: `python -m recipes.cache.memory ouro huginn parcae`, presets, at the depth that they publish.
+"""Memory of the cache: `python -m looped_recipes.cache.memory ouro huginn`, presets, at the depth that they publish.
 
 KiB per token in 16 bits: every loop with keys and values of its own, every second one, the first alone (and so much
 with `cache_sharing="last"`); and of all loops in 8 bits.

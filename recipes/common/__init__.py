@@ -1,1 +1,1 @@
-"""What training and evaluation share: recipes, metrics, measures, results as JSON, command lines."""
+"""What training and evaluation share: formulas, metrics, charts, files, results as JSON, command lines."""

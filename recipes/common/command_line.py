@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
+from .commands import COMMANDS
 from .errors import CommandError
 
 
@@ -23,6 +24,12 @@ PROGRAM: str | None = None  # `looped NAME`, if that started this process
 UNTIL_ENDED = 30  # seconds: a launcher that saw the others end first would end the one that has something to say
 INTERRUPTED = 128 + 2  # the status of a process that Ctrl-C ended
 TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
+
+
+def program_of(module: str) -> str:
+    """What is typed for a module: `looped sweep` for recipes.sweep, or else the module of the installed package."""
+    commands = {place: f"looped {name}" for name, (place, _) in COMMANDS.items()}
+    return commands.get(f"looped_{module}", f"python -m looped_{module}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -49,7 +56,7 @@ class Parser(OneLineErrors):
     """
 
     def __init__(self, module: str, description: str, renamed: dict[str, str] | None = None):
-        program = PROGRAM or f"python -m {module}"
+        program = PROGRAM or program_of(module)
         super().__init__(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.renamed = renamed or {}
 
@@ -82,13 +89,16 @@ class Parser(OneLineErrors):
 
 
 def device_of(name: str | None) -> str:
-    """The device of that name, if it is there; without a name, a GPU if there is one."""
+    """The device of that name, if it is there; without a name, a GPU if there is one. Of several GPUs, the one that is
+    named is from then on the current one, which clocks and counters of memory are asked of."""
     import torch
 
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=name)
+        if torch.device(name).type == "cuda" and torch.device(name).index is not None:
+            torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} is not there ({reason}): leave the option out, or pass cpu") from None

@@ -1,11 +1,22 @@
 """Floating-point operations per second of a device, known or measured, against which utilisation is reported."""
 
+import re
 import time
 
 import torch
 
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12, "V100": 125e12}
+PEAK_FLOPS = {  # in 16 bits, by words of a GPU's name
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "4090": 165e12,
+    "V100": 125e12,
+}
 
 
 def reference_rate(accelerator) -> float:
@@ -14,12 +25,15 @@ def reference_rate(accelerator) -> float:
 
 def device_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of one device: the maker's bf16 figure for known GPUs, else measured."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for key, rate in PEAK_FLOPS.items():
-            if key in name:
-                return rate
-    return measured_rate(device, dtype)
+    if device.type == "cpu":
+        return measured_rate(device, dtype)
+    known = known_rate(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known or measured_rate(device, dtype, 8192)
+
+
+def known_rate(name: str) -> float | None:
+    words = set(re.findall(r"\w+", name))
+    return next((rate for key, rate in PEAK_FLOPS.items() if words.issuperset(key.split())), None)
 
 
 def measured_rate(device, dtype: torch.dtype, size: int = 1024, repeats: int = 4) -> float:

@@ -49,6 +49,15 @@ def read_metrics(path: str | Path) -> list[dict]:
     return records
 
 
+def last_validation(records: list[dict], measure: str) -> dict[int, float]:
+    """{depth: value} of the last validation that was logged; measure: loss or bits_per_byte."""
+    prefix = f"validation/{measure}_at_"
+    for record in reversed(records):
+        if found := {int(key.removeprefix(prefix)): value for key, value in record.items() if key.startswith(prefix)}:
+            return dict(sorted(found.items()))
+    return {}
+
+
 def record_of(line: str) -> dict | None:
     try:
         record = json.loads(line)

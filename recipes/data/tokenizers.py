@@ -97,11 +97,6 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
     """The tokenizer of a recipe; `documents` are those of the training split."""
     if data.tokenizer not in TRAINERS:
         return mark_documents(load_tokenizer(data.tokenizer), data)
-    if data.start_token is not None:
-        raise RecipeError(
-            f"data.start_token={data.start_token!r} is for a tokenizer that is brought along; one that is trained "
-            f"here begins documents with {SPECIAL_TOKENS['bos_token']}: leave it out"
-        )
     limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
     tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit), data.tokenizer_vocab_size)
     if data.joined_by is not None:  # prompts have no bos either

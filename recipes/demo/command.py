@@ -9,6 +9,7 @@ from transformers.utils import logging
 
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
+from looped_recipes.common.words import counted
 from looped_recipes.demo import hops, text
 from looped_recipes.demo.options import parse
 from looped_recipes.demo.page import finding, next_commands, page, text_finding
@@ -30,7 +31,7 @@ def table(rows: list[list[str]]):
 
 def show_hops(found: dict):
     loops = list(found["accuracy"]["1"])
-    head = ["hops", *(f"{loop} loop{'s' * (loop != '1')}" for loop in loops), "one-loop model", "loops with exits"]
+    head = ["hops", *(counted(loop, "loop") for loop in loops), "one-loop model", "loops with exits"]
     rows = [
         [number, *(f"{at[loop]:.2f}" for loop in loops), f"{found['control'][number]:.2f}",
          f"{found['exit_loops'][number]:.2f}"]
@@ -44,9 +45,9 @@ def show_text(found: dict):
     print("\nheld-out bits per byte, every depth from one pass:")
     for depth, value in found["bits_per_byte"].items():
         deeper = "   (deeper than trained)" if int(depth) > found["loops"] else ""
-        print(f"  {depth} loop{'s' * (depth != '1')}  {value:.3f}{deeper}")
+        print(f"  {counted(depth, 'loop')}  {value:.3f}{deeper}")
     for depth, sample in found["samples"].items():
-        print(f"\n--- written with {depth} loop{'s' * (depth != '1')}:\n{sample}")
+        print(f"\n--- written with {counted(depth, 'loop')}:\n{sample}")
 
 
 def run_demo(

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_eval.tasks.generators import documents, p_hop_question
 from looped_recipes.common.files import write_whole
+from looped_recipes.common.words import counted
 from looped_recipes.demo.training import train
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
@@ -121,4 +122,4 @@ def ask(folder: Path, question: str):
         said = model.after_each_loop(text)
         for loop, (answer, sure) in enumerate(said["answers"], start=1):
             stops = f"   stops here, at least {CERTAINTY:.0%} sure" * (loop == said["exit"] and sure >= CERTAINTY)
-            print(f"  after {loop} loop{'s' * (loop > 1)}: {answer}  {sure:4.0%}{stops}")
+            print(f"  after {counted(loop, 'loop')}: {answer}  {sure:4.0%}{stops}")

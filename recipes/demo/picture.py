@@ -1,6 +1,7 @@
 """Charts of the demo, made from what is in demo.json alone."""
 
 from looped_recipes.common.chart import Bars, Chart, Line, ordered, stacked
+from looped_recipes.common.words import counted
 
 
 def hardest(found: dict) -> str:
@@ -9,7 +10,7 @@ def hardest(found: dict) -> str:
 
 
 def hops_named(hops: str) -> str:
-    return f"{hops} hop{'s' * (hops != '1')}"
+    return counted(hops, "hop")
 
 
 def points(by_loops: dict[str, float], times: float = 1) -> list[tuple[float, float]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.demo.training import Trained, train
 from looped_recipes.settings.recipe import Recipe, load_recipe
 
@@ -25,9 +25,7 @@ def train_model(output: Path, settings: Sequence[str]) -> Trained:
 
 def by_depth(metrics: Path, measure: str) -> dict[int, float]:
     """The last validation of a run: {depth: value}."""
-    last = [record for record in read_metrics(metrics) if "validation/loss" in record][-1]
-    prefix = f"validation/{measure}_at_"
-    return {int(key.removeprefix(prefix)): value for key, value in last.items() if key.startswith(prefix)}
+    return last_validation(read_metrics(metrics), measure)
 
 
 def samples(folder: Path, depths: list[int]) -> dict[int, str]:

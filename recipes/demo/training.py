@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from looped_recipes.common.words import counted
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import Recipe
 
@@ -19,6 +20,6 @@ class Trained(NamedTuple):
 def train(recipe: Recipe) -> Trained:
     run = Pretraining(recipe)
     loops, parameters = run.config.num_loops, run.bare.num_parameters()
-    print(f"{parameters:,} parameters, {loops} loop{'s' * (loops > 1)}, {run.total_steps} steps")
+    print(f"{parameters:,} parameters, {counted(loops, 'loop')}, {run.total_steps} steps")
     flops = run.operations.of_run(run.total_steps)
     return Trained(run.train(), run.metrics.path, parameters, loops, run.total_steps, flops)

@@ -30,6 +30,18 @@ def check_launch(recipe: Recipe, accelerator: Accelerator):
     check_start(recipe)
 
 
+def precision_of(accelerator: Accelerator) -> str | None:
+    """What the products of a GPU are computed in, in words; None on a CPU."""
+    if accelerator.device.type == "cpu":
+        return None
+    if accelerator.mixed_precision != "no":
+        return f"products are computed in {accelerator.mixed_precision}"
+    return (
+        "products are computed in fp32, as no launch asked for another precision; in bf16 a GPU is several times as "
+        "fast: accelerate launch --mixed_precision bf16, or ACCELERATE_MIXED_PRECISION=bf16 before the command"
+    )
+
+
 def check_precision(accelerator: Accelerator):
     """accelerate leaves out fp16 on a CPU, without a word."""
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:

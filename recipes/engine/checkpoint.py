@@ -3,6 +3,7 @@
     checkpoints/step-00000500/checkpoint.json   step, config, what the loop wants back, sizes and checksums of files
                               *.distcp .metadata model and optimizers, sharded (torch.distributed.checkpoint)
                               logged.jsonl       metrics.jsonl until then
+                              tokenizer/         of the run
     checkpoints/.saving-*     being written, or left by a run that was killed; never read, removed at the next save
     checkpoints/damaged-*     set aside: what lies there is not what was written
 
@@ -28,9 +29,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from transformers import PreTrainedTokenizerBase
 
 from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
-from looped_recipes.common.files import remove, remove_leftovers, sync, write_whole
+from looped_recipes.common.files import remove, remove_leftovers, sync, sync_all, write_whole
 from looped_recipes.common.provenance import provenance
 
 from .background import Background
@@ -45,11 +47,13 @@ from .saving import (
     on_main_process,
     process_index,
     root_cause,
+    save_tokenizer,
 )
 
 
 MARKER = "checkpoint.json"
 METRICS = "logged.jsonl"
+TOKENIZER = "tokenizer"
 DAMAGED = "damaged-"
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, pickle.UnpicklingError)
 NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # .2 and so on: the same step saved again
@@ -72,12 +76,14 @@ def save_checkpoint(
     is_best: bool = False,
     config: dict | None = None,
     metrics: Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     background: Background | None = None,
 ) -> Path:
     """Save a step, then remove all but the newest `keep_last` and the newest best. Every process calls it.
 
     extra: what `load_checkpoint` gives back, as JSON. config: what a run must share to continue from here; by default
-    the model's. metrics: a file that is kept with it. background: writes a copy while the training goes on.
+    the model's. metrics: a file that is kept with it, like the tokenizer. background: writes a copy while the training
+    goes on.
     """
     folder = Path(folder)
     marker = {
@@ -85,6 +91,7 @@ def save_checkpoint(
         "is_best": is_best,
         "config": comparable(bare(model).config.to_dict() if config is None else config),
         "extra": extra,
+        "generation": bare(model).generation_config.to_dict(),
         "made_by": provenance(),
     }
     if background is not None:
@@ -93,10 +100,10 @@ def save_checkpoint(
     state, writer = training_state(model, optimizers), TensorWriter(temporary)
     logged = metrics.read_bytes() if metrics is not None and metrics.exists() else None
     if background is None:
-        write(state, writer, folder / name, marker, logged, keep_last)
+        write(state, writer, folder / name, marker, logged, tokenizer, keep_last)
     else:
-        state = writer.stage(state)
-        background.start(lambda: write(state, writer, folder / name, marker, logged, keep_last, background.group))
+        state, group = writer.stage(state), background.group
+        background.start(lambda: write(state, writer, folder / name, marker, logged, tokenizer, keep_last, group))
     return folder / name
 
 
@@ -106,6 +113,7 @@ def write(
     path: Path,
     marker: dict,
     metrics: bytes | None,
+    tokenizer: PreTrainedTokenizerBase | None,
     keep_last: int,
     group: dist.ProcessGroup | None = None,
 ):
@@ -125,6 +133,9 @@ def write(
     def finish():
         if metrics is not None:
             write_whole(temporary / METRICS, metrics)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, temporary / TOKENIZER)
+            sync_all(temporary / TOKENIZER)
         write_marker(temporary, marker, checksums)
         os.rename(temporary, path)
         sync(folder)
@@ -210,7 +221,8 @@ def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as
 
 def write_marker(folder: Path, marker: dict, checksums: dict[str, str]):
     """checksums: of the files that are known; the others are read for theirs."""
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     checksums = {name: checksums.get(name) or checksum(folder / name) for name in files}
     write_whole(folder / MARKER, sealed({**marker, "files": files, "checksums": checksums}))
 
@@ -347,20 +359,15 @@ def load_checkpoint(
         )
     config = comparable(bare(model).config.to_dict() if config is None else config)
     refuse_other_config(path, marker["config"], config, may_change)
-    reader = TensorReader(path)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path} can not be read: {error}; remove it to go on from the one before") from error
+    saved = saved_tensors(path)
     state = training_state(model, optimizers, as_template=True)
     groups_of_template = state["optimizers"].pop("param_groups")
     moments = state["optimizers"]["state"]
     # parameters that had no gradient until then have no state: none is read, and the template's is removed
     without = {name for name in moments if not any(key.startswith(f"optimizers.state.{name}.") for key in saved)}
     state["optimizers"]["state"] = {name: moments[name] for name in moments if name not in without}
-    ignore_missing_group()
     try:
-        dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized())
+        read_tensors(path, state)
     except (*UNREADABLE, RuntimeError, CheckpointException) as error:
         reason = (str(root_cause(error)).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
@@ -376,6 +383,28 @@ def load_checkpoint(
             for optimizer in optimizers:
                 optimizer.state.pop(parameter, None)
     return {**marker["extra"], "step": marker["step"]}
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict of the model of a whole checkpoint, on the CPU."""
+    prefix = "model."
+    saved = {name: about for name, about in saved_tensors(path).items() if name.startswith(prefix)}
+    state = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in saved.items()}
+    read_tensors(path, state)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def saved_tensors(path: Path) -> dict:
+    try:
+        return TensorReader(path).read_metadata().state_dict_metadata
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path} can not be read: {error}; remove it to go on from the one before") from error
+
+
+def read_tensors(path: Path, state: dict):
+    ignore_missing_group()
+    no_dist = not dist.is_initialized()
+    dcp.load(state, storage_reader=TensorReader(path), planner=TensorPlanner(), no_dist=no_dist)
 
 
 def ignore_missing_group():

@@ -1,4 +1,4 @@
-"""The folder that `from_pretrained` opens."""
+"""The folder that `from_pretrained` opens, of a model that is trained or of a checkpoint."""
 
 import contextlib
 import copy
@@ -9,13 +9,19 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from transformers import AutoTokenizer, GenerationConfig
 
 from looped_recipes.common.checksums import write_checksums
 from looped_recipes.common.files import remove, sync, sync_all
+from looped_recipes.data.shards import prepare
+from looped_recipes.settings.recipe import load_recipe
+from modeling_looped import LoopedConfig, LoopedForCausalLM
 
+from .checkpoint import TOKENIZER, load_weights, read_marker
 from .distributed import bare, to_shards
 from .finite import Divergence, first_nonfinite
-from .saving import CheckpointError, on_main_process
+from .publish import model_card
+from .saving import CheckpointError, on_main_process, save_tokenizer
 
 
 def export_model(
@@ -29,6 +35,23 @@ def export_model(
     to_shards(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     on_main_process(lambda: write_export(path, bare(model), state, tokenizer, dtype, readme), path)
+    return path
+
+
+def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
+    """The model of a whole checkpoint of `run`, on any machine: of what a launch needs, nothing is asked for."""
+    recipe, marker = load_recipe(run / "recipe.yaml", finished=True), read_marker(checkpoint)
+    with torch.device("meta"):
+        model = LoopedForCausalLM(LoopedConfig.from_dict(marker["config"]["model"]))
+    if "generation" in marker:  # not of older versions
+        model.generation_config = GenerationConfig.from_dict(marker["generation"])
+    if (checkpoint / TOKENIZER).is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint / TOKENIZER)
+    else:
+        tokenizer = prepare(recipe.data).tokenizer
+        tokenizer.model_max_length = model.config.max_position_embeddings
+    card = model_card(recipe, model.config, run / "metrics.jsonl", path, marker["step"])
+    write_export(path, model, load_weights(checkpoint), tokenizer, None, card)
     return path
 
 
@@ -55,7 +78,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
         remove(leftover)
     whole.save_pretrained(temporary)
     if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, temporary)
     if readme is not None:
         (temporary / "README.md").write_text(readme)
     write_checksums(temporary)

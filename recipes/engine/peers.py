@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -13,6 +14,7 @@ from looped_recipes.settings.recipe import RecipeError
 
 FOREVER = timedelta(days=365)
 PREPARED, SAID = "looped/prepared", "looped/said"
+CALLS = count()  # of this process: all processes make the same ones
 LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "ProcessGroup", "TCPStore")
 
 
@@ -33,17 +35,17 @@ def main_process_first(function: Callable):
     """
     if not dist.is_initialized():
         return function(True)
-    store = _get_default_store()
+    store, key = _get_default_store(), f"{PREPARED}/{next(CALLS)}"
     if dist.get_rank() == 0:
         try:
             result = function(True)
         except BaseException as error:
-            store.set(PREPARED, f"{type(error).__name__}: {error}")
+            store.set(key, f"{type(error).__name__}: {error}")
             raise
-        store.set(PREPARED, "")
+        store.set(key, "")
         return result
-    store.wait([PREPARED], FOREVER)
-    failure = store.get(PREPARED).decode()
+    store.wait([key], FOREVER)
+    failure = store.get(key).decode()
     if failure:
         raise RecipeError(f"the main process could not prepare the data: {failure}")
     return function(False)

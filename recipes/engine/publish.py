@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.flops import sizes
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.data.sources import looks_like_path
 from looped_recipes.settings.recipe import PATHS, Recipe, RecipeError
 
@@ -28,8 +28,8 @@ A looped language model: {layers} unique layers ({prelude} before the loop, {cor
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{place}", trust_remote_code=True)
 inputs = tokenizer("Once", return_tensors="pt")
 ids = model.generate(**inputs, max_new_tokens=20)  # {loops} loops
 ids = model.generate(**inputs, max_new_tokens=20, num_loops=1)  # any other depth
@@ -54,17 +54,16 @@ With `import modeling_looped` before, nothing asks for `trust_remote_code`.
 """
 
 
-def model_card(recipe: Recipe, config, metrics_path: str | Path, name: str, steps: int) -> str:
-    """The README of an exported model, filled from its run; steps: after which it was exported."""
+def model_card(recipe: Recipe, config, metrics_path: str | Path, folder: Path, steps: int) -> str:
+    """The README of a model that is exported to `folder`, filled from its run; steps: after which that was."""
+    run = Path(metrics_path).absolute().parent
+    place = recipe.training.push_to_hub or f"./{folder.absolute().name}"  # which no repository is called
     records = [record for record in read_metrics(metrics_path) if record["step"] < steps]
-    last = next((record for record in reversed(records) if "validation/loss" in record), {})
-    depths = sorted(int(key.rsplit("_", 1)[1]) for key in last if key.startswith("validation/loss_at_"))
-    rows = (
-        f"| {k} | {last[f'validation/loss_at_{k}']:.4f} | {last[f'validation/bits_per_byte_at_{k}']:.4f} |"
-        for k in depths
-    )
+    losses, bits = (last_validation(records, measure) for measure in ("loss", "bits_per_byte"))
+    rows = (f"| {k} | {losses[k]:.4f} | {bits[k]:.4f} |" for k in losses)
     return CARD.format(
-        name=name,
+        name=recipe.training.push_to_hub or run.name,
+        place=place,
         injection=config.injection,
         license=yaml.safe_dump({"license": recipe.training.license}) if recipe.training.license else "",
         layers=config.num_layers,

@@ -32,6 +32,8 @@ class StepReports:
 
     def __post_init__(self):
         self.recipe, self.accelerator = self.steps.recipe, self.steps.accelerator
+        self.peak = reference_rate(self.accelerator) * self.accelerator.num_processes
+        self.start_clock()
 
     def hold(self, report: Report):
         """Read the one before: that step is done, or about to be."""
@@ -84,8 +86,7 @@ class StepReports:
         if is_timed:  # not at each monitored step too: the one between two of these is no measure of speed
             flops_per_token = self.flops / self.since
             speed = self.tokens_per_second()
-            peak = reference_rate(self.accelerator) * self.accelerator.num_processes
-            metrics.update(tokens_per_second=speed, mfu=speed * flops_per_token / peak)
+            metrics.update(tokens_per_second=speed, mfu=speed * flops_per_token / self.peak)
             self.bar.set_postfix_str(
                 f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
                 f"{metrics['loops']:.1f} loops",

@@ -84,11 +84,13 @@ def comparable(config: dict) -> dict:
 
 def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Callable[[str], bool]):
     refused = [difference for difference in differing(saved, config) if not may_change(difference[0])]
-    if refused:
-        raise CheckpointError(
-            f"{path} is a checkpoint of another config: {shown(refused)}. Go back to that config, choose another "
-            "training.output_dir, or, if only rates or the schedule differ, set training.resume=changed"
-        )
+    if not refused:
+        return
+    advice = "Go back to that config, choose another training.output_dir, or, if only rates or the schedule differ, "
+    advice += "set training.resume=changed"
+    if [name for name, _, _ in refused] == ["precision"]:
+        advice = f"Launch with the same: accelerate launch --mixed_precision {saved['precision']}"
+    raise CheckpointError(f"{path} is a checkpoint of another config: {shown(refused)}. {advice}")
 
 
 def refuse_lost_run(output: Path):

@@ -45,10 +45,11 @@ class RunCheckpoints:
         optimizers: list,
         monitor: Monitor,
         metrics: MetricsLog,
+        tokenizer,
         compared: dict,  # settings that must agree before a run goes on
     ):
         self.recipe, self.accelerator, self.model, self.optimizers = recipe, accelerator, model, optimizers
-        self.monitor, self.metrics, self.compared = monitor, metrics, compared
+        self.monitor, self.metrics, self.tokenizer, self.compared = monitor, metrics, tokenizer, compared
         self.output = Path(recipe.training.output_dir)
         self.folder = self.output / "checkpoints"
         self.background = Background() if recipe.training.save_in_background else None
@@ -139,6 +140,7 @@ class RunCheckpoints:
             is_best=is_best and self.recipe.training.keep_best,
             config=self.compared,
             metrics=self.metrics.path,
+            tokenizer=self.tokenizer,
             background=self.background,
         )
 

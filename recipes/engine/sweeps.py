@@ -17,10 +17,10 @@ from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.peers import one_message
 from looped_recipes.engine.resume import TRAINING, comparable, differing, shown
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
-from looped_recipes.settings.paths import expanded
+from looped_recipes.settings.paths import named_in
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
 from looped_recipes.settings.run_checks import check_run
-from looped_recipes.settings.sweep_files import OUTPUT, checked_name, checked_recipe, read_sweep
+from looped_recipes.settings.sweep_files import OUTPUT, SweepFile, checked_name, checked_recipe, read_sweep
 from modeling_looped.optimization import depth_correction
 
 
@@ -37,7 +37,10 @@ class Run(NamedTuple):
 
 
 def load_sweep(path: str | Path, overrides=()) -> list[Run]:
-    sweep = read_sweep(path, overrides)
+    return runs_of(read_sweep(path, overrides), overrides)
+
+
+def runs_of(sweep: SweepFile, overrides=()) -> list[Run]:
     runs, first_of = {}, {}
     for entry in sweep.entries:
         settings = {key: value for key, value in entry.items() if key not in ("name", "recipe")}
@@ -45,9 +48,9 @@ def load_sweep(path: str | Path, overrides=()) -> list[Run]:
         name = checked_name(entry["name"] if "name" in entry else described(own, settings), sweep.path)
         if name in runs:
             raise RecipeError(
-                f"{path}: two runs have the name {name!r}: take one of them out, or give them names of their own"
+                f"{sweep.path}: two runs have the name {name!r}: take one of them out, or give them names of their own"
             )
-        base = sweep.path.parent / expanded(own or sweep.recipe)
+        base = named_in(sweep.path, own or sweep.recipe)
         changes = {**sweep.set, **settings, OUTPUT: str(sweep.folder / name)}
         recipe = load_recipe(base, overrides, changes)
         if any(override.startswith(f"{OUTPUT}=") for override in overrides):
@@ -210,8 +213,14 @@ def columns_of(results: list[dict], plot: dict) -> int:
 
 def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[Run]], None] | None):
     """train_elsewhere: trains the runs that are missing; None does that here, one after the other."""
-    runs = load_sweep(path, overrides)
+    sweep = read_sweep(path, overrides)
+    runs = runs_of(sweep, overrides)
     for run in runs:
+        if run.recipe.training.stop_after is not None:
+            raise RecipeError(
+                f"training.stop_after={run.recipe.training.stop_after} would leave run {run.name!r} of {sweep.path} "
+                "without a result: leave it out, a sweep that is interrupted goes on with the same command"
+            )
         check_run(run.recipe)
     missing = [run for run in runs if run.same_as is None and outcome(run) is None]
     if train_elsewhere is not None:
@@ -222,8 +231,7 @@ def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[R
     folder.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
     write_whole(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))
-    plot = read_sweep(path).plot
-    if plot:
+    if (plot := sweep.plot) is not None:
         save_charts(charts_of(results, plot), folder / "results.svg", columns_of(results, plot))
         found = []
         for panel, members in panels_of(results, plot).items():

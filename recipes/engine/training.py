@@ -21,7 +21,7 @@ from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
 from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.batches import Batches
-from looped_recipes.engine.beginning import build_model, check_launch
+from looped_recipes.engine.beginning import build_model, check_launch, precision_of
 from looped_recipes.engine.checkpoint import step_name
 from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
@@ -62,8 +62,9 @@ class Pretraining:
             find_unused_parameters=gaps, log_with=recipe.logging.trackers or None, project_dir=str(self.output)
         )
         check_launch(recipe, self.accelerator)
-        if (note := note_on_windows(recipe, config)) is not None:
-            self.accelerator.print(note)
+        for note in (precision_of(self.accelerator), note_on_windows(recipe, config)):
+            if note is not None:
+                self.accelerator.print(note)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes of a launcher
             end_with(os.getppid())
         self.data = main_process_first(lambda is_main: prepare(recipe.data, check=is_main))
@@ -71,6 +72,7 @@ class Pretraining:
         set_seed(training.seed)
         self.model = build_model(recipe, self.data.tokenizer)
         self.config = self.model.config
+        self.data.tokenizer.model_max_length = self.config.max_position_embeddings
         self.operations = Operations(recipe, self.config)
         self.total_steps = recipe.num_steps(sizes(self.config), self.operations.steps_within, len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
@@ -102,7 +104,14 @@ class Pretraining:
         precision, has_dropout = self.accelerator.mixed_precision, self.batches.has_dropout
         compared = settings_of_run(recipe, self.config, self.data, precision, has_dropout)
         self.checkpoints = RunCheckpoints(
-            recipe, self.accelerator, self.model, self.optimizers, self.monitor, self.metrics, compared
+            recipe,
+            self.accelerator,
+            self.model,
+            self.optimizers,
+            self.monitor,
+            self.metrics,
+            self.data.tokenizer,
+            compared,
         )
 
     @property
@@ -251,16 +260,8 @@ class Pretraining:
             said = f"the run ends at {loss:.4f}, above training.max_loss={limit}: diverged"
             self.accelerator.print(said)
 
-    def export(self, checkpoint: Path, path: Path):
-        """A model of one checkpoint."""
-        self.progress, _ = self.checkpoints.load(checkpoint)
-        self.go_to(self.step)
-        self.export_to(path)
-
     def export_to(self, path: Path):
-        name = self.recipe.training.push_to_hub or self.output.absolute().name
-        card = model_card(self.recipe, self.config, self.metrics.path, name, self.step)
-        self.data.tokenizer.model_max_length = self.config.max_position_embeddings
+        card = model_card(self.recipe, self.config, self.metrics.path, path, self.step)
         export_model(path, self.model, self.data.tokenizer, readme=card)
 
     def finish(self) -> Path:

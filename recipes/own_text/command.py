@@ -8,10 +8,12 @@ import torch
 
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.flops import forward_flops_per_token, sizes
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.common.provenance import write_json
+from looped_recipes.common.words import counted
 from looped_recipes.data.shards import prepare
 from looped_recipes.data.sources import check_files
+from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import Recipe, load_recipe
@@ -28,18 +30,25 @@ LEAST_STEPS = 20
 
 
 def seconds_per_step(recipe: Recipe, minutes: float) -> float:
-    """Of whole steps at the mean depth, on random tokens, in so long a time; the first is not counted."""
-    model = LoopedForCausalLM(recipe.model_config()).train()
+    """Of whole steps at the mean depth, on random tokens, in so long a time, where and as the training computes them;
+    the first is not counted."""
+    accelerator = make_accelerator()
+    model = LoopedForCausalLM(recipe.model_config()).to(accelerator.device).train()
     optimizers = build_optimizers(model, recipe.optimizer, recipe.training.steps)
-    rows = torch.randint(model.config.vocab_size, (recipe.training.micro_batch_size, recipe.data.sequence_length))
+    size = (recipe.training.micro_batch_size, recipe.data.sequence_length)
+    rows = torch.randint(model.config.vocab_size, size, device=accelerator.device)
     end, seconds = time.perf_counter() + 60 * minutes, []
     while len(seconds) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         for _ in range(recipe.training.rows_per_step // recipe.training.micro_batch_size):
-            model(rows, labels=rows, output_logits=False, use_cache=False).loss.backward()
+            with accelerator.autocast():
+                loss = model(rows, labels=rows, output_logits=False, use_cache=False).loss
+            loss.backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
     return median(seconds[1:])
 
@@ -71,12 +80,12 @@ def number_of_steps(args, recipes: list[Recipe]) -> int:
 
 def held_out(run: Pretraining) -> dict:
     """What a run has come to on the text that it did not see."""
-    last = [record for record in read_metrics(run.metrics.path) if "validation/loss" in record][-1]
-    prefix = "validation/bits_per_byte_at_"
+    records = read_metrics(run.metrics.path)
+    errors = [record.get("validation/bits_per_byte_error") for record in records if "validation/loss" in record]
     return {
         "parameters": sizes(run.config).total,
-        "bits_per_byte": {int(key.removeprefix(prefix)): last[key] for key in last if key.startswith(prefix)},
-        "error": last.get("validation/bits_per_byte_error"),
+        "bits_per_byte": last_validation(records, "bits_per_byte"),
+        "error": errors[-1],
     }
 
 
@@ -108,7 +117,7 @@ def main(arguments: list[str] | None = None) -> dict:
         flops |= {(name, depth): forward_flops(run, depth) for depth in result[name]["bits_per_byte"]}
     print(table(result, flops))
     write_json(args.output / "comparison.json", {"result": result}, args.command, digits=6)
-    say_result(in_words(result, run.recipe, flops), typed("looped chat", args.output / "looped"), report(args.output))
+    say_result(in_words(result, flops), typed("looped chat", args.output / "looped"), report(args.output))
     return result
 
 
@@ -116,7 +125,7 @@ def table(result: dict, flops: dict) -> str:
     lines = [f"\n{'held-out text':24}{'bits per byte':>14}{'operations':>12}{'parameters':>13}"]
     for (name, depth), count in flops.items():
         bits, parameters = result[name]["bits_per_byte"][depth], result[name]["parameters"]
-        label = f"looped, {depth} loop{'s' * (depth > 1)}" if name == "looped" else name
+        label = f"looped, {counted(depth, 'loop')}" if name == "looped" else name
         lines.append(f"{label:24}{bits:14.3f}{count / flops['plain', 1]:12.2f}{parameters:13,}")
     return "\n".join(lines)
 
@@ -125,7 +134,7 @@ def report(output: Path) -> str:
     return typed("looped report", *(output / name for name in NAMES))
 
 
-def in_words(result: dict, recipe: Recipe, flops: dict) -> str:
+def in_words(result: dict, flops: dict) -> str:
     """The depth of the looped model whose operations are those of the plain one, beside it."""
     depths = [depth for name, depth in flops if name == "looped"]
     depth = min(depths, key=lambda depth: abs(flops["looped", depth] - flops["plain", 1]))

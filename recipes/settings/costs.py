@@ -1,10 +1,7 @@
 """What a recipe would cost: parameters, tokens and operations by the papers' formulas."""
 
-from dataclasses import fields
-
 from looped_recipes.common.activation_memory import bytes_under_bf16
 from looped_recipes.common.cluster import Cluster, Line, Run, cluster_plan
-from looped_recipes.common.command_line import Parser
 from looped_recipes.common.flops import (
     cache_numbers_per_token,
     effective_parameters,
@@ -71,16 +68,12 @@ def on_cluster(recipe: Recipe, cluster: Cluster) -> list[Line]:
     return cluster_plan(cluster, run)
 
 
-def cluster_of(options: list[str]) -> Cluster | None:
-    parser = Parser("recipes.plan", "What a run asks of many GPUs.")
-    parser.add_argument("--gpus", type=int, required=True)
-    assumed = fields(Cluster)[1:]
-    for field in assumed:
-        parser.add_argument(f"--{field.name}", type=float, default=field.default)
-    if not options:
-        return None
-    args = parser.parse_args(options)
-    for name, value in ((field.name, getattr(args, field.name)) for field in fields(Cluster)):
+def cluster_of(**said: float | None) -> Cluster | None:
+    """said: fields of a cluster, None for what is assumed."""
+    known = {name: value for name, value in said.items() if value is not None}
+    for name, value in known.items():
+        if "gpus" not in known:
+            raise RecipeError(f"--{name} {value:g} has no effect by itself: say how many GPUs with --gpus")
         if not (value > 0 or (name == "dollars" and value == 0)):
             raise RecipeError(f"--{name} must be above 0, got {value:g}")
-    return Cluster(args.gpus, *(getattr(args, field.name) for field in assumed))
+    return Cluster(**known) if known else None

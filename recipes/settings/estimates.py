@@ -6,7 +6,7 @@ import torch
 
 from looped_recipes.common.activation_memory import kept_of_token, numbers
 from looped_recipes.common.flops import sizes
-from looped_recipes.common.hardware import PEAK_FLOPS, measured_rate
+from looped_recipes.common.hardware import PEAK_FLOPS, device_rate
 from looped_recipes.common.words import counted
 from modeling_looped import LoopedConfig
 
@@ -35,11 +35,9 @@ def estimates(recipe: Recipe, training_flops: float | None) -> dict[str, str]:
 
 def own_rate() -> tuple[float, str]:
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        known = next((rate for key, rate in PEAK_FLOPS.items() if key in name), None)
-        rate = known or measured_rate("cuda", torch.bfloat16)
-        return rate, f"the {rate / 1e12:,.0f} TFLOP/s of {name}"
-    rate = measured_rate("cpu", torch.float32)
+        rate = device_rate(torch.device("cuda"), torch.bfloat16)
+        return rate, f"the {rate / 1e12:,.0f} TFLOP/s of {torch.cuda.get_device_name()}"
+    rate = device_rate(torch.device("cpu"), torch.float32)
     return rate, f"the {rate / 1e9:,.0f} GFLOP/s that {counted(torch.get_num_threads(), 'thread')} measured just now"
 
 

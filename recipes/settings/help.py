@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenize import COMMENT, generate_tokens
 
 from . import sections
-from .paths import INSTALLED
+from .paths import installed_recipes, installed_sweeps
 
 
 WIDTH = 110
@@ -21,16 +21,13 @@ def help_of_recipes(about: str, arguments: list[str]) -> str:
         return model_fields()
     keys = [f"{name}\n{keys_of(section)}" for name, section in meanings().items()]
     model = "model\n    preset, and every field of the model's config: `looped pretrain --help model` describes them"
-    folders = textwrap.fill(", ".join(installed_recipes()), WIDTH, initial_indent="    ", subsequent_indent="    ")
-    return "\n\n".join([about.strip(), f"recipes that are installed\n{folders}", model, *keys])
+    installed = {"recipes": installed_recipes(), "sweeps": installed_sweeps()}
+    listed = [f"{kind} that are installed\n{indented(', '.join(names))}" for kind, names in installed.items()]
+    return "\n\n".join([about.strip(), *listed, model, *keys])
 
 
-def installed_recipes() -> list[str]:
-    return sorted(path.relative_to(INSTALLED).as_posix() for path in INSTALLED.glob("*/*.yaml") if is_recipe(path))
-
-
-def is_recipe(path: Path) -> bool:
-    return not path.name.endswith(".sweep.yaml") and path.parent.name != "accelerate"
+def indented(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def model_fields() -> str:

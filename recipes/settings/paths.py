@@ -13,7 +13,8 @@ def expanded(path: str | Path) -> Path:
     whole = os.path.expanduser(path)
     if whole.startswith("~"):
         raise ValueError(
-            f"{str(path)!r} begins with the home folder of nobody on this machine: write it out, or ./~ for a name"
+            f"{str(path)!r}: there is no user of that name on this machine: write the full path, or ./~ for a "
+            "name that begins so"
         )
     return Path(whole)
 
@@ -28,18 +29,39 @@ def nearest_existing(path: Path) -> Path:
 def recipe_file(path: str | Path) -> Path:
     """`path`; or, where it is not there, the recipe of that name that comes with this package."""
     path = expanded(path)
-    if path.exists() or path.is_absolute():
-        return path
+    return path if path.exists() else installed(path) or path
+
+
+def named_in(file: Path, name: str) -> Path:
+    """The recipe that a file names: beside it, or one of this package, from whatever folder the file is read."""
+    near = file.parent / expanded(name)
+    return near if near.exists() else installed(expanded(name)) or near
+
+
+def installed(path: Path) -> Path | None:
     parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     own = INSTALLED.joinpath(*parts)
-    return own if own.is_file() else path
+    return own if own.is_file() else None
+
+
+def installed_recipes() -> list[str]:
+    """By the names under which they are found; files of accelerate are none."""
+    return [name for name in installed_files() if not name.startswith("accelerate/") and ".sweep." not in name]
+
+
+def installed_sweeps() -> list[str]:
+    return [name for name in installed_files() if name.endswith(".sweep.yaml")]
+
+
+def installed_files() -> list[str]:
+    return sorted(path.relative_to(INSTALLED).as_posix() for path in INSTALLED.rglob("*.yaml"))
 
 
 def similar_recipe(path: Path, kind: str) -> str | None:
     """The recipe or sweep of this package that whoever typed `path` may have meant."""
     ending = ".sweep.yaml" if kind == "sweep" else ".yaml"
-    files = [file.relative_to(INSTALLED).as_posix() for file in INSTALLED.rglob(f"*{ending}")]
-    known = sorted(name.removesuffix(ending) for name in files if kind == "sweep" or ".sweep." not in name)
+    files = installed_sweeps() if kind == "sweep" else installed_recipes()
+    known = [name.removesuffix(ending) for name in files]
     typed = path.as_posix().removeprefix("recipes/").removesuffix(".yaml").removesuffix(".sweep")
     same = [name for name in known if typed in (name, name.rpartition("/")[2])]
     close = same or difflib.get_close_matches(typed, known, n=1, cutoff=0.75)

@@ -24,7 +24,7 @@ from modeling_looped.formats.dense import start_from_dense
 from modeling_looped.names import FIELD_OF, meant
 
 from .model_fields import check_model_fields
-from .paths import expanded, recipe_file
+from .paths import expanded, named_in, recipe_file
 from .ranges import check_ranges
 from .relations import check_relations, refuse_idle
 from .sections import (
@@ -236,7 +236,7 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
     if base is None:
         merged = {}
     elif isinstance(base, str) and base.strip():
-        merged = _read(path.parent / (expanded(base) if base.startswith("~") else base), (*seen, path.resolve()))
+        merged = _read(named_in(path, base), (*seen, path.resolve()))
     else:
         raise RecipeError(f"{path}: extends must name a recipe, got {shortly(base)}")
     for name, section in raw.items():

@@ -308,8 +308,6 @@ def check_schedule(schedule: ScheduleConfig, total_steps: int):
             f"schedule.warmup_steps={schedule.warmup_steps} and {decay_steps} steps of decay do not fit into a run of "
             f"{total_steps} steps"
         )
-    if not 0 <= schedule.final_ratio <= 1:
-        raise RecipeError(f"schedule.final_ratio must lie between 0 and 1, got {schedule.final_ratio}")
 
 
 def decay_steps_of(schedule: ScheduleConfig, total_steps: int) -> int:

@@ -151,8 +151,8 @@ class TrainingConfig:
     # continue from the newest whole checkpoint in output_dir; changed: also with other rates and another schedule
     resume: bool | Literal["changed"] = True
     stop_after: int | None = None  # leave off after this step, as if interrupted: the schedule stays that of the run
-    # steps of a run whose loss or gradients are no numbers that are left out, without an update; one more stops it.
-    # Above 0 a GPU is waited for in every step
+    # how many steps with a NaN or infinite loss or gradient are skipped, without an update; the next such step ends
+    # the run. Above 0 a GPU is waited for in every step
     skip_nonfinite_steps: int = 0
     max_loss: float | None = None  # a run that ends above this validation loss counts as diverged: sweeps leave it out
     push_to_hub: str | None = None  # owner/name: what is in final/ goes there at the end

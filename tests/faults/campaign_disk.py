@@ -217,7 +217,7 @@ def exported(place: Path, folder: Path, *options: str) -> Path:
     """In a folder that has the name of the checkpoint."""
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
         out = export.main([str(place / "run"), str(folder / "new"), *options])
-    step = int(re.search(r"after (\d+) of", said.getvalue())[1])
+    step = int(re.search(r"after (\d+) step", said.getvalue())[1])
     return out.rename(folder / f"step-{step:08d}")
 
 
