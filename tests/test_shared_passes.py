@@ -87,9 +87,7 @@ def together(passes: SharedPasses, asked: list[dict], threads: int = 8) -> list:
             return error
 
     def are_there() -> bool:
-        left = [
-            request for request, result in zip(asked, results) if not result.done()
-        ]  # what shares none has gone on
+        left = [request for request, result in zip(asked, results) if not result.done()]  # also by itself
         rows = sum(len(request["input_ids"]) * request.get("num_beams", 1) for request in left[:threads])
         return passes._rows >= rows or is_full(passes)
 
