@@ -33,7 +33,7 @@ from looped_recipes.engine.sweeps import DIVERGED, Run, outcome, train
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from tests.faults.tiny_run import metrics_of
 from tests.helpers import tiny_model, wait_until
-from tests.helpers_processes import run_and_kill
+from tests.helpers_processes import is_running, run_and_kill
 from tests.test_checkpoint import ADAMW, advance, assert_same, contents, model_and_optimizers
 
 
@@ -234,9 +234,9 @@ def test_a_tracker_is_told_every_step_once_whatever_interrupts(runs):
 
     def is_time():
         logged = place / "run" / "metrics.jsonl"
-        return logged.exists() and '"step": 4' in logged.read_text()
+        return logged.exists() and '"step": 2' in logged.read_text()
 
-    run_and_kill(lambda: runs.train(place, *more, "training.save_every=3"), is_time)
+    run_and_kill(lambda: runs.train(place, *more, "training.save_every=2"), is_time)
     time.sleep(1.1)  # names of event files are seconds
     runs.train(place, *more)
     folder = {path.parent for path in place.rglob("events.out.tfevents.*") if path.parent.name == "looped"}.pop()
@@ -274,14 +274,6 @@ time.sleep(300)
     finally:
         if is_running(number):
             os.kill(number, signal.SIGKILL)
-
-
-def is_running(number: int) -> bool:
-    try:
-        with open(f"/proc/{number}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_settings_of_a_checkpoint_are_tensors_and_json(tmp_path):
