@@ -42,8 +42,8 @@ def test_gradients_of_causal_attention(length, monkeypatch):
     for mine, torchs, correct in zip(
         torch.autograd.grad(found, inputs, grad), torch.autograd.grad(usual, inputs, grad), expected, strict=True
     ):
-        assert error(mine, correct) < 1e-2
-        assert error(mine, correct) < 3 * error(torchs, correct)
+        assert error(mine, correct) < 1e-2  # 0.006 to 0.008
+        assert error(mine, correct) < 3 * error(torchs, correct)  # 1.4 to 2.6 times
 
 
 @pytest.mark.parametrize("key_value_heads", [4, 2])
@@ -71,7 +71,7 @@ def test_a_model_learns_with_them_what_it_learns_without(key_value_heads, monkey
         gradients[kind] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
     assert len(calls) == 4  # layers times loops, once
     fast, usual = (error(gradients[kind], gradients["exact"]) for kind in ("fast", "usual"))
-    assert 0 < fast < 1.5 * usual < 0.1
+    assert 0 < fast < 1.5 * usual < 0.1  # 1.0 times; 0.006
 
 
 @pytest.mark.parametrize("mask_heads", [0, 1, 6])
