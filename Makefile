@@ -20,8 +20,9 @@ SERVING := .venv-serving
 TEST_TOOLS := pytest pytest-xdist pytest-timeout hypothesis parameterized pillow trl
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
-# one thread each: the models of the tests are small, and processes that share cores spin in each other's way
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# one thread each: the models of the tests are small, and processes that share cores spin in each other's way; and what
+# Python compiles of the tests is kept for the next run, also where the environment says otherwise
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all test-floor test-serving docs gpu check lint clean
 

@@ -111,7 +111,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` leaves out what is slow
 def pytest_collection_modifyitems(items):
-    """Of a test with the mark `covering(n)` or `some(n)`, the cases that are not chosen are slow."""
+    """Of a test with the mark `covering(n)` or `some(n, draw)`, the cases that are not chosen are slow."""
     for mark, choose in (("covering", covering_cases), ("some", some_cases)):
         tests = {}
         for item in items:
@@ -144,8 +144,16 @@ def covering_cases(cases: list[pytest.Item], count: int = 1) -> list[pytest.Item
     return chosen
 
 
-def some_cases(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """`count` cases of a test, the same in every run, with as many values of each parameter as they can have."""
-    drawn = sorted(cases, key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
+def some_cases(cases: list[pytest.Item], count: int, draw: str | None = None) -> list[pytest.Item]:
+    """`count` cases of a test, the same in every run, with as many values of each parameter as they can have.
+
+    draw: tests of the same draw run the same cases, as far as they have them.
+    """
+
+    def place(case: pytest.Item) -> bytes:
+        name = case.nodeid if draw is None else f"{draw} {case.callspec.id}"
+        return hashlib.sha256(name.encode()).digest()
+
+    drawn = sorted(cases, key=place)
     chosen = covering_cases(drawn)
     return [*chosen, *(case for case in drawn if case not in chosen)][:count]

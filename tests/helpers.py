@@ -1,6 +1,8 @@
 """Models small enough for a test, in which nothing is hidden by an initialisation that is zero, one or tiny."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,14 @@ def quick_and_slow(cases, *quick) -> list:
         case if case in quick else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60):
+    """A failure if the condition does not come to hold in that time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} seconds"
+        time.sleep(0.001)
 
 
 def is_region(node) -> bool:

@@ -19,6 +19,13 @@ def import_paths() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def is_running(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def run_clean(script, *arguments, tmp_path, **environment):
     """A Python that sees neither this working directory nor PYTHONPATH, with an empty cache of remote code."""
     modules = tmp_path / f"modules{len(list(tmp_path.iterdir()))}"

@@ -5,7 +5,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from looped_recipes.engine.tensor_parallel import check_heads
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 
 from .distributed_worker import train
-from .helpers import tiny_config
+from .helpers import tiny_config, wait_until
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -226,8 +225,27 @@ def test_a_slurm_job_that_is_told_to_end_lets_the_run_save_and_is_queued_again(t
         job = subprocess.Popen(
             ["bash", str(CONFIGS / "slurm.sh"), "a.yaml"], env=environment, stdout=subprocess.DEVNULL
         )
-        while not (tmp_path / "begun").exists():
-            time.sleep(0.02)
+        wait_until((tmp_path / "begun").exists)
         job.terminate()
         assert job.wait(20) == status and (tmp_path / "saved").exists()
         assert ((tmp_path / "queued").read_text() if (tmp_path / "queued").exists() else None) == queued
+
+
+def test_a_slurm_job_that_is_told_to_end_before_its_run_begins_is_queued_again(tmp_path):
+    executable(
+        tmp_path / "scontrol",
+        f'#!/bin/sh\nif [ "$1" = requeue ]; then echo "$2" >> {tmp_path}/queued; exit; fi\n'
+        f"touch {tmp_path}/asked\nuntil [ -e {tmp_path}/told ]; do sleep 0.02; done\necho first\n",
+    )
+    executable(tmp_path / "srun", "#!/bin/sh\nexec sleep 60\n")
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "n",
+        "SLURM_JOB_ID": "7",
+    }
+    job = subprocess.Popen(["bash", str(CONFIGS / "slurm.sh"), "a.yaml"], env=environment, stdout=subprocess.DEVNULL)
+    wait_until((tmp_path / "asked").exists)
+    job.terminate()
+    (tmp_path / "told").touch()
+    assert job.wait(30) == 143 and (tmp_path / "queued").read_text() == "7\n"

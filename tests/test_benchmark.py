@@ -167,7 +167,8 @@ def test_of_serving(capsys):
 def test_of_a_long_prompt(capsys):
     line = lines_of("long_prompt", capsys, prompt=40)["long_prompt"]
     assert all(ratio >= 0 and math.isfinite(ratio) for ratio in ratios(line))
-    assert line["longest_pause_in_tokens"] >= 1 <= line["longest_pause_in_tokens_whole"]
+    pauses = line["longest_pause_in_tokens"], line["longest_pause_in_tokens_whole"]
+    assert all(pause > 0 and math.isfinite(pause) for pause in pauses)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

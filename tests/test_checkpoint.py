@@ -538,6 +538,7 @@ SPLIT = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_split(), reason="this transformers cannot split a model that is already made")
 @pytest.mark.parametrize("num_processes, mesh", [(4, (1, 2, 2)), (8, (2, 2, 2))], ids=["shards", "replicas"])
 def test_split_matrices_give_the_losses_of_one_process(num_processes, mesh, tmp_path):

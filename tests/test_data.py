@@ -292,7 +292,7 @@ def _documents_of(batch, tokenizer) -> list[list[int]]:
 @pytest.mark.parametrize("packing", quick_and_slow(["concatenate", "best_fit"], "best_fit"))
 def test_number_of_processes_changes_no_byte(make_data, tmp_path, packing):
     found = []
-    source = write_jsonl(tmp_path / "many.jsonl", make_documents(3000, longest=10))
+    source = write_jsonl(tmp_path / "many.jsonl", make_documents(1000, longest=10))
     for num_proc in (None, 3):
         data = make_data(source=source, packing=packing, num_proc=num_proc)
         prepared = shards.prepare(data)

@@ -38,7 +38,6 @@ def test_linear_loop_spectrum_and_expansion():
     result = dynamics.spectral(linear_model(DECAY), BATCH, num_loops=3)
     assert result["A"]["spectral_radius"] == result["A"]["spectral_norm"] == pytest.approx(0.9, rel=1e-6)
     assert result["B"]["spectral_norm"] == 0
-    e = embedded(linear_model(DECAY)) * 0 + 1
     model = linear_model(DECAY)
     e = embedded(model)
     ratios = [((DECAY ** (t + 1) * e).norm(dim=-1) / (DECAY**t * e).norm(dim=-1)).mean().item() for t in range(3)]

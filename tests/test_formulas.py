@@ -375,7 +375,7 @@ def test_every_value_of_every_axis_has_a_case():
 
 # where every loop is read, the next test compares the same logits in one run
 @over(CASES, left_to_test_all=READ_AT_EVERY_LOOP)
-@pytest.mark.some(5)
+@pytest.mark.some(5, "cases")
 def test_logits_at_every_depth(name):
     this = case(name)
     for depth in this.depths:
@@ -385,7 +385,7 @@ def test_logits_at_every_depth(name):
 
 
 @over(READ_AT_EVERY_LOOP)
-@pytest.mark.some(16)
+@pytest.mark.some(16, "cases")
 def test_readouts_of_every_loop_and_gradients(name):
     this = case(name)
     has_gate = this.config.exit_gate != "none"
@@ -447,7 +447,7 @@ def compare_gradients(this: Case, outputs: list, references: list):
 
 
 @over(CASES)
-@pytest.mark.some(33)
+@pytest.mark.some(33, "cases")
 def test_cached_decoding(name):
     """A prompt of three tokens, then one by one."""
     this = case(name)
@@ -462,7 +462,7 @@ def test_cached_decoding(name):
 
 
 @over(CASES)
-@pytest.mark.some(33)
+@pytest.mark.some(33, "cases")
 def test_depth_per_row(name):
     """Every row as if it were alone; its exits end with its own last loop."""
     this = case(name)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from looped_eval.gpu import command, tests, training_options
 from looped_eval.gpu.ledger import Ended, Ledger
 from looped_eval.gpu.pieces import NAMES, PIECES, Aim, Measurement, Piece, Setting
 from looped_eval.gpu.verdict import verdict, write_page
+from tests.helpers import wait_until
+from tests.helpers_processes import is_running
 
 
 ROOT = Path(__file__).parent.parent
@@ -74,17 +75,11 @@ def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch):
     ended = command.run_apart(PIECES[0], Setting(tmp_path, "cpu"), 1)
     assert ended.how == "stopped by its limit"
     child = int(Path(f"{script}.pid").read_text())
-    for _ in range(50):
-        try:
-            os.kill(child, 0)
-        except ProcessLookupError:
-            break
-        if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, signal.SIGKILL)
-        pytest.fail("the process that it started is still there")
+    try:
+        wait_until(lambda: not is_running(child))
+    finally:
+        if is_running(child):
+            os.kill(child, signal.SIGKILL)
 
 
 def test_the_verdict(ledger, tmp_path):

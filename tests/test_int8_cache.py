@@ -117,11 +117,23 @@ def test_bytes(dtype, times, arguments):
 
 
 def test_a_second_turn_goes_on():
+    """With the tokens of the decoder that rounds, which reads the last one of its answer with the next question."""
     model, ids = model_of("grouped"), random_ids(1, 6)
+    decoder, never = RoundingDecoder(model), NaiveRule("logit_margin", torch.inf, 1, 1)
+
+    def answer(question: list[int]) -> list[int]:
+        tokens = [int(decoder.run(question, 4)[-1].argmax())]
+        while len(tokens) < NEW:
+            tokens.append(int(decoder.run_until(never, tokens[-1], 4)[0].argmax()))
+        return tokens
+
     first = greedy(model, ids, cache_dtype="int8")
+    assert first.sequences[0, 6:].tolist() == (said := answer(ids[0].tolist()))
     assert first.past_key_values.get_seq_length() == 6 + NEW - 1
-    text = torch.cat([first.sequences, random_ids(1, 2, seed=1)], dim=1)
+    question = random_ids(1, 2, seed=1)
+    text = torch.cat([first.sequences, question], dim=1)
     second = greedy(model, text, cache_dtype="int8", past_key_values=first.past_key_values)
+    assert second.sequences[0, text.shape[1] :].tolist() == answer([said[-1], *question[0].tolist()])
     assert second.past_key_values.get_seq_length() == 6 + 2 * NEW + 1
 
 

@@ -30,7 +30,7 @@ EXITS = {
 
 def made(system: str):
     more = {"num_loops": 6, "exit_gate": "raw", "loop_loss": "per_loop", "eos_token_id": 7, "pad_token_id": 0}
-    return tiny_model(**more, **SYSTEMS[system])
+    return tiny_model(**more, **SYSTEMS[system]).double()
 
 
 def asked(criterion: str, **more) -> dict:
@@ -128,7 +128,8 @@ def test_requests_with_reads_of_their_own_share_passes():
     prompts = [random_ids(1, 3 + i, seed=i) for i in range(len(requests))]
     with SharedPasses(model, max_rows=6) as passes:
         found = together(passes, [{"input_ids": ids, **how} for ids, how in zip(prompts, requests)])
-    for ids, how, output in zip(prompts, requests, found):
+    assert passes.row_ticks > passes.ticks
+    for ids, how, output in zip(prompts, requests, found, strict=True):
         assert_same(output, model.generate(ids, **{**how, "exit_read_interval": 1}))
 
 

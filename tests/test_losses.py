@@ -490,11 +490,12 @@ def test_bfloat16_autocast_stays_near(loss, backprop_loops):
     with torch.autocast("cpu", torch.bfloat16):
         found = model(ids, labels=labels, backprop_loops=backprop_loops).loss
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, wanted, rtol=0.03, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=0.03, atol=0)  # 0.003 at most
     found, wanted = gradients(model, found), gradients(model, wanted)
     for name, gradient in wanted.items():
         assert found[name].dtype == gradient.dtype
         if gradient.norm() > 1e-4:
+            # 0.995 at least
             assert torch.cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.97, name
 
 

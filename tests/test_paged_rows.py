@@ -36,10 +36,6 @@ def small_pages(request, monkeypatch):
         yield
 
 
-def made(system: str):
-    return build(system).double()
-
-
 def without_pages(model, request: dict):
     model.set_attn_implementation("eager" if model.config.attention_softcap else "sdpa")
     torch.manual_seed(0)
@@ -56,7 +52,7 @@ def without_pages(model, request: dict):
 def test_what_rows_give_without_pages(system, way):
     if way == "shared_slots" and "keys" in system:
         pytest.skip("models that share keys take no shared slots")
-    model, ids = made(system), random_ids(3, 7)
+    model, ids = build(system), random_ids(3, 7)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     mask[2, 2] = mask[2, 4] = 0  # holes
@@ -76,10 +72,10 @@ def test_what_rows_give_without_pages(system, way):
 @pytest.mark.parametrize("system", quick_and_slow(SYSTEMS, "plain", "windows", "parts_of_loops", "softcap"))
 @pytest.mark.some(1)
 def test_requests_share_pages(system):
-    model = made(system)
-    asked = requests(model, 10)
+    model = build(system)
+    asked = requests(model, 6)
     alone = [without_pages(model, request) for request in asked]
-    with SharedPasses(model, max_rows=6, prompt_tokens=6) as passes:
+    with SharedPasses(model, max_rows=8, prompt_tokens=6) as passes:  # for all of them
         assert_same(together(passes, asked), alone)
         assert passes.row_ticks > 1.5 * passes.ticks  # rows did share passes, also with a softcap
         pools = passes.pages.core, passes.pages.outer
@@ -92,7 +88,7 @@ def test_requests_share_pages(system):
 @pytest.mark.some(1)
 def test_a_conversation_goes_on():
     """The cache that comes back is one of transformers, and is taken again."""
-    model, exits = made("windows"), WAYS["margin"]
+    model, exits = build("windows"), WAYS["margin"]
     first = {"input_ids": random_ids(2, 5), "max_new_tokens": 6, **GREEDY, **exits}
     expected = without_pages(model, first)
     found = model.generate(**first)
@@ -104,7 +100,7 @@ def test_a_conversation_goes_on():
 
 @pytest.mark.parametrize("is_returned", [False, True])
 def test_a_prompt_is_held_twice_only_where_its_cache_is_returned(is_returned, monkeypatch):
-    model, caches, fill = made("plain"), [], paged_rows.PagedRows.fill
+    model, caches, fill = build("plain"), [], paged_rows.PagedRows.fill
 
     def watched(rows, cache, *args):
         caches.append(cache)
@@ -145,14 +141,14 @@ def test_the_kernel_can_be_compiled_for_all_lengths(softcap, monkeypatch):
 
 def test_a_call_that_computes_nothing_after_the_prompt():
     request = {"input_ids": random_ids(2, 5), "max_new_tokens": 1, **GREEDY, **WAYS["margin"]}
-    model = made("plain")
+    model = build("plain")
     expected = without_pages(model, request)
     assert_same([model.generate(**request)], [expected])
 
 
 @pytest.mark.parametrize("small_pages", quick_and_slow(["copies", "kernel"], "copies"), indirect=True)
 def test_memory_that_runs_out_ends_one_and_no_other(monkeypatch):
-    model = made("sections")
+    model = build("sections")
     small, large = ({"input_ids": random_ids(1, n), "max_new_tokens": 12, **GREEDY, **WAYS["margin"]} for n in (4, 60))
     expected = without_pages(model, small)
     grow, fails = paged_rows.Pool.grow, True
@@ -198,7 +194,7 @@ def test_growing_that_stops_half_way():
 
 
 def test_what_goes_without_pages():
-    model, exits = made("plain"), WAYS["margin"]
+    model, exits = build("plain"), WAYS["margin"]
     model.set_attn_implementation(FLEX)
     ids = {"input_ids": random_ids(1, 5), "max_new_tokens": 3, **GREEDY}
     with pytest.raises(ValueError, match="attn_implementation='flex_attention' and cache_dtype='int8'"):

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 import yaml
 from accelerate.state import AcceleratorState, PartialState
 from huggingface_hub import ModelCard
@@ -41,7 +40,7 @@ from tests.helpers_processes import ROOT, import_paths, run_and_kill
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in SMOKE.glob("*.yaml") if path.stem not in ("base", "ouro_gate"))
-QUICK = ("huginn", "ouro", "parcae", "readout_exit_weighted")
+QUICK = ("huginn", "ouro", "readout_exit_weighted")  # that of Parcae is `whole_run`
 
 
 def in_process(recipe, arguments, **kwargs):
@@ -237,6 +236,7 @@ def test_a_model_is_pushed_with_its_card(training_text, tmp_path, monkeypatch, c
             str(SMOKE / "ouro.yaml"),
             *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/ouro-tiny"),
             "training.license=cc-by-4.0",
+            "training.steps=2",
         ]
     )
     assert hub.calls == [("create", "someone/ouro-tiny", True), ("upload", "someone/ouro-tiny")]
@@ -254,13 +254,13 @@ def test_a_model_is_pushed_with_its_card(training_text, tmp_path, monkeypatch, c
         row = f"| {k} | {last[f'validation/loss_at_{k}']:.4f} | {last[f'validation/bits_per_byte_at_{k}']:.4f} |"
         assert row in card.text
     recipe = yaml.safe_load(card.text.split("```yaml")[1].split("```")[0])
-    assert recipe["model"]["preset"] == "ouro" and recipe["training"]["steps"] == 6
+    assert recipe["model"]["preset"] == "ouro" and recipe["training"]["steps"] == 2
 
 
 def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(training_text, tmp_path, monkeypatch):
     arguments = [
         str(SMOKE / "lt.yaml"),
-        *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/lt"),
+        *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/lt", "training.steps=1"),
     ]
     monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "create"))
     with pytest.raises(RecipeError, match="can not push to 'someone/lt': Token is required.*hf auth login"):
@@ -276,7 +276,8 @@ def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(tra
 def test_trackers_are_told_what_metrics_jsonl_is(training_text, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, "logging.trackers=[tensorboard]")])
+    more = ["logging.trackers=[tensorboard]", "training.steps=3"]
+    main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, *more)])
     (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*") if path.parent.name == "looped"}
     events = EventAccumulator(str(folder)).Reload()
     records = read_metrics(tmp_path / "metrics.jsonl")
@@ -345,11 +346,12 @@ def test_a_tracker_that_is_not_installed_is_said(training_text, tmp_path, monkey
         main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path, "logging.trackers=[tensorboard]")])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(whole_run, training_text, tmp_path):
-    """kill -9 in the second half of the run; losses are equal bit for bit."""
-    arguments = [str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path)]
-    run_and_kill(lambda: main(arguments), lambda: len(logged_losses(tmp_path)) > 3)
-    assert 3 < len(logged_losses(tmp_path)) and not (tmp_path / "final").exists()
+    """kill -9 after a checkpoint and a step; losses are equal bit for bit."""
+    arguments = [str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path, "training.save_every=1")]
+    run_and_kill(lambda: main(arguments), lambda: len(logged_losses(tmp_path)) > 1)
+    assert 1 < len(logged_losses(tmp_path)) and not (tmp_path / "final").exists()
     main(arguments)
     assert logged_losses(tmp_path) == logged_losses(whole_run)
 
@@ -391,7 +393,7 @@ def launch_command(recipe, arguments, processes, config) -> list[str]:
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "recipes" / "accelerate" / f"{config}.yaml")]
     command += ["--num_processes", str(processes), "--mixed_precision", "no"]
-    command += ["--main_process_port", str(20000 + os.getpid() % 20000)]
+    command += ["--main_process_port", "0"]  # any that is free
     return [*command, "-m", "recipes.pretrain", str(SMOKE / f"{recipe}.yaml"), *arguments]
 
 
@@ -405,6 +407,7 @@ def launch(*launched):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # three launches
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_the_number_of_processes_does_not_matter(config, training_text, tmp_path):
     """1 process, then 2, then 1, against 1 throughout, with a depth per sequence."""
@@ -599,21 +602,12 @@ def test_rates_and_length_may_change_on_purpose(half_done, training_text, tmp_pa
     assert len(rates) == 7
 
 
-def test_golden_curve(training_text, tmp_path):
-    """The losses of a smoke run, to the last digit on the machine and versions they were recorded with."""
-    main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path, "training.steps=8")])
-    curve = logged_losses(tmp_path)
-    recorded = json.loads((GOLDEN / "parcae.json").read_text())
-    here = {
-        "torch": torch.__version__.split("+")[0],
-        "transformers": transformers.__version__,
-        "processor": torch.backends.cpu.get_cpu_capability(),
-    }
-    if here == recorded["made_with"]:
-        assert curve == recorded["losses"]
-    else:  # another processor or version rounds differently, in the updates of Muon more than in the first pass
-        assert curve[0] == pytest.approx(recorded["losses"][0], rel=1e-5)
-        assert curve == pytest.approx(recorded["losses"], rel=1e-3)
+def test_golden_curve(whole_run):
+    """The losses of a smoke run, but for rounding: processors and versions differ in it, in the updates of Muon more
+    than in the first pass. Bit for bit they are compared with other runs of this session, above."""
+    curve, recorded = logged_losses(whole_run), json.loads((GOLDEN / "parcae.json").read_text())["losses"]
+    assert curve[0] == pytest.approx(recorded[0], rel=1e-5)
+    assert curve == pytest.approx(recorded, rel=1e-3)
 
 
 def test_a_run_is_not_shortened_and_damaged_checkpoints_are_said(training_text, tmp_path):

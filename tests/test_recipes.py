@@ -536,7 +536,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
             {
                 "recipe": str(RECIPES / "smoke/residual_scaling.yaml"),
                 "set": {
-                    "training.steps": 6,
+                    "training.steps": 3,
                     "training.max_loss": 6.0,
                     "data.source": str(tmp_path / "text.jsonl"),
                     "data.cache_dir": str(tmp_path / "shards"),

@@ -86,6 +86,7 @@ def test_a_retrofit_loses_less_than_it_started_with(llama, training_text, tmp_pa
     assert len(set(loops)) > 1
 
 
+@pytest.mark.slow
 def test_a_run_from_a_dense_model_resumes(llama, training_text, tmp_path):
     recipe, quick = (
         str(TINY / "looped.yaml"),

@@ -96,8 +96,8 @@ def test_one_meaning_of_num_loops(system, tmp_path):
 
     ours = LoopedLM(str(tmp_path), num_loops=K, tokenizer=str(tmp_path / "tokenizer"), device="cpu", dtype="float32")
     requests = [(None, row[:3], row[3:]) for row in IDS.tolist()]
-    scored = [lm._loglikelihood_tokens(requests, disable_tqdm=True)[0][0] for lm in (stock,)]
-    assert ours.score_tokens(requests, disable_tqdm=True)[0, 0, 0].item() == pytest.approx(scored[0], abs=1e-4)
+    scored = stock._loglikelihood_tokens(requests, disable_tqdm=True)[0][0]
+    assert ours.score_tokens(requests, disable_tqdm=True)[0, 0, 0].item() == pytest.approx(scored, abs=1e-4)
 
     arguments = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     by_argument = model.generate(IDS, num_loops=K, **arguments)

@@ -20,6 +20,11 @@ if [ $# -lt 1 ]; then
     exit 2
 fi
 
+# the signal comes to this shell alone: it goes to the run, which saves, and then the job is queued again
+run=
+stopped=
+trap 'stopped=yes; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null || true' TERM
+
 first_machine=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 gpus=${SLURM_GPUS_ON_NODE:-8}
 
@@ -37,10 +42,7 @@ srun --kill-on-bad-exit=1 bash -c '
         -m recipes.pretrain "$@"
 ' launcher "$@" &
 run=$!
-
-# the signal comes to this shell alone: it goes to the run, which saves, and then the job is queued again
-stopped=
-trap 'stopped=yes; kill -TERM "$run" 2>/dev/null || true' TERM
+[ -z "$stopped" ] || kill -TERM "$run" 2>/dev/null || true  # it came before there was a run
 status=0
 wait "$run" || status=$?
 while kill -0 "$run" 2>/dev/null; do  # wait returns when the signal comes

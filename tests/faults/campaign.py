@@ -37,12 +37,16 @@ def tally(trials: Iterable[Trial]) -> Counter[str]:
     return Counter(trial.outcome for trial in trials)
 
 
-def assert_good(trials: Iterator[Trial], at_most: int):
-    """The first trials are right or refused, and there is at least one."""
+def assert_good(trials: Iterator[Trial], at_most: int, *, least_right: int):
+    """The first trials are right or refused.
+
+    least_right: so many are right, else what refuses everything would pass; 0 only where no result can be right.
+    """
     seen = list(islice(trials, at_most))
     assert seen, "the campaign made no trial"
     bad = [f"{trial.outcome}: {trial.fault}: {trial.detail}" for trial in seen if trial.outcome not in GOOD]
     assert not bad, "\n".join([f"{len(bad)} of {len(seen)} faults:", *bad])
+    assert tally(seen)["right"] >= least_right, f"fewer than {least_right} right ones in {dict(tally(seen))}"
 
 
 def campaigns() -> dict[str, Path]:

@@ -32,8 +32,8 @@ from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.sweeps import DIVERGED, Run, outcome, train
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from tests.faults.tiny_run import metrics_of
-from tests.helpers import tiny_model
-from tests.helpers_processes import run_and_kill
+from tests.helpers import tiny_model, wait_until
+from tests.helpers_processes import is_running, run_and_kill
 from tests.test_checkpoint import ADAMW, advance, assert_same, contents, model_and_optimizers
 
 
@@ -234,9 +234,9 @@ def test_a_tracker_is_told_every_step_once_whatever_interrupts(runs):
 
     def is_time():
         logged = place / "run" / "metrics.jsonl"
-        return logged.exists() and '"step": 4' in logged.read_text()
+        return logged.exists() and '"step": 2' in logged.read_text()
 
-    run_and_kill(lambda: runs.train(place, *more, "training.save_every=3"), is_time)
+    run_and_kill(lambda: runs.train(place, *more, "training.save_every=2"), is_time)
     time.sleep(1.1)  # names of event files are seconds
     runs.train(place, *more)
     folder = {path.parent for path in place.rglob("events.out.tfevents.*") if path.parent.name == "looped"}.pop()
@@ -257,28 +257,23 @@ def test_a_model_card_names_no_place_on_this_machine(runs):
 
 def test_an_orphan_ends():
     """A process whose parent is killed does not go on."""
-    child = "import os, time; from recipes.common.orphans import end_with; end_with(os.getppid()); time.sleep(60)"
-    parent = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid); p.wait()"
-    process = subprocess.Popen([sys.executable, "-uc", parent.replace("print(p.pid)", "print(p.pid, flush=True)")],
-                               stdout=subprocess.PIPE, text=True)  # fmt: skip
-    number = int(process.stdout.readline())
-    time.sleep(1)
+    child = """
+import os, time
+from recipes.common.orphans import end_with
+end_with(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(300)
+"""
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    number = int(process.stdout.readline())  # by then it looks after its parent
     process.kill()
     process.wait()
-    for _ in range(100):
-        if not is_running(number):
-            return
-        time.sleep(0.1)
-    os.kill(number, signal.SIGKILL)
-    raise AssertionError("it went on")
-
-
-def is_running(number: int) -> bool:
     try:
-        with open(f"/proc/{number}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        wait_until(lambda: not is_running(number))
+    finally:
+        if is_running(number):
+            os.kill(number, signal.SIGKILL)
 
 
 def test_settings_of_a_checkpoint_are_tensors_and_json(tmp_path):

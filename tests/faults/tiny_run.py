@@ -90,7 +90,8 @@ class Runs:
 
 
 def metrics_of(place: Path) -> list[dict]:
-    lines = (place / "run" / "metrics.jsonl").read_text().splitlines()
+    """Of whole lines: the last one may be on its way."""
+    *lines, _ = (place / "run" / "metrics.jsonl").read_text().split("\n")
     return [{key: value for key, value in json.loads(line).items() if key not in TIMED} for line in lines]
 
 

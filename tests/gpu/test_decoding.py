@@ -6,6 +6,7 @@ from transformers import DynamicCache, StaticCache
 
 from modeling_looped import SharedPasses
 from tests.helpers import random_ids, tiny_model
+from tests.test_shared_passes import together
 
 
 pytestmark = pytest.mark.gpu
@@ -48,11 +49,21 @@ def test_tokens_are_those_of_the_cpu(way, device):
 
 
 def test_requests_that_share_passes(device):
-    model = exiting_model()
-    alone = decode(model, "cpu").sequences[1, 6:]
-    with SharedPasses(model.to(device), max_rows=4) as passes:
-        found = passes.generate(random_ids(3, 6)[1:2].to(device), max_new_tokens=10, do_sample=False, pad_token_id=0)
-    assert torch.equal(found[0, 6:].cpu(), alone)
+    model, prompts = exiting_model(), [random_ids(rows, length) for rows, length in ((2, 6), (1, 4), (1, 9))]
+    how = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    asked = [{**how, **WAYS[way]} for way in ("plain", "shallow", "latent")]
+    alone = [model.generate(ids, **way) for ids, way in zip(prompts, asked)]
+    model.to(device)
+    requests = [{"input_ids": ids.to(device), **way} for ids, way in zip(prompts, asked)]
+    with SharedPasses(model, max_rows=4) as passes:
+        if device == "pretended":  # its operators are those of the main thread: only the rows of a request share
+            found = [passes.generate(**request) for request in requests]
+        else:
+            found = together(passes, requests)
+    for on_device, expected in zip(found, alone, strict=True):
+        assert torch.equal(on_device.sequences.cpu(), expected.sequences)
+        assert torch.equal(on_device.token_loops.cpu(), expected.token_loops)
+    assert passes.row_ticks > passes.ticks
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
