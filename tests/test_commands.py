@@ -552,6 +552,28 @@ def test_how_many_steps_of_own_text(tmp_path, monkeypatch, capsys):
     assert "goes on with the 33 steps that it began with, whatever --minutes says" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_text_of_ones_own(tmp_path, monkeypatch, capsys):
+    """As a user types it, with fewer and smaller steps: both models, their comparison, and what to type next."""
+    text = tmp_path / "my text.txt"
+    text.write_text("".join(f"{i} loops, {i * i} steps and no end\n\n" for i in range(4000)))
+    monkeypatch.setattr(own_text, "LEAST_STEPS", 3)
+    monkeypatch.setattr(own_text, "seconds_per_step", lambda recipe, minutes: 1000.0)
+    small = ["model.hidden_size=32", "model.num_attention_heads=2", "model.intermediate_size=64", "evaluation.rows=4"]
+    small += ["model.vocab_size=400", "data.tokenizer_vocab_size=400", "data.sequence_length=32", "evaluation.every=3"]
+    small += ["data.validation_fraction=0.3"]
+    output = tmp_path / "my models"
+    own_text.main([str(text), "--output", str(output), f"data.cache_dir={tmp_path / 'shards'}", *small])
+    said = capsys.readouterr().out
+    result = json.loads((output / "comparison.json").read_text())["result"]
+    assert set(result["looped"]["bits_per_byte"]) == {"1", "2", "3", "4", "5"}
+    assert set(result["plain"]["bits_per_byte"]) == {"1"}
+    assert f"next: looped chat '{output / 'looped'}'" in said and "looped, 3 loops" in said
+    for name in own_text.NAMES:
+        model = LoopedForCausalLM.from_pretrained(output / name / "final")
+        assert model.num_parameters() == result[name]["parameters"]
+
+
 # Chat
 
 

@@ -422,6 +422,10 @@ def test_requests_of_any_other_form(served):
     assert code == 400 and "dictionary" in told["message"]
     code, told = post(json.dumps({"prompt": "a " * 2**21}).encode())
     assert code == 413 and "this server takes up to 65536" in told["message"] and not passes.decoders
+    with closing(HTTPConnection("127.0.0.1", port)) as connection:  # a length is nowhere said
+        connection.request("POST", "/v1/completions", iter([b'{"prompt":', b'"a"}']), encode_chunked=True)
+        response = connection.getresponse()
+        assert response.status == 411 and "send a Content-Length" in json.load(response)["error"]["message"]
 
 
 def test_a_request_that_fails_says_why(served, monkeypatch):
