@@ -561,7 +561,7 @@ def test_a_text_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(own_text, "seconds_per_step", lambda recipe, minutes: 1000.0)
     small = ["model.hidden_size=32", "model.num_attention_heads=2", "model.intermediate_size=64", "evaluation.rows=4"]
     small += ["model.vocab_size=400", "data.tokenizer_vocab_size=400", "data.sequence_length=32", "evaluation.every=3"]
-    small += ["data.validation_fraction=0.3"]
+    small += ["data.validation_fraction=0.3", "schedule.warmup_steps=1"]
     output = tmp_path / "my models"
     own_text.main([str(text), "--output", str(output), f"data.cache_dir={tmp_path / 'shards'}", *small])
     said = capsys.readouterr().out
