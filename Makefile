@@ -4,7 +4,7 @@
 # make test-floor  the tests, without the slow ones, at the oldest versions that pyproject.toml declares
 # make test-serving  vLLM's engine against generate, in an environment of its own
 # make docs      the documentation, in an environment of its own, into site/
-# make gpu       tests, benchmarks and trainings on the GPU of this machine, in under 30 minutes; runs/gpu has what came out
+# make gpu       tests, benchmarks and trainings on the GPU of this machine, as many as fit into 30 minutes; runs/gpu has what came out
 # make lint      ruff check, the types, and the formatting
 # make clean     remove the environment and what tools leave behind (trained models under runs/ stay)
 #

@@ -8,8 +8,8 @@ Tables of value embeddings are counted in two ways, and which one is meant is al
 - operations leave them out, like every lookup: `training_flops_per_token(value_tables=False)`. With the best depths of
   Parcae's table 6, only this gives its exponent of the best tokens, 0.78.
 - effective parameters N(mu) count each table once: `effective_parameters(value_tables=True)`. The paper does not say
-  so. With them, the coefficients of table 11 predict table 5 to 0.9 % and 0.2 %, without to 2.8 % and 1.4 %, where the
-  paper says 1.3 % and 0.8 %; and their best depths are nearer to those of table 6.
+  so. With them, the coefficients of table 11 predict the losses of table 5 to 0.9 % and 0.2 %, without to 2.8 % and
+  1.4 %, where the paper says 1.3 % and 0.8 %; and their best depths are nearer to those of table 6.
 """
 
 import math
