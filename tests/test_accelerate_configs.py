@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from packaging.version import Version
 
 from looped_recipes.engine.distributed import _check_mesh, check_split, check_units, make_accelerator
 from looped_recipes.engine.tensor_parallel import check_heads
@@ -86,6 +88,7 @@ def test_blocks_as_units_need_processes_that_run_alike(monkeypatch, overrides, m
             check_units(accelerator, recipe)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="it splits no model made before")
 @pytest.mark.parametrize("setting", ["compile=true", "cross_entropy=liger_kernel", "kernels=liger_kernel"])
 def test_what_takes_whole_matrices_is_refused_where_they_are_split(setting):
     recipe = load_recipe(ROOT / "recipes" / "smoke" / "flt.yaml", [f"training.{setting}"])
