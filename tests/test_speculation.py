@@ -353,7 +353,7 @@ def test_no_plan_is_made_for_rows_that_have_ended(monkeypatch):
     monkeypatch.setattr(speculation.logger, "warning", said.append)
     monkeypatch.setattr(speculation.Planner, "choose", lambda self, rows: None)  # drafts never pay
     model = model_of("prelude_coda_grouped", max_position_embeddings=512)
-    for new_tokens in (5, 8, 11):  # the last token of a row is read with the plan, or beside it
+    for new_tokens in (5, 8, 11, 40):  # the last token of a row is read with the plan, or beside it
         greedy(model, random_ids(2, 6), draft_loops=1, max_new_tokens=new_tokens)
     assert said and all("with 2 rows at work a pass takes" in sentence for sentence in said)
 
