@@ -100,7 +100,8 @@ def forward_with_exits(
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
     if rule.is_weighted:
-        return weighted_over_all(model, inputs, of_rows, logits_to_keep, output_logits, options)
+        token_loops = placed(of_rows, given.device)[:, None].expand(given.shape[:2])
+        return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
     if rule.after_all:
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
@@ -171,16 +172,15 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
     )
 
 
-def weighted_over_all(model, inputs: dict, depths: list[int], logits_to_keep, output_logits: bool, options: dict):
+def weighted_over_all(model, inputs: dict, token_loops, logits_to_keep, output_logits: bool, options: dict):
     """A pass of the causal LM at full depth, which reads out every loop with the probability that it is the last."""
-    given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     weighted = {"output_logits": False, "output_exit_logits": output_logits}
     outputs = model(**inputs, logits_to_keep=logits_to_keep, **weighted, **options)
     return LoopedCausalLMOutputWithPast(
         logits=outputs.exit_logits,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
-        token_loops=placed(depths, given.device)[:, None].expand(given.shape[:2]),
+        token_loops=token_loops,
         **named_cache(outputs.cache),
     )
 

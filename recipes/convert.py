@@ -21,7 +21,7 @@ from functools import reduce
 from pathlib import Path
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
-from looped_recipes.common.hub import check_source, model_inside
+from looped_recipes.common.hub import check_source, is_training_checkpoint, model_inside
 
 
 LAYOUTS = ("ouro", "huginn", "retrofitted", "retrofitted-olmo", "parcae", "parcae-gated", "nanbeige", "llama")
@@ -53,15 +53,15 @@ def convert(
     tokenizer: str | None = None,
     num_loops: int | None = None,
 ):
-    from looped_recipes.engine.foreign_checkpoints import is_training_checkpoint, read_training_checkpoint
-    from modeling_looped import LoopedForCausalLM
-    from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
-    from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
-
     is_of_training = is_training_checkpoint(source)
     if not is_of_training:
         source = model_inside(str(source))
         check_source(source)
+    from looped_recipes.engine.foreign_checkpoints import read_training_checkpoint
+    from modeling_looped import LoopedForCausalLM
+    from modeling_looped.formats.folder import TOKENIZER_FILES, find_file
+    from modeling_looped.formats.writing import check_new, copy_tokenizer, save_public, whole_folder
+
     check_new(Path(out))  # before much is read
     if tokenizer is not None and all(find_file(tokenizer, name, {}) is None for name in TOKENIZER_FILES):
         raise OSError(f"there is no tokenizer in {tokenizer}: it has none of {', '.join(TOKENIZER_FILES)}")

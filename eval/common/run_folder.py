@@ -2,14 +2,13 @@
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import yaml
 
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_by_number, read_metrics
 
 
 LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
@@ -82,13 +81,7 @@ class RunFolder:
         return next((record[name] for record in reversed(self.records) if record.get(name) is not None), None)
 
     def last_by_number(self, prefix: str) -> dict[int, float]:
-        """{k: value} of the last record that holds `prefix`k, e.g. the loss at every depth."""
-        pattern = re.compile(re.escape(prefix) + r"(\d+)$")
-        for record in reversed(self.records):
-            found = {int(match[1]): value for key, value in record.items() if (match := pattern.match(key))}
-            if found:
-                return dict(sorted(found.items()))
-        return {}
+        return last_by_number(self.records, prefix)
 
     @property
     def trained_loops(self) -> int | None:

@@ -161,11 +161,12 @@ def models_and_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 def main(arguments: list[str]):
     args = parse(arguments)
     if args.measure != "all" and not MEASURES[args.measure].reads_a_model:
-        measure(args, None, Path(args.output or "runs/eval/theorems/diagnose"))
+        measure(args, None, Path(args.output or "runs/eval/theorems/diagnose"), {})
         return
     targets, overrides = models_and_overrides(args.model)
+    beside = read_others(getattr(args, "beside", []))
     if len(targets) == 1:
-        measure_model(args, targets[0], overrides)
+        measure_model(args, targets[0], overrides, beside)
         return
     if args.output:
         raise DiagnoseError(f"--output {args.output} is the folder of one model, but {len(targets)} are measured")
@@ -173,7 +174,7 @@ def main(arguments: list[str]):
     for target in targets:
         print(f"\n{target}")
         try:
-            results[target] = measure_model(args, target, overrides)
+            results[target] = measure_model(args, target, overrides, beside)
         except ValueError as reason:
             print(f"left out: {reason}")
     if not results:
@@ -185,22 +186,23 @@ def main(arguments: list[str]):
     say_result(f"{args.measure} of {len(results)} of {len(targets)} models.", *then)
 
 
-def measure_model(args: argparse.Namespace, target: str, overrides: list[str]) -> dict:
+def measure_model(args: argparse.Namespace, target: str, overrides: list[str], beside: dict[str, dict]) -> dict:
     """What was measured of it; {} for a page of all."""
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
     of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else default_folder(target)
     print(f"text: {of.where['text']}")
     if args.measure != "all":
-        return measure(args, of, folder, typed("looped diagnose all", target, *overrides))
+        return measure(args, of, folder, beside, typed("looped diagnose all", target, *overrides))
     found, path = run_all(of, folder, args.command)
     print(f"\nthe page: {path}")
     say_result(" ".join(found), *report_of(target))
     return {}
 
 
-def measure(args: argparse.Namespace, of: ModelAndText | None, folder: Path, *then: str) -> dict:
-    beside = read_others(getattr(args, "beside", []))
+def measure(
+    args: argparse.Namespace, of: ModelAndText | None, folder: Path, beside: dict[str, dict], *then: str
+) -> dict:
     options = {name: getattr(args, name) for name in MEASURES[args.measure].defaults() if hasattr(args, name)}
     result, picture = run_measure(args.measure, of, folder, beside, args.command, **options)
     print(json.dumps(rounded({key: value for key, value in result.items() if not isinstance(value, (dict, list))}, 4)))

@@ -211,7 +211,7 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
     entropy, margin = entropy_and_margin(mixed[:, :-1])
     return {
         "num_loops": depth,
-        "ce": next_token_losses(mixed, batch["input_ids"]).mean().item(),
+        "ce": at_depth[-1],
         "entropy": entropy,
         "margin": margin,
         "expected_ce": (losses * weights[:, :-1]).sum(-1).mean().item(),

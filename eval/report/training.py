@@ -48,7 +48,7 @@ DEPTH = Explanation(
 UNITS = {"bits per byte": BITS_AT, "cross-entropy": LOSS_AT}
 
 
-def last_validation(run: RunFolder, prefix: str) -> dict[int, float]:
+def finite_by_number(run: RunFolder, prefix: str) -> dict[int, float]:
     return {k: value for k, value in run.last_by_number(prefix).items() if math.isfinite(value)}
 
 
@@ -61,7 +61,7 @@ def best_depths(runs: list[RunFolder]) -> list[str]:
     found = []
     for run in runs:
         for unit, prefix in UNITS.items():
-            if values := last_validation(run, prefix):
+            if values := finite_by_number(run, prefix):
                 found.append(said(best_depth(values, run.trained_loops, unit), run, runs).words)
                 break
     return found
@@ -69,7 +69,9 @@ def best_depths(runs: list[RunFolder]) -> list[str]:
 
 def best_run(runs: list[RunFolder]) -> list[str]:
     """Which run has the fewest bits per byte at its own depth, and where the difference may be chance."""
-    known = [(bits, run) for run in runs if (bits := last_validation(run, BITS_AT).get(run.trained_loops)) is not None]
+    known = [
+        (bits, run) for run in runs if (bits := finite_by_number(run, BITS_AT).get(run.trained_loops)) is not None
+    ]
     if len(known) < 2:
         return []
     (least, first), (second, other) = sorted(known, key=lambda each: each[0])[:2]
@@ -85,7 +87,7 @@ def over_depth(runs: list[RunFolder]) -> Section:
     found: curves.Curves = {}
     for measure in ("cross-entropy", "bits per byte"):
         for run in runs:
-            if values := last_validation(run, UNITS[measure]):
+            if values := finite_by_number(run, UNITS[measure]):
                 found.setdefault(measure, {})[run.name] = {k: (value, None) for k, value in values.items()}
     if not found:
         return Section(
@@ -118,7 +120,7 @@ NORM_METRICS = {
 def norms(runs: list[RunFolder]) -> Section:
     rows, findings, over_loops = [], [], []
     for i, run in enumerate(runs):
-        last = last_validation(run, "residual_norm/loop_")
+        last = finite_by_number(run, "residual_norm/loop_")
         if not last:
             continue
         over_loops.append(Line(run.name, list(last.items()), named(i)))

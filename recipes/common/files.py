@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,17 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
             partial.unlink()
         raise
     sync(path.parent)  # the names of its files are on the disk, too
+
+
+def save_tokenizer(tokenizer, folder: Path):
+    """What the disk said is a plain Exception of the Rust library: as the error of the system that it is."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error)) from error
 
 
 def append_line(path: str | Path, line: str):

@@ -1,4 +1,5 @@
-"""What the name of a model stands for: a folder, a training run, or a repository, if the Hub can be asked for it."""
+"""What the name of a model stands for: a folder, a training run, here or of papers' own codes, or a repository, if the
+Hub can be asked for it."""
 
 from pathlib import Path
 from urllib.error import HTTPError
@@ -15,6 +16,27 @@ def model_inside(target: str) -> str:
     path = Path(target)
     is_run = not (path / "config.json").is_file() and (path / "final" / "config.json").is_file()
     return str(path / "final") if is_run else target
+
+
+def is_training_checkpoint(source: str | Path) -> bool:
+    return file_of_readout(source) is not None or files_of_fully_looped(source) is not None
+
+
+def file_of_readout(source: str | Path) -> Path | None:
+    path = Path(source)
+    found = path if path.suffix == ".pt" else path / "last.pt"
+    return found if found.is_file() and not found.name.startswith("model_") else None
+
+
+def files_of_fully_looped(source: str | Path) -> tuple[Path, Path] | None:
+    """The tensors and the settings of a step."""
+    path = Path(source)
+    steps = [path] if path.suffix == ".pt" else sorted(path.glob("model_*.pt"))
+    for step in reversed(steps):
+        meta = step.with_name(step.name.replace("model_", "meta_")).with_suffix(".json")
+        if step.name.startswith("model_") and step.is_file() and meta.is_file():
+            return step, meta
+    return None
 
 
 def check_source(name: str):

@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object a line, with its step; and the same to trackers."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -51,9 +52,15 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 def last_validation(records: list[dict], measure: str) -> dict[int, float]:
     """{depth: value} of the last validation that was logged; measure: loss or bits_per_byte."""
-    prefix = f"validation/{measure}_at_"
+    return last_by_number(records, f"validation/{measure}_at_")
+
+
+def last_by_number(records: list[dict], prefix: str) -> dict[int, float]:
+    """{k: value} of the last record that holds `prefix`k, e.g. the loss at every depth."""
+    pattern = re.compile(re.escape(prefix) + r"(\d+)$")
     for record in reversed(records):
-        if found := {int(key.removeprefix(prefix)): value for key, value in record.items() if key.startswith(prefix)}:
+        found = {int(match[1]): value for key, value in record.items() if (match := pattern.match(key))}
+        if found:
             return dict(sorted(found.items()))
     return {}
 

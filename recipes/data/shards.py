@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from looped_recipes.common.checksums import Damaged, check_folder, read_sealed, write_checksums
-from looped_recipes.common.files import remove_leftovers, sync, sync_all
+from looped_recipes.common.files import remove_leftovers, save_tokenizer, sync, sync_all
 from looped_recipes.common.folder_lock import exclusive
 from looped_recipes.common.provenance import provenance
 from looped_recipes.settings.paths import expanded
@@ -238,12 +238,9 @@ def _tokenizer(folder: Path, data: DataConfig, training_texts: Iterable[str]) ->
         tokenizer = make_tokenizer(data, training_texts)
         temporary = path.with_suffix(".tmp")
         try:
-            tokenizer.save_pretrained(temporary)
-        except Exception as error:  # the Rust library raises plain Exception
+            save_tokenizer(tokenizer, temporary)
+        except Exception:
             shutil.rmtree(temporary, ignore_errors=True)
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number:
-                raise OSError(int(number[1]), str(error)) from error
             raise
         write_checksums(temporary)
         sync_all(temporary)

@@ -66,8 +66,11 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerF
 
 def train_word(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """The readout paper's: runs of white space, words and single signs, the most frequent ones, the rest <unk>."""
-    pieces = pre_tokenizers.Split(Regex("|".join(WORD_PIECES)), behavior="removed", invert=True)
-    return _most_frequent(documents, vocab_size, pieces, decoders.Fuse())
+    return _most_frequent(documents, vocab_size, word_pieces(), decoders.Fuse())
+
+
+def word_pieces() -> pre_tokenizers.Split:
+    return pre_tokenizers.Split(Regex("|".join(WORD_PIECES)), behavior="removed", invert=True)
 
 
 def train_symbols(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedTokenizerBase
 
 from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
-from looped_recipes.common.files import remove, remove_leftovers, sync, sync_all, write_whole
+from looped_recipes.common.files import remove, remove_leftovers, save_tokenizer, sync, sync_all, write_whole
 from looped_recipes.common.provenance import provenance
 
 from .background import Background
@@ -47,7 +47,6 @@ from .saving import (
     on_main_process,
     process_index,
     root_cause,
-    save_tokenizer,
 )
 
 

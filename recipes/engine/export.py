@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, GenerationConfig
 
 from looped_recipes.common.checksums import write_checksums
-from looped_recipes.common.files import remove, sync, sync_all
+from looped_recipes.common.files import remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedConfig, LoopedForCausalLM
@@ -21,7 +21,7 @@ from .checkpoint import TOKENIZER, load_weights, read_marker
 from .distributed import bare, to_shards
 from .finite import Divergence, first_nonfinite
 from .publish import model_card
-from .saving import CheckpointError, on_main_process, save_tokenizer
+from .saving import CheckpointError, on_main_process
 
 
 def export_model(

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from looped_recipes.data.tokenizers import WORD_PIECES
+from looped_recipes.common.hub import file_of_readout, files_of_fully_looped
+from looped_recipes.data.tokenizers import word_pieces
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 
@@ -27,10 +28,6 @@ class Trained(NamedTuple):
     tokenizer: PreTrainedTokenizerFast | None  # where the checkpoint has it
 
 
-def is_training_checkpoint(source: str | Path) -> bool:
-    return file_of_readout(source) is not None or files_of_fully_looped(source) is not None
-
-
 def read_training_checkpoint(source: str | Path, num_loops: int | None = None) -> Trained:
     """num_loops: depth of its config, by default that of training."""
     files = files_of_fully_looped(source)
@@ -39,23 +36,6 @@ def read_training_checkpoint(source: str | Path, num_loops: int | None = None) -
     config.trained_num_loops = config.num_loops
     config.num_loops = config.num_loops if num_loops is None else num_loops
     return trained
-
-
-def file_of_readout(source: str | Path) -> Path | None:
-    path = Path(source)
-    found = path if path.suffix == ".pt" else path / "last.pt"
-    return found if found.is_file() and not found.name.startswith("model_") else None
-
-
-def files_of_fully_looped(source: str | Path) -> tuple[Path, Path] | None:
-    """The tensors and the settings of a step."""
-    path = Path(source)
-    steps = [path] if path.suffix == ".pt" else sorted(path.glob("model_*.pt"))
-    for step in reversed(steps):
-        meta = step.with_name(step.name.replace("model_", "meta_")).with_suffix(".json")
-        if step.name.startswith("model_") and step.is_file() and meta.is_file():
-            return step, meta
-    return None
 
 
 def loaded(file: Path) -> dict:
@@ -223,6 +203,6 @@ def words_of(state: dict) -> PreTrainedTokenizerFast | None:
         return None
     vocabulary = {token: id for id, token in enumerate(state["itos"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(WORD_PIECES)), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = word_pieces()
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **SPECIAL)

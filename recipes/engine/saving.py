@@ -1,7 +1,6 @@
 """What a run writes: one process writes, the others learn of its errors, and no two runs share a folder."""
 
 import errno
-import re
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,17 +20,6 @@ def error_of_saving(folder: Path, error: BaseException) -> CheckpointError:
     space = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "there is no space left on the disk" if space else f"{type(error).__name__}: {error}"
     return CheckpointError(f"could not write to {folder}: {advice}. The checkpoints before it are intact.")
-
-
-def save_tokenizer(tokenizer, folder: Path):
-    """What the disk said is a plain Exception of the Rust library: as the error of the system that it is."""
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), str(error)) from error
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -9,7 +9,7 @@ also to results.json. What is already trained in runs/retrofit/ is not trained a
 from pathlib import Path
 
 from looped_recipes.common.command_line import print_help, run_command
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.common.provenance import write_json
 from looped_recipes.convert import convert
 from looped_recipes.engine.training import Pretraining
@@ -20,19 +20,12 @@ from looped_recipes.settings.recipe import Recipe, load_recipe
 TINY = Path(__file__).parent / "tiny"
 
 
-def by_depth(record: dict) -> dict[int, float]:
-    """{depth: loss} of a validation."""
-    prefix = "validation/loss_at_"
-    return {int(key.removeprefix(prefix)): value for key, value in record.items() if key.startswith(prefix)}
-
-
 def trained(recipe: Recipe) -> tuple[dict[int, float], dict[int, float]]:
     """Held-out losses of a run before its first step and after its last."""
     run = Pretraining(recipe)
     before = validate(run.accelerator, run.model, run.config, recipe, run.data.validation)
     run.train()
-    after = [record for record in read_metrics(run.metrics.path) if "validation/loss" in record][-1]
-    return by_depth(before), by_depth(after)
+    return last_validation([before], "loss"), last_validation(read_metrics(run.metrics.path), "loss")
 
 
 def measure(overrides: list[str]) -> dict:
