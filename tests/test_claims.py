@@ -27,7 +27,7 @@ from looped_eval.claims import (
 from looped_eval.claims.answers import answer
 from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
 from looped_eval.claims.papers import PAPERS
-from looped_eval.claims.rules import AtMost, Effect, Estimate, Near, over_seeds, verdict
+from looped_eval.claims.rules import AtMost, Differs, Effect, Estimate, Near, over_seeds, share, verdict
 from looped_eval.claims.sweeps import shortened
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers_processes import import_paths
@@ -55,12 +55,16 @@ def test_students_interval_of_three_seeds():
         (Near(0.0, 0.1), 0.2, 0.3, "disagrees"),
         (Effect(2.0), 1.5, 2.5, "agrees"),
         (Effect(2.0), 0.5, 1.5, "agrees"),  # sure of the sign, and half of the size is not excluded
-        (Effect(2.0), 3.0, 4.0, "agrees"),
+        (Effect(2.0), 3.0, 4.5, "agrees"),  # twice of the size is not excluded
+        (Effect(2.0), 4.5, 5.0, "stronger"),
         (Effect(2.0), 0.1, 0.3, "weaker"),
         (Effect(2.0), -0.1, 0.3, "disagrees"),
         (Effect(2.0), -1.0, 3.0, "open"),
         (Effect(2.0), 0.0, 0.0, "disagrees"),
         (Effect(), 0.1, 0.3, "agrees"),
+        (Differs(), 0.1, 0.3, "agrees"),
+        (Differs(), -0.3, -0.1, "agrees"),
+        (Differs(), -0.1, 0.3, "open"),
         (Effect(), -0.1, 0.3, "open"),
         (Effect(), -0.3, -0.1, "disagrees"),
         (AtMost(4.0), 1.0, 4.0, "agrees"),
@@ -136,15 +140,45 @@ def test_runs_that_collapse_count_in_the_claims():
 
 def test_a_claim_is_not_measured_where_no_seed_has_its_number(tmp_path):
     made_up(tmp_path, [None])
-    claim = Claim(
-        "table 1", "it grows", "a number", "small", "claims/made_up", each_seed(lambda found: found), AtMost(1)
-    )
-    assert row("A paper", claim, tmp_path).verdict == "not measured"
+    assert row(Paper("A paper"), claim_of(AtMost(1)), tmp_path).verdict == "not measured"
+    told = claim_of(AtMost(1), without="nothing to fit")
+    found = row(Paper("A paper"), told, tmp_path)
+    assert found.verdict == "not reachable here" and "nothing to fit" in ledger.cells(found)
+
+
+def test_what_cannot_be_otherwise_is_not_counted(tmp_path):
+    made_up(tmp_path, [0.5, 0.5])
+    papers = [Paper("A paper", [], [claim_of(AtMost(1), by_construction=True), claim_of(Effect())])]
+    rows = ledger.ledger(papers, tmp_path)
+    assert [one.verdict for one in rows] == ["by construction", "agrees"]
+    assert ledger.said(rows) == "1 of 1 claims that were measured agree."
+    refuted = row(papers[0], claim_of(AtMost(0.1), by_construction=True), tmp_path)
+    assert refuted.verdict == "disagrees"
+
+
+def test_what_no_paper_claims_is_not_counted(tmp_path):
+    made_up(tmp_path, [0.5, 0.5])
+    ours = Paper("Ours", [], [claim_of(Effect()), claim_of(Effect())], is_published=False)
+    rows = ledger.ledger([Paper("A paper", [], [claim_of(AtMost(0.1))]), ours], tmp_path)
+    assert ledger.said(rows) == "0 of 1 claims that were measured agree; 1 disagree."
+    assert "- Ours: 2 of 2 agree" in ledger.markdown(rows)
+
+
+@pytest.mark.parametrize(
+    "count, of, low, high",
+    [(0, 3, 0.0, 0.7076), (3, 3, 0.2924, 1.0), (0, 12, 0.0, 0.2646), (5, 10, 0.1871, 0.8129)],  # by a table
+)
+def test_the_interval_of_a_share(count, of, low, high):
+    assert share(count, of) == pytest.approx((count / of, low, high, of), abs=1e-4)
+
+
+def claim_of(rule, **more) -> Claim:
+    return Claim("table 1", "it grows", "a number", "small", "claims/made_up", each_seed(lambda c: c), rule, **more)
 
 
 def paper(rule=None) -> Paper:
-    claim = Claim("table 1", "it grows", "a number", "small", "claims/made_up", each_seed(float), rule or Effect(2.0))
-    return Paper("A paper", [], [claim, Beyond("table 9", "it is large", "a thousand processors")], [])
+    claims = [claim_of(rule or Effect(2.0)), Beyond("table 9", "it is large", "a thousand processors")]
+    return Paper("A paper", [], claims, [])
 
 
 def made_up(folder, values):

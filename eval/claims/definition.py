@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from looped_recipes.common.chart import Chart
 
-from .rules import UNMEASURED, UNREACHABLE, Estimate, Rule, over_seeds, verdict
+from .rules import AGREES, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE, Estimate, Rule, over_seeds, verdict
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Claim:
     source: str  # JSON in results/, without its ending
     read: Callable[[dict], Estimate | None]
     rule: Rule
+    by_construction: bool = False  # no model of this family could give another number, so agreement tells nothing
+    without: str = ""  # what it means where the runs have no such number
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,15 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Paper:
-    title: str
+    title: str  # of a paper, or of claims of our own
     measurements: list[Measurement] = field(default_factory=list)
     claims: list[Claim | Beyond] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
+    is_published: bool = True  # whose claims are counted
 
 
 class Row(NamedTuple):
-    paper: str
+    paper: Paper
     claim: Claim | Beyond
     verdict: str
     estimate: Estimate | None = None
@@ -104,15 +107,21 @@ def text_of(content: dict) -> str:
     return content["command"].partition(" --text ")[2]
 
 
-def row(paper: str, claim: Claim | Beyond, results: Path) -> Row:
+def row(paper: Paper, claim: Claim | Beyond, results: Path) -> Row:
     if isinstance(claim, Beyond):
         return Row(paper, claim, UNREACHABLE)
     content = load(results, claim.source)
     if content is None:
         return Row(paper, claim, UNMEASURED)
     estimate = claim.read(content)
-    judged = UNMEASURED if estimate is None else verdict(claim.rule, estimate)
-    return Row(paper, claim, judged, estimate, content["command"], content["commit"])
+    return Row(paper, claim, judged(claim, estimate), estimate, content["command"], content["commit"])
+
+
+def judged(claim: Claim, estimate: Estimate | None) -> str:
+    if estimate is None:
+        return UNREACHABLE if claim.without else UNMEASURED
+    found = verdict(claim.rule, estimate)
+    return BY_CONSTRUCTION if claim.by_construction and found == AGREES else found
 
 
 def loss_of(run: dict) -> float:

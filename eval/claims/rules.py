@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from statistics import fmean, median_low, stdev
 from typing import NamedTuple, Protocol
 
+from scipy.stats import beta
 from scipy.stats import t as student
 
 
-AGREES, WEAKER, DISAGREES, OPEN = "agrees", "weaker", "disagrees", "open"
-UNMEASURED, UNREACHABLE = "not measured", "not reachable here"
-VERDICTS = (AGREES, WEAKER, DISAGREES, OPEN, UNMEASURED, UNREACHABLE)
+AGREES, WEAKER, STRONGER, DISAGREES, OPEN = "agrees", "weaker", "stronger", "disagrees", "open"
+BY_CONSTRUCTION, UNMEASURED, UNREACHABLE = "by construction", "not measured", "not reachable here"
+VERDICTS = (AGREES, WEAKER, STRONGER, DISAGREES, OPEN, BY_CONSTRUCTION, UNMEASURED, UNREACHABLE)
 LEVEL = 0.95
 
 
@@ -46,6 +47,14 @@ def over_seeds(values: Iterable[float]) -> Estimate:
         return Estimate(mean, None, None, len(values))
     reach = student.ppf((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5
     return Estimate(mean, mean - float(reach), mean + float(reach), len(values))
+
+
+def share(count: int, of: int) -> Estimate:
+    """Of runs that do something, with the exact interval of Clopper and Pearson."""
+    tail = (1 - LEVEL) / 2
+    low = float(beta.ppf(tail, count, of - count + 1)) if count else 0.0
+    high = float(beta.ppf(1 - tail, count + 1, of - count)) if count < of else 1.0
+    return Estimate(count / of, low, high, of)
 
 
 class Rule(Protocol):
@@ -83,10 +92,10 @@ class Near:
 
 @dataclass(frozen=True)
 class Effect:
-    """A difference above 0, which agrees from half of the paper's size on; without a size, its sign alone counts."""
+    """A difference above 0, which agrees with the paper's size from half of it to twice; without a size, its sign
+    alone counts."""
 
     published: float | None = None
-    enough: float = 0.5
 
     @property
     def words(self) -> str:
@@ -94,19 +103,37 @@ class Effect:
 
     def judge(self, low: float, high: float) -> str:
         """Disagrees: the interval reaches down to 0 and not up to half of the paper's size."""
-        wanted = self.enough * (self.published or 0.0)
-        if low > 0:
-            return AGREES if high >= wanted else WEAKER
-        return DISAGREES if high < wanted or high <= 0 else OPEN
+        least = (self.published or 0.0) / 2
+        if low <= 0:
+            return DISAGREES if high < least or high <= 0 else OPEN
+        if high < least:
+            return WEAKER
+        return STRONGER if self.published is not None and low > 2 * self.published else AGREES
+
+
+@dataclass(frozen=True)
+class Differs:
+    """A difference of which the paper says neither sign nor size."""
+
+    @property
+    def words(self) -> str:
+        return "not 0"
+
+    def judge(self, low: float, high: float) -> str:
+        return OPEN if low <= 0 <= high else AGREES
 
 
 @dataclass(frozen=True)
 class AtMost:
-    published: float
+    """A bound, which is the paper's own, or ours beside the number that it has."""
+
+    bound: float
+    published: float | None = None
 
     @property
     def words(self) -> str:
-        return f"at most {self.published:g}"
+        bound = f"at most {self.bound:g}"
+        return bound if self.published is None else f"{self.published:g}, here {bound}"
 
     def judge(self, low: float, high: float) -> str:
-        return AGREES if high <= self.published else DISAGREES if low > self.published else OPEN
+        return AGREES if high <= self.bound else DISAGREES if low > self.bound else OPEN
