@@ -327,11 +327,14 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         )
 
     def _decode_parameters(self, with_readout: bool) -> list[torch.Tensor] | None:
-        """What `decode` reads. None where these modules carry hooks (a head that FSDP shards by itself, tensor
-        parallel), which bring the weights only to forward and backward passes that autograd sees."""
+        """What `decode` reads. None leaves it to autograd: where others have changed what it does, which may read
+        more, and where these modules carry hooks (a head that FSDP shards by itself, tensor parallel), which bring the
+        weights only to forward and backward passes that autograd sees."""
         readouts = [self.model.norm, self.model.alpha_readout] if with_readout else []
         modules = [self.lm_head, *(module for module in readouts if module is not None)]
-        if any(part._forward_pre_hooks or part._forward_hooks for module in modules for part in module.modules()):
+        is_ours = is_as_written(self, LoopedForCausalLM, READOUT) and is_as_written(self.model, LoopedModel, OF_TRUNK)
+        parts = [part for module in modules for part in module.modules()]
+        if not is_ours or any(map(is_changed, parts)):
             return None
         return [parameter for module in modules for parameter in module.parameters()]
 
@@ -347,6 +350,25 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return shift(labels) if shift_labels is None else shift_labels.contiguous()
 
 
+READOUT = ("logits", "softcapped", "decode", "_read_out")
+OF_TRUNK = ("readout", "_read")
+
+
+def is_as_written(module: torch.nn.Module, cls: type, methods: tuple[str, ...]) -> bool:
+    """Whether neither a subclass nor anybody else has put others in their place."""
+    return all(getattr(getattr(module, name), "__func__", None) is getattr(cls, name) for name in methods)
+
+
+def is_changed(module: torch.nn.Module) -> bool:
+    """Whether it carries hooks, of its own or of its parameters, or runs or reads other than it was built with."""
+    own = vars(module)
+    has_hooks = any(own[name] for name in HOOKS)
+    weights = module.parameters(recurse=False)
+    is_other = "forward" in own or any(torch.is_tensor(value) for value in own.values())
+    return has_hooks or is_other or any(weight._backward_hooks for weight in weights)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
 
 __all__ = ["LoopedForCausalLM"]

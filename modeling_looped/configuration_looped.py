@@ -404,6 +404,11 @@ class LoopedConfig(RopeOfLayers):
             self.auto_map = {**(getattr(self, "auto_map", None) or {}), **auto_map()}
         super().save_pretrained(*args, **kwargs)
 
+    def __init_subclass__(cls, **kwargs):
+        # saving copies the file of a class that says so of itself, as `register_for_auto_class` does
+        cls._auto_class = vars(cls).get("_auto_class")
+        super().__init_subclass__(**kwargs)
+
     def validate_architecture(self):
         check_relations(self)
 

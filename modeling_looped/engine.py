@@ -48,6 +48,8 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         "a quantized cache, which cannot be cropped": isinstance(cache, quantized),
         "an offloaded cache": getattr(cache, "offloading", False),
         ADAPTERS_OF_ROWS: gives_rows_adapters(model),
+        "a forward or loop that is not the model's own": not has_own_passes(model),
+        "hooks on the model, its trunk or its attention_sites": has_hooks_on_passes(model),
     }
     standing = next((name for name, stands in obstacles.items() if stands), None)
     if standing is not None or config.depth_options.draft_loops is None:
@@ -56,6 +58,20 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
     if (rope_type := rope_type_by_length(model.model)) is not None:
         return f"rope_type={rope_type!r}, whose angles depend on the longest text so far"
     return first_batchwise_part(processors, criteria)
+
+
+def has_own_passes(model) -> bool:
+    """Whether a pass is what it was written as; rows apart are run in parts of one."""
+    own = {model: ("LoopedForCausalLM.forward",), model.model: ("LoopedModel.forward", "LoopedModel.loop")}
+    return all(
+        getattr(type(module), name.rpartition(".")[2]).__qualname__ == name for module in own for name in own[module]
+    )
+
+
+def has_hooks_on_passes(model) -> bool:
+    """Of modules that rows apart do not call."""
+    modules = (model, model.model, *model.model.attention_sites)
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def is_paged(model) -> bool:
@@ -305,7 +321,8 @@ class RowEngine:
                 hook.remove()
         self.warm_state = self.trunk.to_next_loop(states[-1]) if states else None
         mask = model_kwargs.get("attention_mask")  # transformers drops one without padding
-        length = max(input_ids.shape[1], self.config._mask_length or 0 if mask is None else mask.shape[1])
+        of_mask = getattr(self.config, "_mask_length", None) or 0 if mask is None else mask.shape[1]
+        length = max(input_ids.shape[1], of_mask)
         held = int(outputs.cache.get_seq_length())
         refuse_if(
             held != length,

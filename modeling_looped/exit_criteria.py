@@ -3,7 +3,7 @@
 A criterion looks at what there is after a loop (a `Reading`) and gives every token a score; the token exits where the
 score passes the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its
 logits) they return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`.
-To add one: a function here, its line in `CRITERIA`, and its name in `ExitCriterion`.
+To add one: a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what it remembers in `INITIAL`.
 
     criterion          score of loop k                               exits if   published threshold
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
@@ -228,6 +228,11 @@ def exit_rule(
     if not isinstance(criterion, str) or criterion not in CRITERIA:
         raise ValueError(f"exit_criterion={criterion!r} is not known: choose one of {', '.join(CRITERIA)}")
     kind = CRITERIA[criterion]
+    if unknown := [name for name in kind.remembers if name not in INITIAL]:
+        raise ValueError(
+            f"exit_criterion={criterion!r} remembers {', '.join(unknown)}, whose value before a token's first reading "
+            "is not known: put it in exit_criteria.INITIAL"
+        )
     if criterion == "gate" and config.exit_gate == "none":
         raise ValueError(
             "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use another "

@@ -32,7 +32,7 @@ from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, se
 from .engine import RowEngine, obstacle_to_row_engine
 from .exit_criteria import ExitCriterion, ExitSelection
 from .names import refuse_foreign
-from .outputs import LoopedGenerateBeamOutput, LoopedGenerateOutput
+from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .samplers import generator_of
 from .shared_passes import generate_together, room_beside, shared_passes_of
 from .speculation import speculate
@@ -113,6 +113,16 @@ class LoopedGenerationMixin(Generative):
         """transformers too refuses what it does not know, but not what stands in a generation config."""
         known = {*DEPTH_FIELDS, *vars(GenerationConfig()), *signature(super().generate).parameters}
         refuse_foreign(arguments, known | {*signature(self.forward).parameters}, "generate")
+        if unreturned := [name for name in AskedOutputs._fields if arguments.get(name)]:
+            raise ValueError(
+                f"generate does not return {', '.join(unreturned)}: leave that out, and call the model "
+                "with it on the tokens that generate returns"
+            )
+        if torch.is_tensor(arguments.get("initial_state")):
+            raise ValueError(
+                "generate does not take initial_state, which has none for new tokens: pass state_seed, which draws "
+                "that of every position, or call the model"
+            )
         for config in (self.generation_config, passed_config):
             if config is not None:
                 # made of config.json, where a folder has no generation_config.json, it has the fields of that too

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .cpu import may_be_transformed
 from .depth import deepest, depth_per_row, depth_tensor, placed
 from .losses_of_states import LoopStates, loss_of_states
 
@@ -111,8 +112,9 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                     continue
                 found = list(torch.autograd.grad(logits, wanted, to_logits, allow_unused=True))
                 del logits
-                if gradient is not None:
-                    gradient.flatten(0, 1).index_copy_(0, positions[chunk], found.pop(0).to(gradient.dtype))
+                # a head of int8 gives none
+                if gradient is not None and (to_hidden := found.pop(0)) is not None:
+                    gradient.flatten(0, 1).index_copy_(0, positions[chunk], to_hidden.to(gradient.dtype))
                 for i, part in enumerate(found):
                     if part is not None:
                         so_far = sums[i]
@@ -126,9 +128,19 @@ class _WeightedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, _):
+        if torch.is_grad_enabled():  # create_graph, to which these gradients would be constants
+            raise NotImplementedError(
+                "the loss over loops has no second derivatives: compute it from output_loop_logits=True with "
+                "torch.nn.functional.cross_entropy, under attn_implementation='eager'"
+            )
         losses, *gradients = ctx.saved_tensors
         scaled = [None if g is None else g * grad_total.to(g.dtype) for g in gradients]
         return None, None, None, None, None, losses * grad_total, None, *scaled
+
+
+def is_traced() -> bool:
+    """Whether this is compiled, or transformed by torch.func."""
+    return torch.compiler.is_compiling() or may_be_transformed()
 
 
 def detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,13 +167,13 @@ def weighted_cross_entropy(
             losses.append(torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
         losses = torch.stack(losses)
         return (losses * weights).sum(), losses.detach()
-    if parameters is None or torch.compiler.is_compiling():
+    if parameters is None or is_traced():
 
         def cross_entropy(state, k):
             logits = at_least_fp32(decode(state.flatten(0, 1)[positions], k))
             return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
 
-        if not torch.compiler.is_compiling():  # a compiler plans by itself what to keep and what to make again
+        if not is_traced():  # a compiler plans by itself what to keep, and torch.func knows no checkpoints
             cross_entropy = partial(checkpoint, cross_entropy, use_reentrant=False)
         losses = torch.stack([cross_entropy(state, k) for k, state in enumerate(states)])
         return (losses * weights).sum(), losses.detach()
@@ -196,7 +208,7 @@ def loop_loss(
     objective = config.loop_loss if objective is None else objective
     flat = labels.reshape(-1).to(readouts[0].device)
     wide = torch.promote_types(readouts[0].dtype, torch.float32)
-    if torch.compiler.is_compiling():  # no shapes that depend on data: unlabelled positions stay, with weight 0
+    if is_traced():  # no shapes that depend on data: unlabelled positions stay, with weight 0
         positions, labelled = torch.arange(len(flat), device=flat.device), (flat != IGNORE_INDEX).to(wide)
     else:
         if loss_positions is None:  # a GPU is waited for
@@ -238,7 +250,7 @@ def loop_loss(
         weights = torch.zeros_like(active)
 
     compared = None
-    if mixed and not torch.compiler.is_compiling():
+    if mixed and not is_traced():
         on_host = positions.cpu().numpy() if loss_positions is None else loss_positions
         last_third = objective == "last_third" and not every_loop
         compared = [placed(part, flat.device) for part in compared_tokens(depths, labels.shape, on_host, last_third)]

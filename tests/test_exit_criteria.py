@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
-from modeling_looped import generation
-from modeling_looped.exit_criteria import CRITERIA, INITIAL, ExitCriterion, ExitRule, Reading, exit_rule
+from modeling_looped import LoopedForCausalLM, LoopedModel, generation
+from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion, ExitCriterion, ExitRule, Reading, exit_rule
+from modeling_looped.row_table import AT_FIRST
 
 from .helpers import random_ids, tiny_config, tiny_model
 from .naive_exits import EXITS_ABOVE, SCORES, NaiveRule, Readings
@@ -275,3 +276,84 @@ def test_warning_where_exits_were_not_trained(loop_loss, warns, monkeypatch):
     monkeypatch.setattr(generation.logger, "warning_once", said.append)
     tiny_model(loop_loss=loop_loss).generate(random_ids(1, 3), max_new_tokens=2, exit_criterion="kl")
     assert any("loop_loss='terminal'" in text and "not trained" in text for text in said) == warns
+
+
+def test_what_a_new_criterion_remembers_needs_a_value_to_begin_with(monkeypatch):
+    def second(reading, memory):
+        count = memory.get("readings", 0) + torch.ones(reading.state.shape[:-1])
+        return count, {"readings": count}
+
+    monkeypatch.setitem(CRITERIA, "second", Criterion(second, "state", True, 2.0, remembers=("readings",)))
+    model = tiny_model(loop_loss="per_loop", num_loops=4)
+    arguments = {"exit_criterion": "second", "max_new_tokens": 4, "return_dict_in_generate": True}
+    with pytest.raises(ValueError, match="'second' remembers readings, .* put it in exit_criteria.INITIAL"):
+        model.generate(random_ids(2, 3), **arguments)
+    monkeypatch.setitem(INITIAL, "readings", 0)
+    monkeypatch.setitem(AT_FIRST, "readings", 0)
+    loops = model.generate(random_ids(2, 3), **arguments).token_loops
+    assert loops[:, 1:].tolist() == [[2, 2, 2]] * 2
+
+
+class OwnLoop(LoopedModel):
+    def loop(self, *arguments):
+        return super().loop(*arguments)
+
+
+class OwnForward(LoopedForCausalLM):
+    def forward(self, *arguments, **named):
+        return super().forward(*arguments, **named)
+
+
+def with_own_loop(model):
+    model.model.__class__ = OwnLoop
+
+
+def with_own_forward(model):
+    model.__class__ = OwnForward
+
+
+def hooked(name: str):
+    def hook(model):
+        model.get_submodule(name).register_forward_hook(lambda *_: None)
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    "change, obstacle",
+    [
+        (with_own_loop, "a forward or loop that is not the model's own"),
+        (with_own_forward, "a forward or loop that is not the model's own"),
+        (hooked("model"), "hooks on the model, its trunk or its attention_sites"),
+        (hooked("model.attention_sites.1"), "hooks on the model, its trunk or its attention_sites"),
+    ],
+)
+@pytest.mark.parametrize("way", [{"exit_criterion": "kl"}, {"draft_loops": 1}], ids=["exits", "drafts"])
+def test_passes_that_others_changed_are_not_taken_apart(change, obstacle, way):
+    model = tiny_model(loop_loss="per_loop")
+    change(model)
+    model.generate(random_ids(1, 3), max_new_tokens=2)
+    with pytest.raises(ValueError, match=obstacle):
+        model.generate(random_ids(1, 3), max_new_tokens=2, **way)
+
+
+def test_a_model_whose_forward_is_wrapped_exits():
+    model, ids = tiny_model(loop_loss="per_loop"), random_ids(1, 3)
+    expected = model.generate(ids, max_new_tokens=4, exit_criterion="kl")
+    forward = model.forward
+    model.forward = lambda *arguments, **named: forward(*arguments, **named)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, exit_criterion="kl"), expected)
+
+
+@pytest.mark.parametrize("way", [{}, {"exit_criterion": "kl"}], ids=["plain", "exits"])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"output_loop_hidden_states": True}, "generate does not return output_loop_hidden_states: leave that out"),
+        ({"initial_state": torch.zeros(1, 3, 32)}, "generate does not take initial_state, .*: pass state_seed"),
+    ],
+    ids=["outputs", "state"],
+)
+def test_what_generate_could_not_give_is_refused(arguments, message, way):
+    with pytest.raises(ValueError, match=message):
+        tiny_model(loop_loss="per_loop").generate(random_ids(1, 3), max_new_tokens=2, **arguments, **way)

@@ -327,8 +327,13 @@ def test_small_chunks_give_the_same(loss, monkeypatch):
     ids, labels = batch()
     whole = gradients(model, model(ids, labels=labels).loss)
     calls = []
-    decode = model.decode
-    monkeypatch.setattr(model, "decode", lambda hidden, k: calls.append(len(hidden)) or decode(hidden, k))
+    decode = LoopedForCausalLM.decode
+
+    def spy(self, hidden, k):
+        calls.append(len(hidden))
+        return decode(self, hidden, k)
+
+    monkeypatch.setattr(LoopedForCausalLM, "decode", spy)
     monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 2 * model.config.vocab_size)
     chunked = gradients(model, model(ids, labels=labels).loss)
     assert max(calls) == 2 and sum(calls) == model.config.num_loops * int((labels[:, 1:] != IGNORE).sum())
@@ -587,6 +592,87 @@ def test_adapter_on_the_head_is_used_and_trained(loss, output_logits):
     assert head.base_layer.weight.grad is None
 
 
+class Tempered(LoopedForCausalLM):
+    """With a readout of its own, which it learns."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.sharpness = torch.nn.Parameter(torch.tensor(1.5))
+
+    def logits(self, hidden_states):
+        return super().logits(hidden_states) * self.sharpness
+
+
+@pytest.mark.parametrize("loss", ["per_loop", "last_third"])
+def test_a_readout_that_a_subclass_learns_is_trained(loss):
+    model = tiny_model(Tempered, loop_loss=loss, num_loops=3)
+    ids = random_ids(2, 9)
+    model(ids, labels=ids).loss.backward()
+    found = model.sharpness.grad.clone()
+    model.zero_grad()
+    logits = model(ids, output_loop_logits=True).loop_logits
+    counted = logits if loss == "per_loop" else logits[2:]
+    terms = [torch.nn.functional.cross_entropy(each[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) for each in counted]
+    torch.stack(terms).mean().backward()
+    torch.testing.assert_close(found, model.sharpness.grad)
+
+
+def test_a_norm_that_runs_otherwise_is_left_to_autograd():
+    model, ids = tiny_model(loop_loss="per_loop", num_loops=3), random_ids(2, 9)
+    shift, run = torch.nn.Parameter(torch.zeros(model.config.hidden_size)), model.model.norm.forward
+    model.model.norm.forward = lambda x: run(x) + shift
+    model(ids, labels=ids).loss.backward()
+    assert shift.grad is not None and shift.grad.norm() > 0
+
+
+@pytest.mark.parametrize("loss", ["terminal", "per_loop", "last_third"])
+def test_a_gradient_passes_the_hooks_of_a_parameter_once(loss):
+    model, ids = tiny_model(loop_loss=loss, num_loops=3), random_ids(2, 9)
+    watched = [model.lm_head.weight, model.model.norm.weight, model.model.core[0].mlp.up_proj.weight]
+    model(ids, labels=ids).loss.backward()
+    expected = [weight.grad * 0.5 for weight in watched]
+    model.zero_grad()
+    for weight in watched:
+        weight.register_hook(lambda gradient: gradient * 0.5)
+    model(ids, labels=ids).loss.backward()
+    torch.testing.assert_close([weight.grad for weight in watched], expected)
+
+
+def test_second_derivatives_of_a_loss_over_loops_are_refused():
+    model, ids = tiny_model(loop_loss="per_loop", num_loops=2, attn_implementation="eager"), random_ids(2, 9)
+    loss = model(ids, labels=ids).loss
+    with pytest.raises(NotImplementedError, match="no second derivatives: compute it from output_loop_logits=True"):
+        torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+
+
+@pytest.mark.parametrize("loss", ["terminal", "per_loop", "last_third"])
+def test_losses_under_transforms_of_torch(loss):
+    model, ids = tiny_model(loop_loss=loss, num_loops=3).double(), random_ids(2, 9)
+    labels = ids.clone()
+    labels[0, 4] = -100
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def of(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": labels}).loss
+
+    found = torch.func.grad(of)(parameters)
+    model(ids, labels=labels).loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao is on its way out, and has no gradients
+def test_the_loss_of_a_model_whose_layers_are_int8():
+    model, ids = tiny_model(loop_loss="per_loop", num_loops=3), random_ids(2, 9)
+    model = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    outputs = model(ids, labels=ids, output_loop_logits=True)
+    terms = [
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        for logits in outputs.loop_logits
+    ]
+    torch.testing.assert_close(outputs.loss, torch.stack(terms).mean())
+
+
 def test_scaled_loss_scales_the_gradients():
     model = float64_model(loop_loss="per_loop")
     ids, labels = batch()
@@ -722,8 +808,13 @@ def test_exit_weighted_logits_take_the_head_once_and_in_chunks(monkeypatch):
     model = float64_model(loop_loss="exit_weighted_logits", exit_gate="raw", num_loops=5)
     ids, labels = batch()
     whole = gradients(model, model(ids, labels=labels, output_logits=False).loss)
-    rows = []
-    model.lm_head.forward = lambda x, forward=model.lm_head.forward: rows.append(len(x)) or forward(x)
+    rows, logits_of = [], LoopedForCausalLM.logits
+
+    def spy(self, hidden):
+        rows.append(len(hidden))
+        return logits_of(self, hidden)
+
+    monkeypatch.setattr(LoopedForCausalLM, "logits", spy)
     monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 4 * model.config.vocab_size)
     chunked = gradients(model, model(ids, labels=labels, output_logits=False).loss)
     assert max(rows) == 4 and sum(rows) == int((labels[:, 1:] != IGNORE).sum())

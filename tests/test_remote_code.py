@@ -216,3 +216,7 @@ def test_subclassed_config_keeps_its_own_map(tmp_path):
     config.auto_map = {"AutoModel": "modeling_other.OtherModel"}
     config.save_pretrained(tmp_path)
     assert json.load(open(tmp_path / "config.json"))["auto_map"]["AutoModel"] == "modeling_other.OtherModel"
+    assert not list(tmp_path.glob("*.py"))  # the code of others is not copied unless it asks for it
+    OtherConfig.register_for_auto_class()
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / f"{__name__.rpartition('.')[2]}.py").exists()
