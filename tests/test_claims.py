@@ -28,6 +28,7 @@ from looped_eval.claims.answers import answer
 from looped_eval.claims.definition import Beyond, Claim, Measurement, Paper, Setting, each_seed, load, row
 from looped_eval.claims.papers import PAPERS
 from looped_eval.claims.rules import AtMost, Differs, Effect, Estimate, Near, over_seeds, share, verdict
+from looped_eval.claims.slope import with_interval_of_fit
 from looped_eval.claims.sweeps import shortened
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers_processes import import_paths
@@ -327,7 +328,14 @@ def test_every_claim_reads_what_some_measurement_or_file_gives():
     names = [measurement.name for paper in PAPERS for measurement in paper.measurements]
     assert len(names) == len(set(names))
     sources = {claim.source for paper in PAPERS for claim in paper.claims if isinstance(claim, Claim)}
-    earlier = {"twelve_loops"} | {f"diagnose/{name}/lr_transfer" for name in ("transfer", "factored")}
+    earlier = {"twelve_loops"} | {
+        f"diagnose/{name}/lr_transfer" for name in ("transfer", "transfer_two_seeds", "factored")
+    }
+    earlier |= {
+        "diagnose/theorems/theorem_1",
+        "diagnose/pre_norm_block/residual_norm",
+        "diagnose/width_256/update_size",
+    }
     assert sources <= {f"claims/{name}" for name in names} | earlier
 
 
@@ -372,9 +380,15 @@ def test_a_run_of_a_sweep_is_kept_short():
 
 def test_published_shifts_of_the_best_rate():
     """Against the table in results/README.md."""
+    content = load(RESULTS, "diagnose/transfer_two_seeds/lr_transfer")
+    shift = learning_rates.moved("sqrt", (1, 1), (1, 4))(content)
+    assert [round(number, 2) for number in shift[:3]] == [-0.65, -1.04, -0.15] and shift.seeds == 2
+
+
+def test_a_shift_of_one_seed_has_no_interval():
     content = load(RESULTS, "diagnose/transfer/lr_transfer")
-    shift = learning_rates.moved("sqrt", (1, 1), (1, 4), -1)(content)
-    assert [round(number, 2) for number in shift[:3]] == [0.87, 0.33, 1.35]
+    shift = learning_rates.moved("sqrt", (1, 1), (1, 4))(content)
+    assert (round(shift.value, 2), *shift[1:]) == (-0.87, None, None, 1)
     assert learning_rates.moved("none", (1, 1), (1, 8))(content) is None  # no rate trained
 
 
@@ -456,28 +470,92 @@ def test_gradients_that_swing_and_runs_that_collapse():
     assert fully_looped.collapsed_of_all({"runs": runs}, "lt").value == pytest.approx(0.125)  # of 1/4 and 0
 
 
-def test_best_rates_of_the_four_panels():
-    """Parabolas in log2 rate, whose lowest points are known."""
-    best = {("sqrt", 2): 0.0, ("linear", 2): 1.0, ("factored", 4): 1.0, ("factored", 8): 1.5}
+def four_panels(loss) -> dict:
+    """Of loss(rule, layers, loops, k) at the rate 1e-3 * 2 ** k."""
     runs = [
         {
             "model.residual_scaling": rule,
             "model.num_core_layers": layers,
             "model.num_loops": loops,
             "optimizer.lr": 1e-3 * 2**k,
-            "loss": 3.0 + 0.1 * (k - 2 - at + (loops == 8) * (rule == "sqrt")) ** 2,
+            "loss": loss(rule, layers, loops, k),
         }
-        for (rule, layers), at in best.items()
-        for loops in (1, 2, 4, 8)
+        for rule, layers in learning_rates.PANEL.values()
+        for loops in learning_rates.LOOPS
         for k in range(5)
     ]
-    content = {"runs": runs}
-    assert learning_rates.octaves(content, ("a", 8), ("a", 1)) == pytest.approx(1.0)
-    assert learning_rates.widest(content, "b") == pytest.approx(0.0, abs=1e-6)
+    return {"runs": runs}
+
+
+def valley(rule: str, layers: int, loops: int, k: int) -> float:
+    """A parabola in log2 rate, whose lowest point is known: of 1/sqrt(N) it falls by an octave up to N = 8."""
+    best = {("sqrt", 2): 2.0, ("linear", 2): 3.0, ("factored", 4): 3.0, ("factored", 8): 3.5}[rule, layers]
+    return 3.0 + 0.1 * (k - best + (loops == 8) * (rule == "sqrt")) ** 2
+
+
+def test_best_rates_of_the_four_panels():
+    content = four_panels(valley)
+    assert learning_rates.octaves(content, ("a", 1), ("a", 8)) == pytest.approx(-1.0)
+    assert learning_rates.octaves(content, ("b", 1), ("b", 8)) == pytest.approx(0.0, abs=1e-6)
     assert learning_rates.octaves(content, ("b", 8), ("d", 8)) == pytest.approx(0.5)
+    assert learning_rates.more_under_root(content, 8) == pytest.approx(1.0)
     assert learning_rates.less_at_8(content) == pytest.approx(0.0)
-    collapsed = [run | {"loss": None if run["model.residual_scaling"] == "sqrt" else run["loss"]} for run in runs]
-    assert learning_rates.less_at_8({"runs": collapsed}) == math.inf
+
+
+def test_a_best_rate_at_the_end_of_the_grid_bounds_the_shift():
+    falling = four_panels(
+        lambda rule, layers, loops, k: 4.0 - 0.1 * k if loops == 1 else valley(rule, layers, loops, k)
+    )
+    assert learning_rates.octaves(falling, ("b", 1), ("b", 8)) == pytest.approx(3.0 - 4.0)  # from the last, k = 4
+
+
+def test_curves_that_learnt_next_to_nothing_have_no_best_rate():
+    """Two rates below the line are fewer than a parabola needs."""
+
+    def loss(rule, layers, loops, k):
+        untrained = rule == "sqrt" and loops == 8 and k > 1
+        return 4.4 if untrained else valley(rule, layers, loops, k)
+
+    content = four_panels(loss)
+    assert learning_rates.octaves(content, ("a", 1), ("a", 8)) is None
+    assert learning_rates.more_under_root(content, 8) is None
+    assert learning_rates.less_at_8(content) is None
+    assert learning_rates.more_under_root(content, 4) == pytest.approx(0.0, abs=1e-6)
+    assert learning_rates.narrower(content, ("a", 1), ("a", 8)) == pytest.approx(3.0)  # of k = 4 and 1
+    collapsed = {"runs": [run | {"loss": None} for run in content["runs"]]}
+    assert (
+        learning_rates.less_at_8(collapsed) is None and learning_rates.narrower(collapsed, ("b", 1), ("d", 8)) is None
+    )
+
+
+def test_the_interval_of_a_fit():
+    # by a table: t of 97.5 % and 5 degrees of freedom is 2.5706
+    found = {"slope": 1.0, "standard_error": 0.1, "points": 7}
+    assert with_interval_of_fit(found, 2) == pytest.approx((1.0, 1.0 - 0.25706, 1.0 + 0.25706, 2), abs=1e-4)
+    assert with_interval_of_fit({"slope": None, "why": "a run diverged"}, 2) is None
+
+
+def test_updates_of_ten_steps():
+    """At the second of two steps the change grows as N^2, not as N."""
+    steps = [[1.0, 2.0, 4.0], [1.0, 4.0, 16.0]]
+    content = {"result": {"loops": [1, 2, 4], "seeds": 2, "looped": {"none": {"update": steps}}}}
+    assert residual_scaling.farthest_step(content, "none") == pytest.approx((2.0, 2.0, 2.0, 2))
+    steps[0][0] = math.inf
+    assert residual_scaling.farthest_step(content, "none") is None
+    content["result"]["looped"]["linear"] = {"update": [[1.0, 2.0, 0.5], [1.0, 3.0, 2.0]]}
+    assert residual_scaling.widest_step(content) == Estimate(4.0, None, None, 2)
+    of_seed = {"loops": [1, 2, 32], "rules": {"linear": {"update": [0.5, 9.0, 2.0]}}}
+    assert residual_scaling.doublings_until(of_seed, 32) == 2.0
+
+
+def test_cosines_are_averaged_before_the_largest_is_taken():
+    """Each seed has 0.4; the averages are 0, -0.3 and 0.1."""
+    seeds = (
+        [[1.0, 0.4, -0.2], [0.4, 1.0, 0.4], [-0.2, 0.4, 1.0]],
+        [[1.0, -0.4, -0.4], [-0.4, 1.0, -0.2], [-0.4, -0.2, 1]],
+    )
+    content = {"seeds": {str(i): {"unshared": {"cosine_of_every_eighth": one}} for i, one in enumerate(seeds)}}
+    assert residual_scaling.largest_of_mean(content) == pytest.approx((0.3, None, None, 2))
 
 
 def test_increments_after_training():
