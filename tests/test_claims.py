@@ -121,11 +121,6 @@ def test_runs_that_collapse_count_in_the_claims():
 
     batch, sequence = {"depth.per": "batch"}, {"depth.per": "sequence"}
     assert parcae.gained_at(1)(seeds(batch | lost, sequence | sound)).value == math.inf
-    concat, diagonal = (
-        {"optimizer.lr": 0.01, "model.block_norm": norm, "model.injection": injection}
-        for norm, injection in (parcae.BASE, parcae.PARCAE)
-    )
-    assert parcae.gain_at_a_high_rate({"runs": [concat | lost, diagonal | sound]}) == math.inf
 
     drifts, holds = ({"model.preset": f"readout_{name}"} for name in ("per_loop_rmsnorm", "per_loop_raw"))
     content = seeds(drifts | lost | {"state_norm/loop_4": 1e9}, holds | sound | {"state_norm/loop_4": 1.0})
@@ -403,9 +398,39 @@ def test_spikes_and_rates_that_train(tmp_path):
 
     runs = [run(6.0, 0.9), run(6.55, 2.0), run(None, 3.0), run(6.0, 0.5, "diagonal"), run(6.1, 0.7, "diagonal")]
     content = {"runs": runs, "loss_of_frequencies": 6.6}
-    assert [parcae.trained_rates(content, system) for system in (parcae.BASE, parcae.PARCAE)] == [1, 2]
+    assert [parcae.trained_rates(content, system) for system in (parcae.BASE, parcae.DIAGONAL)] == [1, 2]
     assert parcae.radius_beyond_one(content) == pytest.approx(1.0)
+    assert parcae.radius_of_trained(content) == 0.9
     assert parcae.largest_radius(content) == 0.7
+
+
+def test_the_highest_rate_that_trains():
+    def run(rate, loss, injection="concat"):
+        return {"model.block_norm": "pre", "model.injection": injection, "optimizer.lr": rate, "loss": loss}
+
+    runs = [run(1e-3, 6.0), run(2e-3, 6.1), run(8e-3, 6.6), run(8e-3, 6.0, "diagonal"), run(16e-3, None, "diagonal")]
+    content = {"runs": runs, "loss_of_frequencies": 6.6}
+    assert parcae.octaves_above(content, parcae.BASE) == pytest.approx(2.0)
+    assert parcae.octaves_above(content, parcae.NORMED) is None  # no such run
+
+
+@pytest.mark.parametrize(
+    "after_one, spikes, gain, fewer",
+    [
+        ((3.05, 3.04), (0, 0), None, None),  # depth is not used, nothing spikes
+        ((3.50, 3.04), (0, 2), 0.46, -2.0),
+        ((3.05, math.inf), (1, 0), -math.inf, 1.0),
+    ],
+)
+def test_sampling_says_something_only_where_depth_is_used(after_one, spikes, gain, fewer):
+    runs = [
+        {"depth.per": per, "loss": 3.0 if math.isfinite(loss) else None, "loss_at": {"1": loss, "8": 3.0}}
+        for per, loss in zip(("batch", "sequence"), after_one)
+    ]
+    content = {"seeds": {"0": {"runs": runs, "spikes": {"per=batch": spikes[0], "per=sequence": spikes[1]}}}}
+    read, less = parcae.gained_at(1)(content), parcae.fewer_spikes(content)
+    assert read is None if gain is None else read.value == pytest.approx(gain)
+    assert less is None if fewer is None else less.value == fewer
 
 
 def test_runs_of_the_same_seed_are_compared():
@@ -467,7 +492,44 @@ def test_gradients_that_swing_and_runs_that_collapse():
         for seed in (0, 1)
     ]
     assert fully_looped.swing(runs[0]) == pytest.approx(2.0)  # the first step, without a trained MLP, is left out
-    assert fully_looped.collapsed_of_all({"runs": runs}, "lt").value == pytest.approx(0.125)  # of 1/4 and 0
+    at_all = fully_looped.share_of_runs(fully_looped.collapses, ("lt",), (3, 6, 9, 12))
+    assert at_all({"runs": runs}).value == pytest.approx(0.125) and at_all({"runs": runs}).seeds == 8
+    # of three of three runs, by hand: the lowest share is the third root of 0.025
+    at_three = fully_looped.share_of_runs(fully_looped.trains, ("lt",), (3,))
+    assert at_three({"runs": runs + [runs[0] | {"training.seed": 2}]}).low == pytest.approx(0.025 ** (1 / 3))
+    ends = {"0": 6.6, "1": 6.55, "2": None}
+    seeds = {seed: {"runs": [{"model.preset": "lt", "loss": loss}]} for seed, loss in ends.items()}
+    assert fully_looped.share_of_seeds(fully_looped.trains, "lt")({"seeds": seeds}).value == pytest.approx(1 / 3)
+
+
+def test_what_loops_gain_where_they_are_used():
+    def content(after_three: float) -> dict:
+        losses = {"1": 5.5, "3": after_three, "9": 5.0, "12": 5.0}
+        runs = [{"model.preset": "flt", "model.num_loops": k, "loss_at": losses} for k in (9, 12)]
+        return {"runs": [run | {"training.seed": seed} for run in runs for seed in (0, 1)]}
+
+    pairs = {9: (3, 9), 12: (3, 12)}
+    assert fully_looped.gained(pairs, 0.001)(content(5.0005)) is None
+    assert fully_looped.gained(pairs, 0.001)(content(5.2)) == pytest.approx((0.2, 0.2, 0.2, 2))
+    assert fully_looped.gained({9: (1, 9)})(content(5.0)).value == pytest.approx(0.5)
+
+
+def test_every_cell_of_the_small_models_is_compared():
+    says = [claim.says for claim in fully_looped.bits_claims()]
+    assert len(says) == 2 + 8 and "at 3 loops FLT has 0.1 % more bits per byte than LT_i, small" in says
+    assert all(claim.rule.published > 0 for claim in fully_looped.bits_claims())
+
+
+def test_norms_of_the_state_of_two_systems():
+    norms = {"lt": {1: 20.0, 3: 100.0, 12: 1000.0}, "flt": {1: 2.0, 3: 1.0, 12: 10.0}}
+    runs = [
+        {"model.preset": system, **{f"residual_norm/loop_{loop}": norm for loop, norm in of.items()}}
+        for system, of in norms.items()
+    ]
+    content = {"runs": runs}
+    assert fully_looped.larger_state(content, (1,)) == pytest.approx(1.0)
+    assert fully_looped.larger_state(content, (1, 3, 12)) == pytest.approx(5 / 3)
+    assert fully_looped.state(content, "lt", 12) - fully_looped.state(content, "lt", 3) == pytest.approx(1.0)
 
 
 def four_panels(loss) -> dict:
@@ -570,6 +632,18 @@ def test_perplexity_below_a_transformers():
     losses = {"parcae_64": 3.0, "transformer_64": 3.1}
     content = {"runs": [{"name": name, "loss": loss} for name, loss in losses.items()]}
     assert parcae_laws.less_perplexity(content, 64) == pytest.approx(9.516, abs=1e-3)  # 1 - exp(-0.1)
+
+
+def test_forms_over_loops_and_floors_that_can_be_told():
+    misfits = {"exponential": 1e-8, "power": 1e-7, "power_without_floor": 1e-4}
+    content = {"misfits": misfits, "floor_percent": 0.1}
+    assert parcae_laws.over_exponential(content, "power") == pytest.approx(1.0)
+    assert parcae_laws.over_exponential(content, "shifted_power") is None
+    assert parcae_laws.floor_percent(content) == 0.1
+    assert parcae_laws.percent_of_misfit(1e-4) == pytest.approx(10.05)  # linear: 1e-3 * (0.1005 - 0.0005)
+    flat = {"misfits": misfits | {"power_without_floor": 3e-7}, "floor_percent": 0.1}
+    assert parcae_laws.percent_of_misfit(3e-7) == pytest.approx(0.0775, abs=1e-4)  # half of a square
+    assert parcae_laws.floor_percent(flat) is None and parcae_laws.floor_percent({}) is None
 
 
 def small_config(**fields) -> LoopedConfig:

@@ -1,8 +1,10 @@
-"""Simply Stabilizing the Loop via Fully Looped Transformer."""
+"""Simply Stabilizing the Loop via Fully Looped Transformer.
+
+Where the paper has a claim at both of its sizes, ours is compared to the small one (table 1, figures 2, 6 and 7).
+"""
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -10,13 +12,13 @@ from looped_recipes.common.chart import Chart, Line, ordered
 from looped_recipes.common.metrics import read_metrics
 
 from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of
-from .rules import AtMost, Effect, Estimate, Near, Rule, over_seeds
+from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, over_seeds, share
 from .sweeps import runs_of, sweep_alone
 
 
 SOURCE = "twelve_loops"
+WITH_GRADIENTS = "claims/gradients"  # LT and FLT with 12 loops, six seeds
 SIZE = "width 96, 3 layers, 120 steps of 1,024 tokens"
-OTHERS = ("lt", "lt_input", "lt_attention", "flt_residual")
 NAMES = {"lt": "LT", "lt_input": "LT_i", "lt_attention": "LT_ai", "flt": "FLT", "flt_residual": "FLT_res"}
 BITS = {  # bits per byte of the small models at 3, 6 and 9 loops in table 1; LT_ai collapsed at 6
     "lt": (1.054, 1.067, 1.115),
@@ -24,6 +26,9 @@ BITS = {  # bits per byte of the small models at 3, 6 and 9 loops in table 1; LT
     "lt_attention": (1.046, math.nan, 1.047),
     "flt": (1.044, 1.039, 1.040),
 }
+COLLAPSED_FROM = 6.56  # a loss that is 0.1 below that of the tokens' frequencies in twelve_loops.json
+SELDOM = AtMost(0.5, 0.0)  # a share of runs: none in the paper, which has one run of each; here not most
+LEAST_CHANGE = 0.001  # nats; loops that change every loss by less are not used
 
 
 def runs_at(content: dict, system: str, loops: int) -> dict[int, dict]:
@@ -42,8 +47,32 @@ def between(number: Callable[[dict, dict], float], *pair: tuple[str, int]) -> Ca
     return read
 
 
-def collapses_more(first: dict, second: dict) -> float:
-    return float(first["collapsed"]) - float(second["collapsed"])
+def collapses(run: dict) -> bool:
+    return run["collapsed"] if "collapsed" in run else loss_of(run) >= COLLAPSED_FROM
+
+
+def trains(run: dict) -> bool:
+    return not collapses(run)
+
+
+def share_of_runs(is_counted: Callable[[dict], bool], systems: tuple[str, ...], loops: tuple[int, ...]):
+    """Of all seeds of these systems at these loops."""
+
+    def read(content: dict) -> Estimate:
+        runs = [run for system in systems for k in loops for run in runs_at(content, system, k).values()]
+        return share(sum(map(is_counted, runs)), len(runs))
+
+    return read
+
+
+def share_of_seeds(is_counted: Callable[[dict], bool], system: str) -> Callable[[dict], Estimate]:
+    """Of a measurement with one run of the system in each seed."""
+
+    def read(content: dict) -> Estimate:
+        runs = [run_of(found, system) for found in content["seeds"].values()]
+        return share(sum(map(is_counted, runs)), len(runs))
+
+    return read
 
 
 def excess(first: dict, second: dict) -> float:
@@ -51,20 +80,9 @@ def excess(first: dict, second: dict) -> float:
     return 100 * (first["loss"] / second["loss"] - 1)
 
 
-def gradient_ratio(first: dict, second: dict) -> float:
-    """Logarithm to base 10, of the largest gradients of the first MLP."""
-    largest = [max(run["first_mlp_gradient_norm_by_step"].values()) for run in (first, second)]
-    return math.log10(largest[0] / largest[1])
-
-
-def state_ratio(first: dict, second: dict, loop: int = 12) -> float:
-    """Logarithm to base 10, of the norms after a loop."""
-    return math.log10(first["residual_norm_by_loop"][loop - 1] / second["residual_norm_by_loop"][loop - 1])
-
-
-def grown(run: dict) -> float:
-    """Logarithm to base 10, of the norm after the last loop over that after the first."""
-    return math.log10(run["residual_norm_by_loop"][-1] / run["residual_norm_by_loop"][0])
+def first_state_ratio(first: dict, second: dict) -> float:
+    """Logarithm to base 10, of the norms after the first loop."""
+    return math.log10(first["residual_norm_by_loop"][0] / second["residual_norm_by_loop"][0])
 
 
 def swing(run: dict) -> float:
@@ -91,20 +109,55 @@ def read_gradients(folder: Path) -> dict | None:
     return found
 
 
+def run_of(content: dict, system: str) -> dict:
+    return next(run for run in content["runs"] if run["model.preset"] == system)
+
+
 def swing_of(content: dict, system: str, block: str) -> float:
     """As `swing`, of one block."""
-    run = next(run for run in content["runs"] if run["model.preset"] == system)
-    return decades(run["gradient_norms"][block][1:])
+    return decades(run_of(content, system)["gradient_norms"][block][1:])
+
+
+def state(content: dict, system: str, loop: int) -> float:
+    """Logarithm to base 10, of its norm after a loop."""
+    return math.log10(run_of(content, system)[f"residual_norm/loop_{loop}"])
+
+
+def larger_state(content: dict, loops: tuple[int, ...]) -> float:
+    """Of LT than of FLT, in the mean of these loops."""
+    return fmean(state(content, "lt", loop) - state(content, "flt", loop) for loop in loops)
+
+
+def state_claims() -> list[Claim]:
+    """Figures 2, 3 and 6."""
+
+    def claim(where: str, says: str, number: str, read: Callable[[dict], float], rule: Rule) -> Claim:
+        return Claim(where, says, number, f"{SIZE}, 12 loops", WITH_GRADIENTS, each_seed(read), rule)
+
+    return [
+        claim("figures 2 and 3", "LT's state is larger than FLT's after the first loop",
+              "log10 of the ratio of the norms", lambda c: larger_state(c, (1,)), Effect()),
+        claim("figure 6", "LT's state is larger than FLT's after loops 6, 9 and 12",
+              "log10 of the ratio of the norms, mean of the three", lambda c: larger_state(c, (6, 9, 12)), Effect()),
+        claim("figure 6", "LT's state becomes larger over later loops",
+              "log10 of LT's norm after loop 12 over that after loop 3; LT norms its state after every loop",
+              lambda c: state(c, "lt", 12) - state(c, "lt", 3), Effect()),
+        claim("figure 6", "FLT's state stays", "log10 of the norm after loop 12 over that after loop 1",
+              lambda c: state(c, "flt", 12) - state(c, "flt", 1), Near(0.0, 0.15)),
+        Claim("figure 3", "FLT_res's state is smaller than LT's after the first loop",
+              "log10 of LT's norm over that of FLT_res", f"{SIZE}, 12 loops", SOURCE,
+              between(first_state_ratio, ("lt", 12), ("flt_residual", 12)), Effect()),
+    ]  # fmt: skip
 
 
 def gradient_claims() -> list[Claim]:
     return [
         Claim(
             "figure 7",
-            f"gradients of {name} swing more in LT than in FLT with 12 loops",
+            f"gradients of {name} swing more in LT than in FLT",
             "log10 of the largest over the least during training: LT less FLT",
-            SIZE,
-            "claims/gradients",
+            f"{SIZE}, 12 loops",
+            WITH_GRADIENTS,
             each_seed(lambda content, block=block: swing_of(content, "lt", block) - swing_of(content, "flt", block)),
             Effect(),
         )
@@ -112,22 +165,20 @@ def gradient_claims() -> list[Claim]:
     ]
 
 
-def of_runs(number: Callable[[dict], float], system: str, loops: int = 12) -> Callable[[dict], Estimate]:
-    return lambda content: over_seeds(number(run) for run in runs_at(content, system, loops).values())
+def gained(between_loops: dict[int, tuple[int, int]], least: float = 0.0) -> Callable[[dict], Estimate | None]:
+    """What FLT trained with k loops gains from the first of its two numbers of loops to the second, in the mean of
+    all k; None where no run changes by `least`."""
 
+    def read(content: dict) -> Estimate | None:
+        by_seed: dict[int, list[float]] = {}
+        for trained, (fewer, more) in between_loops.items():
+            for seed, run in runs_at(content, "flt", trained).items():
+                by_seed.setdefault(seed, []).append(run["loss_at"][str(fewer)] - run["loss_at"][str(more)])
+        if all(abs(gain) < least for gains in by_seed.values() for gain in gains):
+            return None
+        return over_seeds(fmean(gains) for gains in by_seed.values())
 
-def lost_at(fewer: int, more: int, run: dict) -> float:
-    """Loss after fewer loops less that after more."""
-    return run["loss_at"][str(fewer)] - run["loss_at"][str(more)]
-
-
-def collapsed_of_all(content: dict, system: str) -> Estimate:
-    """Share of the runs at 3 to 12 loops that collapse, for each seed."""
-    by_seed: dict[int, list[float]] = {}
-    for loops in (3, 6, 9, 12):
-        for seed, run in runs_at(content, system, loops).items():
-            by_seed.setdefault(seed, []).append(float(run["collapsed"]))
-    return over_seeds(fmean(found) for found in by_seed.values())
+    return read
 
 
 def percent(system: str, loops: int, other: str, other_loops: int) -> float:
@@ -141,48 +192,80 @@ def bits_claim(says: str, number: str, first: tuple[str, int], second: tuple[str
     return Claim("table 1", says, number, SIZE, SOURCE, between(excess, first, second), rule)
 
 
-def figure_claims() -> list[Claim]:
-    """Figures 2, 5 and 6, and the collapses of table 1."""
+def bits_claims() -> list[Claim]:
+    """Every cell of table 1 at the small size beside that of FLT, and LT and FLT over loops."""
+    cells = [(system, k) for system, of in BITS.items() if system != "flt" for k, bits in zip((3, 6, 9), of)
+             if not math.isnan(bits)]  # fmt: skip
+    pairs = [((system, k), ("flt", k)) for system, k in cells]
+    pairs = [(one, other) if percent(*one, *other) > 0 else (other, one) for one, other in pairs]
+    return [
+        bits_claim("LT gets worse with loops: 5.8 % more bits per byte at 9 than at 3, small",
+                   "loss of LT at 9 over that at 3, %", ("lt", 9), ("lt", 3)),
+        bits_claim("FLT gains from loops: 0.4 % fewer bits per byte at 9 than at 3, small",
+                   "loss of FLT at 3 over that at 9, %", ("flt", 3), ("flt", 9)),
+        *(
+            bits_claim(f"at {k} loops {NAMES[one]} has {percent(one, k, other, k):.1f} % more bits per byte than "
+                       f"{NAMES[other]}, small", f"loss of {NAMES[one]} over that of {NAMES[other]}, {k} loops, %",
+                       (one, k), (other, k))
+            for (one, k), (other, _) in pairs
+        ),
+    ]  # fmt: skip
 
-    def claim(where: str, says: str, number: str, read: Callable[[dict], Estimate], rule: Rule) -> Claim:
-        return Claim(where, says, number, SIZE, SOURCE, read, rule)
+
+def collapse_claims() -> list[Claim]:
+    def claim(where: str, says: str, collapsed: bool, systems: tuple[str, ...], loops: tuple[int, ...]) -> Claim:
+        """Of runs of which the paper has all collapsed, or none."""
+        number, is_counted = ("that train", trains) if collapsed else ("that collapse", collapses)
+        read = share_of_runs(is_counted, systems, loops)
+        return Claim(where, says, f"share of the runs {number}", SIZE, SOURCE, read, SELDOM)
 
     return [
+        Claim("figure 2", "with 12 loops LT collapses, 6 layers", "share of the runs that train", SIZE,
+              WITH_GRADIENTS, share_of_seeds(trains, "lt"), SELDOM),
+        claim("figure 4", "with 12 loops LT_i, LT_ai and FLT_res collapse too, base size", True,
+              ("lt_input", "lt_attention", "flt_residual"), (12,)),
+        claim("table 1, figures 2 and 4", "FLT trains with 3, 6, 9 and 12 loops, small and base size", False,
+              ("flt",), (3, 6, 9, 12)),
+        claim("table 1", "LT trains with 3, 6 and 9 loops, small", False, ("lt",), (3, 6, 9)),
+        claim("table 1", "with 6 loops LT_ai collapses, small", True, ("lt_attention",), (6,)),
+    ]  # fmt: skip
+
+
+def training_claims() -> list[Claim]:
+    """Figures 2 and 3, but for the state."""
+
+    def claim(where: str, says: str, number: str, read: Callable[[dict], Estimate]) -> Claim:
+        return Claim(where, says, number, SIZE, SOURCE, read, Effect())
+
+    def swings_more(system: str) -> Callable[[dict], Estimate]:
+        return between(lambda first, second: swing(first) - swing(second), (system, 12), ("flt", 12))
+
+    swings = "log10 of the largest over the least during training"
+    return [
         claim("figure 2", "LT's loss with 9 loops is above that with 6", "loss of LT at 9 over that at 6, %",
-              between(excess, ("lt", 9), ("lt", 6)), Effect()),
-        claim("figure 2", "LT's gradients of the first MLP swing more than FLT's with 12 loops",
-              "log10 of the largest over the least during training: LT less FLT",
-              between(lambda first, second: swing(first) - swing(second), ("lt", 12), ("flt", 12)), Effect()),
-        *(
-            claim("figure 6", f"with 12 loops LT's state is larger than FLT's after loop {loop}",
-                  "log10 of the ratio of the norms",
-                  between(partial(state_ratio, loop=loop), ("lt", 12), ("flt", 12)), Effect())
-            for loop in (6, 9)
-        ),
-        claim("figure 6", "LT's state grows from loop to loop", "log10 of the norm after 12 loops over that after 1",
-              of_runs(grown, "lt"), Effect()),
-        claim("figure 6", "FLT's stays", "log10 of the norm after 12 loops over that after 1",
-              of_runs(grown, "flt"), Near(0.0, 0.15)),
-        *(
-            claim("figure 5", f"FLT trained with {trained} loops gains from the loops after the third",
-                  f"loss after 3 loops less that after {trained}",
-                  of_runs(partial(lost_at, 3, trained), "flt", trained), Effect())
-            for trained in (9, 12)
-        ),
-        claim("figure 5", "FLT trained with 3 loops gains nothing from more",
-              "loss after 3 loops less that after 12", of_runs(partial(lost_at, 3, 12), "flt", 3), AtMost(0.0)),
-        *(
-            claim("table 1", f"of 3, 6, 9 and 12 loops {NAMES[system]} collapses at {said}",
-                  "share of the runs that collapse", partial(collapsed_of_all, system=system), rule)
-            for system, said, rule in (("lt", "one (small, figure 4)", Near(0.25, 0.1)),
-                                       ("flt", "none", AtMost(0.0)))
-        ),
-        *(
-            bits_claim(f"at {k} loops {NAMES[system]} has {percent(system, k, 'flt', k):.1f} % more bits per byte "
-                       "than FLT, small", f"loss of {NAMES[system]} over that of FLT, {k} loops, %",
-                       (system, k), ("flt", k))
-            for system, k in (("lt", 3), ("lt", 6), ("lt_input", 6), ("lt_attention", 3), ("lt_attention", 9))
-        ),
+              between(excess, ("lt", 9), ("lt", 6))),
+        claim("figures 2 and 3", "with 12 loops LT's gradients of the first MLP swing more than FLT's",
+              f"{swings}: LT less FLT", swings_more("lt")),
+        claim("figure 3", "FLT_res's gradients of the first MLP swing more than FLT's",
+              f"{swings}, 12 loops: FLT_res less FLT", swings_more("flt_residual")),
+    ]  # fmt: skip
+
+
+def budget_claims() -> list[Claim]:
+    """Figure 5, whose numbers are accuracies that models of this size do not have."""
+
+    def claim(says: str, number: str, read: Callable[[dict], Estimate | None], rule: Rule) -> Claim:
+        unused = f"loops beyond the third change the loss by less than {LEAST_CHANGE:g} nats in every run"
+        return Claim("figure 5", says, number, SIZE, SOURCE, read, rule, without=unused)
+
+    return [
+        claim("FLT trained with 9 or 12 loops gains from loops", "loss after 1 loop less that after all",
+              gained({9: (1, 9), 12: (1, 12)}), Effect()),
+        claim("FLT trained with 9 or 12 loops gains from loops after the third",
+              "loss after 3 loops less that after all", gained({9: (3, 9), 12: (3, 12)}, LEAST_CHANGE), Effect()),
+        claim("with more loops than FLT is trained with its performance begins to fluctuate",
+              "loss after as many loops as trained, 3, 6 or 9, less that after 12",
+              gained({k: (k, 12) for k in (3, 6, 9)}, LEAST_CHANGE), Differs()),
     ]  # fmt: skip
 
 
@@ -204,7 +287,7 @@ def variant_claims() -> list[Claim]:
     return [
         Claim(
             "table 2",
-            f"FLT with {name} trains as well at 12 loops: at most 1.0 % more bits per byte",
+            f"FLT with {name} trains as well at 12 loops: at most 1.0 % more bits per byte, base size",
             "loss over that of full attention, %",
             SIZE,
             "claims/attention",
@@ -251,77 +334,18 @@ FULLY_LOOPED = Paper(
         Measurement("gradients", sweep_alone("gradients"), read_gradients, SIX_SEEDS),
     ],
     [
-        Claim(
-            "figures 3 and 4",
-            "with 12 loops LT collapses and FLT does not",
-            "share of runs that collapse: LT less FLT",
-            f"{SIZE}, 12 loops",
-            SOURCE,
-            between(collapses_more, ("lt", 12), ("flt", 12)),
-            Effect(1.0),
-        ),
-        *(
-            Claim(
-                "figure 4",
-                f"with 12 loops {NAMES[system]} collapses too",
-                f"share of runs that collapse: {NAMES[system]} less FLT",
-                f"{SIZE}, 12 loops",
-                SOURCE,
-                between(collapses_more, (system, 12), ("flt", 12)),
-                Effect(1.0),
-            )
-            for system in OTHERS[1:]
-        ),
-        bits_claim(
-            "LT gets worse with loops: 5.8 % more bits per byte at 9 than at 3, small",
-            "loss of LT at 9 over that at 3, %",
-            ("lt", 9),
-            ("lt", 3),
-        ),
-        bits_claim(
-            "FLT gains from loops: 0.4 % fewer bits per byte at 9 than at 3, small",
-            "loss of FLT at 3 over that at 9, %",
-            ("flt", 3),
-            ("flt", 9),
-        ),
-        bits_claim(
-            "at 9 loops LT has 7.2 % more bits per byte than FLT, small",
-            "loss of LT over that of FLT, 9 loops, %",
-            ("lt", 9),
-            ("flt", 9),
-        ),
-        bits_claim(
-            "at 9 loops LT_i has 0.4 % more bits per byte than FLT, small",
-            "loss of LT_i over that of FLT, 9 loops, %",
-            ("lt_input", 9),
-            ("flt", 9),
-        ),
-        Claim(
-            "figure 3",
-            "LT's gradients of the first MLP are larger than FLT's with 12 loops",
-            "log10 of the ratio of the largest",
-            f"{SIZE}, 12 loops",
-            SOURCE,
-            between(gradient_ratio, ("lt", 12), ("flt", 12)),
-            Effect(),
-        ),
-        Claim(
-            "figure 3",
-            "LT's state is larger than FLT's with 12 loops",
-            "log10 of the ratio of the last norms",
-            f"{SIZE}, 12 loops",
-            SOURCE,
-            between(state_ratio, ("lt", 12), ("flt", 12)),
-            Effect(),
-        ),
-        *figure_claims(),
+        *collapse_claims(),
+        *bits_claims(),
+        *training_claims(),
+        *state_claims(),
+        *gradient_claims(),
+        *budget_claims(),
         *variant_claims(),
         Beyond(
             "table 1",
             "FLT has the best average accuracy on six tasks at 9 loops, 41.72, base",
             "models of this size and training answer none of the six tasks above chance",
         ),
-        *gradient_claims(),
     ],
     [Figure(SOURCE, charts)],
 )

@@ -1,6 +1,7 @@
 """Parcae: Scaling Laws for Stable Looped Language Models."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -8,19 +9,22 @@ from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.words import counted
 
-from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed, loss_of
+from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import by_function, result_of
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
-from .rules import AtMost, Effect
+from .rules import AtMost, Effect, Estimate, Near
 from .sweeps import by_sweep, runs_of, sweep_alone
 
 
 SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"
-BASE, NORMED, PARCAE = ("pre", "concat"), ("residual_sandwich", "concat"), ("pre", "diagonal")
-NAMES = {BASE: "pre-norm RDM", NORMED: "RDM, normed residual", PARCAE: "Parcae"}
-PAPER_RATES = dict(zip(NAMES.values(), (1.0, 2.0, 5.0)))  # that train, of five, in table 2
+RATES = f"{SIZE}, no prelude norm and no C, 100 steps, rates of 1e-3, 3e-3, 1e-2, 2e-2 and 3e-2"
+BASE, NORMED, DIAGONAL = ("pre", "concat"), ("residual_sandwich", "concat"), ("pre", "diagonal")
+NAMES = {BASE: "pre-norm RDM", NORMED: "RDM, normed residual", DIAGONAL: "diagonal injection"}
+PAPER_RATES = {"pre-norm RDM": 1.0, "RDM, normed residual": 2.0, "Parcae": 5.0}  # that train, of five, in table 2
+HIGHEST = {BASE: 2e-4, NORMED: 4e-4, DIAGONAL: 1e-3}  # rates that train in table 2, whose last is 1e-3
 BETTER_THAN_FREQUENCIES = 0.1  # nats, from which on a run counts as trained
 SPIKE = 0.5  # nats above the mean of the ten steps before
+LEAST_OF_DEPTH = 0.1  # nats that the first loop alone must be worse, where it matters which depths are trained
 
 
 # table 2 and figure 3
@@ -48,14 +52,28 @@ def trained_rates(content: dict, system: tuple[str, str]) -> int:
     return sum(has_trained(run, content) for run in of_system(content, system))
 
 
-def more_rates(than: tuple[str, str]):
-    return each_seed(lambda content: trained_rates(content, PARCAE) - trained_rates(content, than))
+def highest_rate(content: dict, system: tuple[str, str]) -> float | None:
+    """Of those that train."""
+    rates = [run["optimizer.lr"] for run in of_system(content, system) if has_trained(run, content)]
+    return max(rates, default=None)
+
+
+def octaves_above(content: dict, system: tuple[str, str]) -> float | None:
+    """From the highest rate at which this system trains to that of diagonal injection."""
+    ours, other = highest_rate(content, DIAGONAL), highest_rate(content, system)
+    return math.log2(ours / other) if ours and other else None
 
 
 def largest_radius(content: dict) -> float | None:
-    """None where a run ended before it was measured."""
-    largest = max(run.get("spectral_radius") or math.inf for run in of_system(content, PARCAE))
+    """Of diagonal injection; None where a run ended before it was measured."""
+    largest = max(run.get("spectral_radius") or math.inf for run in of_system(content, DIAGONAL))
     return largest if math.isfinite(largest) else None
+
+
+def radius_of_trained(content: dict) -> float | None:
+    """Of the pre-norm runs that trained, the largest; at their last measurement."""
+    radii = [run["spectral_radius"] for run in of_system(content, BASE) if has_trained(run, content)]
+    return max(radii, default=None)
 
 
 def radius_beyond_one(content: dict) -> float | None:
@@ -87,13 +105,27 @@ def rates_charts(content: dict) -> list:
     ]
 
 
-def gain_at_a_high_rate(content: dict) -> float:
-    """What concat injection loses at a rate of 1e-2."""
-    concat, diagonal = (
-        next(loss_of(run) for run in of_system(content, system) if run["optimizer.lr"] == 0.01)
-        for system in (BASE, PARCAE)
-    )
-    return concat - diagonal
+def rate_claims() -> list[Claim]:
+    def claim(where: str, says: str, number: str, read, rule, by_construction: bool = False) -> Claim:
+        return Claim(where, says, number, RATES, "claims/rates", each_seed(read), rule, by_construction)
+
+    def octaves_claim(system: tuple[str, str], name: str, times: str) -> Claim:
+        rates = f"{HIGHEST[DIAGONAL]:g} and more against {HIGHEST[system]:g}"
+        return claim("table 2", f"Parcae trains at rates at least {times} times as high as {name} does, {rates}",
+                     f"log2 of the highest rate that trains: diagonal injection, with a depth for each sequence, over "
+                     f"{name}, with one depth a step", lambda content: octaves_above(content, system),
+                     Near(round(math.log2(HIGHEST[DIAGONAL] / HIGHEST[system]), 2), 0.5))  # fmt: skip
+
+    return [
+        octaves_claim(BASE, "pre-norm RDM", "5"),
+        octaves_claim(NORMED, "RDM with residual normalisation", "2.5"),
+        claim("figure 3", "runs of pre-norm RDM that diverge learn a spectral radius above 1",
+              "radius less 1, the least of the runs that did not train", radius_beyond_one, Effect()),
+        claim("figure 3", "runs of pre-norm RDM that converge keep a spectral radius below 1",
+              "the largest radius of the runs that trained", radius_of_trained, AtMost(1.0)),
+        claim("table 1", "the spectral radius of diagonal injection stays below 1",
+              "the largest radius of all runs, whether they trained or not", largest_radius, AtMost(1.0), True),
+    ]  # fmt: skip
 
 
 # table 8 and figure 10
@@ -115,24 +147,58 @@ def loss_at(content: dict, per: str, depth: int) -> float:
     return math.inf if run["loss"] is None else run["loss_at"].get(str(depth)) or math.inf
 
 
-def gained_at(depth: int):
-    return each_seed(lambda content: loss_at(content, "batch", depth) - loss_at(content, "sequence", depth))
+def uses_depth(content: dict) -> bool:
+    """Whether a run of either kind is worse after one loop than after eight."""
+    return not all(loss_at(content, per, 1) - loss_at(content, per, 8) < LEAST_OF_DEPTH for per in PAPER_LOSSES)
 
 
-PAPER_LOSSES = {  # perplexities of the 100M models at 1, 4, 8 and 16 loops
+def gained_at(depth: int) -> Callable[[dict], Estimate | None]:
+    """None where no run of any seed uses its depth."""
+    gained = each_seed(lambda content: loss_at(content, "batch", depth) - loss_at(content, "sequence", depth))
+    return lambda content: gained(content) if any(map(uses_depth, content["seeds"].values())) else None
+
+
+def fewer_spikes(content: dict) -> Estimate | None:
+    """With a depth for each sequence; None where no run of any seed has one."""
+    if not any(count for found in content["seeds"].values() for count in found["spikes"].values()):
+        return None
+    return each_seed(lambda found: found["spikes"]["per=batch"] - found["spikes"]["per=sequence"])(content)
+
+
+DEPTHS = (1, 4, 8, 16)
+PAPER_LOSSES = {  # perplexities of the 100M models at these depths
     "batch": (300.32, 36.75, 16.65, 13.81),
     "sequence": (70.47, 17.15, 14.08, 13.59),
 }
 
 
 def sampling_charts(content: dict) -> list[Chart]:
-    depths, seeds = (1, 4, 8, 16), content["seeds"].values()
-    ours = [[(k, fmean(loss_at(found, per, k) for found in seeds)) for k in depths] for per in PAPER_LOSSES]
-    paper = [[(k, math.log(value)) for k, value in zip(depths, values)] for values in PAPER_LOSSES.values()]
+    seeds = content["seeds"].values()
+    ours = [[(k, fmean(loss_at(found, per, k) for found in seeds)) for k in DEPTHS] for per in PAPER_LOSSES]
+    paper = [[(k, math.log(value)) for k, value in zip(DEPTHS, values)] for values in PAPER_LOSSES.values()]
     return [
         Chart(title, "loops", "loss", [Line("one depth a step", one, "c0"), Line("for each sequence", other, "c1")])
         for title, (one, other) in (("Ours: loss over depth", ours), ("The paper's: 100M", paper))
     ]
+
+
+def sampling_claims() -> list[Claim]:
+    size = f"{SIZE}, diagonal injection, no prelude norm and no C, 300 steps"
+    unused = (
+        f"after one loop no run is {LEAST_OF_DEPTH:g} nats worse than after eight (the paper's 100M: 2.9 and 1.6), so "
+        "depth does not matter to these runs"
+    )
+    return [
+        *(
+            Claim("table 8", "a depth for each sequence instead of the step lowers the loss at "
+                  f"{counted(k, 'loop')}, 100M", f"loss at {k}: one depth a step less one for each sequence", size,
+                  "claims/sampling", gained_at(k), Effect(math.log(batch / sequence)), without=unused)
+            for k, batch, sequence in zip(DEPTHS, *PAPER_LOSSES.values())
+        ),
+        Claim("figure 10", "a depth for each sequence leaves out the spikes of the loss, 350M",
+              f"steps with a loss {SPIKE} above the ten before: one depth a step less one for each sequence", size,
+              "claims/sampling", fewer_spikes, Effect(), without="no run of either kind has a spike in 300 steps"),
+    ]  # fmt: skip
 
 
 PARCAE_PAPER = Paper(
@@ -142,76 +208,7 @@ PARCAE_PAPER = Paper(
         Measurement("sampling", sweep_alone("sampling"), read_sampling),
         *LAW_MEASUREMENTS,
     ],
-    [
-        Claim(
-            "table 2",
-            "Parcae trains at 5 of 5 learning rates, pre-norm RDM at 1",
-            "rates that train, of five: Parcae less pre-norm RDM",
-            f"{SIZE}, 100 steps, rates 1e-3 to 3e-2",
-            "claims/rates",
-            more_rates(BASE),
-            Effect(4),
-        ),
-        Claim(
-            "table 2",
-            "Parcae trains at 5 of 5 learning rates, RDM with residual normalisation at 2",
-            "rates that train, of five: Parcae less RDM with residual normalisation",
-            f"{SIZE}, 100 steps, rates 1e-3 to 3e-2",
-            "claims/rates",
-            more_rates(NORMED),
-            Effect(3),
-        ),
-        Claim(
-            "figure 3",
-            "runs of pre-norm RDM that diverge learn a spectral radius above 1",
-            "radius less 1, the least of the runs that did not train",
-            f"{SIZE}, 100 steps",
-            "claims/rates",
-            each_seed(radius_beyond_one),
-            Effect(),
-        ),
-        Claim(
-            "table 1",
-            "Parcae's spectral radius stays below 1",
-            "largest radius over five rates",
-            f"{SIZE}, 100 steps",
-            "claims/rates",
-            each_seed(largest_radius),
-            AtMost(1.0),
-        ),
-        Claim(
-            "table 2",
-            "at a rate where diagonal injection trains, concat injection does not",
-            "loss of concat injection less that of diagonal, rate 1e-2",
-            f"{SIZE}, 100 steps",
-            "claims/rates",
-            each_seed(gain_at_a_high_rate),
-            Effect(),
-        ),
-        *(
-            Claim(
-                "table 8",
-                f"a depth for each sequence instead of the step lowers the loss at {counted(k, 'loop')}",
-                f"loss at {k}: one depth a step less one for each sequence (the paper's 100M)",
-                f"{SIZE}, 300 steps",
-                "claims/sampling",
-                gained_at(k),
-                Effect(math.log(PAPER_LOSSES["batch"][i] / PAPER_LOSSES["sequence"][i])),
-            )
-            for i, k in ((0, 1), (2, 8))
-        ),
-        Claim(
-            "figure 10",
-            "a depth for each sequence leaves out the spikes of the loss",
-            f"steps with a loss {SPIKE} above the ten before: one depth a step less one for each sequence",
-            f"{SIZE}, 300 steps",
-            "claims/sampling",
-            each_seed(lambda content: content["spikes"]["per=batch"] - content["spikes"]["per=sequence"]),
-            Effect(),
-        ),
-        *size_claims(),
-        *law_claims(),
-    ],
+    [*rate_claims(), *sampling_claims(), *size_claims(), *law_claims()],
     [
         Figure("claims/rates", rates_charts),
         Figure("claims/sampling", sampling_charts),
