@@ -21,6 +21,7 @@ from looped_eval.claims import (
     parcae,
     parcae_laws,
     readout,
+    readout_numbers,
     residual_scaling,
     trained_loops,
 )
@@ -35,6 +36,7 @@ from tests.helpers_processes import import_paths
 
 
 RESULTS = Path(__file__).parents[1] / "results"
+TRAINED = readout_numbers.Trained("claims/made_up", "400", "small", frequencies=8.0)
 
 
 def test_students_interval_of_three_seeds():
@@ -124,9 +126,10 @@ def test_runs_that_collapse_count_in_the_claims():
 
     drifts, holds = ({"model.preset": f"readout_{name}"} for name in ("per_loop_rmsnorm", "per_loop_raw"))
     content = seeds(drifts | lost | {"state_norm/loop_4": 1e9}, holds | sound | {"state_norm/loop_4": 1.0})
-    assert readout.loss_more("per_loop_rmsnorm", "per_loop_raw")(content).value == math.inf
-    assert readout.norm_ratio("per_loop_rmsnorm", "per_loop_raw")(content) is None
-    assert not any(chart.is_empty for chart in readout.charts_of(("per_loop_rmsnorm", "per_loop_raw"), "400")(content))
+    systems = ("per_loop_rmsnorm", "per_loop_raw")
+    assert TRAINED.over_seeds(readout_numbers.loss_more(*systems))(content).value == math.inf
+    assert TRAINED.over_seeds(readout_numbers.norm_ratio(*systems))(content) is None
+    assert not any(chart.is_empty for chart in readout.charts_of(TRAINED, systems)(content))
 
     runs = [{"model.residual_scaling": "none", "model.num_loops": n, f"residual_norm/loop_{n}": n} for n in (1, 2, 4)]
     assert residual_scaling.slope_after_steps({"runs": runs}, "none") == pytest.approx(1.0)
@@ -448,8 +451,79 @@ def test_seeds_without_a_system_or_a_probe_are_left_out():
         return {"model.preset": f"readout_{system}", "loss": loss}
 
     both = {"runs": [run("terminal_rmsnorm", 3.0), run("terminal_penalty", 2.5)]}
-    content = {"seeds": {"0": {"runs": [run("terminal_rmsnorm", 9.0)]}, "1": both}}
-    assert readout.loss_more("terminal_rmsnorm", "terminal_penalty")(content) == Estimate(0.5, None, None, 1)
+    content = {"seeds": {"0": {"runs": [run("terminal_rmsnorm", 3.0)]}, "1": both}}
+    number = readout_numbers.loss_more("terminal_rmsnorm", "terminal_penalty")
+    assert TRAINED.over_seeds(number)(content) == Estimate(0.5, None, None, 1)
+
+
+def readout_seed(**systems: dict) -> dict:
+    """Of made-up runs: their losses over depth and their probes."""
+    runs = [
+        {"name": name, "model.preset": f"readout_{name}", "loss": losses["4"], "loss_at": losses}
+        for name, losses in ((name, found["loss_at"]) for name, found in systems.items())
+    ]
+    return {"runs": runs, "probes": {name: found.get("probes", {}) for name, found in systems.items()}}
+
+
+def test_a_model_that_learnt_nothing_says_nothing(tmp_path):
+    """What is flat over depth because it knows no more than how often tokens come has no verdict."""
+
+    def seed(loss: float, **more) -> dict:
+        found = readout_seed(inter_loop_norm={"loss_at": {"4": loss}, "probes": {"loss_by_loop": [loss] * 8}})
+        return {**found, "runs": [run | more for run in found["runs"]]}
+
+    claim, paper = readout.of_a_norm_between_loops(TRAINED), Paper("A paper")
+    made_up(tmp_path, [seed(7.95), seed(8.1)])  # of 8.0
+    found = row(paper, claim, tmp_path)
+    assert found.verdict == "not reachable here" and claim.without in ledger.cells(found)
+    made_up(tmp_path, [seed(7.5), seed(7.4), seed(7.95)])
+    assert row(paper, claim, tmp_path).estimate == Estimate(0.0, 0.0, 0.0, 2)
+    made_up(tmp_path, [seed(7.5, loss_of_frequencies=7.55), seed(7.4, loss_of_frequencies=7.55)])  # what the run tells
+    assert row(paper, claim, tmp_path).estimate == Estimate(0.0, None, None, 1)
+
+
+def test_numbers_of_the_readout_by_hand():
+    raw = {"radial_fraction": 0.2, "clamp_cost": -0.02, "clamp_norm_ratio": 0.75, "growth_per_loop": -0.5}
+    raw |= {"mean_over_median_norm": 100.0, "halting": {"loops": 2.5, "perplexity_ratio": 1.02}}
+    normed = {"radial_fraction": 2e-8, "radial_fraction_of_first": 2e-5, "growth_per_loop": 50.0}
+    normed |= {"halting": {"loops": 1.0, "perplexity_ratio": 1.0}, "loss_by_loop": [3, 3, 3, 2.75, 3, 3, 3, 2.5]}
+    content = readout_seed(
+        raw={"loss_at": {"1": 3.0, "2": 2.75, "3": 2.25, "4": 2.0}, "probes": raw},
+        normed={"loss_at": {"1": 2.5, "2": 3.0, "3": 3.0, "4": 2.75}, "probes": normed},
+    )
+    n = readout_numbers
+    by_hand = [
+        (n.gap("raw"), 1.0),
+        (n.gap("raw", 2), 0.75),
+        (n.gap_beyond("raw", "normed"), 0.75),  # the normed one loses 0.25, which counts as a change
+        (n.loss_more("normed", "raw"), 0.75),
+        (n.loss_more("normed", "raw", 1), -0.5),
+        (n.least_loss_more("normed", "raw"), -0.5),
+        (n.probe_ratio("radial_fraction", "raw", "normed"), 7.0),
+        (n.probe_ratio("growth_per_loop", "normed", "raw"), 2.0),
+        (n.clamp_cost("raw"), 0.02),
+        (n.part_clamped("raw"), 0.25),
+        (n.radial_fractions_of_loops("normed"), 3.0),
+        (n.logarithm(n.mean_over_median("raw")), 2.0),
+        (n.more_halting_loops("raw", "normed"), 1.5),
+        (n.most_that_halting_costs(("raw", "normed")), 2.0),
+        (n.change_beyond_trained_depth("normed"), 0.25),
+    ]
+    for number, expected in by_hand:
+        assert number(content) == pytest.approx(expected)
+
+
+def test_claims_of_both_trainings_are_counted_at_the_longer_one():
+    """And results/README.md tells how many verdicts the shorter one gives otherwise."""
+    short = [*readout.about_four(readout.SHORT), *readout.about_others(readout.SHORT)]
+    long = [*readout.about_four(readout.LONG), *readout.about_others(readout.LONG_REST)]
+    counted = [(claim.source, claim.number) for claim in readout.READOUT.claims if isinstance(claim, Claim)]
+    assert len({number for _, number in counted}) == len(counted)
+    assert {(claim.source, claim.number) for claim in long} <= set(counted)
+    verdicts = [[row(readout.READOUT, claim, RESULTS).verdict for claim in claims] for claims in (short, long)]
+    otherwise = sum(first != second for first, second in zip(*verdicts, strict=True))
+    said = " ".join((RESULTS / "README.md").read_text(encoding="utf-8").split())
+    assert f"After 400 steps {otherwise} of {len(long)} verdicts are others" in said
 
 
 def test_models_of_two_sweeps_of_a_seed_are_compared(tmp_path):
@@ -462,17 +536,19 @@ def test_models_of_two_sweeps_of_a_seed_are_compared(tmp_path):
         line = {"name": system, "model.preset": f"readout_{system}", "loss": loss, "metrics": {}, **made_by}
         (folder / "results.jsonl").write_text(json.dumps(line) + "\n")
         (folder / "probes.json").write_text(json.dumps({system: {"scale_range": loss}, **made_by}))
+        (folder / "frequencies.json").write_text(json.dumps({"loss": 6.0, **made_by}))
         chosen = [m for m in readout.READOUT.measurements if m.name == sweep]
         measuring.collect(chosen, Setting(folder.parents[1], "embedded"), tmp_path)
 
     collected("table_2_rest", 0, "per_loop_penalty", 2.5)
     collected("table_2_rest", 1, "per_loop_penalty", 2.0)
-    number = readout.loss_more("per_loop_rmsnorm", "per_loop_penalty")
+    number = TRAINED.over_seeds(readout_numbers.loss_more("per_loop_rmsnorm", "per_loop_penalty"))
     assert number(load(tmp_path, "table_2_rest")) is None  # those that it is compared to are not measured
     collected("table_2", 0, "per_loop_rmsnorm", 3.0)
     content = load(tmp_path, "table_2_rest")
     assert number(content) == Estimate(0.5, None, None, 1)
-    assert readout.probe(content["seeds"]["0"], "per_loop_rmsnorm", "scale_range") == 3.0
+    assert readout_numbers.probe(content["seeds"]["0"], "per_loop_rmsnorm", "scale_range") == 3.0
+    assert {run["loss_of_frequencies"] for run in content["seeds"]["0"]["runs"]} == {6.0}
     others = json.loads((tmp_path / "table_2.json").read_text())
     (tmp_path / "table_2.json").write_text(json.dumps({**others, "command": others["command"] + " --text my.jsonl"}))
     with pytest.raises(ValueError, match="table_2.json, but was measured on another text.*my.jsonl"):

@@ -72,7 +72,7 @@ def of_paper(rows: list[Row]) -> str:
     parts = [f"{sum(one.verdict == AGREES for one in measured)} of {len(measured)} agree"]
     for verdict in (WEAKER, STRONGER, DISAGREES, OPEN):
         where = [one.claim.where for one in measured if one.verdict == verdict]
-        parts += [f"{len(where)} {WORDS[verdict]} ({', '.join(dict.fromkeys(where))})"] if where else []
+        parts += [f"{len(where)} {WORDS[verdict]} ({'; '.join(dict.fromkeys(where))})"] if where else []
     return "; ".join(parts)
 
 
