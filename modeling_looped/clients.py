@@ -76,14 +76,14 @@ def refuse_adapters_of_rows(model: torch.nn.Module):
 
 
 def warn_of_another_policy(fields: dict):
-    """fields: of the saved generation config, which hold in a call of generate in training mode."""
+    """fields: of a generation config, which hold in a call of generate in training mode."""
     if fields:
         shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         logger.warning_once(
             f"generate() of a model in training mode samples as its generation config says ({shown}), while training "
-            "runs every token as deep as its config says: GRPO and its like then train on samples of another model. "
-            f"Set model.generation_config.{next(iter(fields))} to None before, or call model.eval() where nothing is "
-            "trained."
+            "runs every token as deep as its config says, from a state without noise: GRPO and its like then train on "
+            f"samples of another model. Set model.generation_config.{next(iter(fields))} to None before (or leave it "
+            "out of the trainer's generation_kwargs), or call model.eval() where nothing is trained."
         )
 
 

@@ -183,7 +183,7 @@ class LoopedGenerationMixin(Generative):
             )
         options.check(self.config, asked)
         if self.training:
-            warn_of_another_policy(options.change_of_samples(self.config, asked))
+            warn_of_another_policy(options.change_of_samples(self.config, arguments))
         if config.assistant_early_exit is not None:
             raise ValueError(
                 f"assistant_early_exit={config.assistant_early_exit} drafts with the first layers, and these layers "
@@ -334,6 +334,8 @@ class LoopedGenerationMixin(Generative):
                 f"{sizes.num_key_value_heads} and the other layers {self.config.num_key_value_heads}: use generate"
             )
         configured, saved = self.config.num_loops, getattr(self.generation_config, "num_loops", None)
+        if self.training and saved not in (None, configured):
+            warn_of_another_policy({"num_loops": saved})
         self.config.num_loops = configured if saved is None else check_count("num_loops", saved)
         try:
             return super().generate_batch(inputs, generation_config, **kwargs)

@@ -72,6 +72,7 @@ from .layers import (
 from .loading import StrictLoadingMixin
 from .loop_embedding import LOOP_EMBEDDINGS
 from .loop_parameters import select_set
+from .losses import at_least_fp32
 from .names import check_arguments
 from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
@@ -130,11 +131,15 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
             super()._init_weights(module)
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True):
-        """As in transformers; the value tables too hold a row per token."""
+        """As in transformers; the value tables too hold a row per token. New rows of theirs are the mean of the
+        others, so that whoever resizes a model again has the same one: PEFT saves those of embeddings and head alone.
+        """
         embeddings = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         for _, table in cast(LoopedModel, self.base_model)._value_tables():
-            is_trained = table.weight.requires_grad
-            self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=mean_resizing)
+            is_trained, before = table.weight.requires_grad, table.num_embeddings
+            self._get_resized_embeddings(table, embeddings.num_embeddings, mean_resizing=False)
+            with torch.no_grad():
+                table.weight[before:] = at_least_fp32(table.weight[:before]).mean(0).to(table.weight.dtype)
             table.requires_grad_(is_trained)
         return embeddings
 
@@ -336,7 +341,10 @@ class LoopedModel(LoopedPreTrainedModel):
         if inputs_embeds is None:
             return self.embed_tokens(input_ids)
         if self.config.value_embeddings:
-            raise ValueError("value_embeddings are looked up by token: pass input_ids instead of inputs_embeds")
+            raise ValueError(
+                "value_embeddings are looked up by token: pass input_ids instead of inputs_embeds, which prompt "
+                "tuning and its like pass too (prefix tuning and LoRA do not)"
+            )
         return inputs_embeds
 
     def embed(self, inputs_embeds, position_ids):

@@ -63,6 +63,12 @@ class OwnLoss:
             "use_liger_kernel=True replaces layers of the families that Liger knows, which looped models are not: "
             "leave it out",
         )
+        loss_type = getattr(self.args, "loss_type", "nll")
+        refuse_if(
+            loss_type != "nll",
+            f"loss_type={loss_type!r} would be replaced by the model's own loss: leave it out, or take the trainer "
+            "without OwnLoss",
+        )
         inputs = {**inputs, "use_cache": False}
         if self.depths is not None and model.training:
             inputs |= self._drawn(model, inputs)

@@ -421,6 +421,9 @@ def test_what_a_trainer_can_not_do_with_the_models_own_loss(tmp_path, warnings_o
     trainer.args.use_liger_kernel = True  # asking for it needs the package
     with pytest.raises(ValueError, match="use_liger_kernel=True replaces layers of the families"):
         trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    trainer = fine_tuning(Finetuning, model, tmp_path, loss_type="dft")
+    with pytest.raises(ValueError, match="loss_type='dft' would be replaced by the model's own loss"):
+        trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
     model.train()(ids)  # as transformers' Trainer calls it for label smoothing: without labels
     assert len(warnings_of_clients) == 1
 
@@ -447,6 +450,36 @@ def test_sampling_by_saved_exits_in_training_is_said(warnings_of_clients):
     model.train().generate(ids, **arguments)
     (said,) = warnings_of_clients
     assert "(exit_criterion='max_prob')" in said and "generation_config.exit_criterion to None" in said
+
+
+def test_sampling_otherwise_than_training_is_said_however_it_is_asked_for(warnings_of_clients):
+    """TRL passes what its user asks for in a generation config, or decodes in a continuous batch."""
+    model, ids = tiny_model(preset="huginn", eos_token_id=None).train(), random_ids(1, 4)
+    model.generate(ids, max_new_tokens=2, generation_config=GenerationConfig(do_sample=True, num_loops=1))
+    assert "(num_loops=1)" in warnings_of_clients.pop()
+    model.generation_config.state_seed = 3
+    model.generate(ids, max_new_tokens=2, do_sample=True)
+    assert "(state_seed=3)" in warnings_of_clients.pop()
+    model.generation_config.state_seed, model.generation_config.num_loops = None, 1
+    model.generate_batch([ids[0].tolist()], GenerationConfig(max_new_tokens=2, do_sample=False))
+    assert "(num_loops=1)" in warnings_of_clients.pop()
+    model.eval().generate_batch([ids[0].tolist()], GenerationConfig(max_new_tokens=2, do_sample=False))
+    assert not warnings_of_clients
+
+
+def test_a_model_that_is_made_larger_twice_is_the_same():
+    """PEFT saves the new rows of embeddings and head with an adapter, and whoever opens it resizes the model again."""
+    fields = {"value_embeddings": True, "num_prelude_layers": 1, "injection": "add"}
+    tables = []
+    for seed in (0, 1):
+        model = tiny_model(**fields)
+        size = model.config.vocab_size
+        torch.manual_seed(seed)
+        model.resize_token_embeddings(size + 2, mean_resizing=False)
+        table = next(iter(model.model.value_embeds.values()))
+        torch.testing.assert_close(table.weight[size:], table.weight[:size].mean(0).expand(2, -1))
+        tables.append(table.weight)
+    assert torch.equal(*tables)
 
 
 @pytest.mark.filterwarnings("ignore")
