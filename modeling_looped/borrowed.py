@@ -44,8 +44,8 @@ def one_cache(cache=None, past_key_values=None):
             )
         if (sharing := getattr(cache, "sharing", "none")) != "none":
             raise ValueError(
-                f"cache_sharing={sharing!r} does not go with virtual tokens, as prefix tuning puts before the prompt in "
-                "a cache of its own: leave it out"
+                f"cache_sharing={sharing!r} does not go with virtual tokens, as prefix tuning puts before the prompt "
+                "in a cache of its own: leave it out"
             )
         return past_key_values
     if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
