@@ -92,8 +92,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         num_loops, backprop_loops, initial_state, output_loop_hidden_states, output_loop_readout_states: as in
             `LoopedModel`.
         exit_rule: let each token (or, `per_sequence`, each row) stop at the loop where its criterion is met;
-            `num_loops` is then the most it runs. `after_all` runs all loops, and reads each token out at its exit;
-            `is_weighted` runs all, and reads all out, each with the probability of an exit there.
+            `num_loops` is then the most it runs. selection="after" runs all loops, and reads each token out at its
+            exit; "weighted" runs all, and reads all out, each with the probability of an exit there.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
         loss_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
             for to know, so a numpy array, which stays on the host.

@@ -99,10 +99,10 @@ def forward_with_exits(
         raise TypeError(f"exit_rule={rule!r}: make one of {known}, as modeling_looped.exit_criteria.{example}")
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
-    if rule.is_weighted:
+    if rule.selection == "weighted":
         token_loops = placed(of_rows, given.device)[:, None].expand(given.shape[:2])
         return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
-    if rule.after_all:
+    if rule.selection == "after":
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
     if rule.per_sequence:

@@ -297,14 +297,14 @@ def test_states_that_are_given_are_started_from(name):
         model(text, initial_state=state[:, :1], exit_rule=ExitRule(name, never))
 
 
-@pytest.mark.parametrize("after_all", [False, True])
-def test_a_pass_with_exits_gives_what_is_asked_for(after_all):
+@pytest.mark.parametrize("selection", ["stop", "after"])
+def test_a_pass_with_exits_gives_what_is_asked_for(selection):
     model, text = tiny_model(num_coda_layers=1, num_loops=LOOPS), random_ids(2, 4)
-    rule = ExitRule("max_prob", 0.5, after_all=after_all)
+    rule = ExitRule("max_prob", 0.5, selection=selection)
     asked = {"output_logits": False, "use_cache": False}
     out = model(text, exit_rule=rule, **asked)
     assert out.logits is None and out.token_loops.shape == (2, 4)
-    if not after_all:  # token by token
+    if selection == "stop":  # token by token
         with pytest.raises(ValueError, match="which output_hidden_states cannot go with"):
             model(text, exit_rule=rule, output_hidden_states=True)
     for unknown in ("kl", ExitRule("confidence", 0.5)):

@@ -283,7 +283,7 @@ def test_a_loop_that_is_chosen_after_all_have_run(tmp_path):
     threshold = 0.6
     exits, wanted = public.ouro_exit_loops(config, tensors, IDS, threshold)
     assert len(exits.unique()) == 3
-    rule = ExitRule("gate", threshold, after_all=True)
+    rule = ExitRule("gate", threshold, selection="after")
     outputs = model(IDS, exit_rule=rule, use_cache=True)
     assert torch.equal(outputs.token_loops, exits + 1)
     torch.testing.assert_close(outputs.logits, wanted, rtol=1e-5, atol=2e-5)
