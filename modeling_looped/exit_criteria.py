@@ -180,8 +180,8 @@ class ExitRule(NamedTuple):
     min_loops: int = 1
     interval: int = 1  # check at min_loops and at every n-th loop after it
     per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
-    # "after": every loop runs, and what is read out is chosen afterwards; "weighted": every loop runs, and all are read
-    # out, each with the probability of its exit
+    # "after": every loop runs, and what is read out is chosen afterwards; "weighted": every loop runs, and all are
+    # read out, each with the probability of its exit
     selection: ExitSelection = "stop"
     read_interval: int = 1  # of rows that decode apart: every n-th check is read back from the device
 
