@@ -401,7 +401,10 @@ class LoopedConfig(RopeOfLayers):
         from .auto_classes import auto_map
 
         if type(self) is LoopedConfig:  # a subclass has models of its own
-            self.auto_map = {**(getattr(self, "auto_map", None) or {}), **auto_map()}
+            ours, given = auto_map(), getattr(self, "auto_map", None) or {}
+            # a class of another's that was registered; of our own, those of other folders do not count
+            names = {path.rpartition(".")[2] for path in ours.values()}
+            self.auto_map = ours | {auto: path for auto, path in given.items() if path.rpartition(".")[2] not in names}
         super().save_pretrained(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs):

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import modeling_looped
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.auto_classes import AUTO_CLASSES
 from tests.helpers import tiny_model, tiny_tokenizer
-from tests.helpers_processes import run_clean
+from tests.helpers_processes import import_paths, run_clean
 
 
 INPUT_IDS = torch.tensor([[5, 9, 33, 7, 12], [4, 60, 2, 2, 17]])
@@ -220,3 +223,31 @@ def test_subclassed_config_keeps_its_own_map(tmp_path):
     OtherConfig.register_for_auto_class()
     config.save_pretrained(tmp_path)
     assert (tmp_path / f"{__name__.rpartition('.')[2]}.py").exists()
+
+
+def test_a_class_of_anothers_that_is_registered_opens(tmp_path):
+    """As docs/architecture.md says of a part of one's own."""
+    page = Path(__file__).parents[1] / "docs" / "architecture.md"
+    code = page.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_looped.py").write_text(code[: code.index("\n\nmodel = ")] + "\n")
+    script = """
+import sys, torch
+from my_looped import GatedForCausalLM
+from modeling_looped import LoopedConfig
+GatedForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_core_layers=1)
+model = GatedForCausalLM(LoopedConfig(num_loops=2, injection="add", **sizes))
+torch.nn.init.normal_(model.model.injection.gate)
+model.save_pretrained("saved")
+torch.save(model.eval()(torch.arange(3, 9)[None]).logits, "logits.pt")
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), import_paths()])}
+    opening = """
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=True)
+assert type(model).__name__ == "GatedForCausalLM", type(model)
+assert torch.equal(model(torch.arange(3, 9)[None]).logits, torch.load("logits.pt"))
+"""
+    for each in (script, opening):
+        subprocess.run([sys.executable, "-c", each], cwd=tmp_path, env=environment, check=True)
