@@ -286,9 +286,9 @@ def test_seeds_of_an_earlier_folder_stay(tmp_path, counted):
 
 def test_a_command_names_the_text_only_where_it_is_read(tmp_path, counted):
     first = counting(tmp_path, "first")._replace(commands=lambda setting, seed: [["theorem"]])
-    assert measuring.told(first, counted, [{"commit": "abc", "versions": {}, "hardware": "none"}])["command"] == (
-        "looped claims run runs/claims --only first"
-    )
+    made_by = [{"commit": "abc", "versions": {}, "hardware": "none"}]
+    command = measuring.provenance_of(first, counted, made_by)["command"]
+    assert command == "looped claims run runs/claims --only first"
 
 
 def test_no_time_and_no_luck(tmp_path, counted):

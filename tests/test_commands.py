@@ -117,7 +117,7 @@ for name in sys.argv[1:]:
 
 
 def test_help_imports_nothing_that_takes_seconds():
-    names = [name for name in console.COMMANDS if name != "demo"]
+    names = list(console.COMMANDS)
     done = subprocess.run([sys.executable, "-c", HELP_OF_ALL, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -512,9 +512,17 @@ def test_another_text_wants_another_folder(tmp_path):
     folder = begun(tmp_path / "out", one)
     with pytest.raises(ValueError, match="has models of .*one.txt: choose another folder for those of .*other.txt"):
         own_text.main([str(other), "--output", str(folder)])
-    for override in ("training.output_dir=x", "data.source=x"):
-        with pytest.raises(ValueError, match=f"{override} is of both models here: say FILE and --output"):
-            own_text.main([str(one), override, "--output", str(folder)])
+
+
+def test_what_both_models_of_own_text_have_is_no_override(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_text, "number_of_steps", lambda *given: pytest.fail("was measured"))
+    text = tmp_path / "one.txt"
+    text.write_text("a b c")
+    instead = {"data.source=x": "FILE", "training.output_dir=x": "--output"}
+    instead |= {"training.steps=5": "--minutes", "training.tokens=99": "--minutes", "training.epochs=2": "--minutes"}
+    for override, option in instead.items():
+        with pytest.raises(ValueError, match=f"{override} is of both models here: say {option} instead"):
+            own_text.main([str(text), override, "--output", str(tmp_path / "out")])
 
 
 def test_steps_of_own_text_are_timed_as_they_are_trained(monkeypatch):

@@ -25,6 +25,7 @@ from looped_recipes import prepare
 from looped_recipes.common.errors import CommandError
 from looped_recipes.data import part_files as parts
 from looped_recipes.data import shards, sources
+from looped_recipes.data.embedded import embedded_documents
 from looped_recipes.data.packing import PackedRows, best_fit, document_positions
 from looped_recipes.data.shards import open_prepared, rows_of_step
 from looped_recipes.data.sources import readable
@@ -772,8 +773,8 @@ def test_fineweb_edu_is_asked_for_by_name_and_streamed(monkeypatch, make_data):
 
 
 def test_embedded_documents_are_what_python_says_of_itself():
-    documents = sources.embedded_documents()
-    assert documents == sources.embedded_documents()
+    documents = embedded_documents()
+    assert documents == embedded_documents()
     joined = "\n".join(documents)
     assert Path(json.__file__).read_text() in documents
     assert '"""Test' not in documents[0] and 'The "assert" statement' in documents[0]

@@ -113,6 +113,15 @@ def test_help_comes_without_the_libraries(capsys, monkeypatch):
     assert stop.value.code == 0 and "--ask" in capsys.readouterr().out
 
 
+def test_settings_may_stand_before_and_after_options(tmp_path, capsys):
+    asked = options.parse(["training.steps=1", "--output", str(tmp_path), "data.source=a"])
+    assert asked.settings == ["training.steps=1", "data.source=a"] and asked.output == tmp_path and asked.ask is None
+    assert options.parse(["--ask"]).ask == "" and options.parse(["--ask", "ab ; a1"]).ask == "ab ; a1"
+    with pytest.raises(SystemExit):
+        options.parse(["--outpt", "x"])
+    assert capsys.readouterr().err == "looped demo: unrecognized arguments: --outpt; --help lists the options\n"
+
+
 def test_what_is_not_installed_is_one_line(monkeypatch):
     """A module that is None cannot be imported."""
     monkeypatch.delitem(sys.modules, "looped_recipes.demo.command")

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from looped_eval.gpu import command, tests, training_options
+from looped_eval.diagnose import growth as diagnose_growth
+from looped_eval.diagnose.growth import residual_norm, update_size
+from looped_eval.gpu import command, growth, real_training, tests, training_options
 from looped_eval.gpu.ledger import Ended, Ledger
 from looped_eval.gpu.pieces import NAMES, PIECES, Aim, Measurement, Piece, Setting
 from looped_eval.gpu.verdict import verdict, write_page
+from modeling_looped import LoopedConfig
 from tests.helpers import wait_until
 from tests.helpers_processes import is_running
 
@@ -114,6 +117,42 @@ def test_a_check_that_met_everything_says_so(ledger):
     said = verdict(ledger)
     assert said.is_whole and said.sentence == "2 of 2 aims were met."
     assert ledger.measured("tests") == {"test_numbers"}
+
+
+def test_pieces_that_were_not_asked_for_need_not_be_run(ledger, tmp_path, monkeypatch, capsys):
+    ledger.write_result("tests", "test_numbers", {"passed": 3, "failed": 0})
+    ledger.write_end("tests", Ended("done", 1.0))
+    assert command.main([str(tmp_path), "--device", "cpu", "--only", "tests"]) == 0
+    assert "1 of 1 aims were met.\n" in capsys.readouterr().out
+    monkeypatch.setattr(command, "run_apart", lambda *args: Ended("stopped by its limit", 1.0))
+    assert command.main([str(tmp_path), "--device", "cpu", "--only", "tests", "real"]) == 1
+    assert "1 of 1 aims were met. Not run to the end: real.\n" in capsys.readouterr().out
+
+
+def test_residual_scaling_trains_the_looped_model_alone(tmp_path, monkeypatch):
+    """What diagnose gives of it, without the unshared stack beside it."""
+    config = LoopedConfig.from_preset("residual_scaling", **growth.FIELDS)
+    how = {"rules": ["sqrt"], "loops": [1, 2, 4], "seeds": 1, "steps": 2}
+    expected = {"residual_norm": residual_norm(config, **how), "update_size": update_size(config, **how)}
+    curves = {"residual_norm": "R", "update_size": "update"}
+    monkeypatch.setattr(diagnose_growth, "ARRANGEMENTS", {"looped": diagnose_growth.looped})
+    found = {each.name: each.run() for each in growth.measurements(Setting(tmp_path, "cpu", tiny=True))}
+    assert len(found) == 6
+    for name, result in expected.items():
+        of_rule, measured = result["looped"]["sqrt"], found[f"{name}_sqrt"]
+        assert measured["curves"] == of_rule[curves[name]] and measured["loops"] == (1, 2, 4)
+        assert measured["theory"] == 0.5 and measured["last_step"] == of_rule["slope"]["last_step"]["slope"]
+
+
+@pytest.mark.slow
+def test_a_training_that_was_finished_is_measured_without_its_checkpoints(tmp_path, training_text, monkeypatch):
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):  # set by it for good
+        monkeypatch.setenv(name, "")
+    setting = Setting(tmp_path, "cpu", tiny=True, text=str(training_text / "train.jsonl"))
+    first, again = real_training.train(setting), real_training.train(setting)
+    assert first["steps"] == 4 and 0 < first["checkpoint_share"] < 1
+    assert again["steps"] == 0 and again["last_loss"] == first["last_loss"]
+    assert not any("checkpoint" in name for name in again)
 
 
 def test_aims():

@@ -12,9 +12,11 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from looped_eval.common.model_folder import joined_tokens
 from looped_eval.halting import command as halting
 from looped_eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
 from looped_eval.halting.measured_run import at_depth, measure, scored_with_exits, with_token_exits
+from looped_recipes.common.flops import forward_flops_per_token, sizes
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from tests.helpers import quick_and_slow, random_ids, run_of, tiny_model, tiny_tokenizer
@@ -334,7 +336,7 @@ class Counting:
     def __init__(self):
         self.seen = 0
 
-    def __call__(self, text, add_special_tokens):
+    def __call__(self, text, add_special_tokens, verbose):
         words = text.split()
         self.seen += len(words)
         return {"input_ids": list(range(self.seen - len(words), self.seen))}
@@ -345,6 +347,16 @@ def test_slices_do_not_overlap(tmp_path):
     rows = halting.text_rows([str(tmp_path / "text.txt")], Counting(), 20, 9, seed=0)
     assert rows.shape == (20, 9) and len(rows.unique()) == 180
     assert not rows.flatten().equal(torch.arange(180)) and rows[:, 0].sort().values.equal(torch.arange(0, 180, 9))
+
+
+def test_texts_are_joined_by_the_end_token():
+    tokenizer = tiny_tokenizer()
+    documents = iter([{"text": "a b"}, {"text": "c"}, {"text": "d"}])
+    end, ids = tokenizer.eos_token_id, tokenizer("a b c", add_special_tokens=False)["input_ids"]
+    found = list(itertools.islice(joined_tokens(documents, tokenizer), 5))
+    assert end is not None and found == [*ids[:2], end, ids[2], end] and next(documents) == {"text": "d"}
+    tokenizer.eos_token = None
+    assert list(joined_tokens([{"text": "a b"}, {"text": "c"}], tokenizer)) == ids
 
 
 def test_every_text_is_read(tmp_path):
@@ -396,6 +408,17 @@ def test_models_that_cannot_exit_are_refused(tmp_path):
         halting.run(halting.parse(command(folder)))
     with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
         halting.run(halting.parse(["nowhere"]))
+
+
+@pytest.mark.parametrize("shared", [{}, {"num_key_value_loops": 1}, {"key_value_interval": 2}], ids=str)
+def test_what_exits_save_is_reckoned_as_training_reckons_it(shared):
+    """Loops that share keys and values make none of them; each readout beyond the one at the end is coda and head."""
+    outer = {"num_prelude_layers": 1, "num_coda_layers": 1, "injection": "add"}
+    config = tiny_model(num_loops=8, **outer, **shared).config
+    one = halting.flops_per_token(config, 32, 2, 1)
+    assert one == forward_flops_per_token(config, 32, 2)
+    n = sizes(config)
+    assert halting.flops_per_token(config, 32, 2, 2) - one == 2 * (n.coda + n.head) + 4 * config.hidden_size * 32
 
 
 def test_nothing_is_written_where_nothing_is_gained(tmp_path):

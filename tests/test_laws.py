@@ -569,9 +569,9 @@ def test_what_the_runs_do_not_show_is_said():
 def test_missing_columns_and_bad_numbers_are_named(tmp_path):
     rows = training_rows(SMALL)
     bare = [{key: row[key] for key in ("run", "loss", "tokens", "mean_depth")} for row in rows]
-    with pytest.raises(FitError, match="runs lacks columns flops; it has|runs lacks column flops; it has loss"):
+    with pytest.raises(FitError, match="runs lacks 1 column: flops; it has"):
         analyses.isoflop(table(bare))
-    with pytest.raises(FitError, match="lacks columns test_depth, effective_parameters"):
+    with pytest.raises(FitError, match="lacks 2 columns: test_depth, effective_parameters"):
         analyses.conditioning(table(bare))
     for value, words in (
         (0.0, "got 0.0"),
@@ -667,7 +667,7 @@ def test_the_columns_that_count_as_parameters_and_operations(tmp_path):
     assert result["columns"] == {"N": "bare", "C": "flops_with_value_tables"} and result["rows"] == len(rows) - 1
     assert result["coefficients"] == pytest.approx(dict(zip(NAMES, SMALL[0])), rel=1e-4)
     assert result["frontier"][0]["flops"] == pytest.approx(2e18)
-    with pytest.raises(FitError, match="lacks column unheard"):
+    with pytest.raises(FitError, match="lacks 1 column: unheard"):
         laws.main([*arguments, "unheard"])
     write_table(rows[-1:], tmp_path / "runs.jsonl")
     with pytest.raises(FitError, match="holds no looped runs"):

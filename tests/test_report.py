@@ -132,7 +132,8 @@ def test_the_page_holds_the_run_and_stands_alone(tmp_path):
 def test_what_is_missing_names_the_command_that_makes_it(tmp_path):
     run = make_run(tmp_path / "the first", validation=False)
     text = page_of(run).text
-    assert f"looped eval --model looped --model_args 'pretrained={run}/final,num_loops=1..3'" in text
+    assert f"looped eval --model looped --model_args 'pretrained={run}/final,num_loops=1..3' --tasks" in text
+    assert "--output" not in text  # the report finds what commands write by themselves
     for command in ("halting", "diagnose all"):
         assert f"looped {command} '{run}'" in text
     assert f"looped pretrain '{run}/recipe.yaml' evaluation.every=100" in text
@@ -254,6 +255,7 @@ def test_norms_over_training(tmp_path):
             record[f"gradient_norm/{block}"] = 0.5 + record["step"]
         record |= {f"state_norm/loop_{k}": 8.0 * k for k in (1, 2, 3)}
     records[1]["gradient_norm"] = 0.25
+    del records[2]["gradient_norm"]  # as where it was no number
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     blocks = ["head", "layer 1, MLP", "layer 2, MLP", "layer 2, attention"]
     states = ["State after the first loop", "State after the last loop"]
@@ -266,7 +268,7 @@ def test_norms_over_training(tmp_path):
     folder = RunFolder(run, "run")
     assert gradient_blocks(folder, None) == ["lm_head", "core.0.mlp", "core.1.mlp", "core.1.self_attn"]
     assert gradient_blocks(folder, 3)[2:] == ["core.2.mlp", "core.2.self_attn"]
-    assert clip_shares(folder, [0, 1]) == pytest.approx([1 / 1.5, 1], rel=1e-5)  # recipes clip at 1
+    assert clip_shares(folder, [0, 1, 2]) == pytest.approx({0: 1 / 1.5, 1: 1}, rel=1e-5)  # recipes clip at 1
     report.main([str(run), "--layer", "3", "--clipped", "--output", str(tmp_path / "page.html")])
     assert "Gradients after clipping." in Page((tmp_path / "page.html").read_text()).text
     with pytest.raises(RunError, match="--layer 4: run has layers 1 to 3"):
@@ -280,6 +282,15 @@ def test_a_log_that_was_cut_off(tmp_path):
     page = page_of(run)
     assert "metrics.jsonl has 1 line that could not be read: left out." in page.text and "12 steps" in page.text
     assert "No validation was logged" in page.text
+
+
+def test_damaged_lines_are_counted_and_said_once(tmp_path, capsys):
+    """Empty ones are nothing that is lost."""
+    run = make_run(tmp_path / "first")
+    first, second, *rest = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([first, "\n", second[:9] + "\n", *rest]))
+    assert "metrics.jsonl has 1 line that could not be read: left out." in page_of(run).text
+    assert capsys.readouterr().err.count("left out what is no record: line 3\n") == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -315,8 +315,8 @@ def test_documents_never_change():
 
 
 def test_corpus_is_held_out_and_counted_in_bytes(offline):
+    from looped_recipes.data.embedded import embedded_documents
     from looped_recipes.data.part_files import HeldOut
-    from looped_recipes.data.sources import embedded_documents
 
     texts = [document["text"] for document in documents(offline, "looped_corpus")]
     held_out = [text for text in embedded_documents() if text in HeldOut(fraction=0.05)]

@@ -8,11 +8,10 @@ import math
 from pathlib import Path
 
 from looped_eval.common.curves import Curves
+from looped_eval.common.model_folder import start_token
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.scoring import Scored, score
 from looped_eval.harness.looped_lm import LoopedLM
-
-from .streams import start_token
 
 
 SIX = ("lambada_openai", "piqa", "hellaswag", "openbook_qa", "arc_easy", "arc_challenge")

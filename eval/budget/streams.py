@@ -82,7 +82,7 @@ def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = No
     if count < 1:
         raise ValueError(
             f"the stream has {size} tokens, fewer than {group} window(s) of {length} and one more: give more text, or "
-            "a smaller --max_length"
+            "a smaller --max-length"
         )
     return torch.from_numpy(np.concatenate(pieces)[: count * length + 1]).unfold(0, length + 1, length)
 

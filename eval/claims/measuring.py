@@ -66,7 +66,7 @@ def collect(measurements: list[Measurement], setting: Setting, results: Path) ->
         if found:
             made_by = [content.pop("made_by") for content in found.values()]
             path = results / f"{measurement.name}.json"
-            write_json(path, joined(told(measurement, setting, made_by), found, path), digits=6)
+            write_json(path, joined(provenance_of(measurement, setting, made_by), found, path), digits=6)
             written.append(path)
     return written
 
@@ -87,7 +87,7 @@ def joined(made: dict, found: dict[str, dict], path: Path) -> dict:
     return {**made, "commit": ", ".join(commits), "seeds": seeds}
 
 
-def told(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dict:
+def provenance_of(measurement: Measurement, setting: Setting, made_by: list[dict]) -> dict:
     """Where the numbers come from: the command that makes all of them, and what the runs themselves wrote."""
     reads_text = any(setting.text in part for command in measurement.commands(setting, 0) for part in command)
     text = f" --text {Path(setting.text).name}" if reads_text and setting.text != "embedded" else ""

@@ -1,6 +1,7 @@
 """A saved model's config and tokenizer, opened before its weights, so that a mistake costs no loading."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -38,6 +39,13 @@ def start_token(tokenizer) -> int:
     if start is None:
         raise ValueError("the tokenizer has neither a bos nor an eos token, so nothing begins a document: set one")
     return start
+
+
+def joined_tokens(documents: Iterable[dict], tokenizer) -> Iterator[int]:
+    """Of one text after another, the end token, if there is one, after each."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for document in documents:
+        yield from tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"] + end
 
 
 def training_run(target: str) -> Path | None:

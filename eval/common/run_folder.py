@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from looped_recipes.common.metrics import last_by_number, read_metrics
+from looped_recipes.common.metrics import last_by_number, read_lines
 
 
 LOSS_AT, BITS_AT = "validation/loss_at_", "validation/bits_per_byte_at_"
@@ -50,13 +50,17 @@ class RunFolder:
         return [path for path in self.folder.rglob(pattern) if not of_others & set(path.parents)]
 
     @cached_property
-    def records(self) -> list[dict]:
-        return [record for record in read_metrics(self.folder / "metrics.jsonl") if "step" in record]
+    def lines(self) -> tuple[list[dict], list[int]]:
+        """Of metrics.jsonl: records, and numbers of the lines that are none."""
+        return read_lines(self.folder / "metrics.jsonl")
 
-    @cached_property
+    @property
+    def records(self) -> list[dict]:
+        return self.lines[0]
+
+    @property
     def unread_lines(self) -> int:
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        return len(lines) - len(read_metrics(self.folder / "metrics.jsonl"))
+        return len(self.lines[1])
 
     @cached_property
     def recipe(self) -> dict:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from looped_eval.common.held_out import held_out_rows
-from looped_eval.common.model_folder import model_folder, training_run
+from looped_eval.common.model_folder import joined_tokens, model_folder, training_run
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
@@ -159,13 +160,12 @@ def tokens(config, tokenizer, text: str | None, rows: int, length: int, seed: in
     tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     if len(tokenizer) > config.vocab_size:
         raise DiagnoseError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
-    ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for document in training_source(DataConfig(source=text or "embedded")).load():
-        ids += tokenizer(document["text"], add_special_tokens=False, verbose=False)["input_ids"] + end
-        if len(ids) >= rows * length:
-            ids = torch.tensor(ids[: rows * length]).view(rows, length)
-            return ids, "embedded corpus (the training text of a demo model)" if text in (None, "embedded") else text
-    raise DiagnoseError(
-        f"{text or 'the embedded corpus'!r} holds {len(ids)} tokens, fewer than {rows} rows of {length}: "
-        "lower --rows or --length"
-    )
+    documents = training_source(DataConfig(source=text or "embedded")).load()
+    ids = list(itertools.islice(joined_tokens(documents, tokenizer), rows * length))
+    if len(ids) < rows * length:
+        raise DiagnoseError(
+            f"{text or 'the embedded corpus'!r} holds {len(ids)} tokens, fewer than {rows} rows of {length}: "
+            "lower --rows or --length"
+        )
+    read = "embedded corpus (the training text of a demo model)" if text in (None, "embedded") else text
+    return torch.tensor(ids).view(rows, length), read

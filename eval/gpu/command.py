@@ -43,7 +43,7 @@ def main(arguments: list[str]):
         print(f"{piece.name}: {ended.how} after {ended.seconds:.0f} s {ended.said}", flush=True)
         write_page(setting, ledger, args.command)
     write_page(setting, ledger, args.command)
-    said = verdict(ledger)
+    said = verdict(ledger, args.only)
     print(f"{said.sentence}\nall of it: {setting.out / 'index.html'}, {setting.out / 'check.json'}")
     return 0 if said.is_whole else 1
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from looped_eval.diagnose.growth import LOOPS, residual_norm, update_size
+from looped_eval.diagnose.growth import LOOPS, NORM_THEORY, UPDATE_THEORY, mean_curves, slopes
 from modeling_looped import LoopedConfig
 
 from .pieces import Measurement, Setting
@@ -18,19 +18,22 @@ FIELDS = {
     "vocab_size": 256,
 }
 RULES = ("none", "sqrt", "linear")
+CURVES = {"residual_norm": NORM_THEORY["looped"], "update_size": UPDATE_THEORY}  # of mean_curves, in its order
+SHORT = {"loops": (1, 2, 4), "seeds": 1, "steps": 2}
 
 
 def measurements(setting: Setting) -> Iterator[Measurement]:
+    """Of the looped model alone: an unshared stack of 64 copies would take 89 GB to train."""
     config = LoopedConfig.from_preset("residual_scaling", **(FIELDS if setting.tiny else {}))
-    how = {"loops": (1, 2, 4), "seeds": 1, "steps": 2} if setting.tiny else {"loops": LOOPS, "seeds": 3}
+    how = {"loops": LOOPS, "seeds": 3, "steps": 10, "lr": 1e-4, "num_tokens": 128, **(SHORT if setting.tiny else {})}
     for rule in RULES:  # both measures read the same short trainings
-        for measure, curves in ((residual_norm, "R"), (update_size, "update")):
+        for which, (name, theory) in enumerate(CURVES.items()):
 
-            def run(measure=measure, curves=curves, rule=rule):
+            def run(which=which, rule=rule, theory=theory):
                 with torch.device(setting.device):
-                    found = measure(config, rules=[rule], **how)["looped"][rule]
-                slope = found["slope"]
+                    curves = mean_curves(config, "looped", rule, which, **how)
+                slope = slopes(how["loops"], curves, theory[rule])
                 exponents = {name: slope[name]["slope"] for name in ("first_step", "last_step", "last_step_deep")}
-                return {"theory": slope["theory"], **exponents, "loops": how["loops"], "curves": found[curves]}
+                return {"theory": slope["theory"], **exponents, "loops": how["loops"], "curves": curves}
 
-            yield Measurement(f"{measure.__name__}_{rule}", run)
+            yield Measurement(f"{name}_{rule}", run)

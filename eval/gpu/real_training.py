@@ -1,6 +1,7 @@
 """One real training by its recipe: utilisation as it logs it, time in checkpoints, whether all losses are numbers.
 
-checkpoint_share: of the time, if it saved as often as recipes do by default; this short run saves more often.
+checkpoint_share: of the time, if it saved as often as recipes do by default; this short run saves more often. Where
+all steps were taken before, no checkpoint is timed.
 """
 
 import math
@@ -84,18 +85,25 @@ def train(setting: Setting) -> dict:
     losses = [record["loss"] for record in records if "loss" in record]
     speed = statistics.median([record["tokens_per_second"] for record in records if "tokens_per_second" in record])
     of_step = run.recipe.training.rows_per_step * run.recipe.data.sequence_length / speed
-    of_save = statistics.median(run.saves)
     return {
         "steps": run.step - run.first,
         "seconds": seconds,
         "seconds_of_a_step": of_step,
-        "seconds_of_a_checkpoint": of_save,
-        "checkpoint_share": of_save / (of_save + TrainingConfig().save_every * of_step),
-        "checkpoint_share_of_this_run": sum(run.saves) / (sum(run.saves) + (run.step - run.first) * of_step),
+        **(of_checkpoints(run.saves, run.step - run.first, of_step) if run.saves else {}),
         "mfu_as_logged": statistics.median([record["mfu"] for record in records if "mfu" in record]),
         "tokens_per_second": speed,
         "finite": int(all(map(math.isfinite, losses))),
         "first_loss": losses[0],
         "last_loss": losses[-1],
         **{name: value for record in records for name, value in record.items() if name.startswith("validation/loss")},
+    }
+
+
+def of_checkpoints(saves: list[float], steps: int, of_step: float) -> dict:
+    """saves: seconds of each that was saved within so many steps."""
+    of_save = statistics.median(saves)
+    return {
+        "seconds_of_a_checkpoint": of_save,
+        "checkpoint_share": of_save / (of_save + TrainingConfig().save_every * of_step),
+        "checkpoint_share_of_this_run": sum(saves) / (sum(saves) + steps * of_step),
     }

@@ -1,5 +1,6 @@
 """What was met, what fell short, what was not run: a sentence, one JSON and one page."""
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from looped_eval.common.page import Folded, Heading, Section, Table, Text, single_numbers, to_html
@@ -7,7 +8,7 @@ from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 
 from .ledger import Ledger
-from .pieces import PIECES, Aim, Piece, Setting
+from .pieces import NAMES, PIECES, Aim, Piece, Setting
 
 
 class Judged(NamedTuple):
@@ -41,7 +42,8 @@ class Verdict(NamedTuple):
         return ". ".join(part[0].upper() + part[1:] for part in parts) + "."
 
 
-def verdict(ledger: Ledger) -> Verdict:
+def verdict(ledger: Ledger, asked: Container[str] = NAMES) -> Verdict:
+    """Of all that was measured; what is not run yet is told of the pieces asked for."""
     judged, failed, not_run = [], [], []
     for piece in PIECES:
         results, ended = ledger.results(piece.name), ledger.ended(piece.name)
@@ -53,7 +55,7 @@ def verdict(ledger: Ledger) -> Verdict:
             judged += [Judged(piece.name, name, aim, value) for aim, value in numbers if value is not None]
         if ended is not None and ended.how == "failed" and not any(one.startswith(f"{piece.name}/") for one in failed):
             failed.append(piece.name)
-        elif ended is None or ended.how.startswith("stopped"):
+        elif piece.name in asked and (ended is None or ended.how.startswith("stopped")):
             not_run.append(piece.name)
     return Verdict(judged, failed, not_run)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from looped_eval.common.held_out import held_out_rows
-from looped_eval.common.model_folder import open_config, open_tokenizer, results_folder, training_run
+from looped_eval.common.model_folder import joined_tokens, open_config, open_tokenizer, results_folder, training_run
 from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
 from looped_recipes.common.command_line import check_counts, say_result, typed
-from looped_recipes.common.flops import attention_flops, sizes
+from looped_recipes.common.flops import attention_flops, forward_flops_per_token, sizes
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
@@ -63,14 +63,11 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
 
 def text_rows(texts: list[str], tokenizer, count: int, length: int, seed: int) -> torch.Tensor:
     """[count, length] of the texts, as much of each: documents in a drawn order, joined by the end token, and cut."""
-    ids, end = [], [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = []
     for number, text in enumerate(texts, start=1):
         wanted = -(-count * length * number // len(texts))
-        for document in training_source(DataConfig(source=text)).load().shuffle(seed=seed):
-            if len(ids) >= wanted:
-                break
-            ids += tokenizer(document["text"], add_special_tokens=False)["input_ids"] + end
-        ids = ids[:wanted]
+        documents = training_source(DataConfig(source=text)).load().shuffle(seed=seed)
+        ids += itertools.islice(joined_tokens(documents, tokenizer), wanted - len(ids))
     if len(ids) < count * length:
         raise ValueError(
             f"{', '.join(texts)} holds {len(ids)} tokens, fewer than two slices of {count // 2} sequences of {length} "
@@ -112,10 +109,8 @@ def own_run(args) -> Path:
 
 def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float) -> float:
     n = sizes(config)
-    once = 2 * n.outer + attention_flops(config, "prelude", length)
-    loop = 2 * n.core + attention_flops(config, "core", length)
     readout = 2 * (n.coda + n.head) + attention_flops(config, "coda", length)
-    return once + mean_loops * loop + mean_readouts * readout
+    return forward_flops_per_token(config, length, mean_loops) + (mean_readouts - 1) * readout
 
 
 def mean_readouts(rule, loops: torch.Tensor, reads_at, num_loops: int) -> float:

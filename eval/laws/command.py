@@ -3,9 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
-from looped_recipes.common import words
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.provenance import write_json
+from looped_recipes.common.words import counted
 
 from .analyses import conditioning, isoflop, parametric, test_time, unified
 from .fitting import Fit, FitError
@@ -85,7 +85,7 @@ def collect_all(folders: list[str], output: str | None):
     write_table(rows, path)
     enough, law = enough_for(rows)
     then = typed(f"looped laws {law}", path) if law else typed("looped report", folders[0])
-    say_result(f"{len(rows)} losses of {words.counted(len(folders), 'run')} are in {path}: {enough}.", then)
+    say_result(f"{len(rows)} losses of {counted(len(folders), 'run')} are in {path}: {enough}.", then)
 
 
 def enough_for(rows: list[dict]) -> tuple[str, str | None]:
@@ -109,7 +109,7 @@ def next_law(law: str, table: Table, path: str) -> list[str]:
     return [typed(f"looped laws {then}", path)] if then and known and enough_for(table.rows)[1] == "parametric" else []
 
 
-def counted(table: Table, args) -> Table:
+def with_named_columns(table: Table, args) -> Table:
     """N and C of the laws are the columns that the command names."""
     named = {"effective_parameters": args.effective_parameters, "flops": args.flops}
     table.need(*(column for name, column in named.items() if column != name))
@@ -130,7 +130,7 @@ def check(args):
 
 def runs_of_law(path: str, args) -> Table:
     """Those of a table that the law is about."""
-    table = counted(read_table(path), args)
+    table = with_named_columns(read_table(path), args)
     if args.min_depth:
         table.need("mean_depth")
         table = table.where(lambda row: is_fixed_depth(row) or row["mean_depth"] >= args.min_depth)

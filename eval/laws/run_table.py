@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from looped_recipes.common.command_line import typed
+from looped_recipes.common.words import counted
 
 from .fitting import FitError
 
@@ -64,7 +65,7 @@ class Table:
         missing = [name for name in names if name not in present]
         if missing:
             raise FitError(
-                f"{self.source} lacks {plural(len(missing), 'column')} {', '.join(missing)}; "
+                f"{self.source} lacks {counted(len(missing), 'column')}: {', '.join(missing)}; "
                 f"it has {', '.join(sorted(present)) or 'none'}"
             )
         for number, row in enumerate(self.rows, start=1):
@@ -86,10 +87,6 @@ class Table:
                 f"{' and others' if len(lost) > 5 else ''}; evaluate these runs at their training depth"
             )
         return kept
-
-
-def plural(count: int, noun: str) -> str:
-    return noun if count == 1 else noun + "s"
 
 
 def check_positive(value, name: str, where: str):

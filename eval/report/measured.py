@@ -78,8 +78,7 @@ def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
 
 def harness(run: RunFolder) -> str:
     model = f"pretrained={run.folder / 'final'},num_loops=1..{run.trained_loops or 4}"
-    task = ["--tasks", "looped_offline", "--output", run.folder / "results"]
-    return typed("looped eval --model looped --model_args", model, *task)
+    return typed("looped eval --model looped --model_args", model, "--tasks", "looped_offline")
 
 
 def halting(runs: list[RunFolder]) -> Section:

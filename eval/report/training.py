@@ -164,9 +164,11 @@ def gradients(runs: list[RunFolder], layer: int | None = None, clipped: bool = F
     for i, run in enumerate(runs):
         for block in gradient_blocks(run, layer):
             steps, norms = run.series(f"gradient_norm/{block}")
+            points = list(zip(steps, norms))
             if clipped:
-                norms = [norm * share for norm, share in zip(norms, clip_shares(run, steps))]
-            drawn.setdefault(block, []).append(Line(run.name, list(zip(steps, norms)), named(i)))
+                shares = clip_shares(run, steps)
+                points = [(step, norm * shares[step]) for step, norm in points if step in shares]
+            drawn.setdefault(block, []).append(Line(run.name, points, named(i)))
     charts += on_one_scale(
         [Chart(f"Gradient of {layer_name(b)}", "step", "norm", lines, log_y=True) for b, lines in drawn.items()]
     )
@@ -188,7 +190,9 @@ def gradient_blocks(run: RunFolder, layer: int | None) -> list[str]:
     return list(dict.fromkeys(["lm_head", "core.0.mlp", f"core.{at}.mlp", f"core.{at}.self_attn"]))
 
 
-def clip_shares(run: RunFolder, steps: list[int]) -> list[float]:
-    """What clipping by the norm of all gradients left of them."""
+def clip_shares(run: RunFolder, steps: list[int]) -> dict[int, float]:
+    """What clipping by the norm of all gradients left of them; steps whose norm was no number are left out."""
     limit, totals = run.setting("optimizer.clip"), dict(zip(*run.series("gradient_norm")))
-    return [1.0 if limit is None else min(1.0, limit / (totals[step] + 1e-6)) for step in steps]
+    if limit is None:
+        return dict.fromkeys(steps, 1.0)
+    return {step: min(1.0, limit / (totals[step] + 1e-6)) for step in steps if step in totals}

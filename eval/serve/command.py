@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from transformers.generation import BaseStreamer
 from transformers.utils.import_utils import is_serve_available
@@ -21,7 +20,7 @@ if not is_serve_available():
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -33,13 +32,13 @@ from modeling_looped import LoopedForCausalLM
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.shared_passes import SharedPasses
 
+from .http import LimitedSize, answer, error_response
 from .options import parse
 from .request_checks import check_answers, check_body, check_conversation, check_stop
 from .stop_texts import StopTexts
 
 
 MOST_THREADS = 64  # requests that are prepared at a time; others wait before
-REQUEST_ID = "x-request-id"
 BYTES_PER_TOKEN = 32  # of a request's body: more are refused before they are read
 LEAST_BYTES = 2**16
 
@@ -56,7 +55,7 @@ class Asked:
     loops: list[int] = field(default_factory=list)  # that its tokens have taken
     stops: StopTexts = field(default_factory=lambda: StopTexts(None))
 
-    def told(self) -> dict:
+    def fields_of_loops(self) -> dict:
         saved = 1 - sum(self.loops) / (self.full_depth * len(self.loops)) if self.loops else 0
         return {"token_loops": self.loops, "saved_percent": round(100 * saved, 1)}
 
@@ -244,7 +243,7 @@ class TakesDepth:
         response = await super()._non_streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
         body = json.loads(response.body)
         _asked.get().stops.shorten(body["choices"][0], is_last=True)
-        return JSONResponse({**body, **_asked.get().told()})
+        return JSONResponse({**body, **_asked.get().fields_of_loops()})
 
     def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
         line = super()._build_chunk_sse(*args, finish_reason=finish_reason, **kwargs)  # pyrefly: ignore
@@ -253,7 +252,7 @@ class TakesDepth:
             return line
         chunk = json.loads(line.removeprefix("data: "))
         asked.stops.shorten(chunk["choices"][0], is_last)
-        return f"data: {json.dumps({**chunk, **(asked.told() if is_last else {})})}\n\n"
+        return f"data: {json.dumps({**chunk, **(asked.fields_of_loops() if is_last else {})})}\n\n"
 
 
 class Chat(TakesDepth, ChatCompletionHandler):
@@ -271,53 +270,6 @@ class Completions(TakesDepth, CompletionHandler):
     pass
 
 
-def told(status: int, message: str, kind: str = "invalid_request_error") -> JSONResponse:
-    """An error in the form of OpenAI."""
-    error = {"error": {"message": message, "type": kind, "code": status}}
-    # ASCII, also where half a character came
-    return Response(json.dumps(error), status, media_type="application/json")
-
-
-class LimitedSize:
-    """Refuses a body that is too large before it is kept and cut into tokens, for which other requests would wait.
-
-    What comes of it is let go: a client that still sends would find a closed connection, and not the answer.
-    """
-
-    def __init__(self, app, most_bytes: int):
-        self.app, self.most_bytes = app, most_bytes
-
-    async def __call__(self, scope, receive, send):
-        length = dict(scope.get("headers", ())).get(b"content-length", b"").decode()
-        if scope.get("method") == "POST" and (not length.isdecimal() or int(length) > self.most_bytes):
-            refusal = told(413, f"a request of {length} bytes: this server takes up to {self.most_bytes}")
-            if not length.isdecimal():
-                refusal = told(411, "how long the request is must be said: send a Content-Length")
-            while (await receive()).get("more_body"):
-                pass
-            return await refusal(scope, receive, send)
-        return await self.app(scope, receive, send)
-
-
-async def hangs_up(request: Request):
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def answer(handler, request: Request, body: dict):
-    """Of a handler, unless the client goes away before it is made."""
-    work = handler.handle_request(body, request.headers.get(REQUEST_ID) or str(uuid4()))
-    if body.get("stream"):  # looks after that itself
-        return await work
-    work, gone = asyncio.ensure_future(work), asyncio.ensure_future(hangs_up(request))
-    await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-    gone.cancel()
-    if work.done():
-        return work.result()
-    work.cancel()
-    return Response(status_code=499)
-
-
 def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None) -> FastAPI:
     """max_loops: the deepest that a request may ask for; None is 4 times the model's own depth."""
     app, started = FastAPI(title=name), int(time.time())
@@ -330,15 +282,16 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
 
     @app.exception_handler(StarletteHTTPException)  # of which that of FastAPI is one
     async def as_clients_read_it(_: Request, error: StarletteHTTPException):
-        return told(400 if error.status_code == 422 else error.status_code, error.detail)
+        return error_response(400 if error.status_code == 422 else error.status_code, error.detail)
 
     @app.exception_handler(RequestValidationError)
     async def not_json(_: Request, error: RequestValidationError):
-        return told(400, "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()))
+        reasons = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        return error_response(400, "; ".join(reasons))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception):
-        return told(500, f"{type(error).__name__}: {error}", "server_error")
+        return error_response(500, f"{type(error).__name__}: {error}", "server_error")
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: dict):

@@ -11,8 +11,9 @@ from datasets import Dataset, DatasetDict
 
 def held_out(fraction: float, characters: int, **_) -> DatasetDict:
     """The beginning of each document, to the first blank line after so many characters."""
+    from looped_recipes.data.embedded import embedded_documents
     from looped_recipes.data.part_files import HeldOut
-    from looped_recipes.data.sources import cut_at_blank_lines, embedded_documents
+    from looped_recipes.data.sources import cut_at_blank_lines
 
     kept = HeldOut(fraction=fraction)
     texts = [cut_at_blank_lines(text, characters)[0] for text in embedded_documents() if text in kept]

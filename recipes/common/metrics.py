@@ -30,9 +30,14 @@ class MetricsLog:
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """The records of a metrics.jsonl; lines that are no record are left out, and said unless it is a cut last one."""
+    """The records of a metrics.jsonl."""
+    return read_lines(path)[0]
+
+
+def read_lines(path: str | Path) -> tuple[list[dict], list[int]]:
+    """Its records, and the numbers of the lines that are none; these are said, but for a last one that was cut off."""
     if not Path(path).exists():
-        return []
+        return [], []
     changed = change_of(Path(path))
     if changed is not None:
         print(f"{path} is not what the run wrote: {changed}", file=sys.stderr)
@@ -42,12 +47,13 @@ def read_metrics(path: str | Path) -> list[dict]:
         record = record_of(line)
         if record is not None:
             records.append(record)
-        elif line.strip() and number < len(lines):
+        elif line.strip():
             damaged.append(number)
-    if damaged:
-        listed = ", ".join(map(str, damaged[:8])) + (", ..." if len(damaged) > 8 else "")
+    said = [number for number in damaged if number < len(lines)]
+    if said:
+        listed = ", ".join(map(str, said[:8])) + (", ..." if len(said) > 8 else "")
         print(f"{path}: left out what is no record: line {listed}", file=sys.stderr)
-    return records
+    return records, damaged
 
 
 def last_validation(records: list[dict], measure: str) -> dict[int, float]:

@@ -9,18 +9,13 @@ documents: all rows are one text.
 import contextlib
 import glob
 import hashlib
-import importlib
-import inspect
 import os
 import platform
 import re
-import sysconfig
-import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from pydoc_data.topics import topics
 
 from datasets import (
     Dataset,
@@ -40,6 +35,7 @@ from looped_recipes.settings.paths import expanded
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from looped_recipes.settings.yaml_files import shortly
 
+from .embedded import embedded_documents, library_files
 from .strict_json import is_text, strict_about_text
 
 
@@ -60,21 +56,6 @@ TEXT_DOCUMENT = 4096  # characters from which a text file is cut at the next bla
 LONGEST_REASON = 500  # characters
 WIKITEXT = {"Salesforce/wikitext", "wikitext"}
 WIKITEXT_ARTICLE = r"\s*= [^=].* =\s*$"  # " = Title = "; sections are " = = Section = = "
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-# modules written in C, whose documentation is only in the running interpreter
-COMPILED = (
-    "array",
-    "binascii",
-    "builtins",
-    "cmath",
-    "itertools",
-    "math",
-    "mmap",
-    "sys",
-    "time",
-    "unicodedata",
-    "zlib",
-)
 
 
 @dataclass(frozen=True)
@@ -457,40 +438,3 @@ def cut_at_blank_lines(text: str, size: int = TEXT_DOCUMENT) -> list[str]:
 def _cut_texts(batch: dict) -> dict:
     texts = (text.removeprefix(BYTE_ORDER_MARK) for text in batch["text"])
     return {"text": [piece for text in texts for piece in cut_at_blank_lines(text)]}
-
-
-def library_files() -> list[tuple[str, Path]]:
-    """The standard library's own modules by name, sorted: without its tests and its tables of encodings."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for folder, subfolders, names in os.walk(library):
-        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]
-        paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        files += [(path.relative_to(library).as_posix(), path) for path in paths]
-    if not files:
-        raise RecipeError(f"this Python has no library sources in {library}: set data.source to a file or a dataset")
-    return sorted(files)
-
-
-def embedded_documents() -> list[str]:
-    """The language reference by topic, what the modules written in C say of themselves, and the library's sources."""
-    documents = [topics[name] for name in sorted(topics)]
-    documents += [_describe(importlib.import_module(name)) for name in COMPILED]
-    for _, path in library_files():
-        with contextlib.suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
-            documents.append(file.read())
-    return [text for text in documents if text.strip()]
-
-
-def _describe(module) -> str:
-    """Documentation of a module, its members and theirs, without addresses or anything else that differs by run."""
-    parts = [f"{module.__name__}\n\n{inspect.getdoc(module)}"]
-    for name in sorted(vars(module)):
-        member = vars(module)[name]
-        if name.startswith("_") or not callable(member):
-            continue
-        parts.append(f"{module.__name__}.{name}\n\n{inspect.getdoc(member)}")
-        if inspect.isclass(member):
-            methods = [key for key in sorted(vars(member)) if not key.startswith("_")]
-            parts += [f"{name}.{key}\n\n{inspect.getdoc(vars(member)[key])}" for key in methods]
-    return "\n\n".join(parts) + "\n"

@@ -9,11 +9,11 @@ model folder; OUTPUT/hops/final is the model of the questions, which --ask asks.
 import argparse
 from pathlib import Path
 
+from looped_recipes.common.command_line import Parser
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "looped demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser("recipes.demo", __doc__)
     parser.add_argument(
         "settings",
         nargs="*",

@@ -17,6 +17,7 @@ from looped_recipes.engine.distributed import make_accelerator
 from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import Recipe, load_recipe
+from looped_recipes.settings.sections import LENGTHS
 from modeling_looped import LoopedForCausalLM
 
 from .options import parse
@@ -99,9 +100,11 @@ def main(arguments: list[str] | None = None) -> dict:
         raise ValueError(f"--minutes must be above 0, got {args.minutes:g}")
 
     check_files(args.text)
+    of_both = {"data.source": "FILE", "training.output_dir": "--output"}
+    of_both |= {f"training.{name}": "--minutes" for name in LENGTHS}
     for override in args.overrides:
-        if override.startswith(("training.output_dir=", "data.source=")):
-            raise ValueError(f"{override} is of both models here: say FILE and --output instead")
+        if (key := override.partition("=")[0]) in of_both:
+            raise ValueError(f"{override} is of both models here: say {of_both[key]} instead")
 
     def recipe(name: str, *more: str) -> Recipe:
         own = [f"data.source={args.text}", f"training.output_dir={args.output / name}"]
