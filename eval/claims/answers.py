@@ -16,7 +16,7 @@ LEVELS = (1, 2, 3, 4)
 TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {  # what is harder, how hard, a question
     "p_hop": ("hops", LEVELS, lambda number, level: p_hop_question(number, level)),
     "permutation": ("swaps", LEVELS, lambda number, level: permutation_question(number, level)),
-    "addition": ("digits", (4,), lambda number, level: addition_question(number, level)),
+    "addition": ("digits", (8,), lambda number, level: addition_question(number, level)),
     "row": ("moves", (1, 2, 3), lambda number, level: row_question(number, level)),
 }
 
