@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from looped_recipes.common.measures import gradient_norm
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.engine.monitor import RECENT, Monitor, StateNorms
 from looped_recipes.pretrain import main
@@ -56,6 +60,24 @@ def test_measurements_are_their_definitions(preset):
         assert measured["spectral_radius"] == pytest.approx(
             np.abs(np.linalg.eigvals(jacobian.numpy())).max(), rel=1e-6
         )
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_norm_of_gradients_that_lie_on_different_processes(one_process):
+    """As under tensor parallelism: matrices on all of them, norms of heads on those that share data."""
+    meshes = DeviceMesh("cpu", [[0]], mesh_dim_names=("data", "parts")), DeviceMesh("cpu", [0])
+    module = torch.nn.Module()
+    for name, shape, mesh in zip(("matrix", "norm"), ((3, 4), (2,)), meshes):
+        parameter = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)] * mesh.ndim))
+        parameter.grad = torch.ones_like(parameter)
+        setattr(module, name, parameter)
+    assert gradient_norm(module) == pytest.approx((3 * 4 + 2) ** 0.5)
 
 
 def test_the_last_change_of_rows_is_that_of_their_own_last_loops():

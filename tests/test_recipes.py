@@ -610,6 +610,7 @@ def test_a_sweep_is_run_once_drawn_and_summed_up(tmp_path, capsys):
         (["logging.monitor_every=-1"], "logging.monitor_every must be at least 1, got -1"),
         (["training.tokens=.nan"], "training.tokens must be above 0 and finite, got nan"),
         (["optimizer.lr=-1e-3"], "optimizer.lr must be above 0 and finite, got -0.001"),
+        (["optimizer.name=muon", "optimizer.muon_lr=-1"], "optimizer.muon_lr must be above 0 and finite, got -1"),
         (["optimizer.betas=[0.9]"], r"betas must be two numbers from 0 to below 1, got \[0.9\]"),
         (["evaluation.loops=[0, 2]"], r"depths of at least 1, got \[0, 2\]"),
         (["training.steps=["], "'\\[' is not YAML"),

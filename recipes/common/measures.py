@@ -5,8 +5,10 @@ Training metrics and diagnostics both call these, so that nothing is computed tw
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from modeling_looped.injection import AddInjection, ConcatInjection, DiagonalInjection
 
@@ -101,9 +103,20 @@ def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.T
 def gradient_norm(module: torch.nn.Module) -> float | None:
     """Euclidean norm of all gradients of a module; None if it has none."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    if not gradients:
-        return None
-    return whole(torch.nn.utils.get_total_norm(gradients)).item()
+    return total_norm(gradients).item() if gradients else None
+
+
+def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of all of them together, wherever they lie."""
+    return torch.stack([whole(get_total_norm(each)) for each in by_mesh(tensors)]).norm()
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that lie on the same processes: an operation over many tensors takes one such list."""
+    lists: dict = {}
+    for tensor in tensors:
+        lists.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(lists.values())
 
 
 def watched_blocks(model) -> dict[str, torch.nn.Module]:

@@ -227,7 +227,7 @@ class Pretraining:
         elif reports.read(report):
             self.steps.update()
         else:
-            self.steps.leave_out()
+            self.steps.end()
         self.hear(reports)
         self.go_to(step + 1)
 
