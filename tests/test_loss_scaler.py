@@ -64,6 +64,11 @@ def test_the_run_goes_on_after_a_step_that_was_left_out(run):
     assert [weight.tolist() for weight in run.weights] == [[0.5] * 3] * 2
 
 
+def test_fp8_of_accelerate_is_refused():
+    with pytest.raises(RecipeError, match="mixed_precision 'fp8' is not supported: choose bf16; with training.float8"):
+        check_precision(SimpleNamespace(mixed_precision="fp8", native_amp=True))
+
+
 def test_fp16_on_a_cpu_is_refused(monkeypatch):
     def accelerator(precision: str):
         for state in (AcceleratorState, PartialState):  # those of other tests stay as they are

@@ -704,6 +704,7 @@ def test_saved_recipe_opens_again(tmp_path):
         (["model.norm_affine=false", "model.norm_offset=1"], "norm_offset=1 would have no effect without an RMS norm"),
         (["model.num_core_layers=500", "model.num_loops=4000"], "500 layers and 4000 loops are more than"),
         (["training.stop_after=25"], "stop_after=25 would have no effect in a run of 24 steps"),
+        (["training.export_every=25"], "export_every=25 would have no effect in a run of 24 steps"),
         (["logging.profile_steps=1", "logging.profile_from=24"], "profile_from=24 lies beyond a run of 24 steps"),
         (["training.freeze_all_but_gate=true", "model.exit_gate=raw", "optimizer.name=muon"], "it needs all weights"),
         (["training.steps=null"], "say how long to train"),
