@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
-from looped_recipes.data.shards import rows_of_step
+from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM, balanced_ranks, depths_of_step, initial_state_of_step
 from modeling_looped.losses import shift
