@@ -90,6 +90,7 @@ def train(
         wrapped, optimizers = prepare(accelerator, looped, lambda m: build_optimizers(m, settings, TOTAL_STEPS))
     is_sharded = all(isinstance(parameter, DTensor) for parameter in wrapped.parameters())
     assert fsdp is None or is_sharded == (fsdp and accelerator.num_processes > 1)
+    assert accelerator.is_fsdp2 == is_sharded
     schedulers = build_schedulers(optimizers, ScheduleConfig("wsd", warmup_steps=1, decay_fraction=0.5), TOTAL_STEPS)
     if load is not None:
         evaluate(wrapped)
