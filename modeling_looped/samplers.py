@@ -7,6 +7,7 @@ goes on with another number of processes, draws the same.
 import hashlib
 import math
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import torch
 
@@ -159,11 +160,12 @@ def balanced_ranks(depths: Sequence[int], num_processes: int) -> list[list[int]]
         )
     room = len(depths) // num_processes
     ranks = [[] for _ in range(num_processes)]
-    loops = [0] * num_processes
+    with_room = [(0, rank) for rank in range(num_processes)]  # (loops, rank), a heap
     for row in sorted(range(len(depths)), key=lambda row: (-depths[row], row)):
-        rank = min((r for r in range(num_processes) if len(ranks[r]) < room), key=lambda r: (loops[r], r))
+        loops, rank = heappop(with_room)
         ranks[rank].append(row)
-        loops[rank] += depths[row]
+        if len(ranks[rank]) < room:
+            heappush(with_room, (loops + depths[row], rank))
     return ranks
 
 

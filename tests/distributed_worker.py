@@ -16,8 +16,8 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import gather_object
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, gather_object
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
@@ -78,6 +78,8 @@ def train(
                 os.environ[f"PARALLELISM_CONFIG_{name}_SIZE"] = str(size)
     for state in (AcceleratorState, GradientState):
         state._reset_state()
+    if torch.distributed.is_initialized():
+        PartialState().distributed_type = DistributedType.MULTI_CPU  # as before FSDP2
     looped = tiny_model(**(model or {})).train()
     settings = OptimizerConfig(**(optimizer or {}))
     missing = gradients_may_be_missing(looped.config, sampler != "fixed", backprop_loops)
@@ -88,6 +90,7 @@ def train(
         wrapped, optimizers = prepare(accelerator, looped, lambda m: build_optimizers(m, settings, TOTAL_STEPS))
     is_sharded = all(isinstance(parameter, DTensor) for parameter in wrapped.parameters())
     assert fsdp is None or is_sharded == (fsdp and accelerator.num_processes > 1)
+    assert accelerator.is_fsdp2 == is_sharded
     schedulers = build_schedulers(optimizers, ScheduleConfig("wsd", warmup_steps=1, decay_fraction=0.5), TOTAL_STEPS)
     if load is not None:
         evaluate(wrapped)
@@ -120,7 +123,7 @@ def train(
         losses.append(accelerator.reduce(total, reduction="mean").item())
         fill_missing_gradients(optimizers)
         add_up_gradients(bare(wrapped))
-        clip_gradients(accelerator, wrapped, 1.0)
+        clip_gradients(wrapped, 1.0)
         apply_step_settings(optimizers, step, settings, TOTAL_STEPS)
         set_learning_rates(schedulers, step)
         for each in optimizers:

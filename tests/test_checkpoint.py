@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from looped_recipes.engine.checkpoint import (
-    best_checkpoint,
     check_space,
     latest_checkpoint,
     load_checkpoint,
@@ -145,7 +144,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         save_checkpoint(tmp_path, step, model, optimizers, {}, keep_last=2, is_best=is_best)
     assert folders(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     assert latest_checkpoint(tmp_path).name == "step-00000005"
-    assert best_checkpoint(tmp_path).name == "step-00000002"
 
 
 def test_one_run_at_a_time(tmp_path):
@@ -158,7 +156,7 @@ def test_one_run_at_a_time(tmp_path):
 
 
 def test_no_checkpoint_is_none(tmp_path):
-    assert latest_checkpoint(tmp_path / "missing") is None and best_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "missing") is None
 
 
 def test_the_same_step_again_replaces_it(tmp_path):

@@ -27,7 +27,8 @@ from looped_recipes.data import part_files as parts
 from looped_recipes.data import shards, sources
 from looped_recipes.data.embedded import embedded_documents
 from looped_recipes.data.packing import PackedRows, best_fit, document_positions
-from looped_recipes.data.shards import open_prepared, rows_of_step
+from looped_recipes.data.shards import open_prepared
+from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.data.sources import readable
 from looped_recipes.settings.recipe import DataConfig, RecipeError
 from tests.helpers import quick_and_slow, tiny_model
@@ -199,7 +200,7 @@ def test_start_tokens_are_learned_only_where_they_also_end_a_document():
     both = PackedRows([stream], 6, 6, START, lengths, learn_start=True)
     assert both.batch([0])["labels"].tolist() == [stream.tolist()]
     # bytes of the target of each position: what comes next, nothing for special tokens and at the end
-    assert both.num_bytes([0, 0]).tolist() == [[3, 0, 0, 4, 5, 0]] * 2
+    assert both.num_bytes(both.batch([0, 0])["labels"]).tolist() == [[3, 0, 0, 4, 5, 0]] * 2
 
 
 def test_masked_documents_are_what_they_are_alone():
@@ -255,7 +256,8 @@ def test_manifest_counts_what_is_there(make_data):
 def test_bytes_of_targets_are_those_of_the_text_they_spell(make_data):
     rows = shards.prepare(make_data())
     tokenizer, rows = rows.tokenizer, rows.train
-    batch, num_bytes = rows.batch([3, 1]), rows.num_bytes([3, 1])
+    batch = rows.batch([3, 1])
+    num_bytes = rows.num_bytes(batch["labels"])
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     for row, lengths in zip(batch["input_ids"].tolist(), num_bytes.tolist()):
         expected = [0 if token in special else len(tokenizer.decode([token]).encode()) for token in row[1:]]

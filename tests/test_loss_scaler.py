@@ -1,15 +1,31 @@
 """fp16 scales the loss: gradients are divided by the scale once, whatever optimizers there are, or steps left out."""
 
+import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from tqdm import tqdm
 
+from looped_recipes.data.packing import PackedRows
+from looped_recipes.engine import reports as reports_module
+from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import check_precision
 from looped_recipes.engine.distributed import make_accelerator
+from looped_recipes.engine.finite import Divergence
+from looped_recipes.engine.interruption import Interruption
+from looped_recipes.engine.monitor import Monitor
+from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
+from looped_recipes.engine.reports import StepReports
+from looped_recipes.engine.run_checkpoints import Progress
 from looped_recipes.engine.step import Steps
-from looped_recipes.settings.recipe import RecipeError
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from modeling_looped import LoopedForCausalLM
+
+from .helpers_pretrain import SMOKE
 
 
 @pytest.fixture
@@ -21,7 +37,7 @@ def run():
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     wrapped = [SimpleNamespace(optimizer=each, zero_grad=each.zero_grad) for each in optimizers]
     run = SimpleNamespace(optimizers=wrapped, scaler=scaler, weights=weights)
-    run.leave_out = lambda: Steps.leave_out(run)
+    run.end = lambda: Steps.end(run)
     return run
 
 
@@ -41,11 +57,16 @@ def test_each_optimizer_sees_the_gradients_themselves(run):
 
 def test_the_run_goes_on_after_a_step_that_was_left_out(run):
     take_gradients(run, float("nan"))
-    Steps.leave_out(run)
+    Steps.end(run)
     assert run.scaler.get_scale() == 512
     take_gradients(run, 0.5)
     Steps.update(run)
     assert [weight.tolist() for weight in run.weights] == [[0.5] * 3] * 2
+
+
+def test_fp8_of_accelerate_is_refused():
+    with pytest.raises(RecipeError, match="mixed_precision 'fp8' is not supported: choose bf16; with training.float8"):
+        check_precision(SimpleNamespace(mixed_precision="fp8", native_amp=True))
 
 
 def test_fp16_on_a_cpu_is_refused(monkeypatch):
@@ -57,3 +78,93 @@ def test_fp16_on_a_cpu_is_refused(monkeypatch):
     check_precision(accelerator("bf16"))
     with pytest.raises(RecipeError, match="mixed_precision 'fp16' would have no effect on 'cpu'"):
         check_precision(accelerator("fp16"))
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Makes steps of a model with Muon and AdamW, with a scaler or without. A CPU has no fp16: the scale is there, and
+    products stay in fp32."""
+
+    def make(is_scaled: bool, *settings: str) -> Steps:
+        for state in (AcceleratorState, GradientState, PartialState):
+            monkeypatch.setattr(state, "_shared_state", {})
+        recipe = load_recipe(
+            SMOKE / "flt.yaml", ["training.rows_per_step=4", "training.micro_batch_size=2", *settings]
+        )
+        accelerator = make_accelerator(cpu=True)
+        if is_scaled:
+            accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        torch.manual_seed(0)
+        model = LoopedForCausalLM(recipe.model_config(vocab_size=64)).train()
+        length = recipe.data.sequence_length
+        tokens = np.random.default_rng(0).integers(0, 64, 20 * length)
+        rows = PackedRows([tokens], length, length, start=1, token_bytes=torch.ones(64))
+        optimizers = [accelerator.prepare_optimizer(each) for each in build_optimizers(model, recipe.optimizer, 10)]
+        schedulers = build_schedulers(optimizers, recipe.schedule, 10)
+        return Steps(recipe, accelerator, model, optimizers, schedulers, Batches(recipe, model, rows, accelerator), 10)
+
+    return make
+
+
+def reports_of(steps: Steps, monkeypatch) -> StepReports:
+    monkeypatch.setattr(reports_module, "reference_rate", lambda accelerator: 1.0)
+    operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0)
+    logged = {}
+    reports = StepReports(steps, Monitor(), Progress(), logged.__setitem__, tqdm(disable=True), operations)
+    reports.logged = logged
+    return reports
+
+
+def test_a_scale_changes_nothing_that_is_said_or_done(steps):
+    found = []
+    for is_scaled in (False, True):
+        each = steps(is_scaled, "optimizer.clip=0.1")
+        report = each.compute(0, Monitor(), Interruption())
+        each.update()
+        found.append((report.known, report.read(), [p.detach() for p in each.model.parameters()]))
+    (known, numbers, weights), (known_scaled, numbers_scaled, weights_scaled) = found
+    assert any(name.startswith("gradient_norm/") for name in known)
+    assert known_scaled == pytest.approx(known) and numbers_scaled == pytest.approx(numbers)
+    for ours, theirs in zip(weights_scaled, weights, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("clip", ["null", "1.0"])
+@pytest.mark.parametrize("optimizer", [0, 1], ids=["muon", "adamw"])
+def test_an_overflow_in_one_optimizer_leaves_out_the_step_of_all(steps, monkeypatch, optimizer, clip):
+    run = steps(True, f"optimizer.clip={clip}", "logging.every=1")
+    reports = reports_of(run, monkeypatch)
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    parameter = run.optimizers[optimizer].param_groups[0]["params"][0]
+
+    def overflow(parameter):
+        parameter.grad.view(-1)[0] = math.inf
+
+    hook = parameter.register_post_accumulate_grad_hook(overflow)
+    assert not reports.read(run.compute(0, None, Interruption()))
+    run.end()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.model.parameters(), before))
+    assert run.scaler.get_scale() == 512 and reports.progress.num_skipped == 0
+    assert all(map(math.isfinite, reports.logged[0].values())) and "loss" in reports.logged[0]
+    hook.remove()
+    assert reports.read(run.compute(1, None, Interruption()))
+    run.update()
+    assert all(parameter.isfinite().all() for parameter in run.model.parameters())
+    assert not all(torch.equal(ours, theirs) for ours, theirs in zip(run.model.parameters(), before))
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_device_is_waited_for_where_a_step_may_be_left_out(steps, is_scaled):
+    run = steps(is_scaled)
+    run.accelerator.state.device = torch.device("meta")
+    assert run.reads_behind is not is_scaled
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_a_loss_that_is_no_number_ends_the_run_also_under_a_scale(steps, monkeypatch, loss, is_scaled):
+    reports = reports_of(steps(is_scaled), monkeypatch)
+    report = SimpleNamespace(step=0, known={"loops": 1.0}, read=lambda: (loss, 0, math.nan))
+    with nullcontext() if math.isfinite(loss) and is_scaled else pytest.raises(Divergence):
+        assert not reports.read(report)

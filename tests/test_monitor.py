@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from looped_recipes.common import measures
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.engine.monitor import RECENT, Monitor, StateNorms
 from looped_recipes.pretrain import main
@@ -56,6 +60,44 @@ def test_measurements_are_their_definitions(preset):
         assert measured["spectral_radius"] == pytest.approx(
             np.abs(np.linalg.eigvals(jacobian.numpy())).max(), rel=1e-6
         )
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_norm_of_gradients_that_lie_on_different_processes(one_process):
+    """As under tensor parallelism: matrices on all of them, norms of heads on those that share data."""
+    meshes = DeviceMesh("cpu", [[0]], mesh_dim_names=("data", "parts")), DeviceMesh("cpu", [0])
+    module = torch.nn.Module()
+    for name, shape, mesh in zip(("matrix", "norm"), ((3, 4), (2,)), meshes):
+        parameter = torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)] * mesh.ndim))
+        parameter.grad = torch.ones_like(parameter)
+        setattr(module, name, parameter)
+    assert measures.gradient_norm(module) == pytest.approx((3 * 4 + 2) ** 0.5)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e4])
+def test_a_spectral_radius_by_squaring_is_that_of_the_eigenvalues(factor):
+    draw = torch.Generator().manual_seed(0)
+    jordan = 0.9 * torch.eye(4) + torch.diag(torch.ones(3), 1)
+    turn = torch.tensor([[0.0, -2.0], [2.0, 0.0]])
+    for matrix in (torch.randn(40, 40, generator=draw), jordan, turn, torch.eye(3), jordan.T @ jordan):
+        exact = measures.largest_eigenvalue(factor * matrix.double())
+        assert measures.largest_eigenvalue_by_squaring(factor * matrix) == pytest.approx(exact, rel=3e-3)
+    nilpotent = torch.diag(torch.ones(5), 1)
+    assert measures.largest_eigenvalue_by_squaring(factor * nilpotent) == 0.0
+
+
+def test_eigenvalues_of_a_wide_injection_are_not_computed(monkeypatch):
+    injection = tiny_model(preset="rdm").model.injection
+    exact = measures.spectral_radius(injection)
+    monkeypatch.setattr(measures, "EXACT_WIDTH", 8)
+    monkeypatch.setattr(torch.linalg, "eigvals", None)
+    assert measures.spectral_radius(injection) == pytest.approx(exact, rel=1e-3) and exact > 0
 
 
 def test_the_last_change_of_rows_is_that_of_their_own_last_loops():

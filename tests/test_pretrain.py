@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 
 from looped_eval.common.model_folder import results_folder
 from looped_recipes import export
+from looped_recipes.common import hardware
 from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.shards import prepare
@@ -320,6 +321,12 @@ def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
 )
 def test_a_gpu_is_known_by_the_words_of_its_name(name, rate):
     assert known_rate(name) == rate
+
+
+def test_utilisation_is_of_the_precision_of_the_run(monkeypatch):
+    monkeypatch.setattr(hardware, "device_rate", lambda device, dtype: dtype)
+    found = [hardware.reference_rate(SimpleNamespace(device=None, mixed_precision=p)) for p in ("no", "bf16", "fp16")]
+    assert found == [torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_a_gpu_says_its_precision_and_how_it_has_another():

@@ -249,6 +249,15 @@ def test_ranks_get_equally_many_rows_and_about_equally_many_loops(depths, num_pr
         assert [depths[row] for row in rank] == sorted((depths[row] for row in rank), reverse=True)
 
 
+@given(depths=st.lists(st.integers(1, 9), min_size=24, max_size=24), num_processes=st.sampled_from([1, 2, 3, 4, 6]))
+def test_a_row_goes_to_the_process_with_the_fewest_loops_that_has_room(depths, num_processes):
+    room, expected = len(depths) // num_processes, [[] for _ in range(num_processes)]
+    for row in sorted(range(len(depths)), key=lambda row: -depths[row]):
+        with_room = [rows for rows in expected if len(rows) < room]
+        min(with_room, key=lambda rows: sum(depths[row] for row in rows)).append(row)
+    assert balanced_ranks(depths, num_processes) == expected
+
+
 def test_compute_of_ranks_is_within_a_few_percent_in_practice():
     for step in range(20):
         depths = depths_of_step("poisson_lognormal", 8, 0, step, range(256))

@@ -214,3 +214,13 @@ def test_a_sweep_is_read_once_and_trains_to_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(sweeps, "run_all", train)
     run_sweep(str(path), [f"training.output_dir={tmp_path / 'runs'}"], None)
     assert (tmp_path / "runs" / "optima.json").is_file()
+
+
+def test_of_several_processes_one_says_and_writes_results(tmp_path, monkeypatch, capsys):
+    path = written(tmp_path, "grid: {optimizer.lr: [0.001, 0.002], model.num_loops: [2]}\n"
+                             "plot: {x: optimizer.lr, curve: model.num_loops}\n")  # fmt: skip
+    result = {"optimizer.lr": 0.001, "model.num_loops": 2, "loss": 3.0}
+    monkeypatch.setattr(sweeps, "outcome", lambda run: result)
+    monkeypatch.setattr(sweeps, "is_main_process", lambda: False)
+    run_sweep(str(path), [f"training.output_dir={tmp_path / 'runs'}"], None)
+    assert capsys.readouterr().out == "" and not (tmp_path / "runs").exists()

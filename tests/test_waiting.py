@@ -90,6 +90,39 @@ def test_a_step_with_settings(accelerator, settings):
     assert_nothing_is_read(steps_on_meta(accelerator, "flt", *SETTINGS[settings]))
 
 
+def test_noise_is_drawn_when_it_is_the_turn_of_its_rows(accelerator, monkeypatch):
+    """That of a whole step would fill a device; and its depths are drawn once."""
+    events, drawn = [], []
+    noise_of, depths_of = batches_module.initial_state_of_step, batches_module.depths_of_step
+    monkeypatch.setattr(
+        batches_module,
+        "initial_state_of_step",
+        lambda *args, **kwargs: events.append("noise") or noise_of(*args, **kwargs),
+    )
+    monkeypatch.setattr(
+        batches_module,
+        "depths_of_step",
+        lambda sampler, mean, seed, step, *args, **kwargs: (
+            drawn.append(step) or depths_of(sampler, mean, seed, step, *args, **kwargs)
+        ),
+    )
+    steps = steps_on_meta(accelerator, "rdm")
+    steps.model.register_forward_hook(lambda *_: events.append("pass"))
+    for step in range(2):
+        steps.compute(step, None, Interruption())
+        steps.update()
+    assert events == ["noise", "pass"] * 4
+    assert drawn == [0, 1, 2]  # the next step's, whose rows are read ahead
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_alone_is_seeded(accelerator, monkeypatch, dropout):
+    seeds = []
+    monkeypatch.setattr(step_module, "set_seed", seeds.append)
+    steps_on_meta(accelerator, "flt", f"model.residual_dropout={dropout}").compute(0, None, Interruption())
+    assert len(seeds) == (2 if dropout else 0)
+
+
 def test_reading_would_be_found(accelerator):
     """Without their positions, labels are looked for."""
     steps = steps_on_meta(accelerator, "flt")

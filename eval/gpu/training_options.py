@@ -5,15 +5,14 @@ What is not installed or not for this device is said instead. Attention kernels 
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from looped_eval.benchmark.models import build, looped_config, tokens
 from looped_eval.common.timing import now
-from looped_recipes.engine.activations import keep_fewer_activations
-from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
-from looped_recipes.engine.float8 import take_float8
-from looped_recipes.engine.kernels import check_device, take_kernels
+from looped_recipes.engine.compiling import begin_step, take_options
+from looped_recipes.engine.kernels import check_device
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig
 
 from .against_llama import shaped, training_step
@@ -70,14 +69,8 @@ def step_with(options: dict, is_packed: bool, setting: Setting) -> tuple[float, 
     model = build(args, looped_config(args, loop_loss=SHAPE["loop_loss"])).train()
     training, batch = TrainingConfig(**options), tokens(args)
     check_device(training, setting.device)
-    take_kernels(model, training)
-    if training.float8:
-        take_float8(blocks_of(model), training.float8, "bf16")
-    if training.gradient_checkpointing:
-        keep_fewer_activations(model, training.gradient_checkpointing)
+    take_options(model, replace(training, compile=False) if setting.tiny else training, "bf16")
     uses_graphs = training.compile == "cuda_graphs"
-    if training.compile and not setting.tiny:
-        compile_blocks(blocks_of(model), cuda_graphs=uses_graphs)
     how = {"output_logits": False}
     if is_packed:
         how["position_ids"] = (torch.arange(batch.shape[1], device=batch.device) % DOCUMENT).expand(batch.shape)

@@ -31,7 +31,8 @@ FP32_BYTES = 4
 def bits_per_byte(model, rows: PackedRows, **arguments) -> float:
     """Of the second halves, each token read from the cache that `generate` keeps with these arguments."""
     numbers = list(range(min(ROWS, len(rows))))
-    text, num_bytes = rows.batch(numbers)["input_ids"], rows.num_bytes(numbers)
+    batch = rows.batch(numbers)
+    text, num_bytes = batch["input_ids"], rows.num_bytes(batch["labels"])
     half = text.shape[1] // 2
     outputs = model.generate(
         text[:, :half],

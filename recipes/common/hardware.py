@@ -20,7 +20,8 @@ PEAK_FLOPS = {  # in 16 bits, by words of a GPU's name
 
 
 def reference_rate(accelerator) -> float:
-    return device_rate(accelerator.device, torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32)
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return device_rate(accelerator.device, halves.get(accelerator.mixed_precision, torch.float32))
 
 
 def device_rate(device: torch.device, dtype: torch.dtype) -> float:

@@ -5,10 +5,15 @@ Training metrics and diagnostics both call these, so that nothing is computed tw
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from modeling_looped.injection import AddInjection, ConcatInjection, DiagonalInjection
+
+
+EXACT_WIDTH = 512  # of a matrix whose spectral radius is watched: at 5,280, its eigenvalues would take minutes
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,9 +106,20 @@ def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.T
 def gradient_norm(module: torch.nn.Module) -> float | None:
     """Euclidean norm of all gradients of a module; None if it has none."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    if not gradients:
-        return None
-    return whole(torch.nn.utils.get_total_norm(gradients)).item()
+    return total_norm(gradients).item() if gradients else None
+
+
+def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of all of them together, wherever they lie."""
+    return torch.stack([whole(get_total_norm(each)) for each in by_mesh(tensors)]).norm()
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those that lie on the same processes: an operation over many tensors takes one such list."""
+    lists: dict = {}
+    for tensor in tensors:
+        lists.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(lists.values())
 
 
 def watched_blocks(model) -> dict[str, torch.nn.Module]:
@@ -167,6 +183,20 @@ def largest_eigenvalue(matrix: torch.Tensor) -> float:
     return (matrix.abs() if matrix.ndim == 1 else torch.linalg.eigvals(matrix).abs()).max().item()
 
 
+def largest_eigenvalue_by_squaring(matrix: torch.Tensor) -> float:
+    """About the same, by products alone: Gelfand's ||A^n||^(1/n) with n = 2^14, which is too high by (k - 1) ln(n) / n
+    for a Jordan block of k."""
+    norm = matrix.norm()
+    power, log = matrix / norm, norm.log()
+    for i in range(1, 15):
+        power = power @ power
+        norm = power.norm()
+        if norm == 0:
+            return 0.0
+        power, log = power / norm, log + norm.log() / 2**i
+    return log.exp().item()
+
+
 def spectral_norm(matrix: torch.Tensor) -> float:
     """Largest singular value; a vector stands for a diagonal matrix."""
     return (matrix.abs().max() if matrix.ndim == 1 else torch.linalg.matrix_norm(matrix, 2)).item()
@@ -175,10 +205,13 @@ def spectral_norm(matrix: torch.Tensor) -> float:
 def spectral_radius(injection: torch.nn.Module) -> float | None:
     """Largest |eigenvalue| of the linear map from the old state to the new; None if the injection learns none.
 
-    Diagonal: its largest entry. Concat: of the half of W that meets the state.
+    Diagonal: its largest entry. Concat: of the half of W that meets the state; of a wide one within about 0.1 %.
     """
     state = state_map(injection)
-    return None if state is None else largest_eigenvalue(state)
+    if state is None:
+        return None
+    is_small = state.ndim == 1 or len(state) <= EXACT_WIDTH
+    return largest_eigenvalue(state) if is_small else largest_eigenvalue_by_squaring(state)
 
 
 # Fits

@@ -109,10 +109,10 @@ class PackedRows:
             batch["position_ids"] = torch.from_numpy(document_positions(tokens, self.start, self.start_ends))
         return batch
 
-    def num_bytes(self, indices: Sequence[int]) -> torch.Tensor:
-        """Bytes of the target of each position, int64 [rows, sequence_length]: 0 where nothing is learned.
+    def num_bytes(self, labels: torch.Tensor) -> torch.Tensor:
+        """Bytes of the target of each position of a batch, int64 [rows, sequence_length]: 0 where nothing is learned.
 
         Bits per byte are the losses at positions with bytes, summed, over ln 2 times the sum of these bytes.
         """
-        targets = F.pad(self.batch(indices)["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         return self.token_bytes[targets.clamp(min=0)].masked_fill(targets == IGNORE_INDEX, 0)

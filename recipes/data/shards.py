@@ -40,7 +40,6 @@ from .part_files import (
     write_facts,
     write_shard,
 )
-from .shuffle import rows_of_step
 from .sources import Documents, Source, readable, training_source, validation_source
 from .tokenizers import (
     TRAINERS,
@@ -54,7 +53,7 @@ from .tokenizers import (
 from .written import SETTINGS, Worker, check_written, is_written, parts_of_workers, worker
 
 
-__all__ = ["Prepared", "PackedRows", "open_prepared", "prepare", "rows_of_step"]
+__all__ = ["Prepared", "PackedRows", "open_prepared", "prepare"]
 
 FORMAT = 1  # raised when the same settings give other shards
 MANIFEST = "manifest.json"

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
-from looped_recipes.data.shards import rows_of_step
+from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM, balanced_ranks, depths_of_step, initial_state_of_step
 from modeling_looped.losses import shift
@@ -30,6 +30,8 @@ class MicroBatch(NamedTuple):
 
 class ReadAhead(NamedTuple):
     step: int
+    depths: list[int]  # of the rows of the global batch
+    groups: list[tuple[int, list[int]]]  # of this process's micro batches
     batches: list[dict[str, torch.Tensor]]  # on the CPU, pinned where a GPU copies them without waiting
     loss_positions: list[np.ndarray]
 
@@ -44,7 +46,7 @@ class Batches:
 
     def __init__(self, recipe: Recipe, model: LoopedForCausalLM, rows: PackedRows, accelerator: Accelerator):
         self.recipe, self.model, self.rows, self.accelerator = recipe, model, rows, accelerator
-        self.read_ahead = ReadAhead(-1, [], [])
+        self.read_ahead = ReadAhead(-1, [], [], [], [])
         self.check_groups()
 
     def check_groups(self):
@@ -62,9 +64,8 @@ class Batches:
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
         """This process's rows of a step; every process makes equally many micro batches."""
-        depths = self.depths(step)  # of the rows of the global batch
-        _, batches, loss_positions = self.read(step)
-        for (number, rows), batch, positions in zip(self.groups(depths), batches, loss_positions):
+        _, depths, groups, batches, loss_positions = self.read(step)
+        for (number, rows), batch, positions in zip(groups, batches, loss_positions):
             batch = {key: value.to(self.accelerator.device, non_blocking=True) for key, value in batch.items()}
             yield MicroBatch(number, batch, positions, [depths[row] for row in rows], self.noise(step, rows))
 
@@ -72,12 +73,13 @@ class Batches:
         """This process's rows of a step."""
         if self.read_ahead.step != step:
             pin = self.accelerator.device.type == "cuda"
-            data_rows, batches, loss_positions = self.data_rows(step), [], []
-            for _, rows in self.groups(self.depths(step)):
+            data_rows, depths, batches, loss_positions = self.data_rows(step), self.depths(step), [], []
+            groups = self.groups(depths)
+            for _, rows in groups:
                 batch = self.rows.batch([data_rows[row] for row in rows])
                 loss_positions.append(np.flatnonzero(shift(batch["labels"]).numpy() != IGNORE_INDEX))
                 batches.append({key: value.pin_memory() if pin else value for key, value in batch.items()})
-            self.read_ahead = ReadAhead(step, batches, loss_positions)
+            self.read_ahead = ReadAhead(step, depths, groups, batches, loss_positions)
         return self.read_ahead
 
     def data_rows(self, step: int) -> list[int]:

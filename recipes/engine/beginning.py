@@ -43,7 +43,12 @@ def precision_of(accelerator: Accelerator) -> str | None:
 
 
 def check_precision(accelerator: Accelerator):
-    """accelerate leaves out fp16 on a CPU, without a word."""
+    """accelerate leaves out fp16 on a CPU, without a word; its fp8 would reach no layer under FSDP2."""
+    if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
+        raise RecipeError(
+            f"mixed_precision {accelerator.mixed_precision!r} is not supported: choose bf16; with training.float8 the "
+            "blocks compute their products in float8"
+        )
     if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
         raise RecipeError(
             f"mixed_precision 'fp16' would have no effect on {accelerator.device.type!r}: choose bf16, or no for fp32"

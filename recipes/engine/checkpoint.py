@@ -227,11 +227,10 @@ def write_marker(folder: Path, marker: dict, checksums: dict[str, str]):
 
 
 def remove_old(folder: Path, saved: str, keep_last: int):
-    found = whole_checkpoints(folder)
-    kept = {saved, *(path.name for path in found[-keep_last:])}
-    best = best_checkpoint(folder)
-    if best is not None:
-        kept.add(best.name)
+    markers = {path: read_marker(path) for path in named_checkpoints(folder)}
+    found = [path for path, marker in markers.items() if marker is not None]
+    best = [path for path in found if markers[path]["is_best"]]
+    kept = {saved, *(path.name for path in found[-keep_last:] + best[-1:])}
     for path in found:
         is_again = path.name != saved and step_of(path)[0] == step_of(folder / saved)[0]
         if path.name not in kept or is_again:
@@ -328,11 +327,6 @@ def set_aside(path: Path, why: str, instead: Path):
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The newest whole checkpoint."""
     return next(reversed(whole_checkpoints(folder)), None)
-
-
-def best_checkpoint(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint that was the best when it was saved."""
-    return next((path for path in reversed(whole_checkpoints(folder)) if read_marker(path)["is_best"]), None)
 
 
 # Loading

@@ -10,9 +10,26 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from looped_recipes.settings.recipe import TrainingConfig
+
+from .activations import keep_fewer_activations
+from .float8 import take_float8
+from .kernels import take_kernels
+
 
 def blocks_of(model) -> list[nn.Module]:
     return [*model.model.prelude, *model.model.core, *model.model.coda]
+
+
+def take_options(model, training: TrainingConfig, precision: str):
+    """What the recipe asks of a model, in the order that these need: compiling goes around all others."""
+    take_kernels(model, training)
+    if training.float8:
+        take_float8(blocks_of(model), training.float8, precision)
+    if training.gradient_checkpointing:
+        keep_fewer_activations(model, training.gradient_checkpointing)
+    if training.compile:
+        compile_blocks(blocks_of(model), cuda_graphs=training.compile == "cuda_graphs")
 
 
 def compile_blocks(blocks: Iterable[nn.Module], cuda_graphs: bool = False, **options):

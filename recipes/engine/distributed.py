@@ -16,6 +16,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -61,7 +62,8 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
         plugin = getattr(accelerator.state, "fsdp_plugin", None) or FullyShardedDataParallelPlugin()
         _check_plugin(plugin)
         if accelerator.distributed_type == DistributedType.MULTI_CPU:
-            accelerator.state.distributed_type = DistributedType.FSDP
+            # in both: accelerate copies the first's over the second's whenever it asks for its state
+            PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
             accelerator.state.fsdp_plugin = plugin
             if has_mesh:
                 accelerator.state.parallelism_config = ParallelismConfig()

@@ -15,13 +15,13 @@ from transformers.optimization import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
+from looped_recipes.common.measures import by_mesh
 from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, ScheduleConfig
 from looped_recipes.settings.relations import check_schedule, decay_steps_of
 from modeling_looped.loop_parameters import parameters_by_loop
 
 from .muon import NorMuon, SharedMuon
 from .stable_adamw import StableAdamW
-from .tensor_parallel import by_mesh
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int) -> list[torch.optim.Optimizer]:
@@ -196,6 +196,12 @@ def set_learning_rates(schedulers: list[LambdaLR], step: int):
         scheduler._last_lr = rates  # what get_last_lr returns
 
 
+def learning_rates(optimizers: list[torch.optim.Optimizer]) -> dict[str, float]:
+    """As they are logged."""
+    groups = [optimizer.param_groups[0] for optimizer in optimizers]
+    return {"muon_lr" if group.get("name") == "muon" else "lr": group["lr"] for group in groups}
+
+
 def check_head(model: nn.Module, config: OptimizerConfig):
     """Of a recipe that starts from a saved model, nothing before knows whether its head is tied."""
     if config.head_lr is not None and model.config.tie_word_embeddings:
@@ -203,7 +209,3 @@ def check_head(model: nn.Module, config: OptimizerConfig):
             f"optimizer.head_lr={config.head_lr} has no weight of its own to act on: the head is tied to the "
             "embedding (tie_word_embeddings), whose rate is optimizer.embedding_lr"
         )
-    for name in ("lr", "embedding_lr", "head_lr", "muon_lr", "reference_width"):
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise RecipeError(f"optimizer.{name} must be positive, got {value}")

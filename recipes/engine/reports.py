@@ -51,11 +51,11 @@ class StepReports:
         metrics = {"loss": loss / self.accelerator.num_processes, **report.known}
         if self.recipe.optimizer.clip is not None:
             metrics["gradient_norm"] = norm
-        # a scaler, of fp16, leaves out such gradients by itself
-        scaled = self.steps.scaler is not None
-        is_finite = math.isfinite(loss) and (math.isfinite(norm) or scaled)
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
         if not is_finite:
-            self.count_skipped(report.step, metrics["loss"], norm)
+            # under fp16 gradients overflow whenever the scale has grown too high: that shrinks it, and is no fault
+            if not math.isfinite(loss) or self.steps.scaler is None:
+                self.count_skipped(report.step, metrics["loss"], norm)
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.say(report.step, metrics)
         return is_finite

@@ -1,8 +1,8 @@
 """One step: forward, backward and update on all its rows.
 
 Nothing in a step waits for the device, but where the monitor measures: what it says of itself (`Report`) is read when
-the next one is on its way. A step that must be left out if it came to no numbers is read before the update; so is
-every one on a CPU, which has computed a number when it returns it.
+the next one is on its way. A step that must be left out if it came to no numbers is read before the update, as all are
+under fp16, whose scale may be too high; so is every one on a CPU, which has computed a number when it returns it.
 """
 
 import math
@@ -21,7 +21,7 @@ from .compiling import begin_step
 from .distributed import bare, fill_missing_gradients
 from .interruption import Interruption
 from .monitor import Monitor, StateNorms
-from .optimizers import apply_step_settings, set_learning_rates
+from .optimizers import apply_step_settings, learning_rates, set_learning_rates
 from .tensor_parallel import add_up_gradients, clip_gradients
 from .validation import depths_in_one_pass
 
@@ -48,13 +48,14 @@ class Steps:
 
     @property
     def reads_behind(self) -> bool:
-        return self.accelerator.device.type != "cpu" and not self.recipe.training.skip_nonfinite_steps
+        may_be_left_out = self.recipe.training.skip_nonfinite_steps or self.scaler is not None
+        return self.accelerator.device.type != "cpu" and not may_be_left_out
 
     def compute(self, step: int, monitor: Monitor | None, interruption: Interruption) -> Report:
         """Loss and gradients of a step. monitor: measures states and gradients too."""
         accelerator, config = self.accelerator, bare(self.model).config
         begin_step(self.recipe.training.compile == "cuda_graphs")
-        depths = self.batches.depths(step)
+        depths = self.batches.read(step).depths
         watch_states = monitor is not None and depths_in_one_pass(config)
         norms = StateNorms(max(depths), accelerator.device) if watch_states else None
         total = self.backward(step, norms)
@@ -67,6 +68,7 @@ class Steps:
         ]
         told = accelerator.reduce(torch.stack(told), reduction="sum")
         self.labels = (step + 1, told[2].long())
+        accelerator.unscale_gradients()  # under fp16
         known = {"loops": sum(depths) / len(depths)}
         if norms is not None:
             known.update(norms.metrics(lambda sums: accelerator.reduce(sums, reduction="sum")))
@@ -75,19 +77,19 @@ class Steps:
         norm = self.clip()
         apply_step_settings(self.optimizers, step, self.recipe.optimizer, self.total_steps)
         set_learning_rates(self.schedulers, step)
-        known["lr"] = self.optimizers[0].param_groups[0]["lr"]
+        known |= learning_rates(self.optimizers)
         return Report(step, known, Behind(torch.cat([told[:2], norm.to(told)[None]])))
 
     def backward(self, step: int, norms: StateNorms | None) -> torch.Tensor:
         """This process's share of the loss."""
-        accelerator, micro_batches = self.accelerator, list(self.batches.of_step(step))
+        accelerator, count = self.accelerator, len(self.batches.read(step).groups)
         _, window = self.recipe.depths_at(self.batches.model.config, step)
         labelled = self.labels_of(step)
         total = torch.zeros((), device=accelerator.device)
-        for i, (number, batch, loss_positions, depths, noise) in enumerate(micro_batches):
-            set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
-            last = i == len(micro_batches) - 1
-            with accelerator.no_sync(self.model) if not last else nullcontext():
+        for i, (number, batch, loss_positions, depths, noise) in enumerate(self.batches.of_step(step)):
+            if self.batches.has_dropout:  # nothing else in a pass draws without a generator of its own
+                set_seed(generator_of("dropout", self.recipe.training.seed, step, number).initial_seed() % 2**32)
+            with accelerator.no_sync(self.model) if i < count - 1 else nullcontext():
                 outputs = self.model(
                     **batch,
                     num_loops=depths if len(set(depths)) > 1 else depths[0],
@@ -122,7 +124,7 @@ class Steps:
         fill_missing_gradients(self.optimizers)
         limit = self.recipe.optimizer.clip
         limit = math.inf if limit is None else limit  # infinity leaves them as they are
-        return clip_gradients(self.accelerator, self.model, limit)
+        return clip_gradients(self.model, limit)
 
     def update(self):
         for optimizer in self.optimizers:
@@ -130,10 +132,10 @@ class Steps:
                 optimizer.step()
             else:  # accelerate's own step would set another scale after each optimizer, and unscale the next one again
                 self.scaler.step(optimizer.optimizer)
-        self.leave_out()
+        self.end()
 
-    def leave_out(self):
-        """No update."""
+    def end(self):
+        """Without an update before it, the step is left out."""
         if self.scaler is not None:
             self.scaler.update()
         for optimizer in self.optimizers:

@@ -16,6 +16,7 @@ from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.peers import one_message
 from looped_recipes.engine.resume import TRAINING, comparable, differing, shown
+from looped_recipes.engine.saving import is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.paths import named_in
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
@@ -159,7 +160,8 @@ def run_all(runs: list[Run]) -> list[dict]:
             if outcome(run) is None:
                 train(run)
             results[run.name] = outcome(run)
-        print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
+        if is_main_process():
+            print(json.dumps({key: value for key, value in results[run.name].items() if key != "metrics"}))
     return list(results.values())
 
 
@@ -227,7 +229,12 @@ def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[R
         train_elsewhere(missing)
     with one_message():
         results = run_all(runs)
-    folder = Path(runs[0].recipe.training.output_dir).parent
+    if is_main_process():
+        write_results(sweep, Path(runs[0].recipe.training.output_dir).parent, results)
+
+
+def write_results(sweep: SweepFile, folder: Path, results: list[dict]):
+    """And what they show, where the sweep is drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
     write_whole(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))

@@ -5,7 +5,6 @@ The parts are sharded by data as any other weight is. What works on a process's 
 keys, value embeddings) is whole on all of them, and its gradient is added up once a step.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,10 +12,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel
 
-from looped_recipes.common.measures import whole
+from looped_recipes.common.measures import by_mesh, total_norm
 from looped_recipes.settings.recipe import RecipeError
 from modeling_looped import LoopedConfig
 from modeling_looped.borrowed import found
@@ -88,22 +87,10 @@ def add_up_gradients(model: nn.Module):
             dist.all_reduce(gradient.to_local(), group=mesh.get_group())
 
 
-def by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Those that lie on the same processes: an operation over many tensors takes one such list."""
-    lists: dict[DeviceMesh | None, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        lists.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(lists.values())
-
-
-def clip_gradients(accelerator: Accelerator, model: nn.Module, limit: float) -> torch.Tensor:
+def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
     """To a norm of all of them, which is returned as it was."""
-    if split_over(accelerator) == 1:
-        return whole(torch.as_tensor(accelerator.clip_grad_norm_(model.parameters(), limit)))
-    accelerator.unscale_gradients()
-    lists = by_mesh(parameter for parameter in model.parameters() if parameter.grad is not None)
-    norms = [whole(get_total_norm([parameter.grad for parameter in each])) for each in lists]
-    norm = torch.stack(norms).norm()
-    for each in lists:
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = total_norm(parameter.grad for parameter in parameters)
+    for each in by_mesh(parameters):
         clip_grads_with_norm_(each, limit, norm)
     return norm

@@ -19,19 +19,16 @@ from looped_recipes.common.orphans import end_with
 from looped_recipes.common.progress import progress_bar
 from looped_recipes.common.provenance import own_command
 from looped_recipes.data.shards import prepare
-from looped_recipes.engine.activations import keep_fewer_activations
 from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch, precision_of
 from looped_recipes.engine.checkpoint import step_name
-from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
+from looped_recipes.engine.compiling import begin_step, take_options
 from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
 from looped_recipes.engine.distributed import prepare as distribute
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
-from looped_recipes.engine.float8 import take_float8
 from looped_recipes.engine.interruption import Interrupted, Interruption
-from looped_recipes.engine.kernels import take_kernels
 from looped_recipes.engine.monitor import Monitor
 from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
 from looped_recipes.engine.peers import main_process_first
@@ -77,13 +74,7 @@ class Pretraining:
         self.total_steps = recipe.num_steps(sizes(self.config), self.operations.steps_within, len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
-        take_kernels(self.model, training)
-        if training.float8:
-            take_float8(blocks_of(self.model), training.float8, self.accelerator.mixed_precision)
-        if training.gradient_checkpointing:
-            keep_fewer_activations(self.model, training.gradient_checkpointing)
-        if training.compile:
-            compile_blocks(blocks_of(self.model), cuda_graphs=training.compile == "cuda_graphs")
+        take_options(self.model, training, self.accelerator.mixed_precision)
         self.model, self.optimizers = distribute(
             self.accelerator,
             self.model,
@@ -227,7 +218,7 @@ class Pretraining:
         elif reports.read(report):
             self.steps.update()
         else:
-            self.steps.leave_out()
+            self.steps.end()
         self.hear(reports)
         self.go_to(step + 1)
 

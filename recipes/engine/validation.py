@@ -33,7 +33,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
         rows = mine[i * size : (i + 1) * size]
         # a process without rows left still takes part, FSDP gathers in every pass
         batch = validation.batch(rows or [0])
-        num_bytes = validation.num_bytes(rows or [0]).to(accelerator.device)
+        num_bytes = validation.num_bytes(batch["labels"]).to(accelerator.device)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}
         losses = losses_at(model, config, loops, batch)
         labelled = torch.zeros_like(losses[0])

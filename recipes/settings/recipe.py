@@ -43,23 +43,6 @@ from .sections import (
 from .yaml_files import parse_yaml, read_yaml, refuse_unknown, shortly
 
 
-__all__ = [
-    "DataConfig",
-    "DenseConfig",
-    "DepthConfig",
-    "EvaluationConfig",
-    "LoggingConfig",
-    "OptimizerConfig",
-    "Recipe",
-    "RecipeError",
-    "ScheduleConfig",
-    "TrainingConfig",
-    "UnknownEpoch",
-    "as_number",
-    "load_recipe",
-    "recipe_from_dict",
-]
-
 PATHS = {
     "dense": ("path",),
     "data": ("source", "validation_source", "tokenizer", "cache_dir"),

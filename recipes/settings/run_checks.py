@@ -63,12 +63,13 @@ def note_on_windows(recipe: Recipe, config: LoopedConfig) -> str | None:
 
 def check_within(recipe: Recipe, steps: int):
     """What would be done at a step that the run does not reach is not done."""
-    logging, stop_after = recipe.logging, recipe.training.stop_after
-    if stop_after is not None and stop_after > steps:
-        raise RecipeError(
-            f"training.stop_after={stop_after} would have no effect in a run of {steps} steps: lower it, or leave it "
-            "out"
-        )
+    logging = recipe.logging
+    for name in ("stop_after", "export_every"):
+        value = getattr(recipe.training, name)
+        if value is not None and value > steps:
+            raise RecipeError(
+                f"training.{name}={value} would have no effect in a run of {steps} steps: lower it, or leave it out"
+            )
     if logging.profile_steps and logging.profile_from >= steps:
         raise RecipeError(
             f"logging.profile_from={logging.profile_from} lies beyond a run of {steps} steps: nothing would be "
