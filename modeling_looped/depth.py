@@ -6,6 +6,7 @@ together and leave when they are done, or, where only the last loops carry gradi
 that the ticks with gradients are the same for all rows.
 """
 
+from collections.abc import Callable
 from numbers import Integral
 from operator import index
 from typing import Any, NamedTuple
@@ -91,11 +92,12 @@ def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def one_or_rows(flags: list[bool], device, ndim: int) -> bool | torch.Tensor:
-    """One bool where all rows agree; else one per row, [rows, 1, ...], of so many dimensions."""
-    if all(flags) or not any(flags):
-        return flags[0]
-    return placed(flags, device).view(-1, *[1] * (ndim - 1))
+def one_or_rows(value: Callable[[int], Any], numbers: int | list[int], device, ndim: int = 1, dtype=None) -> Any:
+    """What follows from each row's loop or depth: one value where all rows agree, else [rows, 1, ...] of `ndim`."""
+    values = [value(number) for number in ([numbers] if isinstance(numbers, int) else numbers)]
+    if len(set(values)) == 1:
+        return values[0]
+    return placed(values, device, dtype).view(-1, *[1] * (ndim - 1))
 
 
 def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:

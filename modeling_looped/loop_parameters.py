@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .depth import placed
+from .depth import one_or_rows
 
 
 DELTA = "_delta"
@@ -73,6 +73,4 @@ def parameters_by_loop(module: nn.Module) -> list[nn.Parameter]:
 
 def select_set(loop: int | list[int], num_sets: int, device) -> int | torch.Tensor:
     """The set of parameters that loop t takes; one per row, [rows], where rows are at loops of their own."""
-    if isinstance(loop, int):
-        return min(loop, num_sets - 1)
-    return placed([min(t, num_sets - 1) for t in loop], device)
+    return one_or_rows(lambda t: min(t, num_sets - 1), loop, device)

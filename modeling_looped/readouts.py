@@ -23,8 +23,7 @@ def has_reached(trained_depth: int, depth: int | list[int] | torch.Tensor, devic
     agree, else a mask that broadcasts over [rows, length, hidden]."""
     if torch.is_tensor(depth):
         return (depth >= trained_depth).unsqueeze(-1)
-    reached = [d >= trained_depth for d in ([depth] if isinstance(depth, int) else depth)]
-    return one_or_rows(reached, device, 3)
+    return one_or_rows(lambda loops: loops >= trained_depth, depth, device, 3)
 
 
 class AlphaReadout(nn.Module):
