@@ -170,19 +170,10 @@ def deepest(depths: int | list[int]) -> int:
     return depths if isinstance(depths, int) else max(depths)
 
 
-def check_backprop_loops(backprop_loops: int | None):
-    if backprop_loops is None:
-        return
-    advice = "backprop_loops is the number of last loops that get gradients, an int of at least 1 for all sequences"
-    if isinstance(backprop_loops, bool) or not isinstance(backprop_loops, Integral):
-        raise TypeError(f"{advice}; got {backprop_loops!r}")
-    if backprop_loops < 1:
-        raise ValueError(f"{advice}; got {backprop_loops!r}")
-
-
 def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -> DepthPlan:
     depths = read_depths(num_loops, batch_size)
-    check_backprop_loops(backprop_loops)
+    if backprop_loops is not None:
+        check_count("backprop_loops", backprop_loops)
     longest = deepest(depths)
     first_with_gradient = 0 if backprop_loops is None else longest - backprop_loops
     if isinstance(depths, int):
@@ -191,16 +182,12 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
         return DepthPlan(depths, None, None, ticks, False)
 
     ends_together = backprop_loops is not None
-    by_depth = sorted(range(batch_size), key=lambda row: -depths[row])
-    running = []  # per tick: the depths of the rows that run at it
-    for tick in range(longest):
-        needed = longest - tick if ends_together else tick + 1
-        running.append([depths[row] for row in by_depth if depths[row] >= needed])
-
+    deepest_first = sorted(depths, reverse=True)
+    needed = range(longest, 0, -1) if ends_together else range(1, longest + 1)  # to run at each tick
+    counts = [sum(depth >= least for depth in depths) for least in needed]
     ticks = []
-    for tick, rows in enumerate(running):
-        loop = [tick - (longest - depth) for depth in rows] if ends_together else tick
-        next_rows = len(running[tick + 1]) if tick + 1 < longest else 0
-        ticks.append(Tick(len(rows), loop, tick >= first_with_gradient, min(len(rows), next_rows)))
-    order = torch.tensor(by_depth)
+    for tick, (rows, following) in enumerate(zip(counts, [*counts[1:], 0])):
+        loop = [tick - (longest - depth) for depth in deepest_first[:rows]] if ends_together else tick
+        ticks.append(Tick(rows, loop, tick >= first_with_gradient, min(rows, following)))
+    order = torch.tensor(sorted(range(batch_size), key=lambda row: -depths[row]))
     return DepthPlan(depths, order, order.argsort(), ticks, ends_together)
