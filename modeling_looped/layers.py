@@ -18,7 +18,6 @@ from .borrowed import (
     PagedAttentionCache,
     RotaryEmbedding,
     eager_attention,
-    eager_attention_forward,
 )
 from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
@@ -108,11 +107,11 @@ class AttentionSite(nn.Module):
 
     def forward(self, queries, keys, values, attention_mask, **kwargs):
         """[rows, heads, length, head_dim] each, to [rows, length, heads, head_dim] and, where there are, weights."""
-        implementation, eager = self.config._attn_implementation, eager_attention_forward
+        implementation = self.config._attn_implementation
         if self.softcap is not None:
             check_softcap(self.softcap, implementation)
-            eager, kwargs["softcap"] = eager_attention, self.softcap
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+            kwargs["softcap"] = self.softcap
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         return attention_interface(
             self,
             queries,
