@@ -99,6 +99,7 @@ def forward_with_exits(
         raise TypeError(f"exit_rule={rule!r}: make one of {known}, as modeling_looped.exit_criteria.{example}")
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
+    rule.check(model.config, deepest(depths))
     if rule.selection == "weighted":
         token_loops = placed(of_rows, given.device)[:, None].expand(given.shape[:2])
         return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
