@@ -191,16 +191,16 @@ def run_coda(tokens: Tokens, state: torch.Tensor) -> torch.Tensor:
 
 def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
     trunk, view = tokens.engine.trunk, view_of(tokens.parts, loops)
-    eager = trunk.config._attn_implementation == "eager"
+    attend, eager = view.row_attention, trunk.config._attn_implementation == "eager"
     return PassContext(
         num_rows=len(loops),
-        masks=view.masks(trunk.dtype if eager else None),
+        masks=dict.fromkeys(trunk.layer_types) if attend else view.masks(trunk.dtype if eager else None),
         position_ids=None,
         position_embeddings=tokens.engine.rotary_by_kind(tokens.rotary),
         value_embeddings=trunk.value_embeddings(tokens.ids) if trunk.config.value_embeddings else {},
         cache=view,
         site=trunk.site,
-        options={"row_attention": view.row_attention},
+        options={"row_attention": attend},
     )
 
 

@@ -103,8 +103,6 @@ class LoopedGenerationMixin(Generative):
         kwargs |= {name: asked[name] for name in DEPTH_FIELDS if asked[name] is not AS_SAVED}
         prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
         check_prompt(next((prompt for prompt in prompts if prompt is not None), None))
-        if (count := kwargs.get("exit_candidates")) is not None:
-            raise ValueError(f"exit_candidates={count} is no longer known: leave it out")
         self._check_names(kwargs, generation_config)
         with decoding(self):
             return super().generate(inputs, generation_config, *args, **kwargs)
