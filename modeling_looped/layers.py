@@ -94,13 +94,13 @@ class AttentionSite(nn.Module):
     `module.layer_idx`, and engines look for one such module per slot. A looped layer fills a slot per loop.
     """
 
-    def __init__(self, config, sizes, layer_type: str, slot: int):
+    def __init__(self, config, layer_type: str, slot: int):
         super().__init__()
         self.config, self.layer_idx = config, slot
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.softcap = config.attention_softcap
-        self.num_key_value_groups = sizes.num_attention_heads // sizes.num_key_value_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads  # in the core too
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
@@ -334,23 +334,14 @@ class LoopedBlock(GradientCheckpointingLayer):
     residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
     """
 
-    def __init__(
-        self,
-        config,
-        sizes,
-        layer: int,
-        first_slot: int,
-        layer_type: str,
-        value_embedding: bool,
-        rope: str | None,
-    ):
+    def __init__(self, config, sizes, layer: int, first_slot: int, layer_type: str, rope: str | None):
         super().__init__()
         self.layer = layer  # counted once, whatever the depth
         self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
         self.rope = rope  # the kind of its rotary tables, or None
         self.arrangement = config.block_norm
-        self.self_attn = LoopedAttention(config, sizes, value_embedding)
+        self.self_attn = LoopedAttention(config, sizes, config.has_value_embedding(layer))
         self.mlp = LoopedMLP(config, sizes)
         self.norms_input = self.arrangement != "post"
         if self.norms_input:

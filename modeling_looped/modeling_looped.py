@@ -210,19 +210,15 @@ class LoopedModel(LoopedPreTrainedModel):
         self, section: str, layer_types: list[str], ropes: list[str | None], first_layer: int, first_slot: int
     ) -> list[LoopedBlock]:
         sizes = self.config.block_sizes(section)
-        layers = [(first_layer + i, first_slot + i, *kinds) for i, kinds in enumerate(zip(layer_types, ropes))]
         return [
-            LoopedBlock(self.config, sizes, layer, slot, layer_type, self.config.has_value_embedding(layer), rope)
-            for layer, slot, layer_type, rope in layers
+            LoopedBlock(self.config, sizes, first_layer + i, first_slot + i, layer_type, rope)
+            for i, (layer_type, rope) in enumerate(zip(layer_types, ropes))
         ]
 
     def _sites(self) -> list[AttentionSite]:
         prelude, core, coda = self.config.section_layer_types()
-        of_loop = [("core", kind) for kind in core]
-        slots = [("prelude", kind) for kind in prelude] + [("coda", kind) for kind in coda]
-        slots += of_loop * min(self.config.num_stored_loops(self.config.num_loops), MOST_LOOPS_WITH_SITES)
-        sizes = {section: self.config.block_sizes(section) for section in ("prelude", "core", "coda")}
-        return [AttentionSite(self.config, sizes[section], kind, i) for i, (section, kind) in enumerate(slots)]
+        loops = min(self.config.num_stored_loops(self.config.num_loops), MOST_LOOPS_WITH_SITES)
+        return [AttentionSite(self.config, kind, slot) for slot, kind in enumerate(prelude + coda + core * loops)]
 
     def site(self, slot: int) -> AttentionSite | DeeperSite:
         """Where a slot attends. Those beyond the configured depth are not modules: a pass makes them as it needs."""
