@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -407,11 +408,12 @@ def scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
 class LoopDamping(nn.Module):
     """h * sigmoid(a) with one learned scalar a."""
 
-    initial_logit = 2.0
-
     def __init__(self, config):
         super().__init__()
-        self.logit = nn.Parameter(torch.full((1,), self.initial_logit))
+        self.logit = nn.Parameter(torch.empty(1))
+
+    def init_parameters(self):
+        init.constant_(self.logit, 2.0)
 
     def forward(self, state):
         return state * torch.sigmoid(self.logit).to(state.dtype)

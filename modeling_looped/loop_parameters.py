@@ -29,9 +29,8 @@ class LoopDelta(nn.Module):
         self.a = nn.Parameter(torch.empty(num_sets, rank, layer.in_features))
         self.b = nn.Parameter(torch.empty(num_sets, layer.out_features, rank))
         self.bias = nn.Parameter(torch.empty(num_sets, layer.out_features)) if layer.bias is not None else None
-        self.reset_parameters()
 
-    def reset_parameters(self):
+    def init_parameters(self):
         bound = self.a.shape[-1] ** -0.5
         init.uniform_(self.a, -bound, bound)
         init.zeros_(self.b)

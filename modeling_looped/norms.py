@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import initialization as init
 
 
 class LoopedNorm(nn.Module):
@@ -34,11 +35,11 @@ class LoopedNorm(nn.Module):
         self.is_plain = not affine or (offset == 0 and not self.rounds_first)
         self.is_by_loop = affine and num_sets is not None
         shape = (num_sets, size) if self.is_by_loop else (size,)
-        self.weight = nn.Parameter(torch.full(shape, self.initial_weight)) if affine else None
+        self.weight = nn.Parameter(torch.full(shape, 1.0 - offset)) if affine else None
 
-    @property
-    def initial_weight(self) -> float:
-        return 1.0 - self.offset
+    def init_parameters(self):
+        if self.weight is not None:
+            init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x, loop=None):
         factor = self.factor(x.dtype, loop)
