@@ -64,6 +64,7 @@ class DepthPlan(NamedTuple):
         if isinstance(self.depths, int):
             return tuple(states)
         depths = sorted(self.depths, reverse=True)
+        of_rows = [state.unbind() for state in states]  # a gradient of each row, not one of all rows for each
         last_tick = len(self.ticks) - 1
         loops = []
         for loop in range(self.max_depth):
@@ -71,7 +72,7 @@ class DepthPlan(NamedTuple):
             for row, depth in enumerate(depths):
                 own_loop = min(loop, depth - 1)
                 tick = last_tick - (depth - 1 - own_loop) if self.ends_together else own_loop
-                rows.append(states[tick][row])
+                rows.append(of_rows[tick][row])
             loops.append(self.unsort(torch.stack(rows)))
         return tuple(loops)
 
