@@ -398,7 +398,7 @@ class LoopedModel(LoopedPreTrainedModel):
         for loop in range(plan.max_depth):
             state = self.core_pass(state, embedded, loop, plan.max_depth, context)
             state, rows = watch.after_loop(loop + 1, state, context)
-            if watch.is_done:
+            if watch.is_done(loop + 1):
                 break
             if rows is not None:
                 embedded, context = embedded[rows], context.of_rows(rows, len(rows))
