@@ -148,5 +148,4 @@ def eager_attention(
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
-eager_attention_forward = found(LLAMA, "eager_attention_forward", eager_attention)
 RotaryEmbedding = found_class(LLAMA, "LlamaRotaryEmbedding")

@@ -23,7 +23,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .borrowed import named_cache, one_cache, tuples_on_request
-from .checks import check_inputs
+from .checks import check_inputs, has_hooks, is_as_written
 from .configuration_looped import LoopedConfig
 from .cpu import project
 from .depth import depth_tensor, read_depths
@@ -332,7 +332,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         weights only to forward and backward passes that autograd sees."""
         readouts = [self.model.norm, self.model.alpha_readout] if with_readout else []
         modules = [self.lm_head, *(module for module in readouts if module is not None)]
-        is_ours = is_as_written(self, LoopedForCausalLM, READOUT) and is_as_written(self.model, LoopedModel, OF_TRUNK)
+        is_ours = is_as_written(self, *READOUT) and is_as_written(self.model, *OF_TRUNK)
         parts = [part for module in modules for part in module.modules()]
         if not is_ours or any(map(is_changed, parts)):
             return None
@@ -354,21 +354,13 @@ READOUT = ("logits", "softcapped", "decode", "_read_out")
 OF_TRUNK = ("readout", "_read")
 
 
-def is_as_written(module: torch.nn.Module, cls: type, methods: tuple[str, ...]) -> bool:
-    """Whether neither a subclass nor anybody else has put others in their place."""
-    return all(getattr(getattr(module, name), "__func__", None) is getattr(cls, name) for name in methods)
-
-
 def is_changed(module: torch.nn.Module) -> bool:
     """Whether it carries hooks, of its own or of its parameters, or runs or reads other than it was built with."""
-    own = vars(module)
-    has_hooks = any(own[name] for name in HOOKS)
-    weights = module.parameters(recurse=False)
+    own, weights = vars(module), module.parameters(recurse=False)
     is_other = "forward" in own or any(torch.is_tensor(value) for value in own.values())
-    return has_hooks or is_other or any(weight._backward_hooks for weight in weights)
+    return has_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
 
 __all__ = ["LoopedForCausalLM"]

@@ -8,6 +8,17 @@ from .depth import DepthPlan
 
 
 logger = logging.get_logger(__name__)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    return any(vars(module)[name] for name in HOOKS)
+
+
+def is_as_written(owner, *methods: str) -> bool:
+    """Whether these methods, of a module or of its class, are of this package: nobody put others in their place."""
+    package = __name__.rpartition(".")[0]
+    return all(getattr(getattr(owner, name), "__module__", "").rpartition(".")[0] == package for name in methods)
 
 
 def refuse_if(stands: bool, message: str):

@@ -6,6 +6,7 @@ together and leave when they are done, or, where only the last loops carry gradi
 that the ticks with gradients are the same for all rows.
 """
 
+from collections.abc import Callable
 from numbers import Integral
 from operator import index
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class DepthPlan(NamedTuple):
         if isinstance(self.depths, int):
             return tuple(states)
         depths = sorted(self.depths, reverse=True)
+        of_rows = [state.unbind() for state in states]  # a gradient of each row, not one of all rows for each
         last_tick = len(self.ticks) - 1
         loops = []
         for loop in range(self.max_depth):
@@ -70,7 +72,7 @@ class DepthPlan(NamedTuple):
             for row, depth in enumerate(depths):
                 own_loop = min(loop, depth - 1)
                 tick = last_tick - (depth - 1 - own_loop) if self.ends_together else own_loop
-                rows.append(states[tick][row])
+                rows.append(of_rows[tick][row])
             loops.append(self.unsort(torch.stack(rows)))
         return tuple(loops)
 
@@ -91,11 +93,12 @@ def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def one_or_rows(flags: list[bool], device, ndim: int) -> bool | torch.Tensor:
-    """One bool where all rows agree; else one per row, [rows, 1, ...], of so many dimensions."""
-    if all(flags) or not any(flags):
-        return flags[0]
-    return placed(flags, device).view(-1, *[1] * (ndim - 1))
+def one_or_rows(value: Callable[[int], Any], numbers: int | list[int], device, ndim: int = 1, dtype=None) -> Any:
+    """What follows from each row's loop or depth: one value where all rows agree, else [rows, 1, ...] of `ndim`."""
+    values = [value(number) for number in ([numbers] if isinstance(numbers, int) else numbers)]
+    if len(set(values)) == 1:
+        return values[0]
+    return placed(values, device, dtype).view(-1, *[1] * (ndim - 1))
 
 
 def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
@@ -168,19 +171,10 @@ def deepest(depths: int | list[int]) -> int:
     return depths if isinstance(depths, int) else max(depths)
 
 
-def check_backprop_loops(backprop_loops: int | None):
-    if backprop_loops is None:
-        return
-    advice = "backprop_loops is the number of last loops that get gradients, an int of at least 1 for all sequences"
-    if isinstance(backprop_loops, bool) or not isinstance(backprop_loops, Integral):
-        raise TypeError(f"{advice}; got {backprop_loops!r}")
-    if backprop_loops < 1:
-        raise ValueError(f"{advice}; got {backprop_loops!r}")
-
-
 def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -> DepthPlan:
     depths = read_depths(num_loops, batch_size)
-    check_backprop_loops(backprop_loops)
+    if backprop_loops is not None:
+        check_count("backprop_loops", backprop_loops)
     longest = deepest(depths)
     first_with_gradient = 0 if backprop_loops is None else longest - backprop_loops
     if isinstance(depths, int):
@@ -189,16 +183,12 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
         return DepthPlan(depths, None, None, ticks, False)
 
     ends_together = backprop_loops is not None
-    by_depth = sorted(range(batch_size), key=lambda row: -depths[row])
-    running = []  # per tick: the depths of the rows that run at it
-    for tick in range(longest):
-        needed = longest - tick if ends_together else tick + 1
-        running.append([depths[row] for row in by_depth if depths[row] >= needed])
-
+    deepest_first = sorted(depths, reverse=True)
+    needed = range(longest, 0, -1) if ends_together else range(1, longest + 1)  # to run at each tick
+    counts = [sum(depth >= least for depth in depths) for least in needed]
     ticks = []
-    for tick, rows in enumerate(running):
-        loop = [tick - (longest - depth) for depth in rows] if ends_together else tick
-        next_rows = len(running[tick + 1]) if tick + 1 < longest else 0
-        ticks.append(Tick(len(rows), loop, tick >= first_with_gradient, min(len(rows), next_rows)))
-    order = torch.tensor(by_depth)
+    for tick, (rows, following) in enumerate(zip(counts, [*counts[1:], 0])):
+        loop = [tick - (longest - depth) for depth in deepest_first[:rows]] if ends_together else tick
+        ticks.append(Tick(rows, loop, tick >= first_with_gradient, min(rows, following)))
+    order = torch.tensor(sorted(range(batch_size), key=lambda row: -depths[row]))
     return DepthPlan(depths, order, order.argsort(), ticks, ends_together)

@@ -14,7 +14,7 @@ import torch
 
 from .borrowed import CACHE, found, named_cache
 from .cache import LoopedCache, sharing_of
-from .checks import check_length, refuse_if
+from .checks import check_length, has_hooks, is_as_written, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .context import PassContext
 from .depth import by_number, check_depths, placed
@@ -62,16 +62,12 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
 
 def has_own_passes(model) -> bool:
     """Whether a pass is what it was written as; rows apart are run in parts of one."""
-    own = {model: ("LoopedForCausalLM.forward",), model.model: ("LoopedModel.forward", "LoopedModel.loop")}
-    return all(
-        getattr(type(module), name.rpartition(".")[2]).__qualname__ == name for module in own for name in own[module]
-    )
+    return is_as_written(type(model), "forward") and is_as_written(type(model.model), "forward", "loop")
 
 
 def has_hooks_on_passes(model) -> bool:
     """Of modules that rows apart do not call."""
-    modules = (model, model.model, *model.model.attention_sites)
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return any(map(has_hooks, (model, model.model, *model.model.attention_sites)))
 
 
 def is_paged(model) -> bool:
@@ -191,16 +187,16 @@ def run_coda(tokens: Tokens, state: torch.Tensor) -> torch.Tensor:
 
 def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
     trunk, view = tokens.engine.trunk, view_of(tokens.parts, loops)
-    eager = trunk.config._attn_implementation == "eager"
+    attend, eager = view.row_attention, trunk.config._attn_implementation == "eager"
     return PassContext(
         num_rows=len(loops),
-        masks=view.masks(trunk.dtype if eager else None),
+        masks=dict.fromkeys(trunk.layer_types) if attend else view.masks(trunk.dtype if eager else None),
         position_ids=None,
         position_embeddings=tokens.engine.rotary_by_kind(tokens.rotary),
         value_embeddings=trunk.value_embeddings(tokens.ids) if trunk.config.value_embeddings else {},
         cache=view,
         site=trunk.site,
-        options={"row_attention": view.row_attention},
+        options={"row_attention": attend},
     )
 
 

@@ -124,9 +124,8 @@ class Criterion(NamedTuple):
     needs: str  # the field of Reading
     exits_above: bool
     default: float | None = None
-    compares: bool = False  # with the reading before
     every_loop: bool = False  # reads every loop, also those at which nothing may exit
-    remembers: tuple[str, ...] = ()  # of the last reading
+    remembers: tuple[str, ...] = ()  # of the last reading, with which it compares
 
     def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
         """Score of the state H after a loop. model: the causal LM. logits: of that state, asked for if needed."""
@@ -153,17 +152,13 @@ CRITERIA = {
     "logit_margin": Criterion(logit_margin, "logits", exits_above=True),
     "max_prob": Criterion(max_prob, "logits", exits_above=True),
     "entropy": Criterion(entropy, "logits", exits_above=False),
-    "entropy_diff": Criterion(
-        entropy_diff, "logits", exits_above=False, default=1e-3, compares=True, remembers=("entropy",)
-    ),
-    "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, compares=True, remembers=("log_p",)),
-    "minp_kl": Criterion(minp_kl, "logits", exits_above=False, default=1e-5, compares=True, remembers=("log_p",)),
-    "latent_diff": Criterion(
-        latent_diff, "state", exits_above=False, default=0.03, compares=True, remembers=("last_state",)
-    ),
-    "cosine": Criterion(cosine, "state", exits_above=False, default=1e-3, compares=True, remembers=("last_state",)),
+    "entropy_diff": Criterion(entropy_diff, "logits", exits_above=False, default=1e-3, remembers=("entropy",)),
+    "kl": Criterion(kl, "logits", exits_above=False, default=1e-3, remembers=("log_p",)),
+    "minp_kl": Criterion(minp_kl, "logits", exits_above=False, default=1e-5, remembers=("log_p",)),
+    "latent_diff": Criterion(latent_diff, "state", exits_above=False, default=0.03, remembers=("last_state",)),
+    "cosine": Criterion(cosine, "state", exits_above=False, default=1e-3, remembers=("last_state",)),
     "argmax_stability": Criterion(
-        argmax_stability, "logits", exits_above=True, default=5, compares=True, remembers=("best", "count")
+        argmax_stability, "logits", exits_above=True, default=5, remembers=("best", "count")
     ),
     "gate": Criterion(gate, "gate", exits_above=True, default=1.0, every_loop=True, remembers=("stay",)),
 }
@@ -191,12 +186,12 @@ class ExitRule(NamedTuple):
 
     def reads_at(self, loop: int) -> bool:
         """Whether the criterion looks at the state after `loop` loops (counted from 1)."""
-        if self.criterion.every_loop or (self.per_sequence and self.criterion.compares):
+        if self.criterion.every_loop or (self.per_sequence and self.criterion.remembers):
             return True
         warm_up = 0  # readings before the first check, so that it has something to compare with
         if self.name == "argmax_stability":
             warm_up = max(0, self.threshold)
-        elif self.criterion.compares:
+        elif self.criterion.remembers:
             warm_up = 1
         first = self.min_loops - (warm_up + 1) * self.interval  # reads come after it
         return loop > first and (loop - self.min_loops) % self.interval == 0
@@ -214,6 +209,57 @@ class ExitRule(NamedTuple):
             return torch.zeros_like(score, dtype=torch.bool)
         return score >= self.threshold if self.criterion.exits_above else score <= self.threshold
 
+    def check(self, config, num_loops: int):
+        """Refuses what does not fit the model, or a pass of this depth."""
+        criterion, threshold, min_loops, selection = self.name, self.threshold, self.min_loops, self.selection
+        if unknown := [name for name in self.criterion.remembers if name not in INITIAL]:
+            raise ValueError(
+                f"exit_criterion={criterion!r} remembers {', '.join(unknown)}, whose value before a token's first reading "
+                "is not known: put it in exit_criteria.INITIAL"
+            )
+        if criterion == "gate" and config.exit_gate == "none":
+            raise ValueError(
+                "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use another "
+                "criterion, e.g. 'logit_margin'"
+            )
+        if config.reads_run_depth:
+            raise ValueError(
+                f"a model with {config.reads_run_depth} makes each loop depend on the depth of the run, so a run that "
+                "stops at loop k is not the run of depth k: early exit means nothing for it"
+            )
+        if threshold is None:
+            raise ValueError(
+                f"exit_criterion={criterion!r} has no published threshold: pass exit_threshold, or calibrate one with "
+                "`looped halting`"
+            )
+        if isinstance(threshold, bool) or not isinstance(threshold, Real):
+            raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
+        if math.isnan(threshold) or (threshold < 0 and math.isfinite(threshold)):
+            raise ValueError(
+                f"exit_threshold={threshold} is never meant: every score of {criterion!r} is at least 0. "
+                f"Exits are {'above' if self.criterion.exits_above else 'below'} the threshold."
+            )
+        if criterion in ("max_prob", "gate") and 1 < float(threshold) < math.inf:
+            raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
+        counts = {"min_loops": min_loops, "exit_interval": self.interval, "exit_read_interval": self.read_interval}
+        for name, count in counts.items():
+            check_count(name, count)
+        if min_loops > num_loops:
+            raise ValueError(
+                f"min_loops={min_loops} is more than the num_loops={num_loops} that a token can run: lower it, or run "
+                "without exits (exit_criterion=None)"
+            )
+        if selection not in get_args(ExitSelection):
+            raise ValueError(
+                f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs them "
+                "all and then chooses which to read out, 'weighted' reads them all out"
+            )
+        if selection == "weighted" and criterion != "gate":
+            raise ValueError(
+                "exit_selection='weighted' weighs loops by the probabilities of the exit gate: pass exit_criterion='gate' "
+                f"instead of {criterion!r}, or another exit_selection"
+            )
+
 
 def exit_rule(
     config,
@@ -228,61 +274,7 @@ def exit_rule(
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
     if not isinstance(criterion, str) or criterion not in CRITERIA:
         raise ValueError(f"exit_criterion={criterion!r} is not known: choose one of {', '.join(CRITERIA)}")
-    kind = CRITERIA[criterion]
-    if unknown := [name for name in kind.remembers if name not in INITIAL]:
-        raise ValueError(
-            f"exit_criterion={criterion!r} remembers {', '.join(unknown)}, whose value before a token's first reading "
-            "is not known: put it in exit_criteria.INITIAL"
-        )
-    if criterion == "gate" and config.exit_gate == "none":
-        raise ValueError(
-            "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use another "
-            "criterion, e.g. 'logit_margin'"
-        )
-    if config.reads_run_depth:
-        raise ValueError(
-            f"a model with {config.reads_run_depth} makes each loop depend on the depth of the run, so a run that "
-            "stops at loop k is not the run of depth k: early exit means nothing for it"
-        )
-    if threshold is None:
-        threshold = kind.default
-        if threshold is None:
-            raise ValueError(
-                f"exit_criterion={criterion!r} has no published threshold: pass exit_threshold, or calibrate one with "
-                "`looped halting`"
-            )
-    if isinstance(threshold, bool) or not isinstance(threshold, Real):
-        raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
-    if math.isnan(threshold) or (threshold < 0 and math.isfinite(threshold)):
-        raise ValueError(
-            f"exit_threshold={threshold} is never meant: every score of {criterion!r} is at least 0. "
-            f"Exits are {'above' if kind.exits_above else 'below'} the threshold."
-        )
-    if criterion in ("max_prob", "gate") and 1 < float(threshold) < math.inf:
-        raise ValueError(f"exit_threshold={threshold} is no probability: {criterion!r} wants one in [0, 1]")
-    deepest = config.num_loops if num_loops is None else num_loops
-    min_loops, interval = check_count("min_loops", min_loops), check_count("exit_interval", interval)
-    read_interval = check_count("exit_read_interval", read_interval)
-    if min_loops > deepest:
-        raise ValueError(
-            f"min_loops={min_loops} is more than the num_loops={deepest} that a token can run: lower it, or run "
-            "without exits (exit_criterion=None)"
-        )
-    if selection not in get_args(ExitSelection):
-        raise ValueError(
-            f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs them "
-            "all and then chooses which to read out, 'weighted' reads them all out"
-        )
-    if selection == "weighted" and criterion != "gate":
-        raise ValueError(
-            "exit_selection='weighted' weighs loops by the probabilities of the exit gate: pass exit_criterion='gate' "
-            f"instead of {criterion!r}, or another exit_selection"
-        )
-    return ExitRule(
-        criterion,
-        float(threshold),
-        min_loops,
-        interval,
-        selection=selection,
-        read_interval=read_interval,
-    )
+    threshold = CRITERIA[criterion].default if threshold is None else threshold
+    rule = ExitRule(criterion, threshold, min_loops, interval, selection=selection, read_interval=read_interval)
+    rule.check(config, config.num_loops if num_loops is None else num_loops)
+    return rule

@@ -21,19 +21,23 @@ class ExitWatch:
 
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         self.model, self.rule = model, rule
+        self.shallowest, self.deepest = min(depths), max(depths)
         self.limits = placed(depths, device)[:, None]
         self.token_loops = torch.zeros(len(depths), length, dtype=torch.long, device=device)  # 0 while the token runs
         self.final: torch.Tensor | None = None  # H of each token at its exit
         self.memory = {}
 
-    @property
-    def is_done(self) -> bool:
-        return bool(self.token_loops.all())
+    def may_exit_at(self, loop: int) -> bool:
+        """Whether anything can; what is known here needs no waiting for the device."""
+        return loop >= self.shallowest or self.rule.checks_at(loop)
+
+    def is_done(self, loop: int) -> bool:
+        return self.may_exit_at(loop) and bool(self.token_loops.all())
 
     def exits(self, loop: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
         """Which tokens or rows stop after `loop` loops, by the criterion or at their limit."""
         exits = limits <= loop
-        if self.rule.reads_at(loop) and not exits.all():
+        if self.rule.reads_at(loop) and loop < self.deepest:
             score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
             if self.rule.checks_at(loop):
                 exits = exits | self.rule.exits(score)
@@ -77,7 +81,7 @@ class SequenceExits(ExitWatch):
             return read[0]
 
         exits = self.exits(loop, self.limits[self.running, 0], state, logits)
-        if not exits.any():
+        if not self.may_exit_at(loop) or not exits.any():
             return state, None
         rows = self.running[exits]
         self.token_loops[rows] = loop
@@ -99,6 +103,7 @@ def forward_with_exits(
         raise TypeError(f"exit_rule={rule!r}: make one of {known}, as modeling_looped.exit_criteria.{example}")
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
+    rule.check(model.config, deepest(depths))
     if rule.selection == "weighted":
         token_loops = placed(of_rows, given.device)[:, None].expand(given.shape[:2])
         return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)

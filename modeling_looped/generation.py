@@ -103,8 +103,6 @@ class LoopedGenerationMixin(Generative):
         kwargs |= {name: asked[name] for name in DEPTH_FIELDS if asked[name] is not AS_SAVED}
         prompts = (kwargs.get("inputs_embeds"), inputs, kwargs.get("input_ids"))
         check_prompt(next((prompt for prompt in prompts if prompt is not None), None))
-        if (count := kwargs.get("exit_candidates")) is not None:
-            raise ValueError(f"exit_candidates={count} is no longer known: leave it out")
         self._check_names(kwargs, generation_config)
         with decoding(self):
             return super().generate(inputs, generation_config, *args, **kwargs)
@@ -388,7 +386,7 @@ class SeededStates:
 
     def __init__(self, model, seed: int):
         self.model, self.seed = model, seed
-        self.drawn: list[torch.Tensor] = []  # by position, [1, 1, state]
+        self.drawn: list[torch.Tensor] = []  # by position, [state]
 
     def of_inputs(self, inputs: dict) -> torch.Tensor:
         """[rows, length, state]"""
@@ -401,8 +399,8 @@ class SeededStates:
         positions = positions.to("cpu").clamp(min=0)
         for position in range(len(self.drawn), int(positions.max()) + 1):
             generator = generator_of("initial_state", self.seed, position)
-            self.drawn.append(self.model.sample_initial_state(1, 1, generator))
-        states = torch.cat(self.drawn, dim=1)[0][positions]
+            self.drawn.append(self.model.sample_initial_state(1, 1, generator)[0, 0])
+        states = torch.stack([self.drawn[i] for i in positions.flatten().tolist()]).view(*positions.shape, -1)
         return states.expand(len(tokens), -1, -1).to(self.model.device)
 
 

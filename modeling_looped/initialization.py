@@ -12,13 +12,6 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .injection import DiagonalInjection, LoopChangeGate
-from .layers import LoopDamping
-from .loop_embedding import LearnedLoopEmbedding
-from .loop_parameters import LoopDelta
-from .norms import LoopedNorm
-from .readouts import AlphaReadout, TaperNorm
-
 
 ALIKE = ("position", "gate", "time")  # roles whose weights are drawn alike by all schemes
 
@@ -98,28 +91,8 @@ INIT_SCHEMES = {
 
 def init_module(module: nn.Module, config) -> bool:
     """Initialise a module of this package; False if it is for transformers to do (LayerNorm, rotary tables)."""
-    if isinstance(module, DiagonalInjection):
-        init.zeros_(module.log_rate)
-        init.constant_(module.dt_bias, module.initial_dt_bias())
-    elif isinstance(module, LoopDamping):
-        init.constant_(module.logit, module.initial_logit)
-    elif isinstance(module, LoopChangeGate):
-        init.zeros_(module.factor)
-    elif isinstance(module, LoopDelta):
-        module.reset_parameters()
-    elif isinstance(module, LearnedLoopEmbedding):
-        init.zeros_(module.weight)
-    elif isinstance(module, AlphaReadout):
-        init.zeros_(module.log_scale)
-        if module.logit is not None:
-            init.constant_(module.logit, module.initial_logit)
-    elif isinstance(module, LoopedNorm):
-        if module.weight is not None:
-            init.constant_(module.weight, module.initial_weight)
-        if isinstance(module, TaperNorm):
-            for tensor in (module.linear_weight, module.gate, module.scale):
-                if tensor is not None:
-                    init.ones_(tensor)
+    if hasattr(module, "init_parameters"):
+        module.init_parameters()
     elif isinstance(module, (nn.Linear, nn.Embedding)):
         init_by_role(module, config)
     else:

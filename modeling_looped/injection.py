@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from .cpu import project
 from .layers import linear
@@ -33,6 +34,9 @@ class LoopChangeGate(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.factor = nn.Parameter(torch.zeros(config.state_size))
+
+    def init_parameters(self):
+        init.zeros_(self.factor)
 
     def forward(self, before, after, first):
         """before: h_t; after: core(h_t). first: as for injections."""
@@ -87,10 +91,10 @@ class DiagonalInjection(Injection):
         self.dt_bias = nn.Parameter(torch.zeros(config.state_size))
         self.input_proj = linear(config.hidden_size, config.state_size, "identity")
 
-    @staticmethod
-    def initial_dt_bias() -> float:
-        """softplus of this is ln sqrt 5, so that the decay starts at 1 / sqrt 5."""
-        return math.log(math.sqrt(5) - 1)
+    def init_parameters(self):
+        init.zeros_(self.log_rate)
+        # softplus of this is ln sqrt 5, so that the decay starts at 1 / sqrt 5
+        init.constant_(self.dt_bias, math.log(math.sqrt(5) - 1))
 
     def decay_and_step(self):
         wide = torch.promote_types(self.dt_bias.dtype, torch.float32)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,7 +19,6 @@ from .borrowed import (
     PagedAttentionCache,
     RotaryEmbedding,
     eager_attention,
-    eager_attention_forward,
 )
 from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
@@ -95,24 +95,24 @@ class AttentionSite(nn.Module):
     `module.layer_idx`, and engines look for one such module per slot. A looped layer fills a slot per loop.
     """
 
-    def __init__(self, config, sizes, layer_type: str, slot: int):
+    def __init__(self, config, layer_type: str, slot: int):
         super().__init__()
         self.config, self.layer_idx = config, slot
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.softcap = config.attention_softcap
-        self.num_key_value_groups = sizes.num_attention_heads // sizes.num_key_value_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads  # in the core too
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
 
     def forward(self, queries, keys, values, attention_mask, **kwargs):
         """[rows, heads, length, head_dim] each, to [rows, length, heads, head_dim] and, where there are, weights."""
-        implementation, eager = self.config._attn_implementation, eager_attention_forward
+        implementation = self.config._attn_implementation
         if self.softcap is not None:
             check_softcap(self.softcap, implementation)
-            eager, kwargs["softcap"] = eager_attention, self.softcap
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+            kwargs["softcap"] = self.softcap
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         return attention_interface(
             self,
             queries,
@@ -335,23 +335,14 @@ class LoopedBlock(GradientCheckpointingLayer):
     residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
     """
 
-    def __init__(
-        self,
-        config,
-        sizes,
-        layer: int,
-        first_slot: int,
-        layer_type: str,
-        value_embedding: bool,
-        rope: str | None,
-    ):
+    def __init__(self, config, sizes, layer: int, first_slot: int, layer_type: str, rope: str | None):
         super().__init__()
         self.layer = layer  # counted once, whatever the depth
         self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
         self.rope = rope  # the kind of its rotary tables, or None
         self.arrangement = config.block_norm
-        self.self_attn = LoopedAttention(config, sizes, value_embedding)
+        self.self_attn = LoopedAttention(config, sizes, config.has_value_embedding(layer))
         self.mlp = LoopedMLP(config, sizes)
         self.norms_input = self.arrangement != "post"
         if self.norms_input:
@@ -417,11 +408,12 @@ def scaled(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
 class LoopDamping(nn.Module):
     """h * sigmoid(a) with one learned scalar a."""
 
-    initial_logit = 2.0
-
     def __init__(self, config):
         super().__init__()
-        self.logit = nn.Parameter(torch.full((1,), self.initial_logit))
+        self.logit = nn.Parameter(torch.empty(1))
+
+    def init_parameters(self):
+        init.constant_(self.logit, 2.0)
 
     def forward(self, state):
         return state * torch.sigmoid(self.logit).to(state.dtype)

@@ -83,7 +83,7 @@ class StrictLoadingMixin:
         # a folder in a layout that is not ours, see formats/
         public = None
         if pretrained_model_name_or_path is not None and "public" in OPENERS:
-            public = OPENERS["public"](cls, pretrained_model_name_or_path, kwargs)
+            public = OPENERS["public"](pretrained_model_name_or_path, kwargs)
         loader = cls if public is None else public.loading_class(cls)
         wants_info = kwargs.pop("output_loading_info", False)
         # without a path the caller gave a state_dict, and with it the responsibility

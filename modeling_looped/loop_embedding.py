@@ -6,6 +6,7 @@ or one per row. It gives [rows, 1, state], with one row where all are alike.
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from .cpu import project
 from .depth import placed
@@ -39,6 +40,9 @@ class LearnedLoopEmbedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(config.num_loop_sets, config.state_size))
+
+    def init_parameters(self):
+        init.zeros_(self.weight)
 
     def forward(self, loop, depth, like: torch.Tensor) -> torch.Tensor:
         vector = self.weight[select_set(loop, len(self.weight), like.device)]

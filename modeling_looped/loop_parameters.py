@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .depth import placed
+from .depth import one_or_rows
 
 
 DELTA = "_delta"
@@ -29,9 +29,8 @@ class LoopDelta(nn.Module):
         self.a = nn.Parameter(torch.empty(num_sets, rank, layer.in_features))
         self.b = nn.Parameter(torch.empty(num_sets, layer.out_features, rank))
         self.bias = nn.Parameter(torch.empty(num_sets, layer.out_features)) if layer.bias is not None else None
-        self.reset_parameters()
 
-    def reset_parameters(self):
+    def init_parameters(self):
         bound = self.a.shape[-1] ** -0.5
         init.uniform_(self.a, -bound, bound)
         init.zeros_(self.b)
@@ -73,6 +72,4 @@ def parameters_by_loop(module: nn.Module) -> list[nn.Parameter]:
 
 def select_set(loop: int | list[int], num_sets: int, device) -> int | torch.Tensor:
     """The set of parameters that loop t takes; one per row, [rows], where rows are at loops of their own."""
-    if isinstance(loop, int):
-        return min(loop, num_sets - 1)
-    return placed([min(t, num_sets - 1) for t in loop], device)
+    return one_or_rows(lambda t: min(t, num_sets - 1), loop, device)

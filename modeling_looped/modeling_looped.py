@@ -54,7 +54,7 @@ from .clients import (
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
-from .depth import DepthPlan, one_or_rows, placed, plan_depths
+from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
 from .injection import INJECTIONS, LoopChangeGate
@@ -210,19 +210,15 @@ class LoopedModel(LoopedPreTrainedModel):
         self, section: str, layer_types: list[str], ropes: list[str | None], first_layer: int, first_slot: int
     ) -> list[LoopedBlock]:
         sizes = self.config.block_sizes(section)
-        layers = [(first_layer + i, first_slot + i, *kinds) for i, kinds in enumerate(zip(layer_types, ropes))]
         return [
-            LoopedBlock(self.config, sizes, layer, slot, layer_type, self.config.has_value_embedding(layer), rope)
-            for layer, slot, layer_type, rope in layers
+            LoopedBlock(self.config, sizes, first_layer + i, first_slot + i, layer_type, rope)
+            for i, (layer_type, rope) in enumerate(zip(layer_types, ropes))
         ]
 
     def _sites(self) -> list[AttentionSite]:
         prelude, core, coda = self.config.section_layer_types()
-        of_loop = [("core", kind) for kind in core]
-        slots = [("prelude", kind) for kind in prelude] + [("coda", kind) for kind in coda]
-        slots += of_loop * min(self.config.num_stored_loops(self.config.num_loops), MOST_LOOPS_WITH_SITES)
-        sizes = {section: self.config.block_sizes(section) for section in ("prelude", "core", "coda")}
-        return [AttentionSite(self.config, sizes[section], kind, i) for i, (section, kind) in enumerate(slots)]
+        loops = min(self.config.num_stored_loops(self.config.num_loops), MOST_LOOPS_WITH_SITES)
+        return [AttentionSite(self.config, kind, slot) for slot, kind in enumerate(prelude + coda + core * loops)]
 
     def site(self, slot: int) -> AttentionSite | DeeperSite:
         """Where a slot attends. Those beyond the configured depth are not modules: a pass makes them as it needs."""
@@ -402,7 +398,7 @@ class LoopedModel(LoopedPreTrainedModel):
         for loop in range(plan.max_depth):
             state = self.core_pass(state, embedded, loop, plan.max_depth, context)
             state, rows = watch.after_loop(loop + 1, state, context)
-            if watch.is_done:
+            if watch.is_done(loop + 1):
                 break
             if rows is not None:
                 embedded, context = embedded[rows], context.of_rows(rows, len(rows))
@@ -414,9 +410,11 @@ class LoopedModel(LoopedPreTrainedModel):
         is one int for all rows, or one per row."""
         # rows at loops of their own have no cache, or one that knows these
         slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
-        first, scale = self._at_first_loop(loop, embedded), self._residual_scale(depth, embedded)
-        own = None if self.num_loop_sets is None else select_set(loop, self.num_loop_sets, embedded.device)
-        makes_keys = self._makes_keys(loop, embedded)
+        device, sets = embedded.device, self.num_loop_sets
+        first = one_or_rows(lambda t: t == 0, loop, device, 3) if self.looks_at_first else False
+        scale = one_or_rows(self._residual_factor, depth, device, 3, embedded.dtype)
+        own = None if sets is None else select_set(loop, sets, device)
+        makes_keys = one_or_rows(self.config.makes_keys, loop, device, 4) if self.config.shares_keys else True
         x, time = self.injection(state, embedded), None
         if self.loop_embedding is not None:
             time = self.loop_embedding(loop, depth, x)
@@ -505,28 +503,9 @@ class LoopedModel(LoopedPreTrainedModel):
             return []
         return [(int(layer), table) for layer, table in self.value_embeds.items()]
 
-    def _residual_scale(self, depth: int | list[int], like: torch.Tensor) -> float | torch.Tensor:
-        """eps of the core: one number, or [rows, 1, 1] where it follows each row's own depth."""
-        if self.config.residual_depth == "trained":
-            return self.config.residual_factor(self.trained_depth)
-        if isinstance(depth, int):
-            return self.config.residual_factor(depth)
-        factors = [self.config.residual_factor(loops) for loops in depth]
-        return placed(factors, like.device, like.dtype)[:, None, None]
-
-    def _at_first_loop(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
-        """Whether t = 0, for injections and the gate, where they ask: one bool, or one per row, [rows, 1, 1]."""
-        if isinstance(loop, int):
-            return loop == 0
-        return one_or_rows([t == 0 for t in loop], like.device, 3) if self.looks_at_first else False
-
-    def _makes_keys(self, loop: int | list[int], like: torch.Tensor) -> bool | torch.Tensor:
-        """Whether loop t computes keys and values: one bool, or one per row, [rows, 1, 1, 1]."""
-        if not self.config.shares_keys:
-            return True
-        if isinstance(loop, int):
-            return self.config.makes_keys(loop)
-        return one_or_rows([self.config.makes_keys(t) for t in loop], like.device, 4)
+    def _residual_factor(self, depth: int) -> float:
+        """eps of the core in a run of `depth` loops."""
+        return self.config.residual_factor(depth if self.config.residual_depth == "run" else self.trained_depth)
 
     def _positions(self, inputs_embeds, attention_mask, cache):
         """Positions from the cache's length; learned ones skip padding, since unlike RoPE they are not relative."""

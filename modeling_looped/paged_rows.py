@@ -214,19 +214,12 @@ class PagedView:
         """Of tokens that all are at one."""
         self.go_to([loop] * len(self.tokens))
 
-    @property
-    def row_attention(self) -> Callable:
-        return self.attend
-
-    def masks(self, as_bias: torch.dtype | None = None) -> dict[str, None]:
-        return dict.fromkeys(("full_attention", "sliding_attention"))
-
     def line(self, pool: Pool, i: int) -> Line:
         batch, row, _ = self.tokens[i]
         lines = batch.lines[pool][row]
         return lines[self.loops[i] % len(lines)]
 
-    def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+    def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """[tokens, heads, 1, head_dim] each; keys and values: None where no token's loop makes any."""
         pool = self.pages.pool_of(slot)
         room = pool.memory[slot]

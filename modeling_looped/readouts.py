@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from .depth import one_or_rows, placed
 from .norms import LoopedNorm, block_norm
@@ -23,8 +24,7 @@ def has_reached(trained_depth: int, depth: int | list[int] | torch.Tensor, devic
     agree, else a mask that broadcasts over [rows, length, hidden]."""
     if torch.is_tensor(depth):
         return (depth >= trained_depth).unsqueeze(-1)
-    reached = [d >= trained_depth for d in ([depth] if isinstance(depth, int) else depth)]
-    return one_or_rows(reached, device, 3)
+    return one_or_rows(lambda loops: loops >= trained_depth, depth, device, 3)
 
 
 class AlphaReadout(nn.Module):
@@ -39,11 +39,12 @@ class AlphaReadout(nn.Module):
         super().__init__()
         self.alpha, self.eps, self.count = config.readout_alpha, config.rms_norm_eps, config.num_readout_alphas
         self.log_scale = nn.Parameter(torch.zeros(self.count))
-        self.logit = nn.Parameter(torch.full((self.count,), self.initial_logit)) if config.learns_alpha else None
+        self.logit = nn.Parameter(torch.empty(self.count)) if config.learns_alpha else None
 
-    @property
-    def initial_logit(self) -> float:
-        return math.log(self.alpha / (1 - self.alpha))
+    def init_parameters(self):
+        init.zeros_(self.log_scale)
+        if self.logit is not None:
+            init.constant_(self.logit, math.log(self.alpha / (1 - self.alpha)))
 
     def forward(self, x, depth: int | list[int] | torch.Tensor):
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -74,6 +75,12 @@ class TaperNorm(LoopedNorm):
         self.linear_weight = nn.Parameter(torch.ones(self.size)) if config.norm_affine else None
         self.register_buffer("gate", torch.ones(()))
         self.register_buffer("scale", torch.ones(()))
+
+    def init_parameters(self):
+        super().init_parameters()
+        for tensor in (self.linear_weight, self.gate, self.scale):
+            if tensor is not None:
+                init.ones_(tensor)
 
     def forward(self, x):
         gate, linear = self.gate.to(x.dtype), x * self.scale.to(x.dtype)

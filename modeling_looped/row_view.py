@@ -253,8 +253,6 @@ class RowView:
 
         as_bias: for eager attention, which adds its mask to the scores.
         """
-        if self.by_row:
-            return dict.fromkeys(("full_attention", "sliding_attention"))
         masks = {"full_attention": self.mask(None)}
         config = self.cache.model_config
         if config.has_windows:
@@ -333,11 +331,7 @@ class JointView:
     def __init__(self, views: list[RowView]):
         self.views, self.sizes = views, [len(view.rows) for view in views]
 
-    @property
-    def row_attention(self) -> Callable:
-        return self.attend
-
-    def attend(self, *states_slot_and_scaling) -> torch.Tensor:
+    def row_attention(self, *states_slot_and_scaling) -> torch.Tensor:
         if all(view.goes_by_row for view in self.views):
             return attend_row_by_row(self.views, *states_slot_and_scaling)
         *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
@@ -349,6 +343,3 @@ class JointView:
             attend = view.attend if view.goes_by_row else view.attend_by_itself
             outputs.append(attend(*of_view, slot, scaling))
         return torch.cat(outputs)
-
-    def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
-        return dict.fromkeys(("full_attention", "sliding_attention"))

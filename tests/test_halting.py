@@ -160,7 +160,7 @@ def random_units(name: str, seed: int, ties: bool) -> Units:
     scores = torch.rand(LOOPS, 12, generator=generator, dtype=torch.double)
     if ties:
         scores = (scores * 4).round() / 4
-    if CRITERIA[name].compares and not CRITERIA[name].exits_above:
+    if CRITERIA[name].remembers and not CRITERIA[name].exits_above:
         scores[0] = math.inf
     return Units(losses, {name: scores})
 

@@ -23,7 +23,7 @@ from .registry import LAYOUTS
 from .writing import save_public
 
 
-OPENERS["public"] = lambda model_class, path, kwargs: open_public(path, kwargs)
+OPENERS["public"] = open_public
 OPENERS["config"] = read_public_config
 OPENERS["dense"] = from_dense
 

@@ -177,7 +177,6 @@ def start_from_dense(
     choice = choose_layers(dense_config.num_hidden_layers, prelude, core, coda, num_loops, layers, core_init)
     fields |= of_layers(choice, fields.pop("layer_windows"), fields.pop("layer_ropes"))
     plain = LoopedConfig(**fields, num_loops=1)
-    check_layer_types(plain, choice, fields)
     return Start(family, choice, plain, looped_config(plain, fields, choice.num_loops, injection, overrides))
 
 
@@ -195,18 +194,6 @@ def of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> di
         if set(letters) != {"R"}:
             fields["rope_pattern"] = letters
     return fields
-
-
-def check_layer_types(plain: LoopedConfig, choice: LayerChoice, fields: dict):
-    """Refuses a choice of layers whose attention windows would not be those that the dense layers had."""
-    pattern = fields.get("window_pattern")
-    if pattern is not None:
-        types = [kind for section in plain.section_layer_types() for kind in section]
-        if ["S" if kind == "sliding_attention" else "L" for kind in types] != list(pattern):
-            raise ValueError(
-                f"the dense layers {choice.sources} have the windows {pattern} (S slides), which a window_pattern "
-                f"cannot say: the last layer never slides in one. Choose layers of which the last is full"
-            )
 
 
 def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: str, overrides: dict) -> LoopedConfig:

@@ -179,7 +179,7 @@ class Huginn(Raven):
         }
         return [*trunk_rules(), *layer_rules(norms, pairs=True)]
 
-    def read_config(self, config, stored_names=None):
+    def read_config(self, config):
         fields = Fields(self, config)
         looped: dict[str, Any] = {**self.read_sizes(fields), "block_norm": "residual_sandwich", "coda_input": "norm"}
         looped["attention_bias"] = "qk" if fields.take("qk_bias", default=True) else "none"
@@ -222,7 +222,7 @@ class Retrofitted(Raven):
     def embedding_scale(self, values, width):
         return values.get("embed_scale", sqrt(width))
 
-    def read_config(self, config, stored_names=None):
+    def read_config(self, config):
         fields = Fields(self, config)
         looped: dict[str, Any] = {**self.read_sizes(fields), **self.block}
         fields.expect("qk_bias", False)

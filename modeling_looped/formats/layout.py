@@ -67,7 +67,7 @@ class Layout:
         """stored_names: of tensors; asked for where the config does not tell."""
         return self.model_type is not None and config.get("model_type") == self.model_type
 
-    def read_config(self, config: dict, stored_names: Collection[str] | None = None) -> dict:
+    def read_config(self, config: dict) -> dict:
         """The fields of LoopedConfig that a config.json stands for, or an error that names what we cannot run."""
         raise NotImplementedError
 
@@ -183,10 +183,10 @@ def rope_words(config: LoopedConfig) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def said_differently(layout: Layout, config: LoopedConfig, stored: dict, names) -> list[str]:
+def said_differently(layout: Layout, config: LoopedConfig, stored: dict) -> list[str]:
     """The fields of a config that its own config.json in this layout does not give back."""
     try:
-        back = LoopedConfig(**layout.read_config(stored, names))
+        back = LoopedConfig(**layout.read_config(stored))
     except LoopedConfigError as error:  # what it has in all its models does not go with what this one has
         raise LoopedConfigError(f"the layout of {layout.title} cannot say this model's config: {error}") from error
     foreign = []

@@ -68,7 +68,7 @@ class Llama(Layout):
     def make_rules(self):
         return llama_rules()
 
-    def read_config(self, config, stored_names=None):
+    def read_config(self, config):
         fields = Fields(self, config)
         looped: dict[str, Any] = {**llama_sizes(fields), "num_loops": 1}
         return {**looped, **token_ids(fields, looped["vocab_size"]), **fields.shared()}

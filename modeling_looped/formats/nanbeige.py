@@ -36,7 +36,7 @@ class Nanbeige(Layout):
     def make_rules(self):
         return llama_rules()
 
-    def read_config(self, config, stored_names=None):
+    def read_config(self, config):
         fields = Fields(self, config)
         looped: dict[str, Any] = llama_sizes(fields)
         for name, values in OFF.items():

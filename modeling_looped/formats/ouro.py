@@ -27,7 +27,7 @@ class Ouro(Layout):
     def make_rules(self):
         return [*llama_rules(**RENAMED), Rule("model.early_exit_gate", ("exit_gate",))]
 
-    def read_config(self, config, stored_names=None):
+    def read_config(self, config):
         fields = Fields(self, config)
         looped: dict[str, Any] = {**llama_sizes(fields), **LOOP, "num_loops": fields.take("total_ut_steps", default=4)}
         fields.expect("early_exit_step")

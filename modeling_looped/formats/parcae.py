@@ -89,7 +89,7 @@ class Parcae(Layout):
     def mlp_rules(self, theirs: str, own: str) -> list[Rule]:
         return rules({f"{theirs}.mlp.fc": f"{own}.mlp.up_proj"})
 
-    def read_config(self, config, stored_names=None):
+    def read_config(self, config):
         fields = Fields(self, config)
         width, heads = fields.take("n_embd"), fields.take("num_attention_heads")
         for name, value in FIXED.items():

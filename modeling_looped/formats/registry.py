@@ -27,14 +27,13 @@ class Found(NamedTuple):
 
     layout: Layout
     config: dict  # its config.json
-    names: frozenset[str]  # of its tensors, where the layout is told by them
 
     def read_config(self) -> dict:
         for name, value in self.config.items():
             if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
                 raise LoopedConfigError(f"{name} must be at most {MOST_LAYERS}, got {value}")
         try:
-            fields = self.layout.read_config(self.config, self.names)
+            fields = self.layout.read_config(self.config)
         except (TypeError, AttributeError, ArithmeticError) as error:  # it counts with what it finds
             raise LoopedConfigError(
                 f"config.json has a value that no config of {self.layout.title} has ({error}): fetch it again"
@@ -66,7 +65,7 @@ def find_layout(config: dict, path, hub: dict) -> Found | None:
     names = frozenset() if len(may_be) == 1 else frozenset(stored_tensors(path, hub))
     for layout in may_be:
         if layout.recognises(config, names):
-            return Found(layout, config, names)
+            return Found(layout, config)
     raise LoopedConfigError(
         f"{path} says model_type={model_type!r}, but its tensors are those of none of the models of this kind that "
         f"can be opened: {', '.join(layout.title for layout in may_be)}"

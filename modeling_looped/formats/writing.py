@@ -54,7 +54,7 @@ def save_public(model, folder, to: str, unroll: bool = False, tokenizer_of=None)
 def public_config(layout: Layout, config: LoopedConfig) -> dict:
     """config.json in this layout, or an error that lists what it cannot say."""
     words = layout.write_config(config)
-    if foreign := said_differently(layout, config, words, ()):
+    if foreign := said_differently(layout, config, words):
         raise LoopedConfigError(
             f"the layout of {layout.title} cannot say {', '.join(foreign)}: a model with this cannot be written in it"
         )

@@ -71,7 +71,7 @@ def take_liger(model: nn.Module):
 
 
 def has_plain_weight(norm: LoopedNorm) -> bool:
-    return norm.is_plain and norm.weight is not None
+    return norm.is_plain and norm.weight is not None and not norm.is_by_loop
 
 
 def is_swiglu(mlp: LoopedMLP) -> bool:
