@@ -186,7 +186,8 @@ def run_coda(tokens: Tokens, state: torch.Tensor) -> torch.Tensor:
 
 
 def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
-    trunk, view = tokens.engine.trunk, view_of(tokens.parts, loops)
+    trunk = tokens.engine.trunk
+    view: Any = view_of(tokens.parts, loops)
     attend, eager = view.row_attention, trunk.config._attn_implementation == "eager"
     return PassContext(
         num_rows=len(loops),

@@ -214,13 +214,13 @@ class ExitRule(NamedTuple):
         criterion, threshold, min_loops, selection = self.name, self.threshold, self.min_loops, self.selection
         if unknown := [name for name in self.criterion.remembers if name not in INITIAL]:
             raise ValueError(
-                f"exit_criterion={criterion!r} remembers {', '.join(unknown)}, whose value before a token's first reading "
-                "is not known: put it in exit_criteria.INITIAL"
+                f"exit_criterion={criterion!r} remembers {', '.join(unknown)}, whose value before a token's first "
+                "reading is not known: put it in exit_criteria.INITIAL"
             )
         if criterion == "gate" and config.exit_gate == "none":
             raise ValueError(
-                "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use another "
-                "criterion, e.g. 'logit_margin'"
+                "exit_criterion='gate' needs a model with an exit gate, but this one has exit_gate='none': use "
+                "another criterion, e.g. 'logit_margin'"
             )
         if config.reads_run_depth:
             raise ValueError(
@@ -251,13 +251,13 @@ class ExitRule(NamedTuple):
             )
         if selection not in get_args(ExitSelection):
             raise ValueError(
-                f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs them "
-                "all and then chooses which to read out, 'weighted' reads them all out"
+                f"exit_selection={selection!r} is not known: 'stop' ends a token's loops at its exit, 'after' runs "
+                "them all and then chooses which to read out, 'weighted' reads them all out"
             )
         if selection == "weighted" and criterion != "gate":
             raise ValueError(
-                "exit_selection='weighted' weighs loops by the probabilities of the exit gate: pass exit_criterion='gate' "
-                f"instead of {criterion!r}, or another exit_selection"
+                "exit_selection='weighted' weighs loops by the probabilities of the exit gate: pass "
+                f"exit_criterion='gate' instead of {criterion!r}, or another exit_selection"
             )
 
 
@@ -274,7 +274,7 @@ def exit_rule(
     """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
     if not isinstance(criterion, str) or criterion not in CRITERIA:
         raise ValueError(f"exit_criterion={criterion!r} is not known: choose one of {', '.join(CRITERIA)}")
-    threshold = CRITERIA[criterion].default if threshold is None else threshold
-    rule = ExitRule(criterion, threshold, min_loops, interval, selection=selection, read_interval=read_interval)
+    reached: Any = CRITERIA[criterion].default if threshold is None else threshold
+    rule = ExitRule(criterion, reached, min_loops, interval, selection=selection, read_interval=read_interval)
     rule.check(config, config.num_loops if num_loops is None else num_loops)
     return rule

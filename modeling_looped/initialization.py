@@ -7,6 +7,7 @@ model goes without).
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,8 +92,9 @@ INIT_SCHEMES = {
 
 def init_module(module: nn.Module, config) -> bool:
     """Initialise a module of this package; False if it is for transformers to do (LayerNorm, rotary tables)."""
-    if hasattr(module, "init_parameters"):
-        module.init_parameters()
+    init_parameters: Any = getattr(module, "init_parameters", None)
+    if init_parameters is not None:
+        init_parameters()
     elif isinstance(module, (nn.Linear, nn.Embedding)):
         init_by_role(module, config)
     else:

@@ -34,7 +34,7 @@ class LoopedNorm(nn.Module):
         self.rounds_first = affine and rounding == "before_weight"
         self.is_plain = not affine or (offset == 0 and not self.rounds_first)
         self.is_by_loop = affine and num_sets is not None
-        shape = (num_sets, size) if self.is_by_loop else (size,)
+        shape = (num_sets, size) if affine and num_sets is not None else (size,)
         self.weight = nn.Parameter(torch.full(shape, 1.0 - offset)) if affine else None
 
     def init_parameters(self):

@@ -1,6 +1,7 @@
 """What the head reads of a state: the parts that `readout_norm` chooses between, besides a norm of a block."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,4 +102,5 @@ class TaperNorm(LoopedNorm):
     def linearise(self, scale: float):
         self.scale.fill_(scale)
         if self.weight is not None and self.linear_weight is not None:
-            self.linear_weight.copy_(self.factor(self.weight.dtype))
+            factor: Any = self.factor(self.weight.dtype)
+            self.linear_weight.copy_(factor)

@@ -229,7 +229,10 @@ def test_rows_end_apart(system, way, at):
     assert found(out) == tuple(padded)
 
 
-@pytest.mark.parametrize("name", ["gate", *(name for name, criterion in CRITERIA.items() if criterion.remembers and not criterion.every_loop)])
+@pytest.mark.parametrize(
+    "name",
+    ["gate", *(name for name, criterion in CRITERIA.items() if criterion.remembers and not criterion.every_loop)],
+)
 @pytest.mark.some(2)
 def test_rows_that_end_leave_the_memory_of_the_others_alone(name):
     """Where the next loop starts from another state than the criterion reads. Rows by themselves show the same."""

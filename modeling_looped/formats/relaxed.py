@@ -52,7 +52,7 @@ def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str
                 biases = torch.stack([wide(state[f"{name}.bias"]) for state in per_loop_state])
                 part.bias.copy_(biases - shared[f"{name}.bias"])
                 held[f"{name}.bias"] = list(part.bias + shared[f"{name}.bias"])
-        elif isinstance(part, LoopedNorm) and part.is_by_loop:
+        elif isinstance(part, LoopedNorm) and part.is_by_loop and part.weight is not None:
             part.weight.copy_(torch.stack([wide(state[f"{path}.weight"]) for state in per_loop_state]))
             held[f"{path}.weight"] = list(part.weight)
     return {
@@ -98,7 +98,7 @@ def check_names(model, per_loop_state: Sequence[LoopWeights]):
         if isinstance(part, LoopDelta):
             name = layer_of_delta(path)
             own |= {f"{name}.weight"} | ({f"{name}.bias"} if part.bias is not None else set())
-        elif isinstance(part, LoopedNorm) and part.is_by_loop:
+        elif isinstance(part, LoopedNorm) and part.is_by_loop and part.weight is not None:
             own.add(f"{path}.weight")
             shapes[f"{path}.weight"] = part.weight.shape[1:]
     for loop, state in enumerate(per_loop_state):
