@@ -26,7 +26,7 @@ from .token_selector import TokenSelector, first_batchwise_part
 
 
 FLEX = "flex_attention"
-# what else a call passes to the model, as a state to begin with, only a pass of its own can take
+# what else a call passes to the model, only a pass of its own can take
 IN_TICKS = {"attention_mask", "position_ids", CACHE, "use_cache", "num_loops"}
 IN_TICKS |= {"logits_to_keep", "tokenizer"}  # which change nothing there
 TOKENS_OF_COPIES = 32  # of one row in a pass, where attention copies what each of them sees

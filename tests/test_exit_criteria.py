@@ -242,7 +242,6 @@ def test_published_thresholds():
         (TypeError, "min_loops must be an int, got True", {"min_loops": True}),
         (ValueError, "exit_interval must be at least 1, got -2", {"exit_interval": -2}),
         (TypeError, "exit_interval must be an int, got '2'", {"exit_interval": "2"}),
-        (ValueError, "exit_candidates=4 is no longer known", {"candidates": 4}),
         (ValueError, "prompt_loops=4 must be between 1 and num_loops=3", {"prompt_loops": 4}),
         (TypeError, "prompt_loops must be an int, got 2.0", {"prompt_loops": 2.0}),
         (ValueError, "exit_threshold, min_loops without exit_criterion", {"criterion": None, "min_loops": 2}),
@@ -258,7 +257,7 @@ def test_bad_rules_are_refused_by_generate(error, message, arguments):
     """Before any pass is run."""
     model = tiny_model(loop_loss="per_loop")
     model.model.forward = None
-    rename = {name: f"exit_{name}" for name in ("criterion", "threshold", "candidates")}
+    rename = {name: f"exit_{name}" for name in ("criterion", "threshold")}
     given = {"criterion": "logit_margin", "threshold": 0.5, **arguments}
     with pytest.raises(error, match=message):
         model.generate(random_ids(1, 3), max_new_tokens=2, **{rename.get(k, k): v for k, v in given.items()})

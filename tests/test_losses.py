@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from functools import wraps
 
 import peft
 import pytest
@@ -329,6 +330,7 @@ def test_small_chunks_give_the_same(loss, monkeypatch):
     calls = []
     decode = LoopedForCausalLM.decode
 
+    @wraps(decode)
     def spy(self, hidden, k):
         calls.append(len(hidden))
         return decode(self, hidden, k)
@@ -810,6 +812,7 @@ def test_exit_weighted_logits_take_the_head_once_and_in_chunks(monkeypatch):
     whole = gradients(model, model(ids, labels=labels, output_logits=False).loss)
     rows, logits_of = [], LoopedForCausalLM.logits
 
+    @wraps(logits_of)
     def spy(self, hidden):
         rows.append(len(hidden))
         return logits_of(self, hidden)

@@ -298,16 +298,6 @@ def test_a_prompt_beside_rows_that_cannot_go_by_row(monkeypatch):
     assert set(copied) == {1}
 
 
-def test_a_state_to_begin_with():
-    model = tiny_model(num_loops=4, state_init="normal", injection="concat")
-    state = torch.randn(1, 6, model.config.state_size)
-    request = {"input_ids": random_ids(1, 6), "initial_state": state, "max_new_tokens": 1, **GREEDY}
-    exits = {"exit_criterion": "latent_diff", "exit_threshold": 1e-9, "max_new_tokens": 1}
-    asked = [request, {**request, **exits}]
-    with SharedPasses(model) as passes:
-        assert_same(together(passes, asked), [model.generate(**each) for each in asked])
-
-
 def test_a_model_that_is_offloaded():
     model = build("plain")
     asked = requests(model, 4, ways=WAYS[:4])

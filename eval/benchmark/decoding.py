@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from looped_eval.common.hooks import hooks
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_eval.common.timing import least_seconds, now
 from looped_eval.halting.calibration import never
@@ -126,19 +127,21 @@ def timed(model, prompt, **how) -> Decoding:
     """Without the prompt's pass, in which the given cache is copied."""
     passes, ticks = [], []
 
-    def end_of_pass(model, arguments, outputs):
+    def begin_of_pass(table, arguments):  # the first is the prompt's
         passes.append(now())
 
     def tick(block, arguments):
-        if passes and arguments[0].shape[:2] == (len(prompt), 1):
+        if len(passes) > 1 and arguments[0].shape[:2] == (len(prompt), 1):
             ticks.append(now())
 
-    hooks = [model.register_forward_hook(end_of_pass), model.model.core[0].register_forward_pre_hook(tick)]
-    with watched_checks() as checks:
+    trunk = model.model
+    watching = [
+        trunk.embed_tokens.register_forward_pre_hook(begin_of_pass),
+        trunk.core[0].register_forward_pre_hook(tick),
+    ]
+    with hooks(*watching), watched_checks() as checks:
         result = model.generate(prompt, **how)
         end = now()
-    for hook in hooks:
-        hook.remove()
     per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else math.nan
     return Decoding(end - ticks[0], sum(checks), per_tick, result.token_loops[:, 1:])
 
