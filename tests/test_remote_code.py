@@ -225,6 +225,7 @@ def test_subclassed_config_keeps_its_own_map(tmp_path):
     assert (tmp_path / f"{__name__.rpartition('.')[2]}.py").exists()
 
 
+@pytest.mark.slow
 def test_a_class_of_anothers_that_is_registered_opens(tmp_path):
     """As docs/architecture.md says of a part of one's own."""
     page = Path(__file__).parents[1] / "docs" / "architecture.md"
