@@ -42,11 +42,6 @@ def one_cache(cache=None, past_key_values=None):
             raise ValueError(
                 "cache and past_key_values are two names for the same argument, and both are given: pass one"
             )
-        if (sharing := getattr(cache, "sharing", "none")) != "none":
-            raise ValueError(
-                f"cache_sharing={sharing!r} does not go with virtual tokens, as prefix tuning puts before the prompt "
-                "in a cache of its own: leave it out"
-            )
         return past_key_values
     if past_key_values is not None and CACHE == "cache" and not torch.compiler.is_compiling():
         message = "`past_key_values` is deprecated: transformers calls it `cache` since 5.24"

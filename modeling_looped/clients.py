@@ -75,6 +75,12 @@ def refuse_adapters_of_rows(model: torch.nn.Module):
     )
 
 
+def has_prefix(model) -> bool:
+    """Whether PEFT, which is then in charge of what a pass is given, puts a prefix in the place of the cache."""
+    peft = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    return getattr(getattr(peft, "active_peft_config", None), "peft_type", None) == "PREFIX_TUNING"
+
+
 def warn_of_another_policy(fields: dict):
     """fields: of a generation config, which hold in a call of generate in training mode."""
     if fields:

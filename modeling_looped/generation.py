@@ -23,8 +23,8 @@ from transformers.utils import logging
 
 from .borrowed import CACHE, one_cache
 from .cache import LoopedCache, sharing_of
-from .checks import check_softcap
-from .clients import warn_of_another_policy
+from .checks import check_softcap, refuse_if
+from .clients import has_prefix, warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_count, check_depths, placed
@@ -188,6 +188,11 @@ class LoopedGenerationMixin(Generative):
                 "loop: pass draft_loops=k to draft with the first k loops"
             )
         options.check_cache(self.config, model_kwargs.get(CACHE), config)
+        refuse_if(
+            options.cache_sharing != "none" and has_prefix(self),
+            f"cache_sharing={options.cache_sharing!r} does not go with prefix tuning, whose virtual tokens come in a "
+            "cache of their own: leave it out",
+        )
         if torch.is_tensor(options.num_loops) or rule is not None or options.changes_decoding:
             config.disable_compile = True  # a static cache compiles by itself, but which rows run is data
         return config, model_kwargs

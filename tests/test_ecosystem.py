@@ -155,7 +155,7 @@ def test_prefix_tuning(system):
         logits = model(input_ids=tokens).logits
     assert torch.equal(logits[:, -5:-1].argmax(-1), tokens[:, -4:])  # cached decoding sees the prefix as scoring does
     if not base.config.shares_keys:
-        with pytest.raises(ValueError, match="cache_sharing='last' does not go with virtual tokens"):
+        with pytest.raises(ValueError, match="cache_sharing='last' does not go with prefix tuning"):
             model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, cache_sharing="last")
 
 
