@@ -11,8 +11,8 @@ logger = logging.get_logger(__name__)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    return any(vars(module)[name] for name in HOOKS)
+def has_hooks(module) -> bool:
+    return any(getattr(module, name) for name in HOOKS)
 
 
 def is_as_written(owner, *methods: str) -> bool:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from .borrowed import found
+from .checks import has_hooks
 
 
 logger = logging.get_logger(__name__)
@@ -141,9 +142,7 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """
     if type(layer) is not nn.Linear or "forward" in layer.__dict__ or layer._compiled_call_impl is not None:
         return False
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-        return False
-    return not has_global_hooks()
+    return not has_hooks(layer) and not has_global_hooks()
 
 
 def has_global_hooks() -> bool:

@@ -183,12 +183,13 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
         return DepthPlan(depths, None, None, ticks, False)
 
     ends_together = backprop_loops is not None
-    deepest_first = sorted(depths, reverse=True)
+    by_depth = sorted(range(batch_size), key=lambda row: -depths[row])
+    deepest_first = [depths[row] for row in by_depth]
     needed = range(longest, 0, -1) if ends_together else range(1, longest + 1)  # to run at each tick
     counts = [sum(depth >= least for depth in depths) for least in needed]
     ticks = []
     for tick, (rows, following) in enumerate(zip(counts, [*counts[1:], 0])):
         loop = [tick - (longest - depth) for depth in deepest_first[:rows]] if ends_together else tick
         ticks.append(Tick(rows, loop, tick >= first_with_gradient, min(rows, following)))
-    order = torch.tensor(sorted(range(batch_size), key=lambda row: -depths[row]))
+    order = torch.tensor(by_depth)
     return DepthPlan(depths, order, order.argsort(), ticks, ends_together)

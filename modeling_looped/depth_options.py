@@ -73,8 +73,8 @@ class DepthOptions:
         """The fields beyond the arguments of the call that make other tokens than plain decoding does. Those of a
         generation config that was passed count: trainers pass one with what was saved."""
         plain = {**DEPTH_FIELDS, "num_loops": model_config.num_loops}
-        names = ("exit_criterion", "num_loops", "prompt_loops", "warm_start", "cache_sharing", "cache_dtype")
-        held = {name: getattr(self, name) for name in (*names, "state_seed") if arguments.get(name) is None}
+        names = "exit_criterion num_loops prompt_loops warm_start cache_sharing cache_dtype state_seed".split()
+        held = {name: getattr(self, name) for name in names if arguments.get(name) is None}
         return {name: value for name, value in held.items() if value is not None and differ(value, plain[name])}
 
     @property

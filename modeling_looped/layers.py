@@ -20,7 +20,7 @@ from .borrowed import (
     RotaryEmbedding,
     eager_attention,
 )
-from .checks import check_softcap
+from .checks import check_softcap, has_hooks
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
@@ -268,8 +268,7 @@ class LoopedAttention(LoopedLayer):
         elif is_paged:  # also of kept ones, for what it tells the kernel
             keys, values = cache.update(keys, values, slot, kwargs=kwargs)
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
-        has_hooks = site._forward_hooks or site._forward_pre_hooks
-        if is_plain and not has_hooks and not (self.training and site.attention_dropout):
+        if is_plain and not has_hooks(site) and not (self.training and site.attention_dropout):
             output = attend_on_cpu(queries, keys, values, attention_mask, scaling)
             if output is not None:
                 output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -232,7 +230,7 @@ def test_a_class_of_anothers_that_is_registered_opens(tmp_path):
     code = page.read_text("utf-8").split("```python\n")[1].split("```")[0]
     (tmp_path / "my_looped.py").write_text(code[: code.index("\n\nmodel = ")] + "\n")
     script = """
-import sys, torch
+import torch
 from my_looped import GatedForCausalLM
 from modeling_looped import LoopedConfig
 GatedForCausalLM.register_for_auto_class("AutoModelForCausalLM")
@@ -242,7 +240,6 @@ torch.nn.init.normal_(model.model.injection.gate)
 model.save_pretrained("saved")
 torch.save(model.eval()(torch.arange(3, 9)[None]).logits, "logits.pt")
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), import_paths()])}
     opening = """
 import torch
 from transformers import AutoModelForCausalLM
@@ -251,4 +248,5 @@ assert type(model).__name__ == "GatedForCausalLM", type(model)
 assert torch.equal(model(torch.arange(3, 9)[None]).logits, torch.load("logits.pt"))
 """
     for each in (script, opening):
-        subprocess.run([sys.executable, "-c", each], cwd=tmp_path, env=environment, check=True)
+        paths = [str(tmp_path), *import_paths().split(os.pathsep)]
+        run_clean(f"import sys\nsys.path[:0] = {paths}{each}", tmp_path=tmp_path)

@@ -39,6 +39,7 @@ class Figure(NamedTuple):
     draw: Callable[[dict], list[Chart]]  # ours, and the paper's where its text gives numbers
 
 
+BETTER_THAN_FREQUENCIES = 0.1  # nats below the loss of the tokens' frequencies, from which on a run counts as trained
 MADE_BY = ("command", "commit", "versions", "hardware")  # what every JSON tells of itself
 
 

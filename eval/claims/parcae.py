@@ -9,7 +9,7 @@ from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.words import counted
 
-from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
+from .definition import BETTER_THAN_FREQUENCIES, Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import by_function, result_of
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
 from .rules import AtMost, Effect, Estimate, Near
@@ -22,7 +22,6 @@ BASE, NORMED, DIAGONAL = ("pre", "concat"), ("residual_sandwich", "concat"), ("p
 NAMES = {BASE: "pre-norm RDM", NORMED: "RDM, normed residual", DIAGONAL: "diagonal injection"}
 PAPER_RATES = {"pre-norm RDM": 1.0, "RDM, normed residual": 2.0, "Parcae": 5.0}  # that train, of five, in table 2
 HIGHEST = {BASE: 2e-4, NORMED: 4e-4, DIAGONAL: 1e-3}  # rates that train in table 2, whose last is 1e-3
-BETTER_THAN_FREQUENCIES = 0.1  # nats, from which on a run counts as trained
 SPIKE = 0.5  # nats above the mean of the ten steps before
 LEAST_OF_DEPTH = 0.1  # nats that the first loop alone must be worse, where it matters which depths are trained
 

@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from .definition import Claim, each_seed, loss_of
+from .definition import BETTER_THAN_FREQUENCIES, Claim, each_seed, loss_of
 from .rules import Estimate, Rule
 
 
-BETTER_THAN_FREQUENCIES = 0.1  # nats, from which on a run counts as trained
 Number = Callable[[dict], float]  # KeyError where the seed has no such number
 
 

@@ -45,8 +45,13 @@ def over_seeds(values: Iterable[float]) -> Estimate:
     mean = fmean(values)
     if len(values) < 2:
         return Estimate(mean, None, None, len(values))
-    reach = student.ppf((1 + LEVEL) / 2, len(values) - 1) * stdev(values) / len(values) ** 0.5
-    return Estimate(mean, mean - float(reach), mean + float(reach), len(values))
+    reach = students_reach(stdev(values) / len(values) ** 0.5, len(values) - 1)
+    return Estimate(mean, mean - reach, mean + reach, len(values))
+
+
+def students_reach(standard_error: float, degrees: int) -> float:
+    """From a number to either end of its interval."""
+    return float(student.ppf((1 + LEVEL) / 2, degrees)) * standard_error
 
 
 def share(count: int, of: int) -> Estimate:

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-from scipy.stats import t as student
-
 from looped_recipes.common.measures import power_law
 
-from .rules import LEVEL, Estimate
+from .rules import Estimate, students_reach
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -18,5 +16,5 @@ def with_interval_of_fit(found: dict, seeds: int) -> Estimate | None:
     """Student's, of a straight line through the logarithms: what `power_law` gives, for a mean of so many seeds."""
     if found["slope"] is None:
         return None
-    reach = float(student.ppf((1 + LEVEL) / 2, found["points"] - 2)) * found["standard_error"]
+    reach = students_reach(found["standard_error"], found["points"] - 2)
     return Estimate(found["slope"], found["slope"] - reach, found["slope"] + reach, seeds)
