@@ -166,6 +166,8 @@ def test_lengths_are_compiled_twice_at_most():
     ids=["padded", "mixed_depths", "truncated", "truncated_mixed_depths", "every_loop"],
 )
 def test_every_argument_traces(system, arguments):
+    if system == "first_keys" and "backprop_loops" in arguments:
+        pytest.skip("its last loops compute no keys, so the model refuses: tests/test_depth.py")
     model, ids = build(system), random_ids(2, 7)
     arguments = {**arguments, "labels": ids} if "labels" in arguments else arguments
     compiled = torch.compile(model, backend=Graphs(), fullgraph=True)
