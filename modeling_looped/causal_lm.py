@@ -26,12 +26,13 @@ from .borrowed import named_cache, one_cache, tuples_on_request
 from .checks import check_inputs, has_hooks, is_as_written
 from .configuration_looped import LoopedConfig
 from .cpu import project
+from .cross_entropy import Head, at_least_fp32, shift
 from .depth import depth_tensor, read_depths
 from .exit_criteria import ExitRule
 from .exit_watch import forward_with_exits, refuse_with_exits
 from .generation import LoopedGenerationMixin
 from .layers import linear, with_role
-from .losses import at_least_fp32, denominator, exit_log_probabilities, loop_loss, shift
+from .losses import Labels, denominator, exit_log_probabilities, loop_loss
 from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .names import check_arguments
@@ -131,35 +132,30 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             refuse_with_exits(**of_losses, **asked._asdict())
             return forward_with_exits(self, exit_rule, inputs, depths, logits_to_keep, output_logits, kwargs)
 
-        labels = self._shifted_labels(labels, shift_labels, shape)
-        needed = asked.needed(self.config, has_loss=labels is not None)
+        shifted = self._shifted_labels(labels, shift_labels, shape)
+        targets = None if shifted is None else Labels(shifted, num_items_in_batch, loss_positions)
+        needed = asked.needed(self.config, has_loss=targets is not None)
         outputs = self.model(
             **inputs,
             backprop_loops=backprop_loops,
             output_loop_hidden_states=needed.hidden_states,
             output_loop_readout_states=needed.readout_states,
-            has_loss=labels is not None,
+            has_loss=targets is not None,
             **kwargs,
         )
         keep = kept_positions(logits_to_keep)
         logits = self.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
-        of_labels = num_items_in_batch, loss_positions
-        return self._output(outputs, asked, needed, logits, keep, depths, labels, of_labels)
+        return self._output(outputs, asked, needed, logits, keep, depths, targets)
 
-    def _output(
-        self, outputs, asked: AskedOutputs, needed: NeededOfPass, logits, keep, depths, labels, of_labels: tuple
-    ):
-        """From what the trunk returns to losses, exits and what was asked for.
-
-        keep: positions of logits; of_labels: their number in all, and where they stand.
-        """
+    def _output(self, outputs, asked: AskedOutputs, needed: NeededOfPass, logits, keep, depths, labels: Labels | None):
+        """From what the trunk returns to losses, exits and what was asked for. keep: positions of logits."""
         gates = self._gates(outputs) if needed.gates else None
         exits = self._exit_probabilities(gates, depths) if needed.exit_probabilities else None
         loss, losses, token_losses = None, None, None
         if labels is not None:
-            terms = outputs, gates, depths, labels, *of_labels
             in_order = logits if isinstance(keep, slice) else None  # positions that are named may be in any
-            loss, losses, token_losses = self._losses(in_order, exits, terms, asked.output_loop_losses)
+            every_loop = asked.output_loop_losses
+            loss, losses, token_losses = self._losses(outputs, in_order, gates, exits, depths, labels, every_loop)
         return LoopedCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -247,58 +243,40 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def sample_initial_state(self, batch_size: int, length: int, generator: torch.Generator | None = None):
         return self.model.sample_initial_state(batch_size, length, generator)
 
-    def _losses(self, logits, exit_probabilities, terms: tuple, every_loop: bool):
-        """The loss; and without gradients, the cross-entropies after every loop: their means, and of every token.
-
-        terms: outputs of the trunk, gates, depths, labels, num_items_in_batch, loss_positions.
-        """
-        outputs, _, depths, labels, num_items_in_batch, _ = terms
-        if not every_loop and self._has_plain_loss(logits, labels):
-            return self._plain_loss(logits, labels, num_items_in_batch), None, None
+    def _losses(
+        self, outputs, logits, gates, exit_probabilities, depths: int | list[int], labels: Labels, every_loop: bool
+    ):
+        """The loss; and without gradients, the cross-entropies after every loop: their means, and of every token."""
+        if not every_loop and self._has_plain_loss(logits, labels.tokens):
+            return self._plain_loss(logits, labels), None, None
         if self.config.loop_loss != "exit_weighted_logits":
-            loss, losses, token_losses = self._loop_loss(*terms, every_loop=every_loop)
+            loss, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, every_loop=every_loop)
             return loss, losses, token_losses if every_loop else None
         mixed = self._exit_weighted(outputs.loop_readout_states, exit_probabilities, depths)
-        loss = self._loop_loss(*terms, mixed=mixed)[0]
+        loss = self._loop_loss(outputs, gates, depths, labels, mixed=mixed)[0]
         if not every_loop:
             return loss, None, None
         with torch.no_grad():
-            _, losses, token_losses = self._loop_loss(*terms, objective="per_loop")
+            _, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, objective="per_loop")
         return loss, losses, token_losses
 
     def _loop_loss(
-        self,
-        outputs,
-        gates,
-        depths: int | list[int],
-        labels,
-        num_items_in_batch,
-        loss_positions,
-        mixed=None,
-        objective=None,
-        every_loop=True,
+        self, outputs, gates, depths, labels: Labels, mixed=None, objective: str | None = None, every_loop: bool = True
     ):
         """The loss without logits: of `mixed` readouts, or per loop where the trunk returned what every loop reads
         out."""
         one = outputs.last_hidden_state if mixed is None and outputs.loop_readout_states is None else mixed
-        states = None
-        if self.config.state_losses:
-            states = LoopStates(outputs.loop_hidden_states, outputs.first_state, self._latent_targets(labels))
-        return loop_loss(
-            self.config,
+        head = Head(
             self.decode if one is None else (lambda hidden, _: self.logits(hidden)),
             self._decode_parameters(with_readout=one is None),
-            outputs.loop_readout_states if one is None else [one],
-            states,
-            gates,
-            depths,
-            labels,
-            num_items_in_batch,
-            objective,
-            every_loop,
-            loss_positions,
             None if self.loss_kernel is None else partial(self._losses_of, self.loss_kernel, one is not None),
         )
+        states = None
+        if self.config.state_losses:
+            targets = self._latent_targets(labels.tokens)
+            states = LoopStates(outputs.loop_hidden_states, outputs.first_state, targets)
+        readouts = outputs.loop_readout_states if one is None else [one]
+        return loop_loss(self.config, head, readouts, states, gates, depths, labels, objective, every_loop)
 
     def _losses_of(self, kernel: Callable, is_read_out: bool, hidden, loop: int, labels):
         """Cross-entropies of tokens from what the head reads, or from what `decode` reads."""
@@ -317,13 +295,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         is_plain = self.config.loop_loss == "terminal" and not self.config.state_losses
         return is_plain and logits is not None and logits.shape[:2] == labels.shape
 
-    def _plain_loss(self, logits, labels, num_items_in_batch):
+    def _plain_loss(self, logits, labels: Labels):
         return self.loss_function(
             logits=logits,
             labels=None,
-            shift_labels=labels,
+            shift_labels=labels.tokens,
             vocab_size=self.config.vocab_size,
-            num_items_in_batch=denominator(labels, num_items_in_batch),
+            num_items_in_batch=denominator(labels.tokens, labels.num_items_in_batch),
         )
 
     def _decode_parameters(self, with_readout: bool) -> list[torch.Tensor] | None:

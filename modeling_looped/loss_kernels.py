@@ -1,8 +1,8 @@
 """Kernels of others for the cross-entropy of many tokens, which hold the logits of a part of them at most.
 
 A model takes one with `model.loss_kernel = LOSS_KERNELS[name]`: a function of hidden states [tokens, hidden], the
-head's weight, labels [tokens] and the softcap of the logits, to losses [tokens]. Without one, losses.py takes a chunk
-of tokens after the other. Each of these reads how many labels there are, for which a GPU is waited for.
+head's weight, labels [tokens] and the softcap of the logits, to losses [tokens]. Without one, cross_entropy.py takes a
+chunk of tokens after the other. Each of these reads how many labels there are, for which a GPU is waited for.
 """
 
 import torch

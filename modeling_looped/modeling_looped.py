@@ -54,6 +54,7 @@ from .clients import (
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
+from .cross_entropy import at_least_fp32
 from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
@@ -72,7 +73,6 @@ from .layers import (
 from .loading import StrictLoadingMixin
 from .loop_embedding import LOOP_EMBEDDINGS
 from .loop_parameters import select_set
-from .losses import at_least_fp32
 from .names import check_arguments
 from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded

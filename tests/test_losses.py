@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from modeling_looped import LoopedForCausalLM, losses
+from modeling_looped import LoopedForCausalLM, cross_entropy
 from modeling_looped.layers import rotary_tables
 from modeling_looped.losses import exit_log_probabilities
 
@@ -336,7 +336,7 @@ def test_small_chunks_give_the_same(loss, monkeypatch):
         return decode(self, hidden, k)
 
     monkeypatch.setattr(LoopedForCausalLM, "decode", spy)
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 2 * model.config.vocab_size)
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 2 * model.config.vocab_size)
     chunked = gradients(model, model(ids, labels=labels).loss)
     assert max(calls) == 2 and sum(calls) == model.config.num_loops * int((labels[:, 1:] != IGNORE).sum())
     for name in whole:
@@ -756,7 +756,7 @@ def test_head_with_hooks_makes_its_logits_again(loss):
 
 def test_chunks_bound_the_memory(monkeypatch):
     """Without returned logits, a step holds the logits of a chunk, however many tokens there are."""
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 32 * 8192)
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 32 * 8192)
     for rows in (1, 4):
         live = memory_of_a_step(random_ids(rows, 128, vocab_size=8192), False, loop_loss="per_loop")
         assert live.largest <= 32 * 8192
@@ -819,7 +819,7 @@ def test_exit_weighted_logits_take_the_head_once_and_in_chunks(monkeypatch):
         return logits_of(self, hidden)
 
     monkeypatch.setattr(LoopedForCausalLM, "logits", spy)
-    monkeypatch.setattr(losses, "LOGITS_PER_CHUNK", 4 * model.config.vocab_size)
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 4 * model.config.vocab_size)
     chunked = gradients(model, model(ids, labels=labels, output_logits=False).loss)
     assert max(rows) == 4 and sum(rows) == int((labels[:, 1:] != IGNORE).sum())
     for name in whole:

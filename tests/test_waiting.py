@@ -22,7 +22,7 @@ from looped_recipes.engine.optimizers import build_optimizers, build_schedulers
 from looped_recipes.engine.step import Steps
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.losses import shift
+from modeling_looped.cross_entropy import shift
 from tests.helpers import quick_and_slow, random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE
 

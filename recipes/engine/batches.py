@@ -15,7 +15,7 @@ from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM, balanced_ranks, depths_of_step, initial_state_of_step
-from modeling_looped.losses import shift
+from modeling_looped.cross_entropy import shift
 
 from .tensor_parallel import data_rank
 

@@ -1,0 +1,157 @@
+"""Weighted cross-entropies of many readouts, without ever holding the logits of more than a chunk of tokens."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .cpu import may_be_transformed
+
+
+IGNORE_INDEX = -100
+LOGITS_PER_CHUNK = 2**25
+MIN_CHUNK = 256  # tokens
+LOGITS_PER_BLOCK_ON_CPU = 2**20  # this number in fp32 stays in the processor's cache from one operation to the next
+
+
+class Head(NamedTuple):
+    """How readouts become logits, or losses."""
+
+    decode: Callable  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
+    parameters: list[torch.Tensor] | None  # what `decode` reads; None leaves them to autograd
+    kernel: Callable | None = None  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
+
+
+def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def shift(labels: torch.Tensor) -> torch.Tensor:
+    """Label of position i is the token at i + 1; the last position has none."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
+    """CE of every row of logits; and into `gradient`, if given, that of the weighted sum: w (softmax - one_hot)."""
+    rows = max(1, LOGITS_PER_BLOCK_ON_CPU // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
+    losses = torch.empty_like(weights)
+    for start in range(0, len(logits), rows):
+        block = slice(start, start + rows)
+        log_p = F.log_softmax(at_least_fp32(logits[block]), dim=-1)
+        target = labels[block].unsqueeze(-1)
+        losses[block] = -log_p.gather(-1, target).squeeze(-1)
+        if gradient is not None:
+            weight = weights[block].detach().unsqueeze(-1).to(log_p.dtype)
+            gradient[block] = log_p.exp_().mul_(weight).scatter_add_(-1, target, -weight)
+    return losses
+
+
+class _WeightedCrossEntropy(torch.autograd.Function):
+    """sum w_ki CE_ki, and the CE_ki.
+
+    Each chunk's gradients are taken as soon as its logits exist, then these are freed: one matrix product less than
+    recomputing them in the backward pass, and no [tokens, vocabulary] tensor in between.
+    """
+
+    @staticmethod
+    def forward(ctx, decode, num_states, chunk_size, positions, labels, weights, compared, *tensors):
+        states, parameters = tensors[:num_states], tensors[num_states:]
+        needed = ctx.needs_input_grad[-len(tensors) :]
+        trained = [p for p, need in zip(parameters, needed[num_states:]) if need]
+        sums: list[torch.Tensor | None] = [None] * len(trained)  # of the gradients of `trained`, over chunks
+        losses = torch.zeros_like(weights)
+        state_gradients, buffer = [], None
+        for k, state in enumerate(states):
+            gradient = torch.zeros_like(state, memory_format=torch.contiguous_format) if needed[k] else None
+            tokens = torch.arange(len(labels), device=labels.device) if compared is None else compared[k]
+            for chunk in tokens.split(chunk_size):
+                with torch.set_grad_enabled(gradient is not None or bool(trained)):
+                    hidden = state.flatten(0, 1)[positions[chunk]].detach().requires_grad_(gradient is not None)
+                    logits = decode(hidden.view_as(hidden), k)  # hooks of those who count operations take no leaf
+                wanted = ([hidden] if gradient is not None else []) + trained
+                to_logits = None
+                if wanted:
+                    if buffer is None or len(buffer) < len(logits):
+                        buffer = torch.empty_like(logits)
+                    to_logits = buffer[: len(logits)]
+                losses[k, chunk] = cross_entropy_of(logits.detach(), labels[chunk], weights[k, chunk], to_logits)
+                if not wanted:
+                    del logits  # before the next chunk's
+                    continue
+                found = list(torch.autograd.grad(logits, wanted, to_logits, allow_unused=True))
+                del logits
+                # a head of int8 gives none
+                if gradient is not None and (to_hidden := found.pop(0)) is not None:
+                    gradient.flatten(0, 1).index_copy_(0, positions[chunk], to_hidden.to(gradient.dtype))
+                for i, part in enumerate(found):
+                    if part is not None:
+                        so_far = sums[i]
+                        sums[i] = part if so_far is None else at_least_fp32(so_far).add_(part)
+            state_gradients.append(gradient)
+        summed = (torch.zeros_like(p) if s is None else s.to(p.dtype) for p, s in zip(trained, sums))
+        parameter_gradients = [next(summed) if need else None for need in needed[num_states:]]
+        ctx.save_for_backward(losses, *state_gradients, *parameter_gradients)
+        ctx.mark_non_differentiable(losses)
+        return (losses * weights).sum(), losses
+
+    @staticmethod
+    def backward(ctx, grad_total, _):
+        if torch.is_grad_enabled():  # create_graph, to which these gradients would be constants
+            raise NotImplementedError(
+                "the loss over loops has no second derivatives: compute it from output_loop_logits=True with "
+                "torch.nn.functional.cross_entropy, under attn_implementation='eager'"
+            )
+        losses, *gradients = ctx.saved_tensors
+        scaled = [None if g is None else g * grad_total.to(g.dtype) for g in gradients]
+        return None, None, None, None, None, losses * grad_total, None, *scaled
+
+
+def is_traced() -> bool:
+    """Whether this is compiled, or transformed by torch.func."""
+    return torch.compiler.is_compiling() or may_be_transformed()
+
+
+def detached(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach() for tensor in tensors]
+
+
+def weighted_cross_entropy(
+    head: Head,
+    states: list[torch.Tensor],  # per loop [batch, length, d]
+    positions: torch.Tensor,  # [tokens] labelled positions in batch * length
+    labels: torch.Tensor,  # [tokens]
+    weights: torch.Tensor,  # [loops, tokens]
+    compared: list[torch.Tensor] | None,  # per loop the tokens that ran it; None if all did
+    vocab_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
+    decode, parameters, kernel = head
+    if kernel is not None:
+        losses = []
+        for k, state in enumerate(states):
+            tokens = torch.arange(len(labels), device=labels.device) if compared is None else compared[k]
+            of_loop = kernel(state.flatten(0, 1)[positions[tokens]], k, labels[tokens]).to(weights.dtype)
+            losses.append(torch.zeros_like(weights[k]).index_copy(0, tokens, of_loop))
+        losses = torch.stack(losses)
+        return (losses * weights).sum(), losses.detach()
+    if parameters is None or is_traced():
+
+        def cross_entropy(state, k):
+            logits = at_least_fp32(decode(state.flatten(0, 1)[positions], k))
+            return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
+
+        if not is_traced():  # a compiler plans by itself what to keep, and torch.func knows no checkpoints
+            cross_entropy = partial(checkpoint, cross_entropy, use_reentrant=False)
+        losses = torch.stack([cross_entropy(state, k) for k, state in enumerate(states)])
+        return (losses * weights).sum(), losses.detach()
+    if not torch.is_grad_enabled():  # torch.autograd.Function does not see no_grad
+        states, parameters = detached(states), detached(parameters)
+    # with half of the tokens the chunks stay small beside the logits that a model returns; with fewer than
+    # MIN_CHUNK, adding up the head's gradients would cost more than the products
+    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, -(-len(labels) // 2))))
+    return _WeightedCrossEntropy.apply(
+        decode, len(states), chunk_size, positions, labels, weights, compared, *states, *parameters
+    )
