@@ -71,6 +71,8 @@ class PreallocatedLayer(DynamicLayer):
         if not self.buffers or self.keys.numel() == 0:
             return False
         keys, values = self.buffers
+        if keys.is_inference() and not torch.is_inference_mode_enabled():  # may not be written to
+            return False
         is_held = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
         return is_held and keys.shape[-2] >= length and keys.shape[:-2] == self.keys.shape[:-2]
 

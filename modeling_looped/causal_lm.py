@@ -23,7 +23,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .borrowed import named_cache, one_cache, tuples_on_request
-from .checks import check_inputs, has_hooks, is_as_written
+from .checks import check_inputs, has_hooks, is_as_written, refuse_if
 from .configuration_looped import LoopedConfig
 from .cpu import project
 from .cross_entropy import Head, at_least_fp32, shift
@@ -96,6 +96,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             `num_loops` is then the most it runs. selection="after" runs all loops, and reads each token out at its
             exit; "weighted" runs all, and reads all out, each with the probability of an exit there.
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
+            The loss that comes back is what training minimises, of all loops if `config.loop_loss` says so; for a
+            perplexity take the last of `loop_losses`, with output_loop_losses=True.
         loss_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
             for to know, so a numpy array, which stays on the host.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
@@ -249,6 +251,13 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         """The loss; and without gradients, the cross-entropies after every loop: their means, and of every token."""
         if not every_loop and self._has_plain_loss(logits, labels.tokens):
             return self._plain_loss(logits, labels), None, None
+        refuse_if(
+            hasattr(self, "_loss_function"),
+            f"a loss_function was set, which reads logits, but the loss of this pass (loop_loss="
+            f"{self.config.loop_loss!r}, losses of states: {self.config.state_losses}) is made without them: use "
+            "loop_loss='terminal' without losses of states, with the logits of all positions and no "
+            "output_loop_losses, or compute your loss from output_loop_logits=True outside of the model",
+        )
         if self.config.loop_loss != "exit_weighted_logits":
             loss, losses, token_losses = self._loop_loss(outputs, gates, depths, labels, every_loop=every_loop)
             return loss, losses, token_losses if every_loop else None
@@ -276,7 +285,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             targets = self._latent_targets(labels.tokens)
             states = LoopStates(outputs.loop_hidden_states, outputs.first_state, targets)
         readouts = outputs.loop_readout_states if one is None else [one]
-        return loop_loss(self.config, head, readouts, states, gates, depths, labels, objective, every_loop)
+        read = readouts, one is not None, states, gates
+        return loop_loss(self.config, head, *read, depths, labels, objective, every_loop)
 
     def _losses_of(self, kernel: Callable, is_read_out: bool, hidden, loop: int, labels):
         """Cross-entropies of tokens from what the head reads, or from what `decode` reads."""
@@ -298,7 +308,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     def _plain_loss(self, logits, labels: Labels):
         return self.loss_function(
             logits=logits,
-            labels=None,
+            labels=unshift(labels.tokens),  # for a loss_function of the caller's, which may shift by itself
             shift_labels=labels.tokens,
             vocab_size=self.config.vocab_size,
             num_items_in_batch=denominator(labels.tokens, labels.num_items_in_batch),
@@ -330,6 +340,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
 READOUT = ("logits", "softcapped", "decode", "_read_out")
 OF_TRUNK = ("readout", "_read")
+
+
+def unshift(labels: torch.Tensor) -> torch.Tensor:
+    """The inverse of `shift`, but for the first label, which nothing predicts."""
+    return torch.nn.functional.pad(labels[..., :-1], (1, 0), value=-100)
 
 
 def is_changed(module: torch.nn.Module) -> bool:

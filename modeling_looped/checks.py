@@ -15,10 +15,25 @@ def has_hooks(module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
-def is_as_written(owner, *methods: str) -> bool:
-    """Whether these methods, of a module or of its class, are of this package: nobody put others in their place."""
-    package = __name__.rpartition(".")[0]
-    return all(getattr(getattr(owner, name), "__module__", "").rpartition(".")[0] == package for name in methods)
+def is_as_written(module, *methods: str) -> bool:
+    """Whether these methods of a module are of this package: no other function has replaced them."""
+    package, own = __name__.rpartition(".")[0], vars(module)
+
+    def is_ours(name: str) -> bool:
+        if name in own and not is_wrapped(module, own[name]):
+            return False
+        cls = next(each for each in type(module).__mro__ if name in vars(each))
+        parts = cls, vars(cls)[name]  # functools.wraps gives a function the module of what it wraps, but not a class
+        return all(part.__module__.rpartition(".")[0] == package for part in parts)
+
+    return all(map(is_ours, methods))
+
+
+def is_wrapped(module, method) -> bool:
+    """Whether a method of an instance does what that of its class does: accelerate's moves tensors or sets their
+    precision, torch's is compiled."""
+    is_of_accelerate = hasattr(module, "_hf_hook") or hasattr(module, "_original_forward")
+    return is_of_accelerate or hasattr(method, "_torchdynamo_orig_callable")
 
 
 def refuse_if(stands: bool, message: str):
@@ -103,15 +118,20 @@ def check_softcap(softcap: float | None, implementation: str):
         )
 
 
-def is_recorded(options: dict) -> bool:
-    """Whether transformers records what blocks give, by the keyword arguments of a pass."""
-    return bool(options.get("output_hidden_states") or options.get("output_attentions"))
+def recorded(config, options: dict) -> dict:
+    """What transformers records of blocks, by the keyword arguments of a pass or else by the config."""
+    names = ("output_hidden_states", "output_attentions")
+    return {name: options.get(name, getattr(config, name, False)) for name in names}
 
 
-def check_pass(config, plan: DepthPlan, inputs_embeds, cache, initial_state, every_loop: bool, recording: dict):
+def is_recorded(config, options: dict) -> bool:
+    return any(recorded(config, options).values())
+
+
+def check_pass(config, plan: DepthPlan, inputs_embeds, cache, initial_state, every_loop: bool, options: dict):
     """Refuses arguments of a pass that do not go together, or not with this model.
 
-    recording: keyword arguments, as `is_recorded` reads them."""
+    options: the keyword arguments of transformers."""
     if not packs_requests(config._attn_implementation, cache):
         past = 0 if cache is None else cache.get_seq_length()
         check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
@@ -135,8 +155,15 @@ def check_pass(config, plan: DepthPlan, inputs_embeds, cache, initial_state, eve
             f"with {config.reads_run_depth} the first k loops of a deeper run are not a run of depth k, so states and "
             "logits of every loop mean nothing; run each depth by itself"
         )
-    if plan.is_mixed and is_recorded(recording):
+    if plan.is_mixed and is_recorded(config, options):
         raise ValueError(
             f"output_hidden_states and output_attentions need one depth for all rows, got {plan.depths}; use "
             "output_loop_hidden_states, or run rows of one depth together"
         )
+    selected = recorded(config, options)["output_hidden_states"]
+    num_blocks = config.num_prelude_layers + config.num_core_layers * plan.max_depth + config.num_coda_layers
+    refuse_if(
+        isinstance(selected, (list, tuple)) and num_blocks != config.num_hidden_layers,
+        f"output_hidden_states={selected} selects from num_hidden_layers={config.num_hidden_layers} layers, but this "
+        f"pass runs {num_blocks}: pass True, and select from what is returned",
+    )

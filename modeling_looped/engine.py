@@ -62,7 +62,7 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
 
 def has_own_passes(model) -> bool:
     """Whether a pass is what it was written as; rows apart are run in parts of one."""
-    return is_as_written(type(model), "forward") and is_as_written(type(model.model), "forward", "loop")
+    return is_as_written(model, "forward") and is_as_written(model.model, "forward", "loop")
 
 
 def has_hooks_on_passes(model) -> bool:
@@ -168,7 +168,7 @@ def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.
     """From h_0 to H of the last loop, of rows of one engine in step."""
     trunk, context = tokens.engine.trunk, pass_context(tokens, [0] * len(tokens.ids))
     for loop in range(num_loops):
-        context.cache.go_to_loop(loop)
+        context.cache.go_to([loop] * len(tokens.ids))
         state = state if loop == 0 else trunk.to_next_loop(state)
         state = trunk.core_pass(state, tokens.embedded, loop, num_loops, context)
     return state

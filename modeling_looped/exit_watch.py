@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from .borrowed import found, named_cache
+from .checks import recorded
 from .context import PassContext
 from .depth import deepest, depth_per_row, placed
 from .exit_criteria import CRITERIA, ExitRule
@@ -126,8 +127,7 @@ def forward_with_exits(
     if len(model.model.coda) and rule.criterion.needs == "logits":  # each check overwrites what the last wrote
         refuse_with_exits(**{type(cache).__name__: is_fixed(cache)})
         if given.shape[1] > 1:  # the check of a token reads what the token before left at its exit
-            recorded = ("output_hidden_states", "output_attentions")
-            refuse_with_exits(**{name: options.get(name) for name in recorded})
+            refuse_with_exits(**recorded(model.config, options))
             arguments = {"cache": cache, "num_loops": depths, "exit_rule": rule, "output_logits": output_logits}
             arguments |= options
             return token_by_token(model, inputs, given.shape[1], keep, returned, arguments)

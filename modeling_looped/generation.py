@@ -27,7 +27,7 @@ from .checks import check_softcap, refuse_if
 from .clients import has_prefix, warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
-from .depth import check_count, check_depths, placed
+from .depth import check_depths, placed
 from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
 from .engine import RowEngine, obstacle_to_row_engine
 from .exit_criteria import ExitCriterion, ExitSelection
@@ -319,7 +319,9 @@ class LoopedGenerationMixin(Generative):
         """
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         given = {name: value for name, value in given.items() if value is not None}
-        saved = {name for name in beside_defaults(self.generation_config) if name != "num_loops"}
+        saved = beside_defaults(self.generation_config)
+        if saved.get("num_loops") == self.config.num_loops:
+            del saved["num_loops"]
         has_depth = given or (generation_config is not None and beside_defaults(generation_config))
         if kwargs.get("cache_implementation") == "paged" and has_depth:  # generate calls this method, which calls it
             fields = listed(given or beside_defaults(generation_config))
@@ -336,14 +338,7 @@ class LoopedGenerationMixin(Generative):
                 f"generate_batch holds equally many key/value heads of every layer, but the core has "
                 f"{sizes.num_key_value_heads} and the other layers {self.config.num_key_value_heads}: use generate"
             )
-        configured, saved = self.config.num_loops, getattr(self.generation_config, "num_loops", None)
-        if self.training and saved not in (None, configured):
-            warn_of_another_policy({"num_loops": saved})
-        self.config.num_loops = configured if saved is None else check_count("num_loops", saved)
-        try:
-            return super().generate_batch(inputs, generation_config, **kwargs)
-        finally:
-            self.config.num_loops = configured
+        return super().generate_batch(inputs, generation_config, **kwargs)
 
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):
         check_softcap(self.config.attention_softcap, "paged|eager")

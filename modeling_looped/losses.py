@@ -67,8 +67,8 @@ def exit_log_probabilities(gates: torch.Tensor, last_loop: torch.Tensor | int) -
 def loop_loss(
     config,
     head: Head,
-    # what the head reads, per loop; or of the last loop alone for the terminal loss, or the mixture of all
-    readouts: list[torch.Tensor],
+    readouts: list[torch.Tensor],  # what the head reads, per loop
+    reads_once: bool,  # or, alone, that of the last loop or a mixture of all
     states: LoopStates | None,  # for losses that read them
     gates: torch.Tensor | None,  # gate logits [loops, batch, length]
     depths: int | list[int],  # of all rows, or per row
@@ -85,7 +85,7 @@ def loop_loss(
     log_p: Any = exit_log_probabilities(of_targets, targets.depth - 1) if objective == "exit_weighted" else None
     only_last_third = objective == "last_third" and not every_loop
 
-    if len(readouts) == 1 and objective in ("terminal", "exit_weighted_logits"):
+    if reads_once:
         active, compared = targets.labelled[None], None
         weights = active
     else:
@@ -93,7 +93,7 @@ def loop_loss(
         compared = None
         if (only_last_third or not isinstance(depths, int)) and not is_traced():
             compared = [placed(part, device) for part in compared_tokens(depths, shape, targets, only_last_third)]
-        weights = loop_weights(objective, targets, active, log_p)
+        weights = WEIGHTS[objective](targets, active, log_p)
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and objective != "gate"):
         loss, losses = weighted_cross_entropy(
@@ -129,24 +129,46 @@ def targets_of(labels: Labels, depths: int | list[int], device: torch.device, dt
 
 def active_loops(targets: Targets, num_loops: int, only_last_third: bool) -> torch.Tensor:
     """[loops, tokens] 1 where a token is compared after a loop, else 0."""
-    loops = torch.arange(num_loops, device=targets.depth.device)[:, None]
+    loops = loop_numbers(num_loops, targets)
     first = start_of_last_third(targets.depth) if only_last_third else 0
     return ((first <= loops) & (loops < targets.depth)) * targets.labelled
 
 
-def loop_weights(objective: str, targets: Targets, active: torch.Tensor, log_p: Any) -> torch.Tensor:
-    """w_ki, [loops, tokens]. log_p: the logarithms of p_ki, where the objective reads them."""
-    loops, depth = torch.arange(len(active), device=active.device)[:, None], targets.depth
-    if objective == "terminal":  # the other loops are there to be looked at
-        return (loops == depth - 1) * targets.labelled
-    if objective == "per_loop":
-        return active / depth
-    if objective == "last_third":
-        first = start_of_last_third(depth)
-        return active * (loops >= first) / (depth - first)
-    if objective == "exit_weighted":
-        return (log_p.exp() * targets.labelled).to(active.dtype)
-    return torch.zeros_like(active)  # gate
+def loop_numbers(count: int, targets: Targets) -> torch.Tensor:
+    """[loops, 1], counted from 0"""
+    return torch.arange(count, device=targets.depth.device)[:, None]
+
+
+def weights_of_last(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
+    """The other loops are there to be looked at."""
+    return (loop_numbers(len(active), targets) == targets.depth - 1) * targets.labelled
+
+
+def equal_weights(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
+    return active / targets.depth
+
+
+def weights_of_last_third(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
+    first = start_of_last_third(targets.depth)
+    return active * (loop_numbers(len(active), targets) >= first) / (targets.depth - first)
+
+
+def exit_weights(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
+    return (log_p.exp() * targets.labelled).to(active.dtype)
+
+
+def no_weights(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
+    return torch.zeros_like(active)
+
+
+# w_ki, [loops, tokens], of the objectives that read several loops. log_p: the logarithms of p_ki, for those that exit
+WEIGHTS = {
+    "terminal": weights_of_last,
+    "per_loop": equal_weights,
+    "last_third": weights_of_last_third,
+    "exit_weighted": exit_weights,
+    "gate": no_weights,
+}
 
 
 def exit_entropy(log_p: torch.Tensor, labelled: torch.Tensor) -> torch.Tensor:

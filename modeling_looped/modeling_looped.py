@@ -261,55 +261,26 @@ class LoopedModel(LoopedPreTrainedModel):
         has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
         """
         check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
-        cache = one_cache(cache, past_key_values)
-        has_gradients = self.training and torch.is_grad_enabled()
-        if has_gradients and not has_loss:
-            warn_of_another_loss(self.config)
-        if has_gradients and self.computes_again:
-            check_computes_again(self.config, self.checkpoints_loops)
-            leave_out_cache(cache)
-            cache, use_cache = None, False
+        cache, use_cache = self._cache_of_pass(one_cache(cache, past_key_values), use_cache, has_loss)
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
-        batch_size = inputs_embeds.shape[0]
-        plan = plan_depths(self.config.num_loops if num_loops is None else num_loops, batch_size, backprop_loops)
+        depths = self.config.num_loops if num_loops is None else num_loops
+        plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_pass(self.config, plan, inputs_embeds, cache, initial_state, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)
-
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
         if cache is not None and no_cache_because:
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without a cache.")
-        has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(kwargs)
-        may_be_packed = position_ids is not None  # positions that are made here restart nowhere
-        if not may_be_packed:
-            position_ids = self._positions(inputs_embeds, attention_mask, cache)
-        # from here to the end of the loop, rows are sorted by depth
-        inputs_embeds, attention_mask, position_ids, initial_state, input_ids = (
-            plan.sort(tensor) for tensor in (inputs_embeds, attention_mask, position_ids, initial_state, input_ids)
-        )
-        # for each search for documents a GPU is waited for, and a compiler makes a mask of every pass
-        of_documents = position_ids if may_be_packed else None
-        # before a cache is made: beside one, documents are not looked for
-        masks = self.attention_masks(attention_mask, inputs_embeds, cache, of_documents, plan)
-        if use_cache and cache is None and not no_cache_because:  # by default use_cache makes no demand
-            cache = DynamicCache(config=self.config)
-        view = view_for_pass(cache, self.config, plan, may_exit=exit_watch is not None)
+        if no_cache_because:  # use_cache is True by default, so it is no error if no cache can be made
+            use_cache = False
 
-        x = self.embed(inputs_embeds, position_ids)
-        context = PassContext(
-            num_rows=batch_size,
-            masks=masks,
-            position_ids=position_ids,
-            position_embeddings=self.rotary(x, position_ids),
-            value_embeddings=self.value_embeddings(input_ids),
-            cache=view,
-            site=self.site,
-            slots_per_loop=len(self.core),
-            kept={cast(LoopedBlock, block).layer: () for block in self.core if self.config.shares_keys},
-            options={"use_cache": use_cache, **kwargs},
-            has_regions=has_regions and view is cache,
+        # from here to the end of the loop, rows are sorted by depth
+        input_ids, inputs_embeds, attention_mask, position_ids, initial_state = (
+            plan.sort(tensor) for tensor in (input_ids, inputs_embeds, attention_mask, position_ids, initial_state)
         )
+        inputs, options = (input_ids, inputs_embeds, attention_mask, position_ids), {"use_cache": use_cache, **kwargs}
+        x, context, cache = self._enter(*inputs, cache, plan, exit_watch is not None, options)
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
         if exit_watch is None:
@@ -322,8 +293,8 @@ class LoopedModel(LoopedPreTrainedModel):
             final = plan.unsort(self.run_coda(final, context))
         else:
             final = loop_readout_states[-1]
-        if isinstance(view, CacheView):
-            view.finish()
+        if isinstance(context.cache, CacheView):
+            context.cache.finish()
         return LoopedModelOutputWithPast(
             last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
             loop_hidden_states=plan.spread(ticks) if output_loop_hidden_states else None,
@@ -331,6 +302,57 @@ class LoopedModel(LoopedPreTrainedModel):
             first_state=plan.unsort(state) if output_loop_hidden_states else None,
             **named_cache(cache),
         )
+
+    def _cache_of_pass(self, cache, use_cache: bool | None, has_loss: bool) -> tuple[Cache | None, bool | None]:
+        """Which cache this pass goes on with, and whether it makes one; a pass that computes again goes without."""
+        if not (self.training and torch.is_grad_enabled()):
+            return cache, use_cache
+        if not has_loss:
+            warn_of_another_loss(self.config)
+        if not self.computes_again:
+            return cache, use_cache
+        check_computes_again(self.config, self.checkpoints_loops)
+        leave_out_cache(cache)
+        return None, False
+
+    def _enter(
+        self,
+        input_ids,
+        inputs_embeds,
+        attention_mask,
+        position_ids,
+        cache: Cache | None,
+        plan: DepthPlan,
+        may_exit: bool,
+        options: dict,
+    ) -> tuple[torch.Tensor, PassContext, Cache | None]:
+        """The input of the first layer, what all blocks of this pass read beside it, and its cache."""
+        has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(self.config, options)
+        # positions that are made here restart nowhere; looking for documents makes the host wait for a GPU, and a
+        # compiler would make a mask of every pass
+        of_documents = position_ids
+        if position_ids is None:
+            position_ids = self._positions(inputs_embeds, attention_mask, cache)
+        # before a cache is made: beside one, documents are not looked for
+        masks = self.attention_masks(attention_mask, inputs_embeds, cache, of_documents, plan)
+        if options["use_cache"] and cache is None:
+            cache = DynamicCache(config=self.config)
+        view = view_for_pass(cache, self.config, plan, may_exit=may_exit)
+        x = self.embed(inputs_embeds, position_ids)
+        context = PassContext(
+            num_rows=len(inputs_embeds),
+            masks=masks,
+            position_ids=position_ids,
+            position_embeddings=self.rotary(x, position_ids),
+            value_embeddings=self.value_embeddings(input_ids),
+            cache=view,
+            site=self.site,
+            slots_per_loop=len(self.core),
+            kept={cast(LoopedBlock, block).layer: () for block in self.core if self.config.shares_keys},
+            options=options,
+            has_regions=has_regions and view is cache,
+        )
+        return x, context, cache
 
     def _input_embeddings(self, input_ids, inputs_embeds: Any) -> torch.Tensor:
         check_inputs(input_ids, inputs_embeds)

@@ -233,4 +233,5 @@ def check_arguments(given: Iterable[str], known: Collection[str], what: str, com
         if name not in OF_TOOLS and name not in known:
             refuse_foreign([name], known, what)
             if not compiling:
-                logger.warning_once(f"{what} has no argument `{name}`: it is passed on to the attention kernel only.")
+                # the same words of head and trunk, so that they are said once
+                logger.warning_once(f"No argument is called `{name}`: it is passed on to the attention kernel only.")

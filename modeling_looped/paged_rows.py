@@ -210,10 +210,6 @@ class PagedView:
         self.own: dict[Pool, torch.Tensor] = {}  # where the tokens that are written lie
         self.masks_of: dict[tuple[Pool, int | None], Any] = {}
 
-    def go_to_loop(self, loop: int):
-        """Of tokens that all are at one."""
-        self.go_to([loop] * len(self.tokens))
-
     def line(self, pool: Pool, i: int) -> Line:
         batch, row, _ = self.tokens[i]
         lines = batch.lines[pool][row]

@@ -86,41 +86,36 @@ class RowView:
     def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, positions: list):
         self.cache, self.padding, self.end = cache, padding, max(positions) + 1
         cache.reserve(self.end)
-        config = cache.model_config
-        self.rows, self.loops, self.positions = rows, loops, positions
-        self.writing = list(range(len(rows)))
-        if config.shares_keys:
-            self.loops = list(map(config.stored_loop, loops))
-            # those of a loop that makes keys and values; beside them, some are computed for others in vain
-            self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
+        self.rows, self.positions = rows, positions
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
         together = rows == list(range(num_rows)) and len(set(loops)) == len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         # what a row sees lies in one piece, and the kernel has no softcap
-        self.goes_by_row = device.type == "cpu" and not padding.has_holes and config.attention_softcap is None
-        self.by_row = self.goes_by_row and (cache.is_int8 or not together)
-        in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
-        self.one_loop = self.loops[0] if in_step else None
-        # below that, what is read in vain takes longer than a call for each token
+        has_softcap = cache.model_config.attention_softcap is not None
+        self.can_go_by_row = device.type == "cpu" and not padding.has_holes and not has_softcap
+        self.goes_by_row = self.can_go_by_row and (cache.is_int8 or not together)
+        self.in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
+        self.go_to(loops)
+        # with fewer tokens than this, a call for each is faster than reading the unused cells
         is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops
-        is_grid = in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
+        is_grid = self.in_step or (is_filled and len(set(zip(rows, self.loops))) == len(rows))
         self.in_grid = is_grid and not cache.is_int8  # whose floats are made of a row at a time
-        self.places, self.spans_by_kind, self.masks_by_window = {}, {}, {}
+        self.masks_by_window = {}
+
+    def go_to(self, loops: list[int]):
+        config = self.cache.model_config
+        self.loops = list(map(config.stored_loop, loops))
+        # those of a loop that makes keys and values; keys of the other rows are computed too, and ignored
+        self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
+        self.one_loop = self.loops[0] if self.in_step else None
+        self.places, self.spans_by_kind = {}, {}
         # where tokens are in the grid of rows and loops, and places
         self.cells: tuple[torch.Tensor, ...] | None = None
-
-    def go_to_loop(self, loop: int):
-        """Of tokens that all are at one."""
-        config = self.cache.model_config
-        self.loops = [config.stored_loop(loop)] * len(self.rows)
-        self.writing = list(range(len(self.rows))) if config.makes_keys(loop) else []
-        self.one_loop = None if self.one_loop is None else self.loops[0]
-        self.places, self.spans_by_kind = {}, {}
 
     @property
     def row_attention(self) -> Callable | None:
         """What attention layers are to call instead of `update` and a kernel."""
-        if not self.by_row:
+        if not self.goes_by_row:
             return None
         if self.in_grid:
             return self.attend_in_grid
@@ -332,7 +327,7 @@ class JointView:
         self.views, self.sizes = views, [len(view.rows) for view in views]
 
     def row_attention(self, *states_slot_and_scaling) -> torch.Tensor:
-        if all(view.goes_by_row for view in self.views):
+        if all(view.can_go_by_row for view in self.views):
             return attend_row_by_row(self.views, *states_slot_and_scaling)
         *states, slot, scaling = states_slot_and_scaling  # queries, keys, values
         none = [None] * len(self.views)
@@ -340,6 +335,6 @@ class JointView:
         for view, *of_view in zip(
             self.views, *(none if state is None else state.split(self.sizes) for state in states)
         ):
-            attend = view.attend if view.goes_by_row else view.attend_by_itself
+            attend = view.attend if view.can_go_by_row else view.attend_by_itself
             outputs.append(attend(*of_view, slot, scaling))
         return torch.cat(outputs)

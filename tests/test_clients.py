@@ -15,7 +15,6 @@ from transformers import (
     BitsAndBytesConfig,
     FineGrainedFP8Config,
     GenerationConfig,
-    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
     TorchAoConfig,
@@ -453,7 +452,7 @@ def test_sampling_by_saved_exits_in_training_is_said(warnings_of_clients):
     assert "(exit_criterion='max_prob')" in said and "generation_config.exit_criterion to None" in said
 
 
-def test_sampling_otherwise_than_training_is_said_however_it_is_asked_for(warnings_of_clients, monkeypatch):
+def test_sampling_otherwise_than_training_is_said_however_it_is_asked_for(warnings_of_clients):
     """TRL passes what its user asks for in a generation config, or decodes in a continuous batch."""
     model, ids = tiny_model(preset="huginn", eos_token_id=None).train(), random_ids(1, 4)
     model.generate(ids, max_new_tokens=2, generation_config=GenerationConfig(do_sample=True, num_loops=1))
@@ -462,14 +461,12 @@ def test_sampling_otherwise_than_training_is_said_however_it_is_asked_for(warnin
     model.generate(ids, max_new_tokens=2, do_sample=True)
     assert "(state_seed=3)" in warnings_of_clients.pop()
     model.generation_config.state_seed, model.generation_config.num_loops = None, 1
-    batched = []
-    monkeypatch.setattr(
-        GenerationMixin, "generate_batch", lambda self, *_, **__: batched.append(self.config.num_loops)
-    )
-    model.generate_batch([ids[0].tolist()], GenerationConfig(max_new_tokens=2))
+    asked = GenerationConfig(max_new_tokens=2, do_sample=True)
+    batches = [model.generate_batch([ids[0].tolist()], asked)]
     assert "(num_loops=1)" in warnings_of_clients.pop()
-    model.eval().generate_batch([ids[0].tolist()], GenerationConfig(max_new_tokens=2))
-    assert not warnings_of_clients and batched == [1, 1]
+    batches.append(model.eval().generate_batch([ids[0].tolist()], asked))
+    assert not warnings_of_clients
+    assert [result.token_loops for results in batches for result in results.values()] == [[1, 1], [1, 1]]
 
 
 def test_a_model_that_is_made_larger_twice_is_the_same():

@@ -1,9 +1,11 @@
 """Exit criteria against their formulas in tests/naive_exits.py, and which rules are refused."""
 
+import functools
 import itertools
 import math
 from typing import get_args
 
+import accelerate
 import pytest
 import torch
 
@@ -336,12 +338,51 @@ def test_passes_that_others_changed_are_not_taken_apart(change, obstacle, way):
         model.generate(random_ids(1, 3), max_new_tokens=2, **way)
 
 
-def test_a_model_whose_forward_is_wrapped_exits():
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(
+            model, evaluation_mode=True
+        ),
+        lambda model: accelerate.cpu_offload(model),
+        lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
+    ],
+    ids=["precision", "offload", "compiled"],
+)
+def test_a_model_whose_forward_is_wrapped_exits(wrap):
     model, ids = tiny_model(loop_loss="per_loop"), random_ids(1, 3)
-    expected = model.generate(ids, max_new_tokens=4, exit_criterion="kl")
-    forward = model.forward
-    model.forward = lambda *arguments, **named: forward(*arguments, **named)
-    assert torch.equal(model.generate(ids, max_new_tokens=4, exit_criterion="kl"), expected)
+    expected = model.generate(ids, max_new_tokens=4, exit_criterion="kl", exit_threshold=0.0)
+    wrap(model)
+    assert "forward" in vars(model)
+    found = model.generate(ids, max_new_tokens=4, exit_criterion="kl", exit_threshold=0.0)
+    assert torch.equal(found, expected)
+
+
+def changes_logits(forward):
+    @functools.wraps(forward)
+    def changed(*arguments, **named):
+        outputs = forward(*arguments, **named)
+        outputs.logits[..., 5] += 1e4
+        return outputs
+
+    return changed
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["instance", "class"])
+def test_a_changed_forward_is_refused_with_exits(of_class):
+    """Also where functools.wraps hides who wrote it."""
+    model, ids = tiny_model(loop_loss="per_loop"), random_ids(1, 3)
+    if of_class:
+
+        class Changed(type(model)):
+            forward = changes_logits(type(model).forward)
+
+        model.__class__ = Changed
+    else:
+        model.forward = changes_logits(model.forward)
+    assert model.generate(ids, max_new_tokens=3)[0, 3:].tolist() == [5, 5, 5]
+    with pytest.raises(ValueError, match="a forward or loop that is not the model's own"):
+        model.generate(ids, max_new_tokens=3, exit_criterion="kl")
 
 
 @pytest.mark.parametrize("way", [{}, {"exit_criterion": "kl"}], ids=["plain", "exits"])
