@@ -436,6 +436,16 @@ def test_layer_in_place_equals_one_that_concatenates(changes, room):
         assert ours.get_seq_length() == theirs.get_seq_length()
 
 
+def test_a_cache_of_inference_mode_goes_on_outside_of_it():
+    model, ids = tiny_model(), random_ids(1, 6)
+    arguments = {"max_new_tokens": 2, "eos_token_id": None, "return_dict_in_generate": True, "do_sample": False}
+    with torch.inference_mode():
+        found = model.generate(ids, **arguments)
+    longer = torch.cat([found.sequences, random_ids(1, 2)], dim=1)
+    again = model.generate(longer, **arguments, **{CACHE: found[CACHE]})
+    assert torch.equal(again.sequences, model.generate(longer, **arguments).sequences)
+
+
 def test_copied_layer_is_apart():
     layer = PreallocatedLayer()
     layer.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))

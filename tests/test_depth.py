@@ -415,6 +415,21 @@ def test_recorded_states_and_attentions_need_one_depth():
         with pytest.raises(ValueError, match=r"one depth for all rows, got \[1, 2\]"):
             model(ids, num_loops=[1, 2], **{asked: True})
         assert getattr(model(ids, num_loops=[2, 2], **{asked: True}), asked.removeprefix("output_")) is not None
+        setattr(model.config, asked, True)
+        with pytest.raises(ValueError, match=r"one depth for all rows, got \[1, 2\]"):
+            model(ids, num_loops=[1, 2])
+        setattr(model.config, asked, False)
+
+
+def test_selected_states_are_counted_at_the_configured_depth():
+    """transformers counts layers by config.num_hidden_layers, however many a pass runs."""
+    model, ids = tiny_model(num_core_layers=2, num_loops=2), random_ids(2, 4)
+    everything = model(ids, output_hidden_states=True).hidden_states
+    if found := [state for state in model(ids, output_hidden_states=[-1]).hidden_states if state is not None]:
+        assert torch.equal(found[-1], everything[-1])
+    for depth in (1, 5):
+        with pytest.raises(ValueError, match=rf"output_hidden_states=\[-1\] selects .* pass runs {2 * depth}:"):
+            model(ids, num_loops=depth, output_hidden_states=[-1])
 
 
 def test_default_depth_is_that_of_the_config():

@@ -462,10 +462,15 @@ def test_continuous_batching_runs_a_saved_depth():
     model, prompt = model_of("windows").float(), random_ids(1, 6)[0]
     expected = argmax_rows(model, [prompt], 1)
     assert argmax_rows(model, [prompt], None) != expected
-    model.generation_config.num_loops = 1
-    assert batch(model, [prompt.tolist()]) == expected and model.config.num_loops == 3
-    with pytest.raises(ValueError, match="config.num_loops=3.*generation_config says num_loops=1.*set model.config"):
-        model.init_continuous_batching()
+    model.generation_config.num_loops, config = 1, model.config
+    asked = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    (result,) = model.generate_batch([prompt.tolist()], asked).values()
+    assert [result.generated_tokens] == expected and result.token_loops == [1] * NEW
+    # that of transformers runs at the depth of the config, which others may be reading
+    for run in (model.init_continuous_batching, lambda: batch(model, [prompt.tolist()])):
+        with pytest.raises(ValueError, match="config.num_loops=3.*config says num_loops=1.*set model.config"):
+            run()
+    assert config.num_loops == 3
 
 
 def test_paged_cache_of_generate_refuses_a_depth():

@@ -7,6 +7,7 @@ from functools import wraps
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
@@ -308,6 +309,28 @@ def test_returned_logits_do_not_change_the_loss(loss):
     model = tiny_model(**LOSSES[loss])
     ids, labels = batch()
     assert_same(model, model(ids, labels=labels).loss, model(ids, labels=labels, output_logits=False).loss, 1e-4, 1e-6)
+
+
+def own_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    """As one writes it for any causal LM, with labels that it shifts."""
+    targets = labels[:, 1:].flatten()
+    items = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    return 3 * F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum", ignore_index=IGNORE) / items
+
+
+def test_a_loss_function_of_ones_own_is_called_or_refused():
+    ids, labels = batch()
+    model = tiny_model()
+    expected = 3 * model(ids, labels=labels).loss
+    model.loss_function = own_loss
+    torch.testing.assert_close(model(ids, labels=labels).loss, expected)
+    for arguments in ({"output_logits": False}, {"output_loop_losses": True}, {"logits_to_keep": 1}):
+        with pytest.raises(ValueError, match="a loss_function was set, which reads logits"):
+            model(ids, labels=labels, **arguments)
+    model = tiny_model(loop_loss="per_loop")
+    model.loss_function = own_loss
+    with pytest.raises(ValueError, match="loop_loss='per_loop'"):
+        model(ids, labels=labels)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -383,12 +383,6 @@ def test_states_between_loops_mean_nothing_if_the_scale_follows_the_run():
             model(random_ids(2, 6), **{output: True})
 
 
-def test_recorded_layers_need_one_depth():
-    for output in ("output_hidden_states", "output_attentions"):
-        with refuses([output, "[1, 2]", "one depth"], ValueError):
-            tiny_model(attn_implementation="eager")(random_ids(2, 6), num_loops=[1, 2], **{output: True})
-
-
 # Configs that travel
 
 TRAVELLERS = {
