@@ -41,7 +41,9 @@ def sharing_of(cache) -> str:
 
 
 class PreallocatedLayer(DynamicLayer):
-    """A dynamic layer that writes new tokens in place; one that concatenates copies all the past for each of them."""
+    """A dynamic layer that writes new tokens in place; one that concatenates copies all the past for each of them.
+
+    So after a crop, tensors that were taken from it before change when it goes on: clone what is to stay."""
 
     room = 64  # tokens
     keys: torch.Tensor  # of an initialized layer, as the values
@@ -73,8 +75,16 @@ class PreallocatedLayer(DynamicLayer):
         keys, values = self.buffers
         if keys.is_inference() and not torch.is_inference_mode_enabled():  # may not be written to
             return False
-        is_held = keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+        pairs = (keys, self.keys), (values, self.values)
+        is_held = all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs)
         return is_held and keys.shape[-2] >= length and keys.shape[:-2] == self.keys.shape[:-2]
+
+    def __copy__(self):
+        """Neither goes on writing where the other reads."""
+        self.buffers = ()
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, length: int):
         """To buffers of the cache, of which it holds the first tokens; it goes on writing there."""

@@ -203,6 +203,7 @@ class RepeatedProduct:
         self.can_be_ordered, self.goes_to_the_left = can_be_ordered(layer.weight), goes_to_the_left(layer.weight)
         self.reads = 0
         self.ordered: torch.Tensor | None = None
+        self.ordered_from: tuple | None = None  # what the weights were then
 
     def still_applies(self, x: torch.Tensor) -> bool:
         """Whether calling the layer is still this product and nothing else."""
@@ -226,15 +227,22 @@ class RepeatedProduct:
     def multiply_ordered(self, x: torch.Tensor) -> torch.Tensor | None:
         """None as long as the copy is not worth its price, and where torch has no such operator."""
         try:
+            if self.ordered is not None and self.ordered_from != content_of(self.weight):
+                self.reads, self.ordered = 0, None  # trained, or loaded anew, between two generations
             if self.ordered is None:
                 if self.reads < READS_BEFORE_ORDERING:
                     self.reads += 1
                     return None
-                self.ordered = order(self.weight)
+                self.ordered, self.ordered_from = order(self.weight), content_of(self.weight)
             return multiply_with_ordered(self.ordered, self.layer.bias, x)
         except NotImplementedError:
             self.can_be_ordered, self.ordered = False, None
             return None
+
+
+def content_of(weight: torch.Tensor) -> tuple:
+    """Another one as soon as other numbers are written into the weights; those of inference mode have no version."""
+    return weight.data_ptr(), None if weight.is_inference() else weight._version
 
 
 def order(weight: torch.Tensor) -> torch.Tensor:

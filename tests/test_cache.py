@@ -411,6 +411,10 @@ def test_unknown_sharing(sharing):
 # In place
 
 
+def replace(layer, change):
+    layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+
 CHANGES = {
     "append": lambda layer, new: layer.update(*new),
     "crop": lambda layer, new: layer.crop(-2),
@@ -418,6 +422,8 @@ CHANGES = {
     "select": lambda layer, new: (layer.batch_repeat_interleave(2), layer.batch_select_indices(torch.tensor([0, 3]))),
     "replace": lambda layer, new: (setattr(layer, "keys", layer.keys.clone()), layer.update(*new)),
     "reset": lambda layer, new: (layer.reset(), layer.update(*new)),
+    "every_second": lambda layer, new: replace(layer, lambda held: held[:, :, ::2]),
+    "first_row_twice": lambda layer, new: replace(layer, lambda held: held[:1].expand(2, -1, -1, -1)),
     "in_a_graph": lambda layer, new: layer.update(*(tensor.requires_grad_() for tensor in new)),
 }
 
@@ -446,10 +452,11 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it():
     assert torch.equal(again.sequences, model.generate(longer, **arguments).sequences)
 
 
-def test_copied_layer_is_apart():
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+def test_copied_layer_is_apart(make):
     layer = PreallocatedLayer()
     layer.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
-    before = copy.deepcopy(layer)
+    before = make(layer)
     layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     before.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
     assert layer.keys.sum() == 6 and before.keys.sum() == 4

@@ -255,6 +255,23 @@ def test_a_head_for_another_vocabulary_is_made_like_the_one_before(tied):
     assert model(random_ids(2, 5)).logits.shape == (2, 5, 120)
 
 
+@pytest.mark.parametrize("how", ["copied_into", "other_memory"])
+def test_weights_that_change_between_generations_are_ordered_anew(how, has_order):
+    layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
+    with decoding(layer), torch.no_grad():
+        for _ in range(cpu.READS_BEFORE_ORDERING + 1):
+            project(layer, x)
+        before = kept_for(layer)
+        new = torch.randn_like(layer.weight)
+        if how == "copied_into":
+            layer.weight.copy_(new)
+        else:
+            layer.weight.data = new
+        for _ in range(cpu.READS_BEFORE_ORDERING + 1):
+            torch.testing.assert_close(project(layer, x), layer(x), rtol=0.02, atol=0.05)
+        assert torch.is_tensor(kept_for(layer)) and kept_for(layer) is not before
+
+
 def test_ordered_weights_have_gradients_as_usual(has_order):
     layer, x = Linear(256, 256).bfloat16(), torch.randn(2, 256).bfloat16()
     with decoding(layer):
