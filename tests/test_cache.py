@@ -415,6 +415,11 @@ def replace(layer, change):
     layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
+def in_a_graph(layer, new):
+    with torch.enable_grad():
+        layer.update(*(tensor.requires_grad_() for tensor in new))
+
+
 CHANGES = {
     "append": lambda layer, new: layer.update(*new),
     "crop": lambda layer, new: layer.crop(-2),
@@ -424,12 +429,13 @@ CHANGES = {
     "reset": lambda layer, new: (layer.reset(), layer.update(*new)),
     "every_second": lambda layer, new: replace(layer, lambda held: held[:, :, ::2]),
     "first_row_twice": lambda layer, new: replace(layer, lambda held: held[:1].expand(2, -1, -1, -1)),
-    "in_a_graph": lambda layer, new: layer.update(*(tensor.requires_grad_() for tensor in new)),
+    "in_a_graph": in_a_graph,
 }
 
 
 @settings(max_examples=60)
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=8), st.integers(0, 3))
+@torch.no_grad()
 def test_layer_in_place_equals_one_that_concatenates(changes, room):
     ours, theirs = PreallocatedLayer(), DynamicLayer()
     ours.room = room
@@ -440,6 +446,7 @@ def test_layer_in_place_equals_one_that_concatenates(changes, room):
             CHANGES[change](layer, [tensor.clone() for tensor in new])
         assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
         assert ours.get_seq_length() == theirs.get_seq_length()
+    assert ours.buffers[0].data_ptr() == ours.keys.data_ptr()  # the last one was written in place
 
 
 def test_a_cache_of_inference_mode_goes_on_outside_of_it():
@@ -453,10 +460,11 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it():
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+@torch.no_grad()
 def test_copied_layer_is_apart(make):
     layer = PreallocatedLayer()
     layer.update(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
     before = make(layer)
     layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     before.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
-    assert layer.keys.sum() == 6 and before.keys.sum() == 4
+    assert layer.buffers and before.buffers and layer.keys.sum() == 6 and before.keys.sum() == 4
