@@ -212,12 +212,19 @@ def view_of(parts: list[RowsOfEngine], loops: list[int]) -> RowView | JointView 
     return views[0] if len(views) == 1 else JointView(views)
 
 
+class PassesOfOthers(NamedTuple):
+    """What a batch must know of those with which it shares passes."""
+
+    prompt_tokens: int  # the most of a prompt that a pass takes
+    after_loop: Callable[[int], None]  # called in a prompt that runs by itself, with the number of tokens in it
+    pages: Pages
+
+
 class RowEngine:
     """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`.
 
-    prompt_tokens: the most of a prompt that a pass takes, where other batches share passes with this one. A prompt
-    that can go through the loops beside their rows is left to `prompts.py`; of one that runs by itself, after_loop is
-    called after every loop, with the number of tokens in it. pages: to share with other batches.
+    others: where other batches share passes with this one. A prompt that can go through the loops beside their rows
+    is left to `prompts.py`.
     """
 
     def __init__(
@@ -229,9 +236,7 @@ class RowEngine:
         config,
         streamer,
         model_kwargs: dict,
-        prompt_tokens: int | None = None,
-        after_loop: Callable[[int], None] | None = None,
-        pages: Pages | None = None,
+        others: PassesOfOthers | None = None,
     ):
         self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
@@ -241,29 +246,40 @@ class RowEngine:
         self.limits = check_depths(model_kwargs.get("num_loops", model.config.num_loops), self.num_rows)
         self.depths_of_prompts = [min(loops, self.prompt_loops or loops) for loops in self.limits]
         self.rotary_table = None  # by position
-        mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+        mask = model_kwargs.get("attention_mask")
         self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
         self.is_paged, self.warm_state = is_paged(model), None
-        self.prompt_is_left, length = False, input_ids.shape[1]
-        if prompt_tokens is not None:
-            self.prompt_is_left = prompt_goes_in_ticks(model, self.padding, config, model_kwargs)
+        self.prompt_is_left = others is not None and prompt_goes_in_ticks(model, self.padding, config, model_kwargs)
+        logits = None if self.prompt_is_left else self.read_prompt(input_ids, model_kwargs, others)
         if self.prompt_is_left:
-            check_length(model.config, length)
-            logits, self.given_cache, self.prompt_length = None, model_kwargs[CACHE], length
-        else:
-            if prompt_tokens is not None and length > prompt_tokens and may_be_cut(self.trunk, config, model_kwargs):
-                config.prefill_chunk_size = prompt_tokens
-            outputs = self.prefill(input_ids, model_kwargs, after_loop)
-            logits, self.given_cache = outputs.logits[:, -1], outputs.cache
-            self.prompt_length = int(self.given_cache.get_seq_length())
-        self.held_before = self.prompt_length - length  # tokens that were in the cache beforehand
-        self.cache: Any = self.hold(pages)  # LoopedCache or PagedRows
-        self.shifts = [0] * self.num_rows  # from a place to its position, which leaves out padding
-        if positions is not None:
-            shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
-            self.shifts = shifts * (self.num_rows // len(positions))
-        if logits is None:
-            return
+            check_length(model.config, input_ids.shape[1])
+            self.given_cache, self.prompt_length = model_kwargs[CACHE], input_ids.shape[1]
+        self.held_before = self.prompt_length - input_ids.shape[1]  # tokens that were in the cache beforehand
+        self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
+        self.shifts = self.shifts_of(model_kwargs.get("position_ids"))
+        if logits is not None:
+            self.emit_first(logits)
+
+    def read_prompt(self, input_ids, model_kwargs: dict, others: PassesOfOthers | None) -> torch.Tensor:
+        """Logits of its last token; the cache then holds it."""
+        length, after_loop = input_ids.shape[1], None
+        if others is not None:
+            after_loop = others.after_loop
+            if length > others.prompt_tokens and may_be_cut(self.trunk, self.config, model_kwargs):
+                self.config.prefill_chunk_size = others.prompt_tokens
+        outputs = self.prefill(input_ids, model_kwargs, after_loop)
+        self.given_cache = outputs.cache
+        self.prompt_length = int(self.given_cache.get_seq_length())
+        return outputs.logits[:, -1]
+
+    def shifts_of(self, positions: torch.Tensor | None) -> list[int]:
+        """From a place of each row to its position, which leaves out padding."""
+        if positions is None:
+            return [0] * self.num_rows
+        shifts = (positions[:, -1] - (self.prompt_length - 1)).tolist()
+        return shifts * (self.num_rows // len(positions))
+
+    def emit_first(self, logits: torch.Tensor):
         try:
             self.selector.emit(list(range(self.num_rows)), logits, self.depths_of_prompts)
         except BaseException:  # of a client that has gone, too

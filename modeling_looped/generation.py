@@ -243,11 +243,11 @@ class LoopedGenerationMixin(Generative):
         **model_kwargs,
     ):
         rules, options = (logits_processor, stopping_criteria, generation_config), generation_config.depth_options
-        shared, obstacle = shared_passes_of(self) if options.shares_passes else None, None
-        if torch.is_autocast_enabled(input_ids.device.type):  # of this thread, which would run passes of others
-            shared = None
-        if shared is not None or options.changes_decoding:
-            obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
+        # under autocast, this thread would run passes of others in its precision
+        is_alone = not options.shares_passes or torch.is_autocast_enabled(input_ids.device.type)
+        shared = None if is_alone else shared_passes_of(self)
+        runs_rows_apart = options.changes_decoding or shared is not None
+        obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs) if runs_rows_apart else None
         make_engine = partial(RowEngine, self, input_ids, *rules, streamer, model_kwargs)
         if shared is not None and obstacle is None:
             return shared.decode(make_engine, len(input_ids), generation_config.max_length)

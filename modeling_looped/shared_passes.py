@@ -27,7 +27,7 @@ from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
 from .depth_options import from_tensor
-from .engine import is_paged
+from .engine import PassesOfOthers, is_paged
 from .paged_rows import Pages
 from .row_table import RowTable
 
@@ -114,7 +114,7 @@ class SharedPasses:
         with self.room(num_rows, num_rows * max_length):
             with self.turn():
                 check_call()
-                engine = make_engine(prompt_tokens=self.prompt_tokens, after_loop=self.give_way, pages=self.pages)
+                engine = make_engine(PassesOfOthers(self.prompt_tokens, self.give_way, self.pages))
                 decoder = ContinuousDecoder(engine, self.table)
                 self.decoders.append(decoder)
             try:

@@ -556,7 +556,7 @@ def test_requests_wait_for_room():
 
 @pytest.mark.parametrize("way", [WAYS[5], WAYS[6], WAYS[7]], ids=["drafts", "beams", "after"])
 def test_what_decodes_in_other_ways_waits_for_room_too(way):
-    model, ids, rows, forward = build("plain"), random_ids(1, 3), [], LoopedModel.forward
+    model, ids, rows, embed = build("plain"), random_ids(1, 3), [], LoopedModel.embed
     asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY, **way}
     alone = model.generate(**asked)
 
@@ -564,9 +564,9 @@ def test_what_decodes_in_other_ways_waits_for_room_too(way):
         if not rows:
             wait_until(lambda: passes._rows == 2)
         rows.append(passes._rows)
-        return forward(model.model, *args, **kwargs)
+        return embed(model.model, *args, **kwargs)
 
-    model.model.forward = watched
+    model.model.embed = watched
     with SharedPasses(model, max_rows=2) as passes:
         assert_same(together(passes, [asked] * 4), [alone] * 4)
     assert set(rows) <= {1, 2} and passes._rows == 0
