@@ -218,7 +218,7 @@ class LoopedCache(DynamicCache):
                 held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
 
     def release(self):
-        """Nothing is shared with others."""
+        """Nothing to do: this cache shares no memory. `PagedRows` gives its pages back here."""
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
         """A token of each row, at its position, leaves its last keys and values in slots that it did not use. loops:

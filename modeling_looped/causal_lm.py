@@ -155,7 +155,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         exits = self._exit_probabilities(gates, depths) if needed.exit_probabilities else None
         loss, losses, token_losses = None, None, None
         if labels is not None:
-            in_order = logits if isinstance(keep, slice) else None  # positions that are named may be in any
+            in_order = logits if isinstance(keep, slice) else None  # positions that the caller names may be in any
             every_loop = asked.output_loop_losses
             loss, losses, token_losses = self._losses(outputs, in_order, gates, exits, depths, labels, every_loop)
         return LoopedCausalLMOutputWithPast(

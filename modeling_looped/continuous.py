@@ -126,7 +126,7 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int 
     """One loop of every running row of all of them, and of a part of their prompts; tokens of those that exit. Returns
     how many rows ran. prompt_tokens: the most of prompts in a pass."""
     trunk = decoders[0].engine.trunk
-    waiting = wait_for_others(decoders)
+    waiting = decoders_that_wait(decoders)
     if starting := [decoder for decoder in decoders if decoder.starting and decoder not in waiting]:
         begin_tokens(table, starting)
     prompts = [decoder.prompt for decoder in decoders if decoder.prompt is not None]
@@ -153,7 +153,7 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int 
     return len(places)
 
 
-def wait_for_others(decoders: list[ContinuousDecoder]) -> list[ContinuousDecoder]:
+def decoders_that_wait(decoders: list[ContinuousDecoder]) -> list[ContinuousDecoder]:
     """Those that do not begin yet: rows without exits begin with most of the others, and are then read out with them
     after every token."""
     of_fixed_depth = [decoder for decoder in decoders if decoder.rule is None]
@@ -209,15 +209,15 @@ def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor)
     read = [places[i] for i in reading]
     logits = read_logits(tokens_at(table, read), [place.loops for place in read], some(reading, state))[:, -1]
 
-    def of(members: list[int]) -> torch.Tensor:
+    def logits_of(members: list[int]) -> torch.Tensor:
         return some([reading.index(i) for i in members], logits)
 
     for rule, members in by_logits.items():
-        exits.update(stopping(table, rule, places, members, state, of(members)))
+        exits.update(stopping(table, rule, places, members, state, logits_of(members)))
     if not exits:
         return False
     emitting = by_decoder([places[i] for i in sorted(exits)])
-    emit(emitting, of(sorted(exits)).split([len(rows) for rows in emitting.values()]))
+    emit(emitting, logits_of(sorted(exits)).split([len(rows) for rows in emitting.values()]))
     return True
 
 

@@ -124,7 +124,7 @@ class Tokens:
 
     @property
     def engine(self) -> "RowEngine":
-        """Any of them."""
+        """That of the first part; all parts have the same model."""
         return self.parts[0].engine
 
 

@@ -131,7 +131,7 @@ class LoopedGenerationMixin(Generative):
                     logger.warning_once(f"generation_config has {', '.join(unread)}, which nothing reads.")
 
     def adjust_generation_fn(self, generation_config, *args, **kwargs):
-        """At loading, which may ask for a depth: it wins over a saved one, and over exits, which are announced."""
+        """At loading, which may ask for a depth: it wins over a saved one, and over exits, which a warning says."""
         super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is not None:
             return

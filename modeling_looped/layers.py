@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -72,7 +73,10 @@ def with_role(module: LinearOrTable, role: str, width: int | None = None) -> Lin
 
 
 def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor | None:
-    """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch is as fast."""
+    """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch is as fast, and where
+    another function was registered as sdpa."""
+    if torch.compiler.is_compiling() or ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+        return None
     if is_slow_single_query(queries):
         return attend_single_query(queries, keys, values, mask, scaling)
     return attend_causally(queries, keys, values, scaling) if mask is None else None

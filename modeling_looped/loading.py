@@ -124,8 +124,8 @@ class StrictLoadingMixin:
 
     @classmethod
     def _finalize_model_loading(cls, model, *args, **kwargs):
-        """transformers' own makes tensors for what did not fit, for which an absurd config leaves no memory: what will
-        be refused for certain is refused before."""
+        """transformers' own makes tensors for what did not fit, for which an absurd config leaves no memory: so
+        what could not load anyway is refused early."""
         info = next((each for each in (*args, *kwargs.values()) if hasattr(each, "mismatched_keys")), None)
         if info is not None and (loaded := STRICTLY.get()):
             sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}

@@ -478,7 +478,7 @@ class LoopedModel(LoopedPreTrainedModel):
         return state
 
     def run_coda_after_all(self, ticks: list, plan: DepthPlan, context: PassContext):
-        """What the readout norm reads after every loop; recorded is the run of the last."""
+        """What the readout norm reads after every loop. Only the last run is recorded."""
         shallower = [unrecorded(self.run_coda, state, context) for state in ticks[:-1]]
         return plan.spread([*shallower, self.run_coda(ticks[-1], context)])
 

@@ -15,7 +15,7 @@ LOSSES_OF_GATES = ("exit_weighted", "exit_weighted_logits", "gate")
 
 
 def kept_positions(logits_to_keep: int | torch.Tensor) -> slice | torch.Tensor:
-    """As an index: a number of last positions, 0 for all of them, or the positions that are named."""
+    """As an index: a number of last positions, 0 for all of them, or the positions that the caller names."""
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
 
 

@@ -50,11 +50,11 @@ class AlphaReadout(nn.Module):
     def forward(self, x, depth: int | list[int] | torch.Tensor):
         wide = torch.promote_types(x.dtype, torch.float32)
         log_rms = x.to(wide).square().mean(-1, keepdim=True).clamp(min=self.eps**2).log() / 2
-        exponent = 1 - self.alpha if self.logit is None else torch.sigmoid(-self.of(depth, self.logit.to(wide)))
-        return (x * (exponent * (self.of(depth, self.log_scale.to(wide)) - log_rms)).exp()).to(x.dtype)
+        exponent = 1 - self.alpha if self.logit is None else torch.sigmoid(-self.values_at(depth, self.logit.to(wide)))
+        return (x * (exponent * (self.values_at(depth, self.log_scale.to(wide)) - log_rms)).exp()).to(x.dtype)
 
-    def of(self, depth: int | list[int] | torch.Tensor, values):
-        """Those of `values` [count] that loop `depth` takes, to broadcast over [rows, length, hidden]."""
+    def values_at(self, depth: int | list[int] | torch.Tensor, values):
+        """The entries of `values` [count] for loop `depth`, to broadcast over [rows, length, hidden]."""
         if isinstance(depth, int):
             return values[min(depth, self.count) - 1]
         depths = depth if torch.is_tensor(depth) else placed(depth, values.device)[:, None]

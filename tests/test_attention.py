@@ -178,6 +178,19 @@ def test_own_attention_function_sees_every_slot(with_cache):
         assert sorted(seen) == list(range(slots))
 
 
+def test_what_is_registered_as_sdpa_is_called(monkeypatch):
+    """Also for single queries in bfloat16, which a CPU computes faster by another way."""
+    model, seen = build("plain").bfloat16(), []
+
+    def recorder(module, *args, **kwargs):
+        seen.append(module.layer_idx)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", recorder)
+    model.generate(random_ids(1, 3), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert len(seen) == 3 * model.config.num_hidden_layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"window_pattern": "SL", "sliding_window": 3}])
 def test_compiled_flex_attention(fields):
