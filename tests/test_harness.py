@@ -281,6 +281,21 @@ def test_exits_of_generated_tokens(model):
     assert 2 <= min(loops) < max(loops) == 4
 
 
+def asked_to_write(prompt: str, **wishes) -> Instance:
+    return Instance("generate_until", {}, (prompt, {"until": [], "max_gen_toks": 6, **wishes}), 0, ("", 0, 1))
+
+
+def test_a_temperature_alone_is_sampling(model):
+    """lm-eval samples wherever the temperature is above 0: each repeat is another text, and none is kept."""
+    torch.manual_seed(0)
+    lm = LoopedLM(model, num_loops=2, batch_size=2, device="cpu")
+    for wishes in ({"temperature": 1.0}, {"temperature": 1.0, "do_sample": True}):
+        texts = lm.generate_until([asked_to_write("a b", **wishes) for _ in range(3)], disable_tqdm=True)
+        assert len(set(texts)) > 1 and not lm.answers
+    greedy = [asked_to_write("a b", temperature=0.0)] * 2
+    assert len(set(lm.generate_until(greedy, disable_tqdm=True))) == 1 and lm.answers
+
+
 # the command
 
 

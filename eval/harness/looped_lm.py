@@ -18,7 +18,7 @@ import torch
 from lm_eval.api.model import hash_args
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import Collator
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.models.utils_hf import pad_and_concat
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn import functional as F
@@ -139,7 +139,7 @@ class LoopedLM(HFLM):
 
     def _keep_generated(self, kind: str, arguments, text: str):
         answer = Answer(text, *(self._generated_loops.pop(0) if self._generated_loops else ()))
-        if arguments[1].get("do_sample"):  # no second answer would be the same
+        if self._is_sampled(arguments[1]):  # no second answer would be the same
             self._count([answer])
         else:
             self._keep(kind, arguments, self.depth, answer)
@@ -165,9 +165,13 @@ class LoopedLM(HFLM):
         return self._recall("loglikelihood_rolling", requests, self._score_documents)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        if any(request.args[1].get("do_sample") for request in requests):
+        if any(self._is_sampled(request.args[1]) for request in requests):
             return super().generate_until(requests, disable_tqdm)
         return self._recall("generate_until", requests, super().generate_until)
+
+    def _is_sampled(self, wishes: dict) -> bool:
+        """As lm-eval decides it: a temperature alone is enough."""
+        return bool(normalize_gen_kwargs(wishes, self.max_gen_toks)["do_sample"])
 
     # scoring
 
