@@ -340,11 +340,53 @@ def test_answers_of_other_weights_are_not_kept(tmp_path):
 
     def key(scale: float, **arguments) -> str:
         folder = save_model_and_tokenizer(tmp_path / "model", initializer_range=scale)
-        lm = LoopedLM(folder, num_loops=1, device="cpu", answers=str(tmp_path / "kept"), **arguments)
-        return lm._key("loglikelihood", ("a", "b"), 1)
+        return key_of(folder, tmp_path, **arguments)
 
     assert key(0.02) == key(0.02)
     assert len({key(0.02), key(0.03), key(0.02, dtype="bfloat16")}) == 3
+
+
+def key_of(folder: str | Path, kept: Path, **arguments) -> str:
+    """Of an answer that is kept."""
+    lm = LoopedLM(str(folder), num_loops=1, device="cpu", answers=str(kept / "kept"), **arguments)
+    return lm._key("loglikelihood", ("a", "b"), 1)
+
+
+def test_answers_to_another_question_are_not_recalled(tmp_path):
+    """Whatever changes an answer is in its key, and what does not change it is not."""
+    folder = Path(save_model_and_tokenizer(tmp_path / "model"))
+    other = shutil.copytree(folder, tmp_path / "other")
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    changes = [
+        {}, {"max_length": 20}, {"add_bos_token": True}, {"prefix_token_id": 3}, {"tokenizer": str(other)},
+        {"truncation": True}, {"softmax_dtype": "float64"}, {"think_end_token": "c"},
+    ]  # fmt: skip
+    keys = [key_of(folder, tmp_path, **arguments) for arguments in changes]
+    assert len({*keys}) == len(changes)
+    same = {"batch_size": 3, "logits_cache": False, "max_length": WINDOW, "dtype": "float32"}
+    assert key_of(folder, tmp_path, **same) == keys[0]
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    keys.append(key_of(folder, tmp_path))
+    shutil.copyfile(other / "tokenizer.json", folder / "tokenizer.json")
+    keys.append(key_of(folder, tmp_path))
+    assert len({*keys}) == len(keys)
+
+
+def test_answers_of_another_adapter_are_not_recalled(tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, adapter = save_model_and_tokenizer(tmp_path / "model"), str(tmp_path / "adapter")
+    keys = [key_of(folder, tmp_path)]
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(adapter)
+        keys += [key_of(folder, tmp_path, peft=adapter)] * (1 + seed)
+    assert len({*keys}) == 3 and keys[2] == keys[3]
 
 
 def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):

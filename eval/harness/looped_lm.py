@@ -36,6 +36,13 @@ from .question import check_question
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+READ_FILES = (*WEIGHTS, ".json", ".model", ".txt")  # in the folder of a model, a tokenizer or an adapter
+CHANGE_NO_ANSWER = {  # arguments of HFLM: where and how fast it runs, and what is read off the loaded model instead
+    "pretrained", "dtype", "mixed_precision_dtype", "max_length", "batch_size", "max_batch_size", "logits_cache",
+    "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
+}  # fmt: skip
+
 
 class Answer(NamedTuple):
     value: object  # what lm-eval wants: (log-likelihood, is greedy), log-likelihood, or text
@@ -62,7 +69,8 @@ class LoopedLM(HFLM):
 
         num_loops: depths, such as 4 or 1..4; by default the model's own.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
-        answers: file in which answers are kept, one for each process.
+        answers: file in which answers are kept, one for each process. They are those of the same files of the model,
+            the tokenizer and the adapter, and of the same arguments, but for `CHANGE_NO_ANSWER`.
         state_seed: draws the first state of every row that is scored, and of every position that is generated; without
             it that state is zeros.
         device: by default a GPU if there is one.
@@ -79,8 +87,7 @@ class LoopedLM(HFLM):
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
-        dtypes = [str(self.model.dtype), str(self.mixed_precision_dtype)]
-        self._state_of_model = [] if answers is None else [*dtypes, weights_of(self.config)]
+        self._state_of_model = [] if answers is None else self._what_decides(kwargs)
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
         self.state_seed = state_seed
         self._generated_loops = []  # (loops, tokens) of the rows that are being generated
@@ -126,6 +133,15 @@ class LoopedLM(HFLM):
             ) from error
 
     # answers
+
+    def _what_decides(self, arguments: dict) -> list[str]:
+        """All but the request that an answer depends on. arguments: those of `HFLM`."""
+        effective = [str(x) for x in (self.model.dtype, self.mixed_precision_dtype, self.max_length)]
+        given = [f"{name}={value}" for name, value in sorted(arguments.items()) if name not in CHANGE_NO_ANSWER]
+        folders = [self.config._name_or_path, self.tokenizer.name_or_path, self.peft, self.delta]
+        folders = [Path(folder, arguments.get("subfolder") or "") for folder in folders if folder]
+        commit_hash = str(getattr(self.config, "_commit_hash", None))  # of a model on the Hub
+        return [*effective, *given, self.revision, commit_hash, *map(files_of_model, folders)]
 
     def _key(self, kind: str, arguments, depth: int) -> str:
         model = [str(self.config._name_or_path), *self._state_of_model]
@@ -378,14 +394,15 @@ class ExitCount:
             self.running &= ~exits
 
 
-def weights_of(config) -> str:
-    """What changes when other weights are saved in the folder of a model, or on the Hub."""
-    folder = Path(config._name_or_path)
+def files_of_model(folder: Path) -> str:
+    """Checksums of the weights, settings and vocabulary in a folder; of weights those that were listed at the saving,
+    where there is a list: they are large, and nobody edits them."""
     if not folder.is_dir():
-        return str(getattr(config, "_commit_hash", None))
+        return ""
     listed = read_sealed(folder / LIST)["checksums"] if (folder / LIST).is_file() else {}
-    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
-    return " ".join(listed.get(path.name) or checksum(path) for path in weights)
+    known = {name: value for name, value in listed.items() if name.endswith(WEIGHTS)}
+    files = sorted(path for path in folder.iterdir() if path.name.endswith(READ_FILES) and path.name != LIST)
+    return " ".join(f"{path.name}:{known.get(path.name) or checksum(path)}" for path in files)
 
 
 def open_answers(path: str):
