@@ -296,6 +296,20 @@ def test_a_temperature_alone_is_sampling(model):
     assert len(set(lm.generate_until(greedy, disable_tqdm=True))) == 1 and lm.answers
 
 
+def test_mean_loops_of_texts_that_stop_do_not_depend_on_the_batch(model):
+    """A row of a batch is written on after its stop string, until the last one stops; by itself it ends there."""
+    arguments = {"exit_criterion": "max_prob", "exit_threshold": 0.2}
+    prompts, wishes = ["a b c d", "e", "f g", "h i j a"], {"until": ["c", "e f"], "max_gen_toks": 12}
+    counted = []
+    for batch_size in (1, 2, 4):
+        lm = LoopedLM(model, num_loops=4, batch_size=batch_size, device="cpu", **arguments)
+        lm.generate_until([asked_to_write(prompt, **wishes) for prompt in prompts], disable_tqdm=True)
+        counted.append(lm._counted.tolist())
+    assert counted[0] == counted[1] == counted[2]
+    _, tokens = counted[0]
+    assert len(prompts) < tokens < 12 * len(prompts), "none or all stop at once: nothing is tested"
+
+
 # the command
 
 

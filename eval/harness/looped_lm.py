@@ -9,6 +9,7 @@ saves the compute, and there later tokens see what an exited token left.
 """
 
 import logging
+from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,9 +365,20 @@ class LoopedLM(HFLM):
             return_dict_in_generate=True,
             **generation_kwargs,
         )
-        loops = outputs.token_loops
-        self._generated_loops = list(zip(loops.sum(1).tolist(), (loops > 0).sum(1).tolist()))
+        written = outputs.sequences[:, context.shape[1] :].tolist()
+        loops = [row[: self._num_kept(tokens, stop)] for tokens, row in zip(written, outputs.token_loops)]
+        self._generated_loops = [(int(row.sum()), int((row > 0).sum())) for row in loops]
         return outputs.sequences
+
+    def _num_kept(self, tokens: list[int], stop: list[str]) -> int:
+        """Tokens up to the one that completes the first stop string: a row goes on until all of its batch have
+        stopped, and what it writes then is thrown away."""
+
+        def has_stopped(count: int) -> bool:
+            text = self.tok_decode(tokens[:count], skip_special_tokens=False)
+            return any(string in text for string in stop if string)
+
+        return 1 + bisect_left(range(1, len(tokens)), True, key=has_stopped)
 
 
 class ScoredTokens(NamedTuple):
