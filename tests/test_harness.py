@@ -310,6 +310,21 @@ def test_mean_loops_of_texts_that_stop_do_not_depend_on_the_batch(model):
     assert len(prompts) < tokens < 12 * len(prompts), "none or all stop at once: nothing is tested"
 
 
+def test_greedy_texts_are_kept_where_others_are_sampled(model):
+    """In the order of the requests, and counted in the mean loops, with sampled ones beside them or without."""
+    arguments = {"exit_criterion": "max_prob", "exit_threshold": 0.3}
+    lm = LoopedLM(model, num_loops=4, batch_size=2, device="cpu", **arguments)
+    greedy, sampled = (
+        [asked_to_write(prompt, **wishes) for prompt in ("a b", "c", "d e f")] for wishes in ({}, {"temperature": 1.0})
+    )
+    alone = lm.generate_until(greedy, disable_tqdm=True)
+    lm = LoopedLM(model, num_loops=4, batch_size=2, device="cpu", **arguments)
+    mixed = [request for pair in zip(sampled, greedy) for request in pair]
+    texts = lm.generate_until(mixed, disable_tqdm=True)
+    assert texts[1::2] == alone and texts[::2] != alone and len(lm.answers) == 3
+    assert lm._counted[1] > sum(answer[2] for answer in lm.answers.values()) == len(alone) * 6
+
+
 # the command
 
 

@@ -182,9 +182,14 @@ class LoopedLM(HFLM):
         return self._recall("loglikelihood_rolling", requests, self._score_documents)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        if any(self._is_sampled(request.args[1]) for request in requests):
-            return super().generate_until(requests, disable_tqdm)
-        return self._recall("generate_until", requests, super().generate_until)
+        """Greedy texts are recalled or kept, and sampled ones are new each time."""
+        is_sampled = [self._is_sampled(request.args[1]) for request in requests]
+        greedy, sampled = ([x for x, is_one in zip(requests, is_sampled) if is_one == kind] for kind in (False, True))
+        texts = {
+            False: iter(self._recall("generate_until", greedy, super().generate_until)),
+            True: iter(super().generate_until(sampled, disable_tqdm) if sampled else ()),
+        }
+        return [next(texts[kind]) for kind in is_sampled]
 
     def _is_sampled(self, wishes: dict) -> bool:
         """As lm-eval decides it: a temperature alone is enough."""
