@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
+from looped_recipes.common.files import lines_of
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.words import counted
 
@@ -169,7 +170,7 @@ class Question:
 
 def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item]:
     questions = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in lines_of(file):
         sample = json.loads(line)
         asked = with_context([sample["arguments"][f"gen_args_{i}"] for i in range(len(sample["arguments"]))])
         if len(asked) < 2:

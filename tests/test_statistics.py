@@ -193,6 +193,15 @@ def test_candidates_that_are_asked_again_without_context(tmp_path):
     assert item_scores(again) == item_scores(once) and item_scores(again)["accuracy"] == 1
 
 
+def test_a_text_may_hold_what_ends_lines_elsewhere(tmp_path):
+    """Lines of JSON end at a line feed alone; lm-eval writes other separators of lines into them as they are."""
+    sample = json.loads(sample_line(1))
+    sample["doc"]["question"] = "one\u2028two\u2029three\u0085four\x1cfive"
+    lines = [json.dumps({**sample, "doc_id": number}, ensure_ascii=False) for number in range(2)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert [item.gold for item in read_samples(tmp_path / "samples.jsonl", len)] == [1, 1]
+
+
 def test_folders_without_choices(runs, tmp_path):
     out = runs[0]
     with pytest.raises(ValueError, match="run lm-eval with --log_samples"):
