@@ -561,6 +561,22 @@ def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
     refused("no tokenizer could be opened", monkeypatch, tasks, f"pretrained={mute}")
 
 
+def test_depths_in_the_generation_kwargs_of_a_task(model, tmp_path, monkeypatch):
+    """By itself or in a group; also where lm-eval alone has read the task."""
+    (tmp_path / "deep.jsonl").write_text('{"question": "a b", "answer": "c"}\n')
+    config = task_configs(tmp_path)["writing"] | {"task": "deep", "tag": "tagged"}
+    config["generation_kwargs"] = {**config["generation_kwargs"], "num_loops": 2}
+    (tmp_path / "deep.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "deeps.yaml").write_text(yaml.safe_dump({"group": "deeps", "task": ["deep"]}))
+    message = "num_loops: what is generated has .*: leave it out of the generation_kwargs of task deep"
+    with monkeypatch.context() as patched:
+        for task in ("deep", "deeps", "tagged", str(tmp_path / "deep.yaml")):
+            refused(message, patched, str(tmp_path), f"pretrained={model}", task=task)
+    lm = LoopedLM(model, num_loops=1, device="cpu")
+    with pytest.raises(ValueError, match=message):
+        run(lm, TaskManager(include_path=str(tmp_path), include_defaults=False), ["deep"])
+
+
 def test_one_depth_of_a_model_scaled_by_the_run(tmp_path, manager):
     folder = save_model_and_tokenizer(tmp_path, residual_scaling="sqrt", residual_depth="run")
     found = ours(folder, manager, 2, 7, tasks=["choice", "rolling"])[2]

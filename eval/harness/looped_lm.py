@@ -32,7 +32,7 @@ from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_starts_from_noise
 from modeling_looped.exit_criteria import ExitRule
 
-from .question import check_question
+from .question import check_question, refuse_depths_in
 
 
 logger = logging.getLogger(__name__)
@@ -183,6 +183,8 @@ class LoopedLM(HFLM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Greedy texts are recalled or kept, and sampled ones are new each time."""
+        for request in requests:
+            refuse_depths_in(request.args[1], f"the generation_kwargs of task {request.task_name}")
         is_sampled = [self._is_sampled(request.args[1]) for request in requests]
         greedy, sampled = ([x for x, is_one in zip(requests, is_sampled) if is_one == kind] for kind in (False, True))
         texts = {
