@@ -38,6 +38,16 @@ def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
                 yield measure, (value, error if isinstance(error, (int, float)) else None)
 
 
+def more_is_better(results: dict) -> dict[str, bool]:
+    """{measure: whether more of it is better}, of the metrics for which lm-eval's results say it."""
+    of_tasks, found = results.get("higher_is_better") or {}, {}
+    for measure, _ in metrics_of(results):
+        task, _, metric = measure.partition(" ")
+        if (better := (of_tasks.get(task) or {}).get(metric.partition(" (")[0])) is not None:
+            found[measure] = better
+    return found
+
+
 def table(curves: Curves) -> str:
     """Markdown: a row for each measure and series, a column for each depth."""
     depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})

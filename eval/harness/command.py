@@ -17,7 +17,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, setup_logging
 
-from looped_eval.common.curves import Curves, chance_of, draw, metrics_of, table
+from looped_eval.common.curves import Curves, chance_of, draw, metrics_of, more_is_better, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
@@ -185,4 +185,5 @@ def main(arguments: list[str]):
         draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
         print(f"written: {config.output_path}")
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where its report looks
-    say_result(best_depths(curves), *([typed("looped report", os.path.relpath(run))] if is_in_run else []))
+    found = best_depths(curves, more_is_better(next(iter(results.values()))))
+    say_result(found, *([typed("looped report", os.path.relpath(run))] if is_in_run else []))
