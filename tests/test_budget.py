@@ -126,8 +126,8 @@ def test_a_space_before_each_text_is_no_byte_of_it():
     assert len(of_texts) == 8 and scores.byte_nats.item() == pytest.approx(of_texts.sum().item())
 
 
-def test_tasks(folders, tmp_path, monkeypatch):
-    """Accuracies stand beside the texts' measures."""
+def test_tasks(folders, tmp_path, monkeypatch, capsys):
+    """Accuracies stand beside the texts' measures, with the standard error of so few questions."""
     task = {
         "task": "pick", "dataset_path": "json", "test_split": "test",
         "dataset_kwargs": {"data_files": {"test": str(tmp_path / "pick.jsonl")}},
@@ -151,7 +151,9 @@ def test_tasks(folders, tmp_path, monkeypatch):
             sums.append(sum(log_p[i - 1, ids[i]].item() for i in range(2, len(ids))))
         accuracy = [1, 2, 1][sums.index(max(sums))] / 4
         ((value, deviation),) = [points[str(depth)] for points in record["curves"]["pick acc"].values()]
-        assert (value, deviation) == (accuracy, None)
+        assert (value, deviation) == (accuracy, pytest.approx(math.sqrt(accuracy * (1 - accuracy) / 3)))
+        assert record["values"][next(iter(record["models"]))][0]["pick acc"][str(depth)] == accuracy
+    assert "pick acc is best" not in capsys.readouterr().out  # four questions tell no depth from another
 
 
 def test_core(folders, tmp_path):
