@@ -364,6 +364,17 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     command(*on_any_device, monkeypatch=monkeypatch)
 
 
+def test_predictions_alone_have_no_curve(model, tasks, tmp_path, monkeypatch, capsys):
+    """lm-eval's metric `bypass`, 999 at every depth, says that nothing was scored."""
+    arguments = ["--model", "looped", "--model_args", f"pretrained={model},num_loops=1,2", "--tasks", "writing"]
+    arguments += ["--include_path", tasks, "--device", "cpu", "--output_path", str(tmp_path), "--predict_only"]
+    command(*arguments, monkeypatch=monkeypatch)
+    said = capsys.readouterr().out
+    assert "bypass" not in said and "999" not in said and "Nothing was scored." in said
+    assert not list(tmp_path.glob("depth.*"))
+    assert len(read(tmp_path / "loops_2", "samples_writing_*.jsonl")) == len(task_documents()["writing"])
+
+
 def test_answers_of_other_weights_are_not_kept(tmp_path):
     """Of a model that is trained on in the same folder, or read in another dtype."""
 

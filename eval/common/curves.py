@@ -32,7 +32,8 @@ def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
     for task, metrics in {**results["results"], **(results.get("groups") or {})}.items():
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
-            if filtered and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+            is_measure = filtered and metric != "bypass" and not metric.endswith("_stderr")  # 999: nothing was scored
+            if is_measure and isinstance(value, (int, float)):
                 error = metrics.get(f"{metric}_stderr,{filtered}")
                 measure = f"{task} {metric}" + (f" ({filtered})" if filtered != "none" else "")
                 yield measure, (value, error if isinstance(error, (int, float)) else None)

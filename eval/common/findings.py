@@ -30,7 +30,7 @@ def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -
     rest = f"; of {len(measures) - MOST} more the table tells" if len(measures) > MOST else ""
     exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]
     saved = "".join(f" With exits: {loops_in_words(mean, depth)}." for depth, (mean, _) in exits)
-    return f"{said}{rest}.{saved}"
+    return f"{said}{rest}.{saved}" if measures else f"Nothing was scored.{saved}"
 
 
 def says_the_same(name: str, curves: Curves) -> bool:

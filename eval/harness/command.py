@@ -179,10 +179,12 @@ def main(arguments: list[str]):
     if config.show_config:
         print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     curves = curves_of(results)
-    print(table(curves))
-    if config.output_path:
+    if curves:
+        print(table(curves))
+    if curves and config.output_path:
         write_whole(Path(config.output_path) / "depth.md", table(curves))
         draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
+    if config.output_path:
         print(f"written: {config.output_path}")
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where its report looks
     found = best_depths(curves, more_is_better(next(iter(results.values()))))
