@@ -182,7 +182,12 @@ def test_whether_more_is_better_is_what_lm_eval_says():
     assert best_depths(curves, known) == (
         "glossary brier_score is best at 4 loops (0.2000); glossary acc is best at 1 loop (0.9000)."
     )
-    words = {"glossary acc": 1, "a loss": 4, "word_perplexity": 4, "t bits_per_byte": 4}  # of what lm-eval says nothing
+    words = {
+        "glossary acc": 1,
+        "a loss": 4,
+        "word_perplexity": 4,
+        "t bits_per_byte": 4,
+    }  # of what lm-eval says nothing
     assert all(f"is best at {depth} loop" in best_point(name, points) for name, depth in words.items())
 
 

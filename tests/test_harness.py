@@ -154,6 +154,20 @@ def test_the_model_runs_once_and_heads_only_where_asked(model, manager, monkeypa
     assert depths == [4] * 2
 
 
+@pytest.mark.parametrize("depths", [[12], [1, 12]])
+def test_the_batch_size_is_found_at_the_deepest_depth(model, manager, monkeypatch, depths):
+    """Asked for more loops than its config has, a model holds the states and the cache of as many."""
+    lm = LoopedLM(model, num_loops=depths, batch_size="auto", max_batch_size=2, device="cpu")
+    asked, forward = [], lm.model.model.forward
+    monkeypatch.setattr(
+        lm.model.model, "forward", lambda *args, **kwargs: asked.append(kwargs) or forward(*args, **kwargs)
+    )
+    run(lm, manager, ["letter"])
+    measured = [kwargs for kwargs in asked if kwargs["use_cache"]]
+    assert len(measured) >= 5 and {kwargs["num_loops"] for kwargs in asked} == {12}
+    assert {kwargs["output_loop_readout_states"] for kwargs in asked} == {len(depths) > 1}
+
+
 def test_perplexity_and_bits_per_byte(model, manager):
     """Against the windows of lm-eval, cut here by hand, and a softmax in float64."""
     bits = ours(model, manager, [1, 3], 7, tasks=["rolling"])[3]["results"]["rolling"]

@@ -325,15 +325,8 @@ class LoopedLM(HFLM):
         """[depths, 3, tokens] from the logits after every loop, at the positions of the continuations alone."""
         length = tokens.input_ids.shape[1]
         asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share one
-        every_loop = len(self.depths) > 1 or self.rule is not None
-        outputs = self.model.get_decoder()(
-            tokens.input_ids,
-            num_loops=self.depths[-1],
-            initial_state=tokens.initial_state,
-            output_loop_readout_states=every_loop,
-            output_loop_hidden_states=self.rule is not None and self.rule.criterion.needs != "logits",
-            use_cache=False,
-        )
+        every_loop = self._reads_every_loop
+        outputs = self._states_of(tokens.input_ids, initial_state=tokens.initial_state, use_cache=False)
         loops = range(1, self.depths[-1] + 1) if every_loop else self.depths
         log_p, misses = [], []
         watch = ExitCount(self.rule, len(tokens.targets), self.depths[-1], self.device)
@@ -353,6 +346,31 @@ class LoopedLM(HFLM):
         chosen = taken - 1 if every_loop else torch.zeros_like(taken)
         log_p, misses = (torch.stack(of_loops).gather(0, chosen) for of_loops in (log_p, misses))
         return torch.stack([log_p.double(), misses.double(), taken.double()], dim=1)
+
+    @property
+    def _reads_every_loop(self) -> bool:
+        return len(self.depths) > 1 or self.rule is not None
+
+    def _states_of(self, input_ids: torch.Tensor, **options):
+        """The deepest pass, with the states that any depth or exit is read from."""
+        return self.model.get_decoder()(
+            input_ids,
+            num_loops=self.depths[-1],
+            output_loop_readout_states=self._reads_every_loop,
+            output_loop_hidden_states=self.rule is not None and self.rule.criterion.needs != "logits",
+            **options,
+        )
+
+    def _model_call(self, inps, attn_mask=None, labels=None) -> torch.Tensor:
+        """By this pass lm-eval finds the batch size that fits. It holds what scoring holds, and the cache of every
+        loop, as generating does."""
+        with (
+            torch.no_grad(),
+            torch.autocast(
+                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+            ),
+        ):
+            return self.model.logits(self._states_of(inps, use_cache=True).last_hidden_state)
 
     # generation
 
