@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from looped_recipes.common.command_line import Parser, run_command, say_result, typed
+from looped_recipes.common.files import lines_of
 from looped_recipes.common.provenance import write_json
 from looped_recipes.common.words import counted
 
@@ -149,18 +150,38 @@ def refuse_several_depths(path: Path, files: list[Path]):
         raise ValueError(f"{path} holds samples of several depths: name one of {', '.join(map(str, depths))}")
 
 
+@dataclass(frozen=True)
+class Question:
+    """A sample of lm-eval, of a multiple-choice task."""
+
+    sample: dict
+    candidates: list[str]
+    log_likelihoods: np.ndarray  # [candidates]
+
+    @property
+    def target(self) -> str:
+        return str(self.sample["target"]).strip()
+
+    @property
+    def chooses_contexts(self) -> bool:
+        """One ending, several contexts, as in WinoGrande."""
+        return len({candidate.strip() for candidate in self.candidates}) == 1
+
+
 def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item]:
-    items = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    questions = []
+    for line in lines_of(file):
         sample = json.loads(line)
         asked = with_context([sample["arguments"][f"gen_args_{i}"] for i in range(len(sample["arguments"]))])
         if len(asked) < 2:
             continue
-        candidates = [arguments["arg_1"] for arguments in asked]
         log_likelihoods = np.array([float(response[0]) for response in sample["filtered_resps"][: len(asked)]])
-        lengths = np.array([max(1, length(candidate)) for candidate in candidates], dtype=np.float64)
-        gold = gold_index(sample, candidates, f"{file.name}, doc_id {sample['doc_id']}")
-        items.append(Item(task, sample["doc_id"], sample["doc_hash"], gold, log_likelihoods, lengths))
+        questions.append(Question(sample, [arguments["arg_1"] for arguments in asked], log_likelihoods))
+    items = []
+    for question, gold in zip(questions, gold_indices(task, questions)):
+        lengths = np.array([max(1, length(candidate)) for candidate in question.candidates], dtype=np.float64)
+        sample = question.sample
+        items.append(Item(task, sample["doc_id"], sample["doc_hash"], gold, question.log_likelihoods, lengths))
     return items
 
 
@@ -171,19 +192,77 @@ def with_context(asked: list[dict]) -> list[dict]:
     return asked[:half] if again == asked[half:] else asked
 
 
-def gold_index(sample: dict, candidates: list[str], where: str) -> int:
-    """The target is an index or the text of a candidate; where contexts are chosen, the document has an `answer`.
-    A candidate may itself be a number: an index that the document names is the gold one whatever the texts are."""
-    if isinstance(sample.get("doc", {}).get("gold"), int):
-        return sample["doc"]["gold"]
-    target, texts = sample["target"].strip(), [candidate.strip() for candidate in candidates]
-    if len(set(texts)) == 1:  # one ending, several contexts: WinoGrande
-        target = str(int(sample["doc"]["answer"]) - 1)
-    if texts.count(target) == 1:
-        return texts.index(target)
-    if target.isdigit() and int(target) < len(candidates):
-        return int(target)
-    raise ValueError(f"{where}: target {target!r} is none of the {len(candidates)} candidates")
+def gold_indices(task: str, questions: list[Question]) -> list[int]:
+    """Which candidate is right, of every question of a task.
+
+    Candidates may be numbers themselves, and then a target may be meant as one or as an index. All questions of a task
+    mean it alike, and lm-eval logs whether the likeliest candidate is right (`acc`): that decides.
+    """
+    if all(isinstance(question.sample.get("doc", {}).get("gold"), int) for question in questions):
+        return [question.sample["doc"]["gold"] for question in questions]
+    possible = {name: [read(question) for question in questions] for name, read in READINGS.items()}
+    possible = {name: golds for name, golds in possible.items() if None not in golds}
+    if not possible:
+        raise ValueError(f"{task}: {why_no_gold(questions)}")
+    agreeing = {name: golds for name, golds in possible.items() if all(map(agrees_with_acc, questions, golds))}
+    if not agreeing:
+        raise ValueError(
+            f"{task}: the acc that lm-eval logged is not that of {' or of '.join(possible)}: this task scores its "
+            "questions in a way of its own, which is not known here"
+        )
+    if any(golds != next(iter(agreeing.values())) for golds in agreeing.values()):
+        raise ValueError(
+            f"{task}: the right candidate may be {' or '.join(agreeing)}, and no logged acc tells which: run lm-eval "
+            "with the metric acc, on more questions"
+        )
+    return next(iter(agreeing.values()))
+
+
+def by_text(question: Question) -> int | None:
+    texts = [candidate.strip() for candidate in question.candidates]
+    return texts.index(question.target) if texts.count(question.target) == 1 else None
+
+
+def by_index(question: Question) -> int | None:
+    return None if question.chooses_contexts else number_of_candidate(question.target, question)
+
+
+def by_answer_from_0(question: Question) -> int | None:
+    answer = question.sample.get("doc", {}).get("answer")
+    return number_of_candidate(str(answer), question) if question.chooses_contexts else None
+
+
+def by_answer_from_1(question: Question) -> int | None:
+    answer = str(question.sample.get("doc", {}).get("answer"))
+    counted_from_0 = str(int(answer) - 1) if answer.isdecimal() else ""
+    return number_of_candidate(counted_from_0, question) if question.chooses_contexts else None
+
+
+READINGS = {
+    "the one whose text is the target": by_text,
+    "the one whose index is the target": by_index,
+    "the document's `answer`, counted from 0": by_answer_from_0,
+    "the document's `answer`, counted from 1": by_answer_from_1,
+}
+
+
+def number_of_candidate(text: str, question: Question) -> int | None:
+    return int(text) if text.isdecimal() and int(text) < len(question.candidates) else None
+
+
+def agrees_with_acc(question: Question, gold: int) -> bool:
+    logged = question.sample.get("acc")
+    return logged is None or bool(logged) == (question.log_likelihoods.argmax() == gold)
+
+
+def why_no_gold(questions: list[Question]) -> str:
+    if any(question.chooses_contexts for question in questions):
+        return "contexts are chosen here, and its documents have no `answer` that is the number of one"
+    for question in questions:
+        if by_text(question) is None and by_index(question) is None:
+            where = f"doc_id {question.sample['doc_id']}"
+            return f"{where}: target {question.target!r} is none of the {len(question.candidates)} candidates"
+    return "its targets are neither all texts of candidates nor all indices"
 
 
 def length_in(tokenizer: str | None) -> Callable[[str], int]:

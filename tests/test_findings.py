@@ -2,7 +2,8 @@
 
 import pytest
 
-from looped_eval.common.findings import best_point
+from looped_eval.common.curves import more_is_better
+from looped_eval.common.findings import best_depths, best_point
 from looped_eval.diagnose import command as diagnose
 from looped_eval.diagnose import page
 from looped_eval.diagnose.figures import CHARTS, layer_name
@@ -169,6 +170,25 @@ def test_laws_in_words():
 )
 def test_shares_are_as_exact_as_they_need_to_be(share, words):
     assert percent(share) == words
+
+
+def test_whether_more_is_better_is_what_lm_eval_says():
+    metrics = {"brier_score,none": 0.5, "acc,none": 0.5, "ter,first": 50.0, "acc_stderr,none": 0.1}
+    directions = {"glossary": {"brier_score": False, "acc": True, "ter": False}}
+    known = more_is_better({"results": {"glossary": metrics}, "higher_is_better": directions})
+    assert known == {"glossary brier_score": False, "glossary acc": True, "glossary ter (first)": False}
+    points = {"": {1: (0.9, None), 4: (0.2, None)}}
+    curves = {"glossary brier_score": points, "glossary acc": points}
+    assert best_depths(curves, known) == (
+        "glossary brier_score is best at 4 loops (0.2000); glossary acc is best at 1 loop (0.9000)."
+    )
+    words = {
+        "glossary acc": 1,
+        "a loss": 4,
+        "word_perplexity": 4,
+        "t bits_per_byte": 4,
+    }  # of what lm-eval says nothing
+    assert all(f"is best at {depth} loop" in best_point(name, points) for name, depth in words.items())
 
 
 def test_no_depth_is_best_where_all_are_the_same():

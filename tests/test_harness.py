@@ -154,6 +154,20 @@ def test_the_model_runs_once_and_heads_only_where_asked(model, manager, monkeypa
     assert depths == [4] * 2
 
 
+@pytest.mark.parametrize("depths", [[12], [1, 12]])
+def test_the_batch_size_is_found_at_the_deepest_depth(model, manager, monkeypatch, depths):
+    """Asked for more loops than its config has, a model holds the states and the cache of as many."""
+    lm = LoopedLM(model, num_loops=depths, batch_size="auto", max_batch_size=2, device="cpu")
+    asked, forward = [], lm.model.model.forward
+    monkeypatch.setattr(
+        lm.model.model, "forward", lambda *args, **kwargs: asked.append(kwargs) or forward(*args, **kwargs)
+    )
+    run(lm, manager, ["letter"])
+    measured = [kwargs for kwargs in asked if kwargs["use_cache"]]
+    assert len(measured) >= 5 and {kwargs["num_loops"] for kwargs in asked} == {12}
+    assert {kwargs["output_loop_readout_states"] for kwargs in asked} == {len(depths) > 1}
+
+
 def test_perplexity_and_bits_per_byte(model, manager):
     """Against the windows of lm-eval, cut here by hand, and a softmax in float64."""
     bits = ours(model, manager, [1, 3], 7, tasks=["rolling"])[3]["results"]["rolling"]
@@ -281,6 +295,50 @@ def test_exits_of_generated_tokens(model):
     assert 2 <= min(loops) < max(loops) == 4
 
 
+def asked_to_write(prompt: str, **wishes) -> Instance:
+    return Instance("generate_until", {}, (prompt, {"until": [], "max_gen_toks": 6, **wishes}), 0, ("", 0, 1))
+
+
+def test_a_temperature_alone_is_sampling(model):
+    """lm-eval samples wherever the temperature is above 0: each repeat is another text, and none is kept."""
+    torch.manual_seed(0)
+    lm = LoopedLM(model, num_loops=2, batch_size=2, device="cpu")
+    for wishes in ({"temperature": 1.0}, {"temperature": 1.0, "do_sample": True}):
+        texts = lm.generate_until([asked_to_write("a b", **wishes) for _ in range(3)], disable_tqdm=True)
+        assert len(set(texts)) > 1 and not lm.answers
+    greedy = [asked_to_write("a b", temperature=0.0)] * 2
+    assert len(set(lm.generate_until(greedy, disable_tqdm=True))) == 1 and lm.answers
+
+
+def test_mean_loops_of_texts_that_stop_do_not_depend_on_the_batch(model):
+    """A row of a batch is written on after its stop string, until the last one stops; by itself it ends there."""
+    arguments = {"exit_criterion": "max_prob", "exit_threshold": 0.2}
+    prompts, wishes = ["a b c d", "e", "f g", "h i j a"], {"until": ["c", "e f"], "max_gen_toks": 12}
+    counted = []
+    for batch_size in (1, 2, 4):
+        lm = LoopedLM(model, num_loops=4, batch_size=batch_size, device="cpu", **arguments)
+        lm.generate_until([asked_to_write(prompt, **wishes) for prompt in prompts], disable_tqdm=True)
+        counted.append(lm._counted.tolist())
+    assert counted[0] == counted[1] == counted[2]
+    _, tokens = counted[0]
+    assert len(prompts) < tokens < 12 * len(prompts), "none or all stop at once: nothing is tested"
+
+
+def test_greedy_texts_are_kept_where_others_are_sampled(model):
+    """In the order of the requests, and counted in the mean loops, with sampled ones beside them or without."""
+    arguments = {"exit_criterion": "max_prob", "exit_threshold": 0.3}
+    lm = LoopedLM(model, num_loops=4, batch_size=2, device="cpu", **arguments)
+    greedy, sampled = (
+        [asked_to_write(prompt, **wishes) for prompt in ("a b", "c", "d e f")] for wishes in ({}, {"temperature": 1.0})
+    )
+    alone = lm.generate_until(greedy, disable_tqdm=True)
+    lm = LoopedLM(model, num_loops=4, batch_size=2, device="cpu", **arguments)
+    mixed = [request for pair in zip(sampled, greedy) for request in pair]
+    texts = lm.generate_until(mixed, disable_tqdm=True)
+    assert texts[1::2] == alone and texts[::2] != alone and len(lm.answers) == 3
+    assert lm._counted[1] > sum(answer[2] for answer in lm.answers.values()) == len(alone) * 6
+
+
 # the command
 
 
@@ -320,16 +378,69 @@ def test_command(model, tasks, expected, tmp_path, monkeypatch, capsys):
     command(*on_any_device, monkeypatch=monkeypatch)
 
 
+def test_predictions_alone_have_no_curve(model, tasks, tmp_path, monkeypatch, capsys):
+    """lm-eval's metric `bypass`, 999 at every depth, says that nothing was scored."""
+    arguments = ["--model", "looped", "--model_args", f"pretrained={model},num_loops=1,2", "--tasks", "writing"]
+    arguments += ["--include_path", tasks, "--device", "cpu", "--output_path", str(tmp_path), "--predict_only"]
+    command(*arguments, monkeypatch=monkeypatch)
+    said = capsys.readouterr().out
+    assert "bypass" not in said and "999" not in said and "Nothing was scored." in said
+    assert not list(tmp_path.glob("depth.*"))
+    assert len(read(tmp_path / "loops_2", "samples_writing_*.jsonl")) == len(task_documents()["writing"])
+
+
 def test_answers_of_other_weights_are_not_kept(tmp_path):
     """Of a model that is trained on in the same folder, or read in another dtype."""
 
     def key(scale: float, **arguments) -> str:
         folder = save_model_and_tokenizer(tmp_path / "model", initializer_range=scale)
-        lm = LoopedLM(folder, num_loops=1, device="cpu", answers=str(tmp_path / "kept"), **arguments)
-        return lm._key("loglikelihood", ("a", "b"), 1)
+        return key_of(folder, tmp_path, **arguments)
 
     assert key(0.02) == key(0.02)
     assert len({key(0.02), key(0.03), key(0.02, dtype="bfloat16")}) == 3
+
+
+def key_of(folder: str | Path, kept: Path, **arguments) -> str:
+    """Of an answer that is kept."""
+    lm = LoopedLM(str(folder), num_loops=1, device="cpu", answers=str(kept / "kept"), **arguments)
+    return lm._key("loglikelihood", ("a", "b"), 1)
+
+
+def test_answers_to_another_question_are_not_recalled(tmp_path):
+    """Whatever changes an answer is in its key, and what does not change it is not."""
+    folder = Path(save_model_and_tokenizer(tmp_path / "model"))
+    other = shutil.copytree(folder, tmp_path / "other")
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    changes = [
+        {}, {"max_length": 20}, {"add_bos_token": True}, {"prefix_token_id": 3}, {"tokenizer": str(other)},
+        {"truncation": True}, {"softmax_dtype": "float64"}, {"think_end_token": "c"},
+    ]  # fmt: skip
+    keys = [key_of(folder, tmp_path, **arguments) for arguments in changes]
+    assert len({*keys}) == len(changes)
+    same = {"batch_size": 3, "logits_cache": False, "max_length": WINDOW, "dtype": "float32"}
+    assert key_of(folder, tmp_path, **same) == keys[0]
+
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    keys.append(key_of(folder, tmp_path))
+    shutil.copyfile(other / "tokenizer.json", folder / "tokenizer.json")
+    keys.append(key_of(folder, tmp_path))
+    assert len({*keys}) == len(keys)
+
+
+def test_answers_of_another_adapter_are_not_recalled(tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, adapter = save_model_and_tokenizer(tmp_path / "model"), str(tmp_path / "adapter")
+    keys = [key_of(folder, tmp_path)]
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(adapter)
+        keys += [key_of(folder, tmp_path, peft=adapter)] * (1 + seed)
+    assert len({*keys}) == 3 and keys[2] == keys[3]
 
 
 def test_stock_models_pass_through(model, tasks, tmp_path, monkeypatch, capsys):
@@ -380,22 +491,25 @@ runpy.run_module("lm_eval", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_two_processes(model, tasks, expected, tmp_path):
+def test_two_processes(model, tasks, manager, tmp_path):
+    """Without shots: lm-eval draws them anew in every process, so that two ask with others than one."""
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "eval.harness",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eval.harness",
         "--model", "looped", "--model_args", f"pretrained={model},num_loops=1,2,4", "--tasks", ",".join(TASKS),
         "--include_path", tasks, "--batch_size", "7", "--device", "cpu", "--output_path", str(tmp_path),
-        "--log_samples",
+        "--log_samples", "--use_cache", str(tmp_path / "kept"), "--num_fewshot", "0",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(path.name for path in tmp_path.glob("kept_rank*.db")) == ["kept_rank0.db", "kept_rank1.db"]
     for depth in DEPTHS:
+        expected = run("hf", manager, model_args={"pretrained": model, "num_loops": depth}, num_fewshot=0)
         (results,) = [json.loads(path.read_text()) for path in (tmp_path / f"loops_{depth}").rglob("results_*.json")]
         for task in TASKS:
             samples = read(tmp_path / f"loops_{depth}", f"samples_{task}_*.jsonl")
             assert sorted(sample["doc_id"] for sample in samples) == list(range(len(task_documents()[task])))
-            assert values(results, task) == pytest.approx(values(expected[depth], task), rel=1e-5)
+            assert values(results, task) == pytest.approx(values(expected, task), rel=1e-5)
 
 
 # bad input
@@ -470,6 +584,22 @@ def test_other_mistakes(model, tasks, tmp_path, monkeypatch):
     for path in Path(mute).glob("tokenizer*"):
         path.unlink()
     refused("no tokenizer could be opened", monkeypatch, tasks, f"pretrained={mute}")
+
+
+def test_depths_in_the_generation_kwargs_of_a_task(model, tmp_path, monkeypatch):
+    """By itself or in a group; also where lm-eval alone has read the task."""
+    (tmp_path / "deep.jsonl").write_text('{"question": "a b", "answer": "c"}\n')
+    config = task_configs(tmp_path)["writing"] | {"task": "deep", "tag": "tagged"}
+    config["generation_kwargs"] = {**config["generation_kwargs"], "num_loops": 2}
+    (tmp_path / "deep.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "deeps.yaml").write_text(yaml.safe_dump({"group": "deeps", "task": ["deep"]}))
+    message = "num_loops: what is generated has .*: leave it out of the generation_kwargs of task deep"
+    with monkeypatch.context() as patched:
+        for task in ("deep", "deeps", "tagged", str(tmp_path / "deep.yaml")):
+            refused(message, patched, str(tmp_path), f"pretrained={model}", task=task)
+    lm = LoopedLM(model, num_loops=1, device="cpu")
+    with pytest.raises(ValueError, match=message):
+        run(lm, TaskManager(include_path=str(tmp_path), include_defaults=False), ["deep"])
 
 
 def test_one_depth_of_a_model_scaled_by_the_run(tmp_path, manager):

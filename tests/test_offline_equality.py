@@ -91,13 +91,15 @@ def test_depths_differ_and_texts_exceed_the_window(expected):
 
 def test_two_processes(tmp_path, expected):
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "eval.harness",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eval.harness",
         "--model", "looped", "--model_args", f"pretrained={save(tmp_path / 'model')},num_loops=1,3",
         "--tasks", ",".join(NAMES), "--batch_size", "7", "--limit", str(LIMIT), "--output_path", str(tmp_path / "out"),
+        "--use_cache", str(tmp_path / "kept"),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TASKS.parents[1])
     assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(path.name for path in tmp_path.glob("kept_rank*.db")) == ["kept_rank0.db", "kept_rank1.db"]
     for depth in DEPTHS:
         (path,) = (tmp_path / f"out/loops_{depth}").rglob("results_*.json")
         found = json.loads(path.read_text())["results"]

@@ -183,7 +183,7 @@ def test_task_results_of_every_depth(tmp_path):
     add_results(way / "eval", 2, 0.125)
     add_results(make_run(run / "other"), 2, 0.125)
     found, chance, unread = results_of(RunFolder(run, "first"))
-    assert found["hop acc"] == {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}
+    assert found["hop acc"] == {"": {1: (0.25, 0.01), 2: (0.375, 0.01), 4: (0.75, 0.01), 5: (0.625, 0.01)}}
     assert set(found) == {"hop acc", "hop acc_norm"} and len(unread) == 1
     assert chance == {"hop acc": 0.5, "hop acc_norm": 0.5}
     page = page_of(run)
@@ -193,6 +193,46 @@ def test_task_results_of_every_depth(tmp_path):
         page.cells[where + 2] == "0.2500\xa0±\xa00.0100"
         and "results_broken.json holds no lm-eval results" in page.text
     )
+
+
+def save_results(path, accuracy: float, config: dict, **others):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metrics = {"alias": "hop", "acc,none": accuracy, "acc_stderr,none": 0.01}
+    path.write_text(json.dumps({"results": {"hop": metrics}, "config": config, **others}))
+
+
+def test_results_of_other_settings_are_curves_of_their_own(tmp_path):
+    """A trial with few questions, or with exits, after the whole evaluation: no point of its curve."""
+    run = make_run(tmp_path / "first")
+    whole, trial = ({"n-samples": {"hop": {"original": 24, "effective": n}}, "n-shot": {"hop": 0}} for n in (24, 3))
+    config = {"model_dtype": "torch.float32", "limit": None}
+    for depth, accuracy in ((1, 0.25), (2, 0.375)):
+        save_results(run / f"eval/results_1{depth}.json", accuracy, {**config, "num_loops": depth}, **whole)
+    save_results(run / "eval/results_2.json", 1.0, {**config, "num_loops": 2, "limit": 3.0}, **trial)
+    exits = {"num_loops": 2, "exit_criterion": "kl", "exit_threshold": 0.5, "min_loops": 1}
+    save_results(run / "eval/results_3.json", 0.0, {**config, **exits}, **whole)
+    found, _, _ = results_of(RunFolder(run, "first"))
+    assert found["hop acc"] == {
+        "24 questions, no exits": {1: (0.25, 0.01), 2: (0.375, 0.01)},
+        "3 questions, no exits": {2: (1.0, 0.01)},
+        "24 questions, exit_criterion=kl exit_threshold=0.5 min_loops=1": {2: (0.0, 0.01)},
+    }
+    cells = page_of(run).cells
+    assert "first, 24 questions, no exits" in cells and "first, 3 questions, no exits" in cells
+
+
+@pytest.mark.parametrize("config,depth", [
+    ({"model_args": {"pretrained": "x", "num_loops": 2}}, 2),
+    ({"model_args": "pretrained=x,num_loops=2"}, 2),
+    ({"model_args": "pretrained=x", "num_loops": 5}, 5),
+    ({"model_args": "pretrained=x"}, 3),  # as trained: the folder of the run says nothing of one evaluation
+])  # fmt: skip
+def test_the_depth_of_a_result_is_its_own(tmp_path, config, depth):
+    run = make_run(tmp_path / "loops_9" / "loops_8")
+    save_results(run / "eval/results_1.json", 0.5, config)
+    save_results(run / "eval/loops_4/results_1.json", 0.25, {})
+    found, _, _ = results_of(RunFolder(run, "loops_8"))
+    assert found["hop acc"][""] == {depth: (0.5, 0.01), 4: (0.25, 0.01)}
 
 
 def test_what_other_commands_left_is_shown(tmp_path):

@@ -12,7 +12,7 @@ from lm_eval.tasks import TaskManager
 from looped_eval import statistics
 from looped_eval.harness.command import results_by_depth
 from looped_eval.harness.looped_lm import LoopedLM
-from looped_eval.statistics import Item, compare, gold_index, item_scores, paired_bootstrap, read_samples
+from looped_eval.statistics import Item, Question, compare, gold_indices, item_scores, paired_bootstrap, read_samples
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import tiny_tokenizer
 from tests.helpers_harness import save_model_and_tokenizer, task_configs, task_documents
@@ -91,13 +91,41 @@ def test_accuracy_over_tasks_and_scores_over_items():
         compare(first, second[1:])
 
 
+def asked(target, candidates, acc=None, likeliest=0, **doc) -> Question:
+    sample = {"doc_id": 7, "target": target, "doc": doc, **({} if acc is None else {"acc": acc})}
+    return Question(sample, candidates, np.eye(len(candidates))[likeliest])
+
+
 def test_which_candidate_is_right():
-    assert gold_index({"target": " d"}, [" c", " d"], "") == 1
-    assert gold_index({"target": "1"}, [" c", " d"], "") == 1
-    assert gold_index({"target": "7"}, [" 8", " 7"], "") == 1  # a text, though it looks like an index
-    assert gold_index({"target": " end", "doc": {"answer": "2"}}, [" end", " end"], "") == 1  # WinoGrande
-    with pytest.raises(ValueError, match="here: target '5' is none of the 2"):
-        gold_index({"target": "5"}, [" c", " d"], "here")
+    assert gold_indices("t", [asked(" d", [" c", " d"])]) == [1]
+    assert gold_indices("t", [asked("1", [" c", " d"])]) == [1]
+    assert gold_indices("t", [asked("7", [" 8", " 7"])]) == [1]  # a text, though it looks like an index
+    assert gold_indices("t", [asked("5", [" c", " d"], gold=0)]) == [0]
+    with pytest.raises(ValueError, match="t: doc_id 7: target '5' is none of the 2"):
+        gold_indices("t", [asked("5", [" c", " d"])])
+
+
+def test_targets_among_digits_are_what_the_logged_accuracy_says():
+    """Candidates 1, 0 and a target 1: the first by its text, the second by its index."""
+    digits = [" 1", " 0"]
+    by_text, by_index = asked("1", digits, acc=1.0), asked("1", digits, acc=0.0)
+    unsaid = asked("0", digits, acc=0.0, likeliest=0)  # what the other question of the task says holds here, too
+    assert gold_indices("t", [by_text, unsaid]) == [0, 1]
+    assert gold_indices("t", [by_index, asked("0", digits, acc=1.0)]) == [1, 0]
+    with pytest.raises(ValueError, match="t: the acc that lm-eval logged is not that of"):
+        gold_indices("t", [by_text, by_index])
+    with pytest.raises(ValueError, match="t: the right candidate may be .* text .* index .*no logged acc tells"):
+        gold_indices("t", [asked("1", digits)])
+    assert gold_indices("t", [asked("1", [" 0", " 1"])]) == [1]  # the same either way
+
+
+def test_contexts_that_are_chosen():
+    ends = [" end", " end"]
+    assert gold_indices("t", [asked(" end", ends, answer="2"), asked(" end", ends, answer="1")]) == [1, 0]
+    assert gold_indices("t", [asked(" end", ends, answer=0), asked(" end", ends, answer=1)]) == [0, 1]
+    assert gold_indices("t", [asked(" end", ends, acc=1.0, likeliest=1, answer=1)]) == [1]
+    with pytest.raises(ValueError, match="t: contexts are chosen here, and its documents have no `answer`"):
+        gold_indices("t", [asked(" end", ends)])
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +191,15 @@ def test_candidates_that_are_asked_again_without_context(tmp_path):
     (tmp_path / "once.jsonl").write_text(sample_line(0))
     (again,), (once,) = (read_samples(tmp_path / f"{name}.jsonl", len) for name in ("again", "once"))
     assert item_scores(again) == item_scores(once) and item_scores(again)["accuracy"] == 1
+
+
+def test_a_text_may_hold_what_ends_lines_elsewhere(tmp_path):
+    """Lines of JSON end at a line feed alone; lm-eval writes other separators of lines into them as they are."""
+    sample = json.loads(sample_line(1))
+    sample["doc"]["question"] = "one\u2028two\u2029three\u0085four\x1cfive"
+    lines = [json.dumps({**sample, "doc_id": number}, ensure_ascii=False) for number in range(2)]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert [item.gold for item in read_samples(tmp_path / "samples.jsonl", len)] == [1, 1]
 
 
 def test_folders_without_choices(runs, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from lm_eval.tasks import TaskManager
 
-from looped_eval.common.curves import Curves, draw, table
+from looped_eval.common.curves import Curves, Point, draw, more_is_better, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import model_folder
 from looped_eval.common.task_names import TASKS, tasks_of
@@ -25,6 +25,7 @@ from .row_scores import RowScores, mean_of
 from .streams import parse_stream, score_windows, texts_of, windows
 
 
+RESAMPLES = 1000  # for the standard errors of lm-eval's metrics that have no formula
 RESOLUTION = 0.0005  # half of the last digit that papers give of bits per byte
 
 
@@ -114,35 +115,42 @@ def sizes_of(rows: dict[str, RowScores]) -> list[str]:
 
 def measure(
     lm: LoopedLM, args, rows: dict[str, RowScores], manager: TaskManager | None
-) -> dict[str, dict[int, float]]:
-    """{measure: {depth: value}} of one folder."""
+) -> tuple[dict[str, dict[int, Point]], dict[str, bool]]:
+    """{measure: {depth: (value, standard error if lm-eval gave one)}} of one folder, and whether more is better."""
     curves: Curves = {}
+    better: dict[str, bool] = {}
     for name, scores in rows.items():
         curves |= row_curves(name, scores, lm.depths)
     if args.tasks:
         options = {"tasks": args.tasks, "task_manager": manager, "num_fewshot": args.num_fewshot, "limit": args.limit}
-        options |= {"batch_size": args.batch_size, "bootstrap_iters": 0, "log_samples": False}
-        curves |= curves_of(results_by_depth(lm, {"pretrained": lm.pretrained}, {}, **options))
+        options |= {"batch_size": args.batch_size, "bootstrap_iters": RESAMPLES, "log_samples": False}
+        results = results_by_depth(lm, {"pretrained": lm.pretrained}, {}, **options)
+        curves |= curves_of(results)
+        better = more_is_better(next(iter(results.values()))) if results else {}
     if args.core:
         setup = {"batch_size": args.batch_size, "max_length": args.core_max_length}
         scores = core_scores(lm.model, lm.tokenizer, args.core, lm.depths, args.core_examples, **setup)
         curves["CORE"] = {"": {depth: (found["core"], None) for depth, found in scores.items()}}
         if args.six:
             curves |= six_curves(scores) | lambada_perplexity(lm, args.core, args.core_examples)
-    return {name: {depth: value for depth, (value, _) in points[""].items()} for name, points in curves.items()}
+    return {name: points[""] for name, points in curves.items()}, better
 
 
-def over_seeds(found: dict[str, list[dict[str, dict[int, float]]]]) -> Curves:
-    """Mean and standard deviation over the folders of each model."""
+def over_seeds(found: dict[str, list[dict[str, dict[int, Point]]]]) -> Curves:
+    """Mean and standard deviation over the folders of each model; of one folder, its value and standard error."""
     curves: Curves = {}
     for name, seeds in found.items():
         for measured in seeds[0]:
             for depth in seeds[0][measured]:
-                values = [seed[measured][depth] for seed in seeds]
-                deviation = statistics.stdev(values) if len(values) > 1 else None
+                values = [seed[measured][depth][0] for seed in seeds]
+                deviation = statistics.stdev(values) if len(values) > 1 else seeds[0][measured][depth][1]
                 points = curves.setdefault(measured, {}).setdefault(name, {})
                 points[depth] = (statistics.fmean(values), deviation)
     return curves
+
+
+def values_of(points: dict[str, dict[int, Point]]) -> dict[str, dict[int, float]]:
+    return {name: {depth: value for depth, (value, _) in of_depths.items()} for name, of_depths in points.items()}
 
 
 def main(arguments: list[str] | None = None):
@@ -170,20 +178,24 @@ def main(arguments: list[str] | None = None):
         check_question(folder, depths)
 
     found: dict[str, list] = {name: [] for name in models}
+    better: dict[str, bool] = {}
     rows: dict[str, list] = {name: [] for name in models}
     for name, folders in models.items():
         for folder in folders:
             setup = {"batch_size": args.batch_size, "device": args.device, "dtype": args.dtype}
             lm = LoopedLM(folder, num_loops=depths, max_length=args.max_length, **setup)
             rows[name].append(score_rows(lm, args, texts))
-            found[name].append(measure(lm, args, rows[name][-1], manager))
+            points, of_tasks = measure(lm, args, rows[name][-1], manager)
+            found[name].append(points)
+            better |= of_tasks
     curves = over_seeds(found)
     precision, sizes = precision_curves(rows, depths), sizes_of(next(iter(rows.values()))[0])
     shown = "\n".join([table(curves), *([table(precision)] if precision else []), *sizes])
     print(shown)
     write_whole(args.output / "budget.md", shown + "\n")
-    record = {"models": models, "values": found, "curves": curves, "precision": precision, "sizes": sizes}
+    values = {name: [values_of(points) for points in of_folders] for name, of_folders in found.items()}
+    record = {"models": models, "values": values, "curves": curves, "precision": precision, "sizes": sizes}
     write_json(args.output / "budget.json", record, args.command)
     draw(curves, args.output / "budget.svg")
     print(f"written: {args.output / 'budget.md'}, budget.json and budget.svg")
-    say_result(best_depths(curves), typed("looped halting", next(iter(models.values()))[0]))
+    say_result(best_depths(curves, better), typed("looped halting", next(iter(models.values()))[0]))

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from looped_eval.common.model_folder import start_token
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_recipes.common.token_losses import token_losses
-from looped_recipes.data.tokenizers import Encoder, token_bytes
+from looped_recipes.data.tokenizers import Encoder, bytes_before_a_text, token_bytes
 from looped_recipes.settings.yaml_files import shortly
 
 from .row_scores import RowScores
@@ -91,6 +91,8 @@ def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = No
 def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
     """At every depth from one pass."""
     num_bytes = token_bytes(lm.tokenizer)[rows[:, 1:]]
+    begin_texts = (rows[:, :-1] == start_token(lm.tokenizer)) & (num_bytes > 0)
+    added = bytes_before_a_text(lm.tokenizer) * begin_texts
     nats, byte_nats = torch.zeros(2, len(lm.depths), len(rows), dtype=torch.float64)
     size = 8 if lm.batch_size == "auto" else lm.batch_size
     for start in tqdm(range(0, len(rows), size), desc="Scoring windows", disable=lm.rank != 0):
@@ -100,7 +102,7 @@ def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
         nats[:, part] = losses.sum(-1)
         byte_nats[:, part] = (losses * (num_bytes[part] > 0)).sum(-1)
     tokens = torch.full((len(rows),), rows.shape[1] - 1, dtype=torch.float64)
-    return RowScores(nats, byte_nats, tokens, num_bytes.sum(-1).double())
+    return RowScores(nats, byte_nats, tokens, (num_bytes - added).sum(-1).double())
 
 
 def losses_at(lm: LoopedLM, rows: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from looped_recipes.common.files import lines_of
 from looped_recipes.common.metrics import last_validation
 
 from .definition import MADE_BY, Setting
@@ -28,7 +29,7 @@ def runs_of(folder: Path) -> dict | None:
     path = folder / "results.jsonl"
     if not path.is_file():
         return None
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in lines_of(path)]
     made_by = {key: lines[-1][key] for key in MADE_BY}
     return {"runs": [shortened(line) for line in lines], "made_by": made_by}
 

@@ -32,10 +32,21 @@ def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
     for task, metrics in {**results["results"], **(results.get("groups") or {})}.items():
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
-            if filtered and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+            is_measure = filtered and metric != "bypass" and not metric.endswith("_stderr")  # 999: nothing was scored
+            if is_measure and isinstance(value, (int, float)):
                 error = metrics.get(f"{metric}_stderr,{filtered}")
                 measure = f"{task} {metric}" + (f" ({filtered})" if filtered != "none" else "")
                 yield measure, (value, error if isinstance(error, (int, float)) else None)
+
+
+def more_is_better(results: dict) -> dict[str, bool]:
+    """{measure: whether more of it is better}, of the metrics for which lm-eval's results say it."""
+    of_tasks, found = results.get("higher_is_better") or {}, {}
+    for measure, _ in metrics_of(results):
+        task, _, metric = measure.partition(" ")
+        if (better := (of_tasks.get(task) or {}).get(metric.partition(" (")[0])) is not None:
+            found[measure] = better
+    return found
 
 
 def table(curves: Curves) -> str:

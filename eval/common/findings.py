@@ -1,13 +1,14 @@
 """Sentences that say what numbers come down to."""
 
 import math
+import re
 
 from looped_recipes.common.words import counted, percent
 
 from .curves import Curves
 
 
-LESS_IS_BETTER = ("perplexity", "bits per byte", "bits_per_byte", "loss")
+LESS_IS_BETTER = re.compile(r"\b(perplexity|bits per byte|loss)\b")  # where lm-eval does not say it of a metric
 MOST = 3  # measures of which a sentence speaks
 
 
@@ -17,15 +18,19 @@ def loops_in_words(mean: float, full: float) -> str:
     return f"{mean:.2f} of {full:g} loops{saved}"
 
 
-def best_depths(curves: Curves) -> str:
-    """E.g. "arc_easy acc is best at 4 loops (0.3125)."; with the model's name where there are several."""
+def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -> str:
+    """E.g. "arc_easy acc is best at 4 loops (0.3125)."; with the model's name where there are several.
+
+    more_is_better: of measures for which lm-eval says it, see `curves.more_is_better`.
+    """
+    known = more_is_better or {}
     measures = [name for name in curves if name != "mean loops" and "less that of" not in name and "error" not in name]
     measures = [name for name in measures if not says_the_same(name, curves)]
-    said = "; ".join(best_point(name, curves[name]) for name in measures[:MOST])
+    said = "; ".join(best_point(name, curves[name], known.get(name)) for name in measures[:MOST])
     rest = f"; of {len(measures) - MOST} more the table tells" if len(measures) > MOST else ""
     exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]
     saved = "".join(f" With exits: {loops_in_words(mean, depth)}." for depth, (mean, _) in exits)
-    return f"{said}{rest}.{saved}"
+    return f"{said}{rest}.{saved}" if measures else f"Nothing was scored.{saved}"
 
 
 def says_the_same(name: str, curves: Curves) -> bool:
@@ -34,9 +39,11 @@ def says_the_same(name: str, curves: Curves) -> bool:
     return metric in ("word_perplexity", "byte_perplexity") and f"{task} bits_per_byte" in curves
 
 
-def best_point(name: str, of_series: dict[str, dict]) -> str:
+def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | None = None) -> str:
     """Of accuracies no best one is named where even the worst is within what chance makes of so few questions."""
-    sign = -1 if any(part in name for part in LESS_IS_BETTER) else 1
+    if more_is_better is None:
+        more_is_better = not LESS_IS_BETTER.search(name.replace("_", " "))
+    sign = 1 if more_is_better else -1
     points = [
         (sign * value, -depth, series, error or 0.0)
         for series, of in of_series.items()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import yaml
 
+from looped_recipes.common.files import lines_of
+
 
 SHUFFLE_SEED, SHOTS_SEED = 1337, 1234
 DESCRIBED = "eval_meta_data.csv"
@@ -115,7 +117,7 @@ def _task(bundle: Path, entry: dict, guessing: dict[str, float], examples: int |
     path = bundle / "eval_data" / entry["dataset_uri"].removeprefix("local_data/")
     if not path.is_file():
         raise ValueError(f"task {label!r} wants {path}, which is not there")
-    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    items = [json.loads(line) for line in lines_of(path) if line.strip()]
     random.Random(SHUFFLE_SEED).shuffle(items)
     items, num_shots = items[:examples], entry["num_fewshot"][0]
     if len(items) <= num_shots:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from looped_recipes.common.files import append_line
+from looped_recipes.common.files import append_line, lines_of
 from looped_recipes.common.provenance import finite, rounded
 
 
@@ -32,7 +32,7 @@ class Ledger:
         if not self.path.exists():
             return []
         found = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in lines_of(self.path):
             try:
                 found.append(json.loads(line))
             except json.JSONDecodeError:

@@ -17,17 +17,16 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, setup_logging
 
-from looped_eval.common.curves import Curves, chance_of, draw, metrics_of, table
+from looped_eval.common.curves import Curves, chance_of, draw, metrics_of, more_is_better, table
 from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
 from looped_recipes.common.command_line import device_of, folder, say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import commit, provenance
-from modeling_looped.depth_options import DEPTH_FIELDS
 
 from .looped_lm import LoopedLM
-from .question import check_question
+from .question import check_question, refuse_depths_in
 
 
 def as_lm_eval_spells(arguments: list[str]) -> list[str]:
@@ -63,12 +62,7 @@ def check(config: EvaluatorConfig):
             folder(config.output_path)
         except ArgumentTypeError as error:
             raise ValueError(f"--output: {error}") from None
-    ours = [name for name in config.gen_kwargs if name in DEPTH_FIELDS]
-    if ours:
-        raise ValueError(
-            f"{', '.join(ours)}: what is generated has the depths and exits of --model_args num_loops=...,"
-            "exit_criterion=..., as what is scored: leave it out of gen_kwargs"
-        )
+    refuse_depths_in(config.gen_kwargs, "gen_kwargs")
     if config.wandb_args or getattr(config, "trackio_args", None):  # the second since lm-eval 0.4.12
         raise ValueError("wandb_args and trackio_args take one set of results, not one per depth: use output_path")
     known = inspect.signature(check_question).parameters
@@ -105,6 +99,17 @@ def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
     if any(name.endswith(".yaml") or Path(name).is_dir() for name in names):
         return config.process_tasks(config.metadata), config.tasks
     return tasks_of(names, config.include_path, config.metadata)
+
+
+def check_tasks(manager: TaskManager, tasks: list):
+    """What the files of tasks say, before a model is loaded; of groups and tags, of the tasks in them."""
+    for task in tasks:
+        entry = None if isinstance(task, dict) else manager.task_index.get(task)
+        config = task if isinstance(task, dict) else (entry and entry.cfg) or {}
+        refuse_depths_in(config.get("generation_kwargs") or {}, f"the generation_kwargs of task {config.get('task')}")
+        members = config.get("task") if isinstance(config.get("task"), list) else []
+        tagged = [name for name, other in manager.task_index.items() if task in other.tags] if entry else []
+        check_tasks(manager, [member for member in (*members, *tagged) if member != task])
 
 
 def results_by_depth(lm: LoopedLM, model_args: dict, tracker_args: dict, **options) -> dict[int, dict]:
@@ -164,6 +169,7 @@ def main(arguments: list[str]):
         config.output_path = str(results_folder(config.model_args["pretrained"]) / "lm_eval")
     options = options_of(config)
     options["task_manager"], options["tasks"] = asked_tasks(config)
+    check_tasks(options["task_manager"], options["tasks"])
     setup = {name: options[name] for name in ("batch_size", "max_batch_size", "device")}
     lm = LoopedLM.create_from_arg_obj({**config.model_args, "answers": config.use_cache}, setup)
     tracker_args = {**config.hf_hub_log_args, **({"output_path": config.output_path} if config.output_path else {})}
@@ -173,10 +179,13 @@ def main(arguments: list[str]):
     if config.show_config:
         print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     curves = curves_of(results)
-    print(table(curves))
-    if config.output_path:
+    if curves:
+        print(table(curves))
+    if curves and config.output_path:
         write_whole(Path(config.output_path) / "depth.md", table(curves))
         draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
+    if config.output_path:
         print(f"written: {config.output_path}")
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where its report looks
-    say_result(best_depths(curves), *([typed("looped report", os.path.relpath(run))] if is_in_run else []))
+    found = best_depths(curves, more_is_better(next(iter(results.values()))))
+    say_result(found, *([typed("looped report", os.path.relpath(run))] if is_in_run else []))

@@ -9,6 +9,7 @@ saves the compute, and there later tokens see what an exited token left.
 """
 
 import logging
+from bisect import bisect_left
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch
 from lm_eval.api.model import hash_args
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import Collator
+from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.models.utils_hf import pad_and_concat
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch.nn import functional as F
@@ -31,10 +32,17 @@ from modeling_looped import generator_of, register_public_formats
 from modeling_looped.checks import check_starts_from_noise
 from modeling_looped.exit_criteria import ExitRule
 
-from .question import check_question
+from .question import check_question, refuse_depths_in
 
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+READ_FILES = (*WEIGHTS, ".json", ".model", ".txt")  # in the folder of a model, a tokenizer or an adapter
+CHANGE_NO_ANSWER = {  # arguments of HFLM: where and how fast it runs, and what is read off the loaded model instead
+    "pretrained", "dtype", "mixed_precision_dtype", "max_length", "batch_size", "max_batch_size", "logits_cache",
+    "parallelize", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "tp_plan",
+}  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -62,7 +70,8 @@ class LoopedLM(HFLM):
 
         num_loops: depths, such as 4 or 1..4; by default the model's own.
         exit_criterion, exit_threshold, min_loops: as in `generate`.
-        answers: file in which answers are kept, one for each process.
+        answers: file in which answers are kept, one for each process. They are those of the same files of the model,
+            the tokenizer and the adapter, and of the same arguments, but for `CHANGE_NO_ANSWER`.
         state_seed: draws the first state of every row that is scored, and of every position that is generated; without
             it that state is zeros.
         device: by default a GPU if there is one.
@@ -79,8 +88,7 @@ class LoopedLM(HFLM):
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")
-        dtypes = [str(self.model.dtype), str(self.mixed_precision_dtype)]
-        self._state_of_model = [] if answers is None else [*dtypes, weights_of(self.config)]
+        self._state_of_model = [] if answers is None else self._what_decides(kwargs)
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
         self.state_seed = state_seed
         self._generated_loops = []  # (loops, tokens) of the rows that are being generated
@@ -127,6 +135,15 @@ class LoopedLM(HFLM):
 
     # answers
 
+    def _what_decides(self, arguments: dict) -> list[str]:
+        """All but the request that an answer depends on. arguments: those of `HFLM`."""
+        effective = [str(x) for x in (self.model.dtype, self.mixed_precision_dtype, self.max_length)]
+        given = [f"{name}={value}" for name, value in sorted(arguments.items()) if name not in CHANGE_NO_ANSWER]
+        folders = [self.config._name_or_path, self.tokenizer.name_or_path, self.peft, self.delta]
+        folders = [Path(folder, arguments.get("subfolder") or "") for folder in folders if folder]
+        commit_hash = str(getattr(self.config, "_commit_hash", None))  # of a model on the Hub
+        return [*effective, *given, self.revision, commit_hash, *map(files_of_model, folders)]
+
     def _key(self, kind: str, arguments, depth: int) -> str:
         model = [str(self.config._name_or_path), *self._state_of_model]
         return hash_args(kind, [*model, depth, self.rule, *self._seeded(), *arguments])
@@ -139,7 +156,7 @@ class LoopedLM(HFLM):
 
     def _keep_generated(self, kind: str, arguments, text: str):
         answer = Answer(text, *(self._generated_loops.pop(0) if self._generated_loops else ()))
-        if arguments[1].get("do_sample"):  # no second answer would be the same
+        if self._is_sampled(arguments[1]):  # no second answer would be the same
             self._count([answer])
         else:
             self._keep(kind, arguments, self.depth, answer)
@@ -165,9 +182,20 @@ class LoopedLM(HFLM):
         return self._recall("loglikelihood_rolling", requests, self._score_documents)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        if any(request.args[1].get("do_sample") for request in requests):
-            return super().generate_until(requests, disable_tqdm)
-        return self._recall("generate_until", requests, super().generate_until)
+        """Greedy texts are recalled or kept, and sampled ones are new each time."""
+        for request in requests:
+            refuse_depths_in(request.args[1], f"the generation_kwargs of task {request.task_name}")
+        is_sampled = [self._is_sampled(request.args[1]) for request in requests]
+        greedy, sampled = ([x for x, is_one in zip(requests, is_sampled) if is_one == kind] for kind in (False, True))
+        texts = {
+            False: iter(self._recall("generate_until", greedy, super().generate_until)),
+            True: iter(super().generate_until(sampled, disable_tqdm) if sampled else ()),
+        }
+        return [next(texts[kind]) for kind in is_sampled]
+
+    def _is_sampled(self, wishes: dict) -> bool:
+        """As lm-eval decides it: a temperature alone is enough."""
+        return bool(normalize_gen_kwargs(wishes, self.max_gen_toks)["do_sample"])
 
     # scoring
 
@@ -297,15 +325,8 @@ class LoopedLM(HFLM):
         """[depths, 3, tokens] from the logits after every loop, at the positions of the continuations alone."""
         length = tokens.input_ids.shape[1]
         asked, answers = (tokens.rows * length + tokens.places).unique(return_inverse=True)  # choices may share one
-        every_loop = len(self.depths) > 1 or self.rule is not None
-        outputs = self.model.get_decoder()(
-            tokens.input_ids,
-            num_loops=self.depths[-1],
-            initial_state=tokens.initial_state,
-            output_loop_readout_states=every_loop,
-            output_loop_hidden_states=self.rule is not None and self.rule.criterion.needs != "logits",
-            use_cache=False,
-        )
+        every_loop = self._reads_every_loop
+        outputs = self._states_of(tokens.input_ids, initial_state=tokens.initial_state, use_cache=False)
         loops = range(1, self.depths[-1] + 1) if every_loop else self.depths
         log_p, misses = [], []
         watch = ExitCount(self.rule, len(tokens.targets), self.depths[-1], self.device)
@@ -326,6 +347,31 @@ class LoopedLM(HFLM):
         log_p, misses = (torch.stack(of_loops).gather(0, chosen) for of_loops in (log_p, misses))
         return torch.stack([log_p.double(), misses.double(), taken.double()], dim=1)
 
+    @property
+    def _reads_every_loop(self) -> bool:
+        return len(self.depths) > 1 or self.rule is not None
+
+    def _states_of(self, input_ids: torch.Tensor, **options):
+        """The deepest pass, with the states that any depth or exit is read from."""
+        return self.model.get_decoder()(
+            input_ids,
+            num_loops=self.depths[-1],
+            output_loop_readout_states=self._reads_every_loop,
+            output_loop_hidden_states=self.rule is not None and self.rule.criterion.needs != "logits",
+            **options,
+        )
+
+    def _model_call(self, inps, attn_mask=None, labels=None) -> torch.Tensor:
+        """By this pass lm-eval finds the batch size that fits. It holds what scoring holds, and the cache of every
+        loop, as generating does."""
+        with (
+            torch.no_grad(),
+            torch.autocast(
+                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+            ),
+        ):
+            return self.model.logits(self._states_of(inps, use_cache=True).last_hidden_state)
+
     # generation
 
     def _model_generate(self, context, max_length, stop, **generation_kwargs):
@@ -344,9 +390,20 @@ class LoopedLM(HFLM):
             return_dict_in_generate=True,
             **generation_kwargs,
         )
-        loops = outputs.token_loops
-        self._generated_loops = list(zip(loops.sum(1).tolist(), (loops > 0).sum(1).tolist()))
+        written = outputs.sequences[:, context.shape[1] :].tolist()
+        loops = [row[: self._num_kept(tokens, stop)] for tokens, row in zip(written, outputs.token_loops)]
+        self._generated_loops = [(int(row.sum()), int((row > 0).sum())) for row in loops]
         return outputs.sequences
+
+    def _num_kept(self, tokens: list[int], stop: list[str]) -> int:
+        """Tokens up to the one that completes the first stop string: a row goes on until all of its batch have
+        stopped, and what it writes then is thrown away."""
+
+        def has_stopped(count: int) -> bool:
+            text = self.tok_decode(tokens[:count], skip_special_tokens=False)
+            return any(string in text for string in stop if string)
+
+        return 1 + bisect_left(range(1, len(tokens)), True, key=has_stopped)
 
 
 class ScoredTokens(NamedTuple):
@@ -374,14 +431,15 @@ class ExitCount:
             self.running &= ~exits
 
 
-def weights_of(config) -> str:
-    """What changes when other weights are saved in the folder of a model, or on the Hub."""
-    folder = Path(config._name_or_path)
+def files_of_model(folder: Path) -> str:
+    """Checksums of the weights, settings and vocabulary in a folder; of weights those that were listed at the saving,
+    where there is a list: they are large, and nobody edits them."""
     if not folder.is_dir():
-        return str(getattr(config, "_commit_hash", None))
+        return ""
     listed = read_sealed(folder / LIST)["checksums"] if (folder / LIST).is_file() else {}
-    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
-    return " ".join(listed.get(path.name) or checksum(path) for path in weights)
+    known = {name: value for name, value in listed.items() if name.endswith(WEIGHTS)}
+    files = sorted(path for path in folder.iterdir() if path.name.endswith(READ_FILES) and path.name != LIST)
+    return " ".join(f"{path.name}:{known.get(path.name) or checksum(path)}" for path in files)
 
 
 def open_answers(path: str):

@@ -17,7 +17,10 @@
 --batch-size 8, --device cpu, --limit 100, --num_fewshot 5, --log_samples       as lm-eval has them
 --output FOLDER                the results of each depth, as lm-eval would have written them, in loops_1, loops_2, ...;
                                beside them depth.md and depth.svg; default: eval/lm_eval of the training run, if any
---use_cache FILE               keeps the answers of all depths in FILE_rank0.db, by the weights and dtype of the model
+--use_cache FILE               keeps the answers of all depths in FILE_rank0.db. They are recalled for the same
+                               question, depth and exits, with the same files of the model, the tokenizer and the
+                               adapter (weights, config.json, ...), the same dtype, max_length and all other
+                               --model_args but those of speed and place, such as batch_size
 
 Underscores and hyphens are the same in names.
 """

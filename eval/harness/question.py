@@ -8,6 +8,7 @@ from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import parse_depths
 from looped_recipes.common.hub import check_source, model_inside
 from modeling_looped import LoopedConfig
+from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.exit_criteria import ExitRule, exit_rule
 from modeling_looped.formats.registry import is_published
 
@@ -17,6 +18,16 @@ class Question(NamedTuple):
 
     depths: list[int]
     rule: ExitRule | None
+
+
+def refuse_depths_in(gen_kwargs: dict, where: str):
+    """gen_kwargs: of the command, or of a task."""
+    ours = [name for name in gen_kwargs if name in DEPTH_FIELDS]
+    if ours:
+        raise ValueError(
+            f"{', '.join(ours)}: what is generated has the depths and exits of --model_args num_loops=...,"
+            f"exit_criterion=..., as what is scored: leave it out of {where}"
+        )
 
 
 def check_question(

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from looped_recipes.common.command_line import typed
+from looped_recipes.common.files import lines_of
 from looped_recipes.common.words import counted
 
 from .fitting import FitError
@@ -116,7 +117,7 @@ def read_table(path: str | Path) -> Table:
                 for row in csv.DictReader(file)
             ]
     else:
-        rows = [json_row(line, f"{path}, line {i}") for i, line in enumerate(path.read_text().splitlines(), 1) if line]
+        rows = [json_row(line, f"{path}, line {i}") for i, line in enumerate(lines_of(path), 1) if line]
     if not rows:
         raise FitError(f"{path} holds no runs")
     for number, row in enumerate(rows, start=1):

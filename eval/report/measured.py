@@ -11,37 +11,89 @@ from looped_eval.diagnose import page as diagnose_page
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.halting import page as halting_page
 from looped_recipes.common.command_line import typed
+from looped_recipes.common.words import counted
 
 from .about import depth_table, missing, number
 
 
-def results_of(run: RunFolder) -> tuple[dict[str, dict[int, curves.Point]], dict[str, float], list[str]]:
-    """lm-eval's metrics over depth, {task and metric: {depth: (value, standard error)}}, what guessing scores, and
-    files that were not understood."""
-    found, chance, unread = {}, {}, []
+TOLD_APART = {  # arguments of a model that its results say by other fields, or that change no result
+    "pretrained", "num_loops", "exit_criterion", "exit_threshold", "min_loops", "dtype", "device", "batch_size",
+    "max_batch_size", "logits_cache", "answers", "trust_remote_code", "parallelize",
+}  # fmt: skip
+
+
+def results_of(run: RunFolder) -> tuple[curves.Curves, dict[str, float], list[str]]:
+    """lm-eval's metrics over depth, {task and metric: {setting: {depth: (value, standard error)}}}, what guessing
+    scores, and files that were not understood. setting: in words, what sets it apart from others of that metric."""
+    found: dict[str, dict[tuple, dict[int, curves.Point]]] = {}
+    chance, unread = {}, []
     for path in sorted(run.own_files("results*.json"), key=lambda path: (path.stat().st_mtime, str(path))):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            measured = list(curves.metrics_of(content))
+            measured = [
+                (*point, setting_of(point[0].partition(" ")[0], content)) for point in curves.metrics_of(content)
+            ]
         except (ValueError, KeyError, TypeError, AttributeError):
             unread.append(f"{path} holds no lm-eval results.")
             continue
-        depth = depth_of_results(path, content) or run.trained_loops or 1
-        for name, point in measured:
-            found.setdefault(name, {})[depth] = point  # the newest file wins
+        depth = depth_of_results(path.relative_to(run.folder), content) or run.trained_loops or 1
+        for name, point, setting in measured:
+            found.setdefault(name, {}).setdefault(setting, {})[depth] = point  # the newest file wins
             if (level := curves.chance_of(name, content.get("configs"))) is not None:
                 chance[name] = level
-    return found, chance, unread
+    return {name: in_words(of_settings) for name, of_settings in found.items()}, chance, unread
 
 
 def depth_of_results(path: Path, content: dict) -> int | None:
-    """The depth of a result set: of its folder (loops_4), or of the model's arguments."""
+    """The depth of a result set: what was measured, else what its folder inside the run says (loops_4)."""
+    config = content.get("config") or {}
+    if isinstance(config.get("num_loops"), int):
+        return config["num_loops"]
+    if (depth := arguments_of(config).get("num_loops", "")).isdecimal():
+        return int(depth)
     for part in reversed(path.parts):
         if match := re.fullmatch(r"loops_(\d+)", part):
             return int(match[1])
-    arguments = (content.get("config") or {}).get("model_args") or ""
-    match = re.search(r"num_loops['\"]?\s*[=:]\s*(\d+)", str(arguments))
-    return int(match[1]) if match else None
+    return None
+
+
+def arguments_of(config: dict) -> dict[str, str]:
+    """--model_args, which lm-eval keeps as it was given them."""
+    given = config.get("model_args") or {}
+    if isinstance(given, str):
+        given = dict(argument.split("=", 1) for argument in given.split(",") if "=" in argument)
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def setting_of(task: str, content: dict) -> tuple[str, ...]:
+    """What a result depends on beside the model and its depth. Results of unequal settings make no curve."""
+    config = content.get("config") or {}
+    arguments = arguments_of(config)
+    num_questions = ((content.get("n-samples") or {}).get(task) or {}).get("effective")
+    limit, num_shots = config.get("limit"), (content.get("n-shot") or {}).get(task)
+    exits = {name: config.get(name, arguments.get(name)) for name in ("exit_criterion", "exit_threshold", "min_loops")}
+    exits = " ".join(f"{name}={value}" for name, value in exits.items() if value is not None)
+    others = " ".join(f"{name}={value}" for name, value in sorted(arguments.items()) if name not in TOLD_APART)
+    generated = config.get("gen_kwargs") or ""
+    return (
+        counted(num_questions, "question") if num_questions else "" if limit is None else f"--limit {limit:g}",
+        "" if num_shots is None else counted(num_shots, "shot"),
+        "with a chat template" if content.get("chat_template") else "",
+        "with a system instruction" if content.get("system_instruction") else "",
+        exits or "no exits",
+        str(config.get("model_dtype") or "").removeprefix("torch."),
+        others,
+        generated and f"gen_kwargs {generated}",
+    )
+
+
+def in_words(of_settings: dict[tuple[str, ...], dict]) -> dict[str, dict]:
+    """By the parts of the settings that are not the same in all: one setting needs no words."""
+    differs = [len({*parts}) > 1 for parts in zip(*of_settings)]
+    return {
+        ", ".join(part for part, told in zip(setting, differs) if told and part): points
+        for setting, points in of_settings.items()
+    }
 
 
 def accuracy(runs: list[RunFolder]) -> Section:
@@ -52,8 +104,10 @@ def accuracy(runs: list[RunFolder]) -> Section:
         measures, levels, unread = results_of(run)
         chance |= levels
         blocks += map(Text, unread)
-        for measure, points in measures.items():
-            found.setdefault(measure, {})[run.name] = dict(sorted(points.items()))
+        for measure, of_settings in measures.items():
+            for setting, points in of_settings.items():
+                series = f"{run.name}, {setting}" if setting else run.name
+                found.setdefault(measure, {})[series] = dict(sorted(points.items()))
         if not measures:
             blocks.append(missing(f"{run.name} has no lm-eval results.", harness(run)))
     if found:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,6 +44,13 @@ def save_tokenizer(tokenizer, folder: Path):
         if number is None:
             raise
         raise OSError(int(number[1]), str(error)) from error
+
+
+def lines_of(path: str | Path) -> Iterator[str]:
+    """The lines of a file of JSON: `str.splitlines` would part them at U+2028, U+0085 and others inside of texts."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield line.rstrip("\n")
 
 
 def append_line(path: str | Path, line: str):

@@ -246,6 +246,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Bytes of UTF-8 that each token stands for, int64 [vocabulary]; special tokens stand for none.
 
     What a word tokenizer drops or does not know is in no token: bits per byte compare tokenizers that keep every byte.
+    A space that a tokenizer puts before a text is in its first token (`bytes_before_a_text`).
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     kinds = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
@@ -265,6 +266,13 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
             text = token.replace("▁", " ") if "▁" in kinds else token
             lengths[index] = len(text.removeprefix("##").encode() if '"WordPiece"' in kinds else text.encode())
     return lengths
+
+
+def bytes_before_a_text(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Bytes that the first token of a text stands for and the text does not have: 1 of tokenizers that put a space
+    before every text, 0 of others."""
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return max(0, int(token_bytes(tokenizer)[ids].sum()) - len("a"))
 
 
 def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
