@@ -19,6 +19,7 @@ from looped_eval.claims import (
     ledger,
     measuring,
     parcae,
+    parcae_depths,
     parcae_laws,
     readout,
     readout_numbers,
@@ -121,8 +122,10 @@ def test_runs_that_collapse_count_in_the_claims():
     assert parcae_laws.less_perplexity({"runs": [parcae_64 | lost, plain | sound]}, 64) == -math.inf
     assert parcae_laws.less_perplexity({"runs": [parcae_64 | sound, plain | lost]}, 64) == 100
 
-    batch, sequence = {"depth.per": "batch"}, {"depth.per": "sequence"}
-    assert parcae.gained_at(1)(seeds(batch | lost, sequence | sound)).value == math.inf
+    step, sequence = {"name": "step"}, {"name": "sequence"}
+    gained = each_seed(parcae_depths.less_at(1, "sequence", "step"))
+    assert gained(seeds(step | lost, sequence | sound)).value == math.inf
+    assert each_seed(parcae_depths.less_of_own("sequence", "step"))(seeds(step | lost, sequence | lost)) is None
 
     drifts, holds = ({"model.preset": f"readout_{name}"} for name in ("per_loop_rmsnorm", "per_loop_raw"))
     content = seeds(drifts | lost | {"state_norm/loop_4": 1e9}, holds | sound | {"state_norm/loop_4": 1.0})
@@ -394,7 +397,7 @@ def test_spikes_and_rates_that_train(tmp_path):
     losses = [5.0] * 15 + [5.6] + [5.0] * 15
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert parcae.spikes(tmp_path) == 1
+    assert parcae_depths.spikes(tmp_path) == 1
 
     def run(loss, radius, injection="concat"):
         return {"model.block_norm": "pre", "model.injection": injection, "loss": loss, "spectral_radius": radius}
@@ -427,11 +430,12 @@ def test_the_highest_rate_that_trains():
 )
 def test_sampling_says_something_only_where_depth_is_used(after_one, spikes, gain, fewer):
     runs = [
-        {"depth.per": per, "loss": 3.0 if math.isfinite(loss) else None, "loss_at": {"1": loss, "8": 3.0}}
-        for per, loss in zip(("batch", "sequence"), after_one)
+        {"name": name, "loss": 3.0 if math.isfinite(loss) else None, "loss_at": {"1": loss, "8": 3.0}}
+        for name, loss in zip(("step", "sequence"), after_one)
     ]
-    content = {"seeds": {"0": {"runs": runs, "spikes": {"per=batch": spikes[0], "per=sequence": spikes[1]}}}}
-    read, less = parcae.gained_at(1)(content), parcae.fewer_spikes(content)
+    content = {"seeds": {"0": {"runs": runs, "spikes": dict(zip(("step", "sequence"), spikes))}}}
+    gained = parcae_depths.where_depth_is_used(parcae_depths.less_at(1, "sequence", "step"))
+    read, less = gained(content), parcae_depths.fewer_spikes(content)
     assert read is None if gain is None else read.value == pytest.approx(gain)
     assert less is None if fewer is None else less.value == fewer
 

@@ -1,19 +1,17 @@
 """Parcae: Scaling Laws for Stable Looped Language Models."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
-from looped_recipes.common.metrics import read_metrics
-from looped_recipes.common.words import counted
 
 from .definition import BETTER_THAN_FREQUENCIES, Claim, Figure, Measurement, Paper, Setting, each_seed
 from .functions import by_function, result_of
+from .parcae_depths import DEPTH_MEASUREMENTS, gradient_charts, gradient_claims, sampling_charts, sampling_claims
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
-from .rules import AtMost, Effect, Estimate, Near
-from .sweeps import by_sweep, runs_of, sweep_alone
+from .rules import AtMost, Effect, Near
+from .sweeps import by_sweep, runs_of
 
 
 SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"
@@ -22,8 +20,6 @@ BASE, NORMED, DIAGONAL = ("pre", "concat"), ("residual_sandwich", "concat"), ("p
 NAMES = {BASE: "pre-norm RDM", NORMED: "RDM, normed residual", DIAGONAL: "diagonal injection"}
 PAPER_RATES = {"pre-norm RDM": 1.0, "RDM, normed residual": 2.0, "Parcae": 5.0}  # that train, of five, in table 2
 HIGHEST = {BASE: 2e-4, NORMED: 4e-4, DIAGONAL: 1e-3}  # rates that train in table 2, whose last is 1e-3
-SPIKE = 0.5  # nats above the mean of the ten steps before
-LEAST_OF_DEPTH = 0.1  # nats that the first loop alone must be worse, where it matters which depths are trained
 
 
 # table 2 and figure 3
@@ -127,90 +123,18 @@ def rate_claims() -> list[Claim]:
     ]  # fmt: skip
 
 
-# table 8 and figure 10
-
-
-def spikes(run: Path) -> int:
-    losses = [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-    return sum(losses[i] > fmean(losses[i - 10 : i]) + SPIKE for i in range(10, len(losses)))
-
-
-def read_sampling(folder: Path) -> dict | None:
-    found = runs_of(folder)
-    return found and {**found, "spikes": {run["name"]: spikes(folder / run["name"]) for run in found["runs"]}}
-
-
-def loss_at(content: dict, per: str, depth: int) -> float:
-    """Infinite where the run diverged."""
-    run = next(run for run in content["runs"] if run["depth.per"] == per)
-    return math.inf if run["loss"] is None else run["loss_at"].get(str(depth)) or math.inf
-
-
-def uses_depth(content: dict) -> bool:
-    """Whether a run of either kind is worse after one loop than after eight."""
-    return not all(loss_at(content, per, 1) - loss_at(content, per, 8) < LEAST_OF_DEPTH for per in PAPER_LOSSES)
-
-
-def gained_at(depth: int) -> Callable[[dict], Estimate | None]:
-    """None where no run of any seed uses its depth."""
-    gained = each_seed(lambda content: loss_at(content, "batch", depth) - loss_at(content, "sequence", depth))
-    return lambda content: gained(content) if any(map(uses_depth, content["seeds"].values())) else None
-
-
-def fewer_spikes(content: dict) -> Estimate | None:
-    """With a depth for each sequence; None where no run of any seed has one."""
-    if not any(count for found in content["seeds"].values() for count in found["spikes"].values()):
-        return None
-    return each_seed(lambda found: found["spikes"]["per=batch"] - found["spikes"]["per=sequence"])(content)
-
-
-DEPTHS = (1, 4, 8, 16)
-PAPER_LOSSES = {  # perplexities of the 100M models at these depths
-    "batch": (300.32, 36.75, 16.65, 13.81),
-    "sequence": (70.47, 17.15, 14.08, 13.59),
-}
-
-
-def sampling_charts(content: dict) -> list[Chart]:
-    seeds = content["seeds"].values()
-    ours = [[(k, fmean(loss_at(found, per, k) for found in seeds)) for k in DEPTHS] for per in PAPER_LOSSES]
-    paper = [[(k, math.log(value)) for k, value in zip(DEPTHS, values)] for values in PAPER_LOSSES.values()]
-    return [
-        Chart(title, "loops", "loss", [Line("one depth a step", one, "c0"), Line("for each sequence", other, "c1")])
-        for title, (one, other) in (("Ours: loss over depth", ours), ("The paper's: 100M", paper))
-    ]
-
-
-def sampling_claims() -> list[Claim]:
-    size = f"{SIZE}, diagonal injection, no prelude norm and no C, 300 steps"
-    unused = (
-        f"after one loop no run is {LEAST_OF_DEPTH:g} nats worse than after eight (the paper's 100M: 2.9 and 1.6), so "
-        "depth does not matter to these runs"
-    )
-    return [
-        *(
-            Claim("table 8", "a depth for each sequence instead of the step lowers the loss at "
-                  f"{counted(k, 'loop')}, 100M", f"loss at {k}: one depth a step less one for each sequence", size,
-                  "claims/sampling", gained_at(k), Effect(math.log(batch / sequence)), without=unused)
-            for k, batch, sequence in zip(DEPTHS, *PAPER_LOSSES.values())
-        ),
-        Claim("figure 10", "a depth for each sequence leaves out the spikes of the loss, 350M",
-              f"steps with a loss {SPIKE} above the ten before: one depth a step less one for each sequence", size,
-              "claims/sampling", fewer_spikes, Effect(), without="no run of either kind has a spike in 300 steps"),
-    ]  # fmt: skip
-
-
 PARCAE_PAPER = Paper(
     "Parcae: Scaling Laws for Stable Looped Language Models",
     [
         Measurement("rates", rates_of, read_rates),
-        Measurement("sampling", sweep_alone("sampling"), read_sampling),
+        *DEPTH_MEASUREMENTS,
         *LAW_MEASUREMENTS,
     ],
-    [*rate_claims(), *sampling_claims(), *size_claims(), *law_claims()],
+    [*rate_claims(), *sampling_claims(), *gradient_claims(), *size_claims(), *law_claims()],
     [
         Figure("claims/rates", rates_charts),
         Figure("claims/sampling", sampling_charts),
+        Figure("claims/gradient_loops", gradient_charts),
         Figure("claims/sizes", size_charts),
         Figure("claims/isoflop", law_charts),
     ],

@@ -1,0 +1,178 @@
+"""How Parcae draws depths, and how many loops have gradients: tables 8 to 10, figures 10 and 14 to 16, in small."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+from looped_recipes.common.chart import Chart, Line
+from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.words import counted
+
+from .definition import Claim, Measurement, each_seed, loss_of
+from .rules import AtMost, Effect, Estimate
+from .sweeps import runs_of, sweep_alone
+
+
+SAMPLING = "width 64, 1 + 1 + 1 layers, mean depth 8, English text, 2,000 steps of 1,024 tokens"
+GRADIENTS = "RDM of width 64, 1 + 1 + 1 layers, English text, 1,000 steps of 1,024 tokens"
+SPIKE = 0.5  # nats above the mean of the ten steps before
+LEAST_OF_DEPTH = 0.1  # nats that the first loop alone must be worse, where it matters which depths are trained
+ALIKE = 0.005  # nats; the paper's curves are "almost identical"
+
+
+def loss_at(content: dict, name: str, depth: int) -> float:
+    """Infinite where the run diverged."""
+    run = next(run for run in content["runs"] if run["name"] == name)
+    loss = run["loss"] and run["loss_at"][str(depth)]
+    return math.inf if loss is None else loss
+
+
+def less_at(depth: int, better: str, worse: str) -> Callable[[dict], float]:
+    """What the run `better` gains after `depth` loops."""
+    return lambda content: loss_at(content, worse, depth) - loss_at(content, better, depth)
+
+
+# table 8, figures 10 and 14
+
+
+DEPTHS = (1, 4, 8, 16)
+PAPER_LOSSES = {  # perplexities of the 100M models at these depths
+    "step": (300.32, 36.75, 16.65, 13.81),
+    "sequence": (70.47, 17.15, 14.08, 13.59),
+}
+
+
+def spikes(run: Path) -> int:
+    losses = [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    return sum(losses[i] > fmean(losses[i - 10 : i]) + SPIKE for i in range(10, len(losses)))
+
+
+def read_sampling(folder: Path) -> dict | None:
+    found = runs_of(folder)
+    return found and {**found, "spikes": {run["name"]: spikes(folder / run["name"]) for run in found["runs"]}}
+
+
+def uses_depth(content: dict) -> bool:
+    """Whether a run of either kind is worse after one loop than after eight."""
+    return not all(loss_at(content, name, 1) - loss_at(content, name, 8) < LEAST_OF_DEPTH for name in PAPER_LOSSES)
+
+
+def where_depth_is_used(number: Callable[[dict], float]) -> Callable[[dict], Estimate | None]:
+    """None where no run of any seed uses its depth."""
+    return lambda content: each_seed(number)(content) if any(map(uses_depth, content["seeds"].values())) else None
+
+
+def fewer_spikes(content: dict) -> Estimate | None:
+    """With a depth for each sequence; None where no run of any seed has one."""
+    seeds = content["seeds"].values()
+    if not any(found["spikes"][name] for found in seeds for name in PAPER_LOSSES):
+        return None
+    return each_seed(lambda found: found["spikes"]["step"] - found["spikes"]["sequence"])(content)
+
+
+def sampling_charts(content: dict) -> list[Chart]:
+    seeds = content["seeds"].values()
+    ours = [[(k, fmean(loss_at(found, name, k) for found in seeds)) for k in DEPTHS] for name in PAPER_LOSSES]
+    paper = [[(k, math.log(value)) for k, value in zip(DEPTHS, values)] for values in PAPER_LOSSES.values()]
+    return [
+        Chart(title, "loops", "loss", [Line("one depth a step", one, "c0"), Line("for each sequence", other, "c1")])
+        for title, (one, other) in (("Ours: loss over depth", ours), ("The paper's: 100M", paper))
+    ]
+
+
+def sampling_claims() -> list[Claim]:
+    unused = (
+        f"after one loop no run is {LEAST_OF_DEPTH:g} nats worse than after eight (the paper's 100M: 2.9 and 1.6), so "
+        "depth does not matter to these runs"
+    )
+
+    def claim(where: str, says: str, number: str, read, rule, without: str = unused) -> Claim:
+        return Claim(where, says, number, SAMPLING, "claims/sampling", read, rule, without=without)
+
+    return [
+        *(
+            claim("table 8", "a depth for each sequence instead of the step lowers the loss at "
+                  f"{counted(k, 'loop')}, 100M", f"loss at {k}: one depth a step less one for each sequence",
+                  where_depth_is_used(less_at(k, "sequence", "step")), Effect(math.log(batch / sequence)))
+            for k, batch, sequence in zip(DEPTHS, *PAPER_LOSSES.values())
+        ),
+        claim("figure 10", "a depth for each sequence leaves out the spikes of the loss, 350M",
+              f"steps with a loss {SPIKE} above the ten before: one depth a step less one for each sequence",
+              fewer_spikes, Effect(), without="no run of either kind has a spike"),
+        *(
+            claim("figure 14", "drawing the whole depth instead of the loops before the last eight lowers the loss at "
+                  f"{k} loops, 100M", f"loss at {k}: drawn before the last eight less drawn whole",
+                  where_depth_is_used(less_at(k, "sequence", "prefix")), Effect())
+            for k in (4, 16, 64)
+        ),
+        claim("figure 14", "and makes almost no difference at 8 loops", "the same at 8, either sign",
+              where_depth_is_used(lambda content: abs(less_at(8, "sequence", "prefix")(content))), AtMost(ALIKE)),
+        *(
+            claim("figure 14", f"gradients of the last eight loops alone give almost the same loss at {k} loops as "
+                  "gradients of all, 100M", f"loss at {k}: the last eight less all, either sign",
+                  where_depth_is_used(lambda content, k=k: abs(less_at(k, "all_loops", "sequence")(content))),
+                  AtMost(ALIKE))
+            for k in (4, 8, 64)
+        ),
+    ]  # fmt: skip
+
+
+# tables 9 and 10, figures 15 and 16
+
+
+MEANS = {4: 2.477, 8: 2.453, 20: 2.457, 32: 2.458}  # losses of table 9
+WITH_GRADIENTS = {"mean_20": (4, 2.500), "gradients_8": (8, 2.480), "gradients_12": (12, 2.474)}  # of table 10
+
+
+def less_of_own(better: str, worse: str) -> Callable[[dict], float]:
+    """What the run `better` gains where each runs as deep as it was trained on average."""
+
+    def number(content: dict) -> float:
+        losses = {run["name"]: loss_of(run) for run in content["runs"]}
+        return losses[worse] - losses[better]
+
+    return number
+
+
+def gradient_charts(content: dict) -> list[Chart]:
+    seeds = content["seeds"].values()
+
+    def mean_of(name: str) -> float:
+        return fmean(loss_of(run) for found in seeds for run in found["runs"] if run["name"] == name)
+
+    depths = [(mean, mean_of(f"mean_{mean}")) for mean in MEANS], list(MEANS.items())
+    loops = [(k, mean_of(name)) for name, (k, _) in WITH_GRADIENTS.items()], list(WITH_GRADIENTS.values())
+    return [
+        Chart(f"{whose}: loss over {words}", words, "loss", [Line("", points)])
+        for words, both in (("mean depth", depths), ("loops with gradients", loops))
+        for whose, points in zip(("Ours", "The paper's"), both)
+    ]
+
+
+def gradient_claims() -> list[Claim]:
+    def claim(where: str, says: str, number: str, read, rule) -> Claim:
+        return Claim(where, says, number, GRADIENTS, "claims/gradient_loops", each_seed(read), rule)
+
+    return [
+        claim("table 9", "with gradients of four loops a mean depth of 8 has a lower loss than one of 4",
+              "loss at the mean depth: 4 less 8", less_of_own("mean_8", "mean_4"), Effect(0.024)),
+        claim("table 9", "and than one of 32",
+              "loss at the mean depth: 32 less 8", less_of_own("mean_8", "mean_32"), Effect(0.005)),
+        *(
+            claim("figure 15", f"a mean depth of 8 has a lower loss than one of 32 at {counted(k, 'loop')} too",
+                  f"loss at {k}: mean depth 32 less 8", less_at(k, "mean_8", "mean_32"), Effect())
+            for k in (1, 4, 16, 64)
+        ),
+        claim("table 10", "at a mean depth of 20 gradients of 12 loops give a lower loss than those of 4",
+              "loss at the mean depth: gradients of 4 less 12", less_of_own("gradients_12", "mean_20"),
+              Effect(0.026)),
+        claim("figure 16", "and so at 64 loops", "loss at 64: gradients of 4 less 12",
+              less_at(64, "gradients_12", "mean_20"), Effect()),
+    ]  # fmt: skip
+
+
+DEPTH_MEASUREMENTS = [
+    Measurement("sampling", sweep_alone("sampling"), read_sampling),
+    Measurement("gradient_loops", sweep_alone("gradient_loops"), runs_of),
+]
