@@ -131,7 +131,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         if exit_rule is not None:
             of_losses = {"labels": labels, "shift_labels": shift_labels, "backprop_loops": backprop_loops}
-            refuse_with_exits(**of_losses, **asked._asdict())
+            refuse_with_exits(of_losses | asked._asdict())
             return forward_with_exits(self, exit_rule, inputs, depths, logits_to_keep, output_logits, kwargs)
 
         shifted = self._shifted_labels(labels, shift_labels, shape)

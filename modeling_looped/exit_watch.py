@@ -112,7 +112,7 @@ def forward_with_exits(
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
     if rule.per_sequence:
-        refuse_with_exits(**{name: inputs[name] for name in ("cache", "attention_mask")}, **options)
+        refuse_with_exits({"cache": inputs["cache"], "attention_mask": inputs["attention_mask"], **options})
         watch = SequenceExits(model, rule, of_rows, given.shape[1], given.device)
         states = model.model(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
         logits = None
@@ -125,21 +125,27 @@ def forward_with_exits(
     returned = None if inputs["cache"] is None and inputs["use_cache"] is False else cache
     inputs["cache"] = cache
     if len(model.model.coda) and rule.criterion.needs == "logits":  # each check overwrites what the last wrote
-        refuse_with_exits(**{type(cache).__name__: is_fixed(cache)})
+        refuse_with_exits({f"a {type(cache).__name__}": is_fixed(cache)})
         if given.shape[1] > 1:  # the check of a token reads what the token before left at its exit
-            refuse_with_exits(**recorded(model.config, options))
+            refuse_with_exits(recorded(model.config, options))
             arguments = {"cache": cache, "num_loops": depths, "exit_rule": rule, "output_logits": output_logits}
             arguments |= options
             return token_by_token(model, inputs, given.shape[1], keep, returned, arguments)
 
     watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
     outputs = model.model(**inputs, exit_watch=watch, **options)
+    logits = model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
+    return read_out(outputs, logits, watch.token_loops, returned)
+
+
+def read_out(outputs, logits: torch.Tensor | None, token_loops: torch.Tensor, cache) -> LoopedCausalLMOutputWithPast:
+    """What a pass with exits returns. outputs: of the pass through the model that it was."""
     return LoopedCausalLMOutputWithPast(
-        logits=model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None,
+        logits=logits,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
-        token_loops=watch.token_loops,
-        **named_cache(returned),
+        token_loops=token_loops,
+        **named_cache(cache),
     )
 
 
@@ -168,26 +174,15 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
             loops = torch.where(exits, loop, loops)
             chosen = torch.where(exits.unsqueeze(-1), readout, chosen)
             running = running & ~exits
-    return LoopedCausalLMOutputWithPast(
-        logits=None if keep is None else model.logits(model.model.readout(chosen, loops)[:, keep]),
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-        token_loops=loops,
-        **named_cache(outputs.cache),
-    )
+    logits = None if keep is None else model.logits(model.model.readout(chosen, loops)[:, keep])
+    return read_out(outputs, logits, loops, outputs.cache)
 
 
 def weighted_over_all(model, inputs: dict, token_loops, logits_to_keep, output_logits: bool, options: dict):
     """A pass of the causal LM at full depth, which reads out every loop with the probability that it is the last."""
     weighted = {"output_logits": False, "output_exit_logits": output_logits}
     outputs = model(**inputs, logits_to_keep=logits_to_keep, **weighted, **options)
-    return LoopedCausalLMOutputWithPast(
-        logits=outputs.exit_logits,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-        token_loops=token_loops,
-        **named_cache(outputs.cache),
-    )
+    return read_out(outputs, outputs.exit_logits, token_loops, outputs.cache)
 
 
 def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
@@ -201,7 +196,7 @@ def token_by_token(model, inputs: dict, length: int, keep, returned, arguments: 
     tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids", "initial_state")}
     attention_mask, past = inputs["attention_mask"], int(inputs["cache"].get_seq_length())
     if attention_mask is not None and not (torch.is_tensor(attention_mask) and attention_mask.ndim == 2):
-        refuse_with_exits(**{"a prepared attention_mask": True})
+        refuse_with_exits({"a prepared attention_mask": True})
     outputs = []
     for i in range(length):
         pieces = {name: value[:, i : i + 1] for name, value in tokens.items() if value is not None}
@@ -216,7 +211,8 @@ def token_by_token(model, inputs: dict, length: int, keep, returned, arguments: 
     )
 
 
-def refuse_with_exits(**arguments):
+def refuse_with_exits(arguments: dict):
+    """Those of `arguments` that are given."""
     if given := [name for name, value in arguments.items() if value is not None and value is not False]:
         raise ValueError(
             f"exit_rule stops tokens at loops of their own, which {', '.join(given)} cannot go with: leave one out"

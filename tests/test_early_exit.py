@@ -318,7 +318,7 @@ def test_a_pass_with_exits_gives_what_is_asked_for(selection):
 def test_checks_behind_a_coda_need_a_cache_that_can_be_cropped():
     model, text = model_of("windows"), random_ids(1, 3)
     for length in (1, 3):
-        with pytest.raises(ValueError, match="exit_rule .* which StaticCache cannot go with"):
+        with pytest.raises(ValueError, match="exit_rule .* which a StaticCache cannot go with"):
             cache = StaticCache(model.config, max_cache_len=4)
             model(text[:, :length], exit_rule=ExitRule("max_prob", 0.5), past_key_values=cache)
 
