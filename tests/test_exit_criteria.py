@@ -8,6 +8,7 @@ from typing import get_args
 import accelerate
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from modeling_looped import LoopedForCausalLM, LoopedModel, generation
 from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion, ExitCriterion, ExitRule, Reading, exit_rule
@@ -338,13 +339,17 @@ def test_passes_that_others_changed_are_not_taken_apart(change, obstacle, way):
         model.generate(random_ids(1, 3), max_new_tokens=2, **way)
 
 
+def in_mixed_precision(model):
+    AcceleratorState._reset_state()  # of other tests in this process
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model, evaluation_mode=True)
+    AcceleratorState._reset_state()
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda model: accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(
-            model, evaluation_mode=True
-        ),
-        lambda model: accelerate.cpu_offload(model),
+        in_mixed_precision,
+        accelerate.cpu_offload,
         lambda model: setattr(model, "forward", torch.compile(model.forward, backend="eager")),
     ],
     ids=["precision", "offload", "compiled"],

@@ -356,7 +356,7 @@ def test_who_waits_to_begin_with_others(others, waits):
         )
 
     new = decoder(0, 0, has_begun=False)
-    waiting = continuous.wait_for_others([*(decoder(*other) for other in others), new])
+    waiting = continuous.decoders_that_wait([*(decoder(*other) for other in others), new])
     assert waiting == ([new] if waits else [])
 
 
