@@ -313,8 +313,11 @@ def test_a_temperature_alone_is_sampling(model):
 def test_mean_loops_of_texts_that_stop_do_not_depend_on_the_batch(model):
     """A row of a batch is written on after its stop string, until the last one stops; by itself it ends there."""
     arguments = {"exit_criterion": "max_prob", "exit_threshold": 0.2}
-    prompts, wishes = ["a b c d", "e", "f g", "h i j a"], {"until": ["c", "e f"], "max_gen_toks": 12}
-    counted = []
+    prompts, counted = ["a b c d", "e", "f g", "h i j a"], []
+    lm = LoopedLM(model, num_loops=4, batch_size=1, device="cpu", **arguments)
+    (free,) = lm.generate_until([asked_to_write(prompts[0], until=["zz"], max_gen_toks=12)], disable_tqdm=True)
+    half = len(free) // 2
+    wishes = {"until": [free[half : half + 2], "zz"], "max_gen_toks": 12}  # at which the first of them stops
     for batch_size in (1, 2, 4):
         lm = LoopedLM(model, num_loops=4, batch_size=batch_size, device="cpu", **arguments)
         lm.generate_until([asked_to_write(prompt, **wishes) for prompt in prompts], disable_tqdm=True)
