@@ -26,7 +26,7 @@ from .borrowed import named_cache, one_cache, tuples_on_request
 from .checks import check_inputs, has_hooks, is_as_written, refuse_if
 from .configuration_looped import LoopedConfig
 from .cpu import project
-from .cross_entropy import Head, at_least_fp32, shift
+from .cross_entropy import Head, at_least_fp32, shift, unshift
 from .depth import depth_tensor, read_depths
 from .exit_criteria import ExitRule
 from .exit_watch import forward_with_exits, refuse_with_exits
@@ -340,11 +340,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
 READOUT = ("logits", "softcapped", "decode", "_read_out")
 OF_TRUNK = ("readout", "_read")
-
-
-def unshift(labels: torch.Tensor) -> torch.Tensor:
-    """The inverse of `shift`, but for the first label, which nothing predicts."""
-    return torch.nn.functional.pad(labels[..., :-1], (1, 0), value=-100)
 
 
 def is_changed(module: torch.nn.Module) -> bool:

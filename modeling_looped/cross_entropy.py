@@ -34,6 +34,11 @@ def shift(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
+def unshift(labels: torch.Tensor) -> torch.Tensor:
+    """The inverse of `shift`, but for the first label, which nothing predicts."""
+    return F.pad(labels[..., :-1], (1, 0), value=IGNORE_INDEX)
+
+
 def cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
     """CE of every row of logits; and into `gradient`, if given, that of the weighted sum: w (softmax - one_hot)."""
     rows = max(1, LOGITS_PER_BLOCK_ON_CPU // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))

@@ -250,10 +250,11 @@ class RowEngine:
         self.padding = Padding(None if mask is None else mask.bool(), self.num_rows)
         self.is_paged, self.warm_state = is_paged(model), None
         self.prompt_is_left = others is not None and prompt_goes_in_ticks(model, self.padding, config, model_kwargs)
-        logits = None if self.prompt_is_left else self.read_prompt(input_ids, model_kwargs, others)
         if self.prompt_is_left:
             check_length(model.config, input_ids.shape[1])
-            self.given_cache, self.prompt_length = model_kwargs[CACHE], input_ids.shape[1]
+            logits, self.given_cache, self.prompt_length = None, model_kwargs[CACHE], input_ids.shape[1]
+        else:
+            logits = self.read_prompt(input_ids, model_kwargs, others)
         self.held_before = self.prompt_length - input_ids.shape[1]  # tokens that were in the cache beforehand
         self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
         self.shifts = self.shifts_of(model_kwargs.get("position_ids"))

@@ -135,10 +135,12 @@ def forward_with_exits(
     watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
     outputs = model.model(**inputs, exit_watch=watch, **options)
     logits = model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
-    return read_out(outputs, logits, watch.token_loops, returned)
+    return output_with_exits(outputs, logits, watch.token_loops, returned)
 
 
-def read_out(outputs, logits: torch.Tensor | None, token_loops: torch.Tensor, cache) -> LoopedCausalLMOutputWithPast:
+def output_with_exits(
+    outputs, logits: torch.Tensor | None, token_loops: torch.Tensor, cache
+) -> LoopedCausalLMOutputWithPast:
     """What a pass with exits returns. outputs: of the pass through the model that it was."""
     return LoopedCausalLMOutputWithPast(
         logits=logits,
@@ -175,14 +177,14 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
             chosen = torch.where(exits.unsqueeze(-1), readout, chosen)
             running = running & ~exits
     logits = None if keep is None else model.logits(model.model.readout(chosen, loops)[:, keep])
-    return read_out(outputs, logits, loops, outputs.cache)
+    return output_with_exits(outputs, logits, loops, outputs.cache)
 
 
 def weighted_over_all(model, inputs: dict, token_loops, logits_to_keep, output_logits: bool, options: dict):
     """A pass of the causal LM at full depth, which reads out every loop with the probability that it is the last."""
     weighted = {"output_logits": False, "output_exit_logits": output_logits}
     outputs = model(**inputs, logits_to_keep=logits_to_keep, **weighted, **options)
-    return read_out(outputs, outputs.exit_logits, token_loops, outputs.cache)
+    return output_with_exits(outputs, outputs.exit_logits, token_loops, outputs.cache)
 
 
 def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:

@@ -90,9 +90,10 @@ def windows(tokenizer, texts: Iterable[str], length: int, limit: int | None = No
 @torch.no_grad()
 def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
     """At every depth from one pass."""
-    num_bytes = token_bytes(lm.tokenizer)[rows[:, 1:]]
+    lengths = token_bytes(lm.tokenizer)
+    num_bytes = lengths[rows[:, 1:]]
     begin_texts = (rows[:, :-1] == start_token(lm.tokenizer)) & (num_bytes > 0)
-    added = bytes_before_a_text(lm.tokenizer) * begin_texts
+    added = bytes_before_a_text(lm.tokenizer, lengths) * begin_texts
     nats, byte_nats = torch.zeros(2, len(lm.depths), len(rows), dtype=torch.float64)
     size = 8 if lm.batch_size == "auto" else lm.batch_size
     for start in tqdm(range(0, len(rows), size), desc="Scoring windows", disable=lm.rank != 0):

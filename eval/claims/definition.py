@@ -130,6 +130,10 @@ def loss_of(run: dict) -> float:
     return math.inf if run["loss"] is None else run["loss"]
 
 
+def losses_by_name(content: dict) -> dict[str, float]:
+    return {run["name"]: loss_of(run) for run in content["runs"]}
+
+
 def each_seed(number: Callable[[dict], float | None]) -> Callable[[dict], Estimate | None]:
     """How most claims are read: a number of every seed that was measured, infinite where one of two runs collapsed;
     None, or not a number, of a seed that has no such number, as where both did."""

@@ -11,7 +11,7 @@ from statistics import fmean
 from looped_recipes.common.chart import Chart, Line, ordered
 from looped_recipes.common.metrics import read_metrics
 
-from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of
+from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of, losses_by_name
 from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, over_seeds, share
 from .sweeps import runs_of, sweep_alone
 
@@ -276,7 +276,7 @@ def excess_over_full(variant: str):
     """In percent; infinite where it collapses."""
 
     def read(content: dict) -> float:
-        losses = {run["name"]: loss_of(run) for run in content["runs"]}
+        losses = losses_by_name(content)
         return 100 * (losses[variant] / losses["full"] - 1)
 
     return each_seed(read)

@@ -9,7 +9,7 @@ from looped_recipes.common.chart import Chart, Line
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.words import counted
 
-from .definition import Claim, Measurement, each_seed, loss_of
+from .definition import Claim, Measurement, each_seed, losses_by_name
 from .rules import AtMost, Effect, Estimate
 from .sweeps import runs_of, sweep_alone
 
@@ -129,7 +129,7 @@ def less_of_own(better: str, worse: str) -> Callable[[dict], float]:
     """What the run `better` gains where each runs as deep as it was trained on average."""
 
     def number(content: dict) -> float:
-        losses = {run["name"]: loss_of(run) for run in content["runs"]}
+        losses = losses_by_name(content)
         return losses[worse] - losses[better]
 
     return number
@@ -139,7 +139,7 @@ def gradient_charts(content: dict) -> list[Chart]:
     seeds = content["seeds"].values()
 
     def mean_of(name: str) -> float:
-        return fmean(loss_of(run) for found in seeds for run in found["runs"] if run["name"] == name)
+        return fmean(losses_by_name(found)[name] for found in seeds)
 
     depths = [(mean, mean_of(f"mean_{mean}")) for mean in MEANS], list(MEANS.items())
     loops = [(k, mean_of(name)) for name, (k, _) in WITH_GRADIENTS.items()], list(WITH_GRADIENTS.values())

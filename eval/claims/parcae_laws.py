@@ -7,7 +7,7 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, ordered
 
-from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed, loss_of
+from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed, losses_by_name
 from .functions import by_function, result_of
 from .rules import AtMost, Effect, Near
 from .sweeps import by_sweep, runs_of, sweep_alone
@@ -28,7 +28,7 @@ DELTA = 1e-3  # of the Huber loss
 
 def less_perplexity(content: dict, width: int) -> float:
     """In percent of the Transformer's."""
-    losses = {run["name"]: loss_of(run) for run in content["runs"]}
+    losses = losses_by_name(content)
     return 100 * (1 - math.exp(losses[f"parcae_{width}"] - losses[f"transformer_{width}"]))
 
 

@@ -268,11 +268,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     return lengths
 
 
-def bytes_before_a_text(tokenizer: PreTrainedTokenizerBase) -> int:
+def bytes_before_a_text(tokenizer: PreTrainedTokenizerBase, lengths: torch.Tensor) -> int:
     """Bytes that the first token of a text stands for and the text does not have: 1 of tokenizers that put a space
-    before every text, 0 of others."""
+    before every text, 0 of others. lengths: the tokenizer's `token_bytes`."""
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
-    return max(0, int(token_bytes(tokenizer)[ids].sum()) - len("a"))
+    return max(0, int(lengths[ids].sum()) - len("a"))
 
 
 def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
