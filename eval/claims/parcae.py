@@ -1,17 +1,25 @@
 """Parcae: Scaling Laws for Stable Looped Language Models."""
 
 import math
-from pathlib import Path
 from statistics import fmean
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
-from .definition import BETTER_THAN_FREQUENCIES, Claim, Figure, Measurement, Paper, Setting, each_seed
-from .functions import by_function, result_of
+from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
+from .functions import by_function
 from .parcae_depths import DEPTH_MEASUREMENTS, gradient_charts, gradient_claims, sampling_charts, sampling_claims
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
+from .parcae_parts import (
+    PART_MEASUREMENTS,
+    has_trained,
+    part_charts,
+    part_claims,
+    rdm_charts,
+    rdm_claims,
+    read_with_frequencies,
+)
 from .rules import AtMost, Effect, Near
-from .sweeps import by_sweep, runs_of
+from .sweeps import by_sweep
 
 
 SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"
@@ -30,17 +38,8 @@ def rates_of(setting: Setting, seed: int) -> list[list[str]]:
     return [by_sweep("rates", folder, setting.text, seed), by_function("frequencies", folder, seed)]
 
 
-def read_rates(folder: Path) -> dict | None:
-    found, without = runs_of(folder), result_of("frequencies")(folder)
-    return found and without and {**found, "loss_of_frequencies": without["loss"]}
-
-
 def of_system(content: dict, system: tuple[str, str]) -> list[dict]:
     return [run for run in content["runs"] if (run["model.block_norm"], run["model.injection"]) == system]
-
-
-def has_trained(run: dict, content: dict) -> bool:
-    return run["loss"] is not None and run["loss"] < content["loss_of_frequencies"] - BETTER_THAN_FREQUENCIES
 
 
 def trained_rates(content: dict, system: tuple[str, str]) -> int:
@@ -126,13 +125,24 @@ def rate_claims() -> list[Claim]:
 PARCAE_PAPER = Paper(
     "Parcae: Scaling Laws for Stable Looped Language Models",
     [
-        Measurement("rates", rates_of, read_rates),
+        Measurement("rates", rates_of, read_with_frequencies),
+        *PART_MEASUREMENTS,
         *DEPTH_MEASUREMENTS,
         *LAW_MEASUREMENTS,
     ],
-    [*rate_claims(), *sampling_claims(), *gradient_claims(), *size_claims(), *law_claims()],
+    [
+        *rate_claims(),
+        *rdm_claims(),
+        *part_claims(),
+        *sampling_claims(),
+        *gradient_claims(),
+        *size_claims(),
+        *law_claims(),
+    ],
     [
         Figure("claims/rates", rates_charts),
+        Figure("claims/against_rdm", rdm_charts),
+        Figure("claims/parts", part_charts),
         Figure("claims/sampling", sampling_charts),
         Figure("claims/gradient_loops", gradient_charts),
         Figure("claims/sizes", size_charts),

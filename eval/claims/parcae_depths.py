@@ -10,7 +10,8 @@ from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.words import counted
 
 from .definition import Claim, Measurement, each_seed, losses_by_name
-from .rules import AtMost, Effect, Estimate
+from .rules import AtMost, Effect, Estimate, Near
+from .slope import slope
 from .sweeps import runs_of, sweep_alone
 
 
@@ -19,11 +20,16 @@ GRADIENTS = "RDM of width 64, 1 + 1 + 1 layers, English text, 1,000 steps of 1,0
 SPIKE = 0.5  # nats above the mean of the ten steps before
 LEAST_OF_DEPTH = 0.1  # nats that the first loop alone must be worse, where it matters which depths are trained
 ALIKE = 0.005  # nats; the paper's curves are "almost identical"
+PLATEAU = 5.0  # %; the paper's curves "plateau"
+
+
+def run_named(content: dict, name: str) -> dict:
+    return next(run for run in content["runs"] if run["name"] == name)
 
 
 def loss_at(content: dict, name: str, depth: int) -> float:
     """Infinite where the run diverged."""
-    run = next(run for run in content["runs"] if run["name"] == name)
+    run = run_named(content, name)
     loss = run["loss"] and run["loss_at"][str(depth)]
     return math.inf if loss is None else loss
 
@@ -55,7 +61,7 @@ def read_sampling(folder: Path) -> dict | None:
 
 def uses_depth(content: dict) -> bool:
     """Whether a run of either kind is worse after one loop than after eight."""
-    return not all(loss_at(content, name, 1) - loss_at(content, name, 8) < LEAST_OF_DEPTH for name in PAPER_LOSSES)
+    return not all(less_at_depths(content, name, 1, 8) < LEAST_OF_DEPTH for name in PAPER_LOSSES)
 
 
 def where_depth_is_used(number: Callable[[dict], float]) -> Callable[[dict], Estimate | None]:
@@ -69,6 +75,16 @@ def fewer_spikes(content: dict) -> Estimate | None:
     if not any(found["spikes"][name] for found in seeds for name in PAPER_LOSSES):
         return None
     return each_seed(lambda found: found["spikes"]["step"] - found["spikes"]["sequence"])(content)
+
+
+def percent_beyond_mean(content: dict) -> float:
+    """What the loops from the mean depth to twice of it lower the loss by, of what those before it do."""
+    return 100 * less_at_depths(content, "sequence", 8, 16) / less_at_depths(content, "sequence", 1, 8)
+
+
+def less_at_depths(content: dict, name: str, shallow: int, deep: int) -> float:
+    """What the run `name` gains by more loops."""
+    return loss_at(content, name, shallow) - loss_at(content, name, deep)
 
 
 def sampling_charts(content: dict) -> list[Chart]:
@@ -115,6 +131,9 @@ def sampling_claims() -> list[Claim]:
                   AtMost(ALIKE))
             for k in (4, 8, 64)
         ),
+        claim("figure 7", "at test time loops beyond the mean depth of training gain next to nothing",
+              "what loops 9 to 16 lower the loss by, of what loops 2 to 8 do, %",
+              where_depth_is_used(percent_beyond_mean), AtMost(PLATEAU)),
     ]  # fmt: skip
 
 
@@ -133,6 +152,18 @@ def less_of_own(better: str, worse: str) -> Callable[[dict], float]:
         return losses[worse] - losses[better]
 
     return number
+
+
+def decay(content: dict, name: str) -> float:
+    """The rate at which the loss of a run falls over loops, as exp(-rate * loops), from the first to the fourth."""
+    floor = loss_at(content, name, 64)
+    return math.log((loss_at(content, name, 1) - floor) / (loss_at(content, name, 4) - floor)) / 3
+
+
+def decay_exponent(content: dict) -> float | None:
+    """By which the rate falls with mean depth."""
+    found = slope(list(MEANS), [decay(content, f"mean_{mean}") for mean in MEANS])
+    return None if found is None else -found
 
 
 def gradient_charts(content: dict) -> list[Chart]:
@@ -169,6 +200,9 @@ def gradient_claims() -> list[Claim]:
               Effect(0.026)),
         claim("figure 16", "and so at 64 loops", "loss at 64: gradients of 4 less 12",
               less_at(64, "gradients_12", "mean_20"), Effect()),
+        claim("table 14", "the loss falls over loops at test time the more slowly the deeper a model was trained: its "
+              "rate as the power -1.19 of the mean depth, 140M", "exponent, of rates from loop 1 to loop 4",
+              decay_exponent, Near(1.19, 0.3)),
     ]  # fmt: skip
 
 
