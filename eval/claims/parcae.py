@@ -145,7 +145,7 @@ PARCAE_PAPER = Paper(
         Figure("claims/parts", part_charts),
         Figure("claims/sampling", sampling_charts),
         Figure("claims/gradient_loops", gradient_charts),
-        Figure("claims/sizes", size_charts),
+        Figure("claims/epoch_sizes", size_charts),
         Figure("claims/isoflop", law_charts),
     ],
 )
