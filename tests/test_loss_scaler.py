@@ -69,12 +69,33 @@ def test_fp8_of_accelerate_is_refused():
         check_precision(SimpleNamespace(mixed_precision="fp8", native_amp=True))
 
 
-def test_fp16_on_a_cpu_is_refused(monkeypatch):
-    def accelerator(precision: str):
-        for state in (AcceleratorState, PartialState):  # those of other tests stay as they are
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Makes one as the first of a process; those of other tests stay as they are."""
+
+    def make(precision: str = "no"):
+        for state in (AcceleratorState, GradientState, PartialState):
             monkeypatch.setattr(state, "_shared_state", {})
         return make_accelerator(mixed_precision=precision, cpu=True)
 
+    return make
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "_STEPS=4: a step has training.rows_per_step rows"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "dynamo_backend EAGER compiles the whole model"),
+    ],
+)
+def test_what_accelerate_would_do_beside_the_training_is_refused(accelerator, monkeypatch, variable, value, message):
+    accelerator()
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(RecipeError, match=message):
+        accelerator()
+
+
+def test_fp16_on_a_cpu_is_refused(accelerator):
     check_precision(accelerator("bf16"))
     with pytest.raises(RecipeError, match="mixed_precision 'fp16' would have no effect on 'cpu'"):
         check_precision(accelerator("fp16"))

@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from looped_eval.halting.calibration import never
+from looped_recipes.engine.distributed import gradients_may_be_missing
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA
 
@@ -232,3 +234,23 @@ def test_continuous_depth_is_plain_decoding_bit_for_bit_where_shapes_are_equal(c
     assert torch.equal(apart.sequences, plain.sequences)
     assert all(torch.equal(a, b) for a, b in zip(apart.logits, plain.logits, strict=True))
     assert (apart.token_loops == num_loops).all()
+
+
+@examples(200)
+@given(st.data(), looped_configs())
+def test_no_gradient_is_missing_where_none_is_foretold(data, config):
+    """DDP waits for every parameter that it is not told of."""
+    model, ids = random_model(config).train(), ids_of(2, 6)
+    state, drawn = initial_state_of(model, 2, 6), data.draw(depths(config))
+    for is_drawn, backprop_loops in product((False, True), (None, 1, 2)):
+        if gradients_may_be_missing(config, is_drawn, backprop_loops):
+            continue
+        model.zero_grad()
+        num_loops = drawn if is_drawn else config.num_loops
+        try:
+            outputs = model(ids, labels=ids, num_loops=num_loops, backprop_loops=backprop_loops, initial_state=state)
+        except ValueError as error:
+            assert "backprop_loops" in str(error)  # none of the last loops makes keys
+            continue
+        outputs.loss.backward()
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []

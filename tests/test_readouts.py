@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from looped_recipes.common.metrics import read_metrics
+from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.taper import Taper
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -113,6 +114,18 @@ def test_the_gate_follows_the_step():
     assert gates[30] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
     assert gates[40] == pytest.approx(0.5)
     assert all(before > after for before, after in zip(gates[20:60], gates[21:61]))
+
+
+def test_a_run_whose_taper_has_begun_keeps_its_length():
+    """Its linear map is fitted where the taper begins: at another step it would be fitted again, or never."""
+    recipe = load_recipe("recipes/smoke/readout_taper.yaml", ["training.taper_start=0.2", "training.taper_end=0.6"])
+    taper = Taper(None, recipe, 50)  # from step 10 on
+    for step, total_steps in ((10, 100), (30, 50), (4, 20)):
+        taper.check_length(step, total_steps)
+    with pytest.raises(CheckpointError, match="100 steps .* from step 20 on, a run of 50 from step 10 on, and 11 are"):
+        taper.check_length(11, 100)
+    with pytest.raises(CheckpointError, match="20 steps .* from step 4 on, a run of 50 from step 10 on, and 5 are"):
+        taper.check_length(5, 20)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0.5, 0.5), (0.6, 0.2), (-0.1, 1.0), (0.0, 1.5)])

@@ -216,6 +216,16 @@ def test_a_sweep_is_read_once_and_trains_to_the_end(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "optima.json").is_file()
 
 
+def test_the_run_that_cannot_begin_is_named(tmp_path, monkeypatch):
+    def prepare(*_, **__):
+        raise RecipeError("36 documents hold too few tokens")
+
+    monkeypatch.setattr("looped_recipes.engine.training.prepare", prepare)
+    path = written(tmp_path, "runs: [{name: long, data.sequence_length: 4096}]\n")
+    with pytest.raises(RecipeError, match="run 'long': 36 documents hold too few tokens"):
+        run_sweep(str(path), [f"training.output_dir={tmp_path / 'runs'}"], None)
+
+
 def test_of_several_processes_one_says_and_writes_results(tmp_path, monkeypatch, capsys):
     path = written(tmp_path, "grid: {optimizer.lr: [0.001, 0.002], model.num_loops: [2]}\n"
                              "plot: {x: optimizer.lr, curve: model.num_loops}\n")  # fmt: skip

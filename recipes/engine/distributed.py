@@ -20,6 +20,7 @@ from accelerate.state import PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
     FullyShardedDataParallelPlugin,
     get_int_from_env,
     patch_environment,
@@ -53,6 +54,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
     # its check of a mesh knows no CPUs
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false") if kwargs.get("cpu") else nullcontext():
         accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
+    _check_options(accelerator)
     if accelerator.num_processes != num_processes:
         raise RecipeError(
             f"{num_processes} processes were launched, but they do not find each other: accelerate counts "
@@ -169,11 +171,14 @@ def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: 
     """Whether a backward pass may leave a parameter without gradient, here or on another process."""
     shallow = sampled_depth or model_config.num_loops == 1 or backprop_loops == 1
     between_loops = (
-        model_config.loop_damping or model_config.loop_change_gate or model_config.inter_loop_norm != "none"
+        model_config.loop_damping
+        or model_config.loop_change_gate
+        or model_config.inter_loop_norm != "none"
+        or (model_config.injection == "residual_all" and model_config.injection_norm)
     )
     return (
         (model_config.injection == "none" and backprop_loops is not None)  # the embedding, beyond the window
-        or (model_config.exit_gate != "none" and model_config.loop_loss in ("terminal", "per_loop"))
+        or (model_config.exit_gate != "none" and model_config.loop_loss in ("terminal", "per_loop", "last_third"))
         or model_config.loop_loss == "gate"
         or (between_loops and shallow)
         or (model_config.readout_norm == "final_only" and sampled_depth)
@@ -199,6 +204,20 @@ def _check_launcher():
             "accelerate launch was asked for several processes, but started one: start from recipes/accelerate/"
             "ddp.yaml, whose processes also run on CPUs, or launch with --num_processes 1 (if that is what you did, "
             f"unset MASTER_ADDR, which is {address!r})"
+        )
+
+
+def _check_options(accelerator: Accelerator):
+    """What accelerate would do beside the training: divide every gradient, or wrap the model once more."""
+    if (steps := accelerator.gradient_accumulation_steps) != 1:
+        raise RecipeError(
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: a step has training.rows_per_step rows, in parts of "
+            "training.micro_batch_size: set these, and unset the variable"
+        )
+    if (backend := accelerator.state.dynamo_plugin.backend) != DynamoBackend.NO:
+        raise RecipeError(
+            f"dynamo_backend {backend.value} compiles the whole model, with all its loops: leave it out, and set "
+            "training.compile, which compiles a block once for all of them"
         )
 
 

@@ -2,8 +2,9 @@
 
 Refused if different: the model, the tokens, their order and depths, the kind of optimizer, the precision. Rates,
 other settings of optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of
-the run at any time; what was changed is printed, and so are other versions of code and libraries. Everything else
-(logging, evaluation, saving, compiling, processes, micro batches) changes no step beyond rounding: it is not compared.
+the run and its validation text at any time; what was changed is printed, and so are other versions of code and
+libraries. Everything else (logging, saving, compiling, processes, micro batches) changes no step beyond rounding and
+is not compared.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from .saving import CheckpointError
 
 NUM_SAMPLED_ROWS = 64
 LENGTH = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter", "count_embedding")
+VALIDATION = "validation"  # the section of what a run is scored on
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # of a model's config
 TRAINING = (
     "seed",
@@ -55,6 +57,10 @@ def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
         "optimizer": dataclasses.asdict(recipe.optimizer),
         "schedule": dataclasses.asdict(recipe.schedule),
         "training": {name: getattr(recipe.training, name) for name in TRAINING},
+        VALIDATION: {
+            "rows": min(recipe.evaluation.rows, len(data.validation)),
+            "sampled_rows": sample_of_rows(data.validation),
+        },
     }
 
 
@@ -68,7 +74,7 @@ def sample_of_rows(rows) -> str:
 
 def may_change(name: str, resume: bool | str) -> bool:
     """Whether a run may go on although this setting, of a dotted name, is another."""
-    if name in {f"training.{key}" for key in LENGTH}:
+    if name in {f"training.{key}" for key in LENGTH} or name.startswith(VALIDATION):
         return True
     on_purpose = name.startswith(("optimizer.", "schedule.")) and name != "optimizer.name"
     return on_purpose and resume == "changed"
@@ -99,6 +105,8 @@ def refuse_lost_run(output: Path):
     try:
         recipe = yaml.safe_load((output / "recipe.yaml").read_text())
         first = int(recipe["training"]["save_every"])
+        # one that is written in the background is whole when the next one begins, and may never become so before
+        first *= 2 if recipe["training"].get("save_in_background") else 1
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         first = 0  # whatever was logged may have been saved
     if (output / "final").exists() or reached >= first:

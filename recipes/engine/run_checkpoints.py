@@ -21,7 +21,16 @@ from .checkpoint import (
 )
 from .finite import ADVICE, Divergence, nonfinite_part
 from .monitor import Monitor
-from .resume import comparable, compared_settings, differing, may_change, other_versions, refuse_lost_run, shown
+from .resume import (
+    VALIDATION,
+    comparable,
+    compared_settings,
+    differing,
+    may_change,
+    other_versions,
+    refuse_lost_run,
+    shown,
+)
 from .saving import from_all_processes, on_main_process
 
 
@@ -34,6 +43,7 @@ class Progress:
     best: float = math.inf  # validation loss, of the checkpoints at whose step there is one
     last_validation: float = math.inf
     evaluated_at: int | None = None
+    total_steps: int | None = None  # when it was saved, if that is known
 
 
 class RunCheckpoints:
@@ -95,7 +105,8 @@ class RunCheckpoints:
     def load(self, checkpoint: Path) -> tuple[Progress, list]:
         """How far the run had come there, and which settings were others."""
         own, marker = dict(self.compared), read_marker(checkpoint)
-        for name in {"precision", "rows_of_dropout"} - marker["config"].keys():  # not written down by older versions
+        # not written down by older versions
+        for name in {"precision", "rows_of_dropout", VALIDATION} - marker["config"].keys():
             own.pop(name)
         changes = differing(marker["config"], own)
         resume = self.recipe.training.resume
@@ -108,7 +119,11 @@ class RunCheckpoints:
             self.accelerator.print(
                 f"{checkpoint} was made with {other}: steps may be rounded differently from here on"
             )
-        return Progress(extra["step"], extra.get("skipped_steps", 0), extra["best"]), changes
+        is_other_text = any(name.startswith(VALIDATION) for name, _, _ in changes)
+        best = math.inf if is_other_text else extra["best"]
+        return Progress(
+            extra["step"], extra.get("skipped_steps", 0), best, total_steps=extra.get("total_steps")
+        ), changes
 
     def save(self, progress: Progress):
         bad = self.nonfinite_part()
@@ -125,6 +140,7 @@ class RunCheckpoints:
             "best": progress.best,
             "monitor": self.monitor.state_dict(),
             "skipped_steps": progress.num_skipped,
+            "total_steps": progress.total_steps,
         }
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:  # of fp16
             extra["scaler"] = scaler.state_dict()

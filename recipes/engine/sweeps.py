@@ -148,6 +148,8 @@ def train(run: Run):
         Pretraining(run.recipe).train()
     except Divergence as divergence:
         write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
+    except RecipeError as error:
+        raise RecipeError(f"run {run.name!r}: {error}") from error
 
 
 def run_all(runs: list[Run]) -> list[dict]:

@@ -12,15 +12,26 @@ import torch
 
 from looped_recipes.settings.recipe import Recipe
 
+from .saving import CheckpointError
+
 
 LEAST, MOST = 1e-6, 1e6  # of the fitted constant
 
 
 class Taper:
     def __init__(self, norm, recipe: Recipe, total_steps: int):
-        self.norm = norm
+        self.norm, self.training, self.total_steps = norm, recipe.training, total_steps
         self.start = round(recipe.training.taper_start * total_steps)
         self.end = round(recipe.training.taper_end * total_steps)
+
+    def check_length(self, step: int, total_steps: int):
+        """total_steps: of the run until now, which has come to `step`."""
+        began = round(self.training.taper_start * total_steps)
+        if total_steps != self.total_steps and step > min(began, self.start):
+            raise CheckpointError(
+                f"this run of {total_steps} steps takes its readout norm away from step {began} on, a run of "
+                f"{self.total_steps} from step {self.start} on, and {step} are done: go on with {total_steps} steps"
+            )
 
     def gate(self, step: int) -> float:
         if step < self.start:

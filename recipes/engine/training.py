@@ -168,6 +168,9 @@ class Pretraining:
                 f"{self.output} holds a run of {self.step} steps, more than the {self.total_steps} of this recipe: "
                 "choose another training.output_dir, or name as many steps or more"
             )
+        if self.taper is not None:
+            self.taper.check_length(self.step, self.progress.total_steps or self.total_steps)
+        self.progress.total_steps = self.total_steps
         self.go_to(self.step)
         if recipe.training.push_to_hub:
             on_main_process(lambda: create_repository(recipe.training.push_to_hub), self.output)

@@ -27,7 +27,7 @@ from looped_recipes.engine.checkpoint import (
 )
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.publish import without_places
-from looped_recipes.engine.resume import comparable
+from looped_recipes.engine.resume import comparable, refuse_lost_run
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.sweeps import DIVERGED, Run, outcome, train
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -126,6 +126,19 @@ def test_if_all_checkpoints_are_damaged_the_run_does_not_begin_anew(runs):
     with pytest.raises(CheckpointError, match="metrics until step 2, but no checkpoint to go on from"):
         runs.train(place)
     assert (place / "run" / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize(("in_background", "reached"), [(False, 3), (True, 7)])
+def test_a_run_that_dies_before_its_first_checkpoint_is_whole_begins_anew(tmp_path, in_background, reached):
+    """In the background it becomes whole while training goes on, until the next one waits for it."""
+    training = {"save_every": 4, "save_in_background": in_background}
+    (tmp_path / "recipe.yaml").write_text(json.dumps({"training": training}))
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(reached + 1)))
+    refuse_lost_run(tmp_path)
+    metrics.write_text(metrics.read_text() + f'{{"step": {reached + 1}, "loss": 1.0}}\n')
+    with pytest.raises(CheckpointError, match=f"metrics until step {reached + 1}, but no checkpoint to go on from"):
+        refuse_lost_run(tmp_path)
 
 
 def test_another_recipe_over_a_finished_run_is_refused(runs):
