@@ -69,7 +69,8 @@ class SharedPasses:
         return self
 
     def __exit__(self, *error):
-        self._context.run(self._decoding.__exit__, None, None, None)
+        with self.turn():  # a call that still runs is in that context during its ticks
+            self._context.run(self._decoding.__exit__, None, None, None)
 
     def generate(self, *args, check: Callable[[], None] | None = None, **kwargs):
         """`model.generate`. check: called before the prompt and between its loops; what it raises ends this call."""

@@ -32,10 +32,11 @@ LAST_TOKEN_CRITERIA = tuple(
 
 
 def first_batchwise_part(processors, criteria) -> str | None:
-    """The name of the first of them that may look at more than one row, or None."""
+    """The name of the first of them that may look at more than one row, or None. A class that transformers does not
+    have says by `reads_rows_apart` that it does not."""
     for part, known in ((processors, ROWWISE_PROCESSORS), (criteria, ROWWISE_CRITERIA)):
         for each in part:
-            if type(each) not in known:
+            if type(each) not in known and not getattr(each, "reads_rows_apart", False):
                 return type(each).__name__
     return None
 

@@ -592,11 +592,11 @@ def test_settings_that_change_no_step_may_change(whole_run, half_done, training_
         "training.keep_last=1",
         "training.keep_best=false",
     ]
-    more += ["logging.monitor_every=2", "evaluation.rows=3", "evaluation.every=100", "data.num_proc=1"]
+    more += ["logging.monitor_every=2", "evaluation.rows=1", "evaluation.every=100", "data.num_proc=1"]
     more += [f"data.source={tmp_path / 'copy.jsonl'}", f"data.cache_dir={tmp_path / 'shards'}"]
     main([str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path / "moved", *more)])
     assert logged_losses(tmp_path / "moved") == pytest.approx(logged_losses(whole_run), rel=2e-4)
-    assert re.search(r"at step 3; changed: validation.rows was \d+, is 3\n", capsys.readouterr().out)
+    assert re.search(r"at step 3; changed: validation.rows was \d+, is 1\n", capsys.readouterr().out)
 
 
 def test_rates_and_length_may_change_on_purpose(half_done, training_text, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The server, asked by OpenAI's own client over the loopback address: answers are those of `generate`."""
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,10 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from looped_recipes.common.errors import CommandError
 from modeling_looped.prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import tiny_model, tiny_tokenizer, wait_until
@@ -132,6 +134,7 @@ def test_conversations(served):
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": 5}, "prompt must be a string"),
         ({"suffix": 5}, "suffix=5 is not served"),
+        ({"temperature": 1e-320}, "temperature=1e-320 is next to 0: pass 0"),
         ({"n": 2}, "n=2 is not served, and would have no effect: leave it out"),
         ({"logprobs": 0}, "logprobs=0 is not served"),
         ({"echo": True}, "echo=True is not served"),
@@ -194,6 +197,42 @@ def test_an_answer_ends_before_its_stop_text():
         parts = [part.choices[0] for part in ask(**asked, stop=stop, stream=True)]
         assert "".join(part.delta.content or "" for part in parts) == whole[:begin]
         assert parts[-1].finish_reason == "stop"
+
+
+def test_a_stop_text_is_not_looked_for_in_the_prompt():
+    model = tiny_model(vocab_size=28, num_loops=2, eos_token_id=None, pad_token_id=0)
+    with serving(model, letters_tokenizer()) as (_, _, client, _, _):
+        whole = complete(client, "abc", 6, {}).choices[0].text
+        across = f"c{whole[0]}"
+        assert across not in whole
+        for depth in ({}, {"draft_loops": 1}, {"exit_criterion": "kl", "exit_threshold": 0.0}):
+            for stream in (False, True):
+                asked = {"stop": across, "stream": stream}
+                answer = complete(client, "abc", 6, depth, **asked)
+                parts = answer if stream else [answer]
+                assert "".join(part.choices[0].text for part in parts) == whole
+
+
+def test_a_stream_tells_stray_bytes_at_its_end():
+    """As the answer does that comes at once: half of a character is written as U+FFFD."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    stray = str(alphabet.index("Ã"))  # the first of two bytes
+    model = tiny_model(vocab_size=256, num_loops=2, eos_token_id=None, pad_token_id=0)
+    with serving(model, PreTrainedTokenizerFast(tokenizer_object=tokenizer)) as (_, _, client, _, _):
+        for count in (1, 3):
+            whole = complete(client, "abc", count, {}, logit_bias={stray: 100}).choices[0].text
+            parts = complete(client, "abc", count, {}, logit_bias={stray: 100}, stream=True)
+            assert "".join(part.choices[0].text for part in parts) == whole == "\ufffd" * count
+
+
+def test_a_text_that_ends_with_its_last_token_has_ended(served):
+    model, _, client, _, _ = served
+    bias = {str(model.config.eos_token_id): 100}
+    assert complete(client, "a b", 1, {}, logit_bias=bias).choices[0].finish_reason == "stop"
+    *_, last = complete(client, "a b", 1, {}, logit_bias=bias, stream=True)
+    assert last.choices[0].finish_reason == "stop"
 
 
 def test_another_model_is_not_served(served):
@@ -274,7 +313,7 @@ def test_the_attention_that_is_asked_for(asked, expected, tmp_path, monkeypatch)
     models = []
     monkeypatch.setattr(serve, "build_app", lambda name, model, *others: models.append(model))
     monkeypatch.setattr(serve.uvicorn, "run", lambda app, **where: None)
-    serve.main([str(tmp_path), *asked])
+    serve.main([str(tmp_path), "--port", "0", *asked])
     assert [model.config._attn_implementation for model in models] == [expected]
 
 
@@ -307,6 +346,59 @@ def test_what_are_no_tools(served, tools):
         served[2].chat.completions.create(model="tiny", messages=turns, tools=tools)
 
 
+def test_half_of_a_character_is_refused(served):
+    body = json.dumps({"prompt": "a \ud800", "max_tokens": 2}).encode()
+    address = f"http://127.0.0.1:{served[4]}/v1/completions"
+    with pytest.raises(HTTPError) as error:
+        urlopen(Request(address, body, {"Content-Type": "application/json"}))
+    assert error.value.code == 400 and "which is half of a character" in error.value.read().decode()
+
+
+def test_what_a_template_is_given(served):
+    """Its variables, and neither another template nor lengths, which take time and memory of all clients."""
+    _, _, client, _, _ = served
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "b c"}], "max_tokens": 2}
+
+    def ask(given):
+        return client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": given})
+
+    assert ask({"enable_thinking": False}).choices
+    for given in ({"chat_template": "{{ messages }}"}, {"padding": "max_length", "max_length": 10**7}):
+        with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs has {min(given)}.*leave it out"):
+            ask(given)
+    with pytest.raises(openai.BadRequestError, match="chat_template_kwargs=5 must be an object"):
+        ask(5)
+
+
+def test_tools_that_the_template_does_not_read(served):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    turns = [{"role": "user", "content": "b c"}]
+    with pytest.raises(openai.BadRequestError, match="tools would have no effect"):
+        served[2].chat.completions.create(model="tiny", messages=turns, max_tokens=2, tools=tools)
+
+
+def test_a_sample_is_one_of_all_tokens(served, monkeypatch):
+    """Where neither the model nor the request has a `top_k`; transformers takes 50."""
+    model, _, client, passes, _ = served
+    configs, generate = [], passes.generate
+
+    def recorded(*args, generation_config, **kwargs):
+        configs.append(generation_config)
+        return generate(*args, generation_config=generation_config, **kwargs)
+
+    monkeypatch.setattr(passes, "generate", recorded)
+    complete(client, "a b", 2, {}, temperature=1)
+    complete(client, "a b", 2, {"generation_config": '{"top_k": 7}'}, temperature=1)
+    assert [config.top_k for config in configs] == [0, 7]
+
+
+def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(CommandError, match=f"cannot listen at --host 127.0.0.1 --port {port}: .*; choose another"):
+            serve.main([str(tmp_path / "missing"), "--host", "127.0.0.1", "--port", str(port)])
+
+
 @pytest.mark.parametrize(
     ("part", "kind"),
     [
@@ -328,10 +420,20 @@ def test_beams_are_told_at_their_end(served):
         complete(served[2], "a b", 3, beams, stream=True)
 
 
-def test_a_generation_config_without_a_length(served):
-    """That of transformers: 20 tokens with the prompt."""
-    usage = complete(served[2], "a b", None, {"generation_config": '{"eos_token_id": null}'}).usage
-    assert usage.prompt_tokens + usage.completion_tokens == 20
+def test_the_length_of_a_generation_config(served):
+    """Without one it is that of any request: here as much as there is room for."""
+    _, _, client, _, _ = served
+
+    def usage(config: str):
+        return complete(client, "a b", None, {"generation_config": config}).usage
+
+    assert usage('{"eos_token_id": null}').completion_tokens == 79
+    assert usage('{"eos_token_id": null, "max_length": 9}').total_tokens == 9
+    assert usage('{"eos_token_id": null, "max_new_tokens": 9}').completion_tokens == 9
+    with pytest.raises(openai.BadRequestError, match="max_length=2 .* no room behind a prompt of 2 tokens"):
+        usage('{"max_length": 2}')
+    with pytest.raises(openai.BadRequestError, match="generation_config asks for what fails here"):
+        usage('{"forced_eos_token_id": 99999, "max_new_tokens": 1}')
 
 
 def test_a_nucleus_samples(served):

@@ -695,3 +695,22 @@ def test_an_interrupt_ends_one(stage, monkeypatch):
     others = [i for i in range(len(asked)) if i not in failed]
     assert_same([results[i] for i in others], [alone[i] for i in others])
     assert not passes.decoders and passes._rows == passes._tokens == 0
+
+
+def test_leaving_while_a_call_runs_keeps_the_error():
+    model, started = tiny_model(num_loops=4), threading.Event()
+    ids = torch.ones(1, 3, dtype=torch.long)
+
+    def check():
+        started.set()
+
+    def work(passes):
+        passes.generate(ids, max_new_tokens=40, min_new_tokens=40, check=check)
+
+    for _ in range(5):
+        with pytest.raises(KeyError), SharedPasses(model) as passes:
+            thread = threading.Thread(target=work, args=(passes,))
+            thread.start()
+            started.wait()
+            raise KeyError("what went wrong")
+        thread.join()

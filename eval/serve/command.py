@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,19 +29,21 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_recipes.common.errors import CommandError
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.depth_options import DEPTH_FIELDS
 from modeling_looped.shared_passes import SharedPasses
 
 from .http import LimitedSize, answer, error_response
 from .options import parse
-from .request_checks import check_answers, check_body, check_conversation, check_stop
-from .stop_texts import StopTexts
+from .request_checks import check_answers, check_body, check_conversation, check_stop, check_tools
+from .stop_texts import StopsInAnswer, StopTexts
 
 
 MOST_THREADS = 64  # requests that are prepared at a time; others wait before
 BYTES_PER_TOKEN = 32  # of a request's body: more are refused before they are read
 LEAST_BYTES = 2**16
+NEW_TOKENS = 1024  # of an answer whose length is not asked for, as in the server of transformers
 
 
 @dataclass
@@ -50,10 +53,22 @@ class Asked:
     fields: dict[str, Any]  # of depth
     seed: int | None
     has_length: bool  # says how many tokens it wants
+    has_config: bool  # a generation config of its own
     is_checked: bool = False  # what fails now is no fault of the request
     full_depth: int = 0
     loops: list[int] = field(default_factory=list)  # that its tokens have taken
+    end_tokens: tuple[int, ...] = ()  # any of which ends the text
+    has_ended: bool = False  # with one of them
     stops: StopTexts = field(default_factory=lambda: StopTexts(None))
+
+    def note_end(self, tokens: list[int]):
+        self.has_ended = bool(tokens) and tokens[-1] in self.end_tokens
+
+    def finish(self, choice: dict, is_last: bool):
+        """A choice of OpenAI's form, as it is told."""
+        self.stops.shorten(choice, is_last)
+        if self.has_ended and choice.get("finish_reason") == "length":  # it ended with the last token that it had
+            choice["finish_reason"] = "stop"
 
     def fields_of_loops(self) -> dict:
         saved = 1 - sum(self.loops) / (self.full_depth * len(self.loops)) if self.loops else 0
@@ -91,6 +106,36 @@ def check_client(streamer):
         streamer.put(None)
 
 
+class WholeStream(BaseStreamer):
+    """A stream of transformers, which by itself never tells the end of an answer that is no whole character."""
+
+    def __init__(self, streamer, asked: Asked):
+        self.streamer, self.asked, self.told = streamer, asked, ""
+        self.tokens: list[int] | None = None  # before the prompt was put
+        self._cancelled, self._enqueue = streamer._cancelled, streamer._enqueue
+        streamer._enqueue = self.enqueue
+
+    def put(self, value):
+        self.streamer.put(value)
+        self.tokens = [] if self.tokens is None else self.tokens + value.tolist()
+
+    def put_loops(self, loops):
+        self.asked.loops.extend(loops.tolist())
+
+    def enqueue(self, item):
+        if isinstance(item, str):
+            self.told += item
+        self._enqueue(item)
+
+    def end(self):
+        tokens = self.tokens or []
+        self.asked.note_end(tokens)
+        whole = self.streamer._tokenizer.decode(tokens, skip_special_tokens=True)
+        if self.streamer._parser is None and whole.startswith(self.told) and whole != self.told:
+            self._enqueue(whole[len(self.told) :])
+        self.streamer.end()
+
+
 class ModelOfRequest:
     """The model, whose `generate` shares its passes with other requests and runs as deep as this one asks."""
 
@@ -102,10 +147,14 @@ class ModelOfRequest:
         return getattr(self.passes.model, name)
 
     def generate(self, streamer=None, **kwargs):
-        if streamer is not None:  # before the end of the stream is announced
-            streamer.put_loops = lambda loops: self.asked.loops.extend(loops.tolist())
-        elif kwargs["generation_config"].num_beams in (None, 1):  # beams take no streamer
+        config, length = kwargs["generation_config"], kwargs["input_ids"].shape[1]
+        if streamer is not None:
+            streamer = WholeStream(streamer, self.asked)
+        elif config.num_beams in (None, 1):  # beams take no streamer
             streamer = self.until_cancelled
+        if config.stop_strings:
+            kwargs["stopping_criteria"] = [StopsInAnswer(kwargs["tokenizer"], config.stop_strings, length)]
+            config.stop_strings = None
         settings = {**kwargs, **self.asked.fields, "return_dict_in_generate": True}
         try:
             result = self.passes.generate(streamer=streamer, check=partial(check_client, streamer), **settings)
@@ -114,6 +163,7 @@ class ModelOfRequest:
                 raise
             raise RuntimeError(json.dumps(str(error))[1:-1]) from error  # streams put it between quotes
         self.asked.loops[:] = result.token_loops[0].tolist()
+        self.asked.note_end(result.sequences[0, length:].tolist())
         return result.sequences
 
 
@@ -137,6 +187,10 @@ class SharedGenerateManager(GenerateManager):
             raise
         except (ValueError, TypeError) as error:
             raise bad_request(error) from error
+        except (IndexError, AttributeError, ImportError) as error:
+            if not _asked.get().has_config:
+                raise
+            raise bad_request(ValueError(f"generation_config asks for what fails here: {error}")) from error
 
     def check(self, inputs, gen_config, streams: bool = False):
         """Before anything is computed or streamed."""
@@ -147,11 +201,18 @@ class SharedGenerateManager(GenerateManager):
                 raise ValueError("the prompt is empty: write at least one token")
             room = model.config.max_position_embeddings + 1 - length  # the last token is not read again
             if not asked.has_length:
-                gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens, room))
+                gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens or NEW_TOKENS, room))
             prepared, _ = model._prepare_generation_config(gen_config, **asked.fields)
             check_answers(prepared, streams)
             if gen_config.max_new_tokens is None:  # a generation_config that says the length of prompt and answer
-                gen_config.max_new_tokens = max(1, prepared.max_length - length)
+                if prepared.max_length <= length:
+                    raise ValueError(
+                        f"max_length={prepared.max_length} of generation_config leaves no room behind a prompt of "
+                        f"{length} tokens: raise it, or say max_new_tokens"
+                    )
+                gen_config.max_new_tokens = prepared.max_length - length
+            ends = prepared.eos_token_id
+            asked.end_tokens = tuple(ends if isinstance(ends, list) else [ends])
             options = prepared.depth_options
             asked.full_depth = options.deepest(model.config)
             if asked.full_depth > self.max_loops:
@@ -205,7 +266,16 @@ class SharedState(GenerationState):
         return self.manager
 
 
-SAY_LENGTH = ("max_tokens", "max_completion_tokens", "generation_config")
+SAY_LENGTH = ("max_tokens", "max_completion_tokens")
+
+
+def has_length(config: Any) -> bool:
+    """Whether the JSON of a generation config says how long the answer is."""
+    try:
+        fields = json.loads(config)
+    except (TypeError, ValueError):  # refused later
+        return False
+    return isinstance(fields, dict) and any(fields.get(name) is not None for name in ("max_new_tokens", "max_length"))
 
 
 class TakesDepth:
@@ -213,8 +283,9 @@ class TakesDepth:
 
     async def handle_request(self, body: dict, request_id: str):
         fields = {name: body.pop(name) for name in DEPTH_FIELDS if name in body}
-        has_length = any(body.get(name) is not None for name in SAY_LENGTH)
-        asked = Asked(fields, body.pop("seed", None), has_length)
+        config = body.get("generation_config")
+        says_length = any(body.get(name) is not None for name in SAY_LENGTH) or has_length(config)
+        asked = Asked(fields, body.pop("seed", None), says_length, config is not None)
         _asked.set(asked)
         try:
             check_body({**body, "seed": asked.seed})
@@ -234,6 +305,8 @@ class TakesDepth:
             config.do_sample = True
         if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
+        if config.top_k is None:  # transformers would sample of the 50 likeliest
+            config.top_k = 0
         config._seed = _asked.get().seed
         check_stop(self.model_manager.tokenizer, config.stop_strings)  # pyrefly: ignore[missing-attribute]
         _asked.get().stops = StopTexts(config.stop_strings)
@@ -242,7 +315,7 @@ class TakesDepth:
     async def _non_streaming(self, *args, **kwargs):
         response = await super()._non_streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
         body = json.loads(response.body)
-        _asked.get().stops.shorten(body["choices"][0], is_last=True)
+        _asked.get().finish(body["choices"][0], is_last=True)
         return JSONResponse({**body, **_asked.get().fields_of_loops()})
 
     def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
@@ -251,7 +324,7 @@ class TakesDepth:
         if not (is_last or asked.stops.texts):
             return line
         chunk = json.loads(line.removeprefix("data: "))
-        asked.stops.shorten(chunk["choices"][0], is_last)
+        asked.finish(chunk["choices"][0], is_last)
         return f"data: {json.dumps({**chunk, **(asked.fields_of_loops() if is_last else {})})}\n\n"
 
 
@@ -261,6 +334,7 @@ class Chat(TakesDepth, ChatCompletionHandler):
             raise bad_request(ValueError("this model's tokenizer has no chat template: use /v1/completions"))
         try:
             check_conversation(body.get("messages"))
+            check_tools(body.get("tools"), self.model_manager.tokenizer.chat_template)
         except ValueError as error:
             raise bad_request(error) from error
         return await super().handle_request(body, request_id)
@@ -326,8 +400,20 @@ def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int 
     return app
 
 
+def check_free(host: str, port: int):
+    """Before the model is loaded, which may take long."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise CommandError(
+            f"cannot listen at --host {host} --port {port}: {error.strerror or error}; choose another, or end the "
+            "process that holds it"
+        ) from error
+
+
 def main(arguments: list[str] | None = None):
     args = parse(arguments)
+    check_free(args.host, args.port)
     folder, config = open_config(args.model)
     tokenizer = open_tokenizer(folder, args.tokenizer, config)
     asked = {"num_loops": args.num_loops, "attn_implementation": args.attn_implementation}
@@ -336,4 +422,4 @@ def main(arguments: list[str] | None = None):
     max_tokens = args.max_tokens or args.max_rows * model.config.max_position_embeddings
     with SharedPasses(model, args.max_rows, max_tokens) as passes:
         app = build_app(args.name or args.model, model, tokenizer, passes, args.max_loops)
-        uvicorn.run(app, host=args.host, port=args.port)
+        uvicorn.run(app, host=args.host, port=args.port, timeout_graceful_shutdown=args.grace)

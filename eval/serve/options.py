@@ -27,13 +27,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help=tokens)
     parser.add_argument("--num-loops", type=int, help="depth where a request asks for none; default: the model's")
     parser.add_argument("--max-loops", type=int, help="the deepest that a request may ask for; default: 4 times that")
+    grace = "seconds that running answers still have after SIGTERM; default: until they are done"
+    parser.add_argument("--grace", type=int, help=grace)
     parser.add_argument("--tokenizer", help="folder or name, for a model that comes without one")
     ways, text = ["sdpa", "eager", "flex_attention"], "default: the model's; flex_attention keeps all keys in pages"
     parser.add_argument("--attn-implementation", choices=ways, help=text)
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     parser.add_device()
     args = parser.parse_args(arguments)
-    for name in ("max_rows", "max_tokens", "num_loops", "max_loops"):
+    for name in ("max_rows", "max_tokens", "num_loops", "max_loops", "grace"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not 0 <= args.port < 2**16:  # higher ones would be taken for others

@@ -1,7 +1,10 @@
 """What the server refuses of a request, with the reason: fields that would have no effect, and forms that fail."""
 
+import json
+from inspect import signature
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 
@@ -34,10 +37,15 @@ ASK_FOR_NOTHING = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
+    "verbosity": (),
 }
+LEAST_TEMPERATURE = 1e-6  # logits over less are beyond floats
+# what the template is applied with, which is the server's affair; all else in chat_template_kwargs the template reads
+OF_TEMPLATES = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
 
 
 def check_body(body: dict):
+    check_characters(body)
     for name, harmless in ASK_FOR_NOTHING.items():
         value = body.get(name)
         if value is not None and not any(value == each and type(value) is type(each) for each in harmless):
@@ -46,6 +54,8 @@ def check_body(body: dict):
         value = body.get(name)
         if value is not None and type(value) not in types:
             raise ValueError(f"{name}={value!r} must be {form}")
+    if (temperature := body.get("temperature")) is not None and 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"temperature={temperature} is next to 0: pass 0, which takes the likeliest token")
     if (top_p := body.get("top_p")) is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p={top_p} is no probability: pass one from 0 to 1")
     seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
@@ -56,9 +66,29 @@ def check_body(body: dict):
     if (bias := body.get("logit_bias")) is not None and not is_bias(bias):
         form = "numbers of tokens as names, and numbers as values, from -100 to 100"
         raise ValueError(f"logit_bias={bias!r} must have {form}")
-    if tools is not None and not (isinstance(tools, list) and all(map(is_tool, tools))):
+    check_template_kwargs(body.get("chat_template_kwargs"))
+    if tools is not None and not are_tools(tools):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
+
+
+def check_characters(body: dict):
+    """JSON can write half of a character, of which no tokenizer makes tokens."""
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"the request holds {half!r}, which is half of a character: send whole ones") from None
+
+
+def check_template_kwargs(given: Any):
+    """A template of the client's, or lengths to pad to, could take all time and memory of the server."""
+    if given is None:
+        return
+    if not isinstance(given, dict):
+        raise ValueError(f"chat_template_kwargs={given!r} must be an object of names that the template reads")
+    if ours := sorted(OF_TEMPLATES & given.keys()):
+        raise ValueError(f"chat_template_kwargs has {', '.join(ours)}, which this server says itself: leave it out")
 
 
 def check_stop(tokenizer, texts: str | list[str] | None):
@@ -80,6 +110,12 @@ def check_answers(generation_config, streams: bool):
         raise ValueError(f"num_return_sequences={count}: a request has one answer, so ask that often")
     if streams and (beams := generation_config.num_beams or 1) > 1:
         raise ValueError(f"num_beams={beams} knows its answer at the end alone: leave out stream")
+
+
+def check_tools(tools: Any, template: Any):
+    """template: of conversations. Tools of another form are refused with the rest of the body."""
+    if tools and are_tools(tools) and isinstance(template, str) and "tools" not in template:
+        raise ValueError("tools would have no effect: this model's chat template does not read them; leave them out")
 
 
 def check_conversation(turns: Any):
@@ -112,6 +148,10 @@ def is_bias(value: Any) -> bool:
         and all(str(token).isdecimal() for token in value)
         and all(type(each) in (int, float) and -100 <= each <= 100 for each in value.values())
     )
+
+
+def are_tools(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_tool, value))
 
 
 def is_tool(value: Any) -> bool:

@@ -1,5 +1,20 @@
 """Texts at which an answer ends, and of which it tells nothing, as OpenAI's clients expect."""
 
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+
+class StopsInAnswer(StopStringCriteria):
+    """Does not take the end of the prompt for the beginning of such a text."""
+
+    reads_rows_apart = True
+
+    def __init__(self, tokenizer, texts: str | list[str], prompt_length: int):
+        super().__init__(tokenizer, texts)
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)
+
 
 class StopTexts:
     """Is shown an answer part by part, and holds back what may be the beginning of one of these texts."""
