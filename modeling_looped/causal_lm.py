@@ -106,7 +106,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: the exit distribution of the gate.
         output_exit_logits: the logits of all loops, weighted with it.
         """
-        check_arguments(kwargs, ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
+        check_arguments(kwargs, ARGUMENTS, type(self).__name__)
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
         depths = read_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         inputs = {
@@ -274,24 +274,24 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     ):
         """The loss without logits: of `mixed` readouts, or per loop where the trunk returned what every loop reads
         out."""
-        one = outputs.last_hidden_state if mixed is None and outputs.loop_readout_states is None else mixed
-        head = Head(
-            self.decode if one is None else (lambda hidden, _: self.logits(hidden)),
-            self._decode_parameters(with_readout=one is None),
-            None if self.loss_kernel is None else partial(self._losses_of, self.loss_kernel, one is not None),
-        )
+        readouts, reads_once = outputs.loop_readout_states, mixed is not None or outputs.loop_readout_states is None
+        if reads_once:  # one state, which has been through the readout norm
+            readouts = [outputs.last_hidden_state if mixed is None else mixed]
+        head = self._head(reads_once)
         states = None
         if self.config.state_losses:
             targets = self._latent_targets(labels.tokens)
             states = LoopStates(outputs.loop_hidden_states, outputs.first_state, targets)
-        readouts = outputs.loop_readout_states if one is None else [one]
-        read = readouts, one is not None, states, gates
-        return loop_loss(self.config, head, *read, depths, labels, objective, every_loop)
+        return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, objective, every_loop)
 
-    def _losses_of(self, kernel: Callable, is_read_out: bool, hidden, loop: int, labels):
-        """Cross-entropies of tokens from what the head reads, or from what `decode` reads."""
-        hidden = hidden if is_read_out else self._read_out(hidden, loop, None)
-        return kernel(hidden, self.lm_head.weight, labels, self.config.logit_softcap)
+    def _head(self, is_read_out: bool) -> Head:
+        """Of states that have been through the readout norm, or of those that the readout norm reads."""
+        decode, read = self.decode, partial(self._read_out, depths=None)
+        if is_read_out:
+            decode, read = (lambda hidden, loop: self.logits(hidden)), (lambda hidden, loop: hidden)
+        kernel, softcap = self.loss_kernel, self.config.logit_softcap
+        losses = kernel and (lambda hidden, loop, of: kernel(read(hidden, loop), self.lm_head.weight, of, softcap))
+        return Head(decode, self._decode_parameters(with_readout=not is_read_out), losses)
 
     def _latent_targets(self, labels):
         """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""

@@ -158,8 +158,9 @@ class LayersAndSlots(PreTrainedConfig):
     def num_slots(self, num_loops: int) -> int:
         return self.core_slot(self.num_stored_loops(num_loops))
 
-    def core_slot(self, loop: int, layer: int = 0) -> int:
-        return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers + layer
+    def core_slot(self, loop: int) -> int:
+        """The slot of the first core layer in a loop."""
+        return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers
 
     def split_slot(self, slot: int) -> tuple[int, int]:
         """A slot as that of its layer in the first loop, and the loop; prelude and coda are at loop 0."""

@@ -15,7 +15,7 @@ import torch
 
 from .depth import placed
 from .engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
-from .exit_criteria import ABSENT, ExitRule
+from .exit_criteria import ExitRule
 from .prompts import Prompt, begin_parts, end_parts
 from .row_table import RowTable, some
 
@@ -231,7 +231,7 @@ def emit(rows: dict[ContinuousDecoder, list[int]], logits: Iterable[torch.Tensor
                 raise
 
 
-def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=ABSENT):
+def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=None):
     """Members of `places`, read under one rule, that exit. state: H of all places; logits: of the members."""
     score = score_after_loop(table, rule, places, members, state, logits)
     if not any(rule.checks_at(places[i].loops) for i in members):
@@ -280,7 +280,7 @@ def keep_first_exits(table: RowTable, rule: ExitRule, places: list[Place], membe
     """On the device: the loop at which each first passed a check, and H after it."""
     its, loops = [places[i] for i in members], [places[i].loops for i in members]
     states = some(members, state)
-    logits = read_logits(tokens_at(table, its), loops, states)[:, -1] if rule.criterion.needs == "logits" else ABSENT
+    logits = read_logits(tokens_at(table, its), loops, states)[:, -1] if rule.criterion.needs == "logits" else None
     score = score_after_loop(table, rule, places, members, state, logits)
     if not any(map(rule.checks_at, loops)):
         return

@@ -23,6 +23,7 @@ BlockMask: Any = found("torch.nn.attention.flex_attention", "BlockMask", ())
 class Tick(NamedTuple):
     rows: int  # the first ones of this number run
     loop: int | list[int]  # the loop each of them is at; one number if it is the same
+    depth: int | list[int]  # the loops that each of them runs in all; one number if it is the same
     has_gradient: bool
     next_rows: int  # rows that also run at the next tick, 0 at the last
 
@@ -41,10 +42,6 @@ class DepthPlan(NamedTuple):
     @property
     def is_mixed(self) -> bool:
         return self.order is not None
-
-    def depths_of(self, tick: Tick) -> int | list[int]:
-        """Loops that the rows of a tick run in all."""
-        return self.depths if isinstance(self.depths, int) else sorted(self.depths, reverse=True)[: tick.rows]
 
     def sort(self, batched: Any) -> Any:
         """Rows in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
@@ -91,6 +88,11 @@ def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
     if tensor.device.type != "cpu" or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def one_or_each(numbers: list[int]) -> int | list[int]:
+    """One number if all are the same."""
+    return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def one_or_rows(value: Callable[[int], Any], numbers: int | list[int], device, ndim: int = 1, dtype=None) -> Any:
@@ -148,7 +150,7 @@ def read_depths(num_loops, batch_size: int) -> int | list[int]:
     if per_row and len(depths) != batch_size:
         raise ValueError(f"{advice}; got {len(depths)} depths for a batch of {batch_size} sequences")
     depths = [index(depth) for depth in depths]  # a compiler that meets a second depth would make it a symbol
-    return depths[0] if len(set(depths)) == 1 else depths
+    return one_or_each(depths)
 
 
 def check_depths(num_loops, batch_size: int) -> list[int]:
@@ -179,7 +181,7 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
     first_with_gradient = 0 if backprop_loops is None else longest - backprop_loops
     if isinstance(depths, int):
         following = [batch_size] * (longest - 1) + [0]
-        ticks = [Tick(batch_size, tick, tick >= first_with_gradient, rows) for tick, rows in enumerate(following)]
+        ticks = [Tick(batch_size, t, depths, t >= first_with_gradient, rows) for t, rows in enumerate(following)]
         return DepthPlan(depths, None, None, ticks, False)
 
     ends_together = backprop_loops is not None
@@ -190,6 +192,6 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
     ticks = []
     for tick, (rows, following) in enumerate(zip(counts, [*counts[1:], 0])):
         loop = [tick - (longest - depth) for depth in deepest_first[:rows]] if ends_together else tick
-        ticks.append(Tick(rows, loop, tick >= first_with_gradient, min(rows, following)))
+        ticks.append(Tick(rows, loop, deepest_first[:rows], tick >= first_with_gradient, min(rows, following)))
     order = torch.tensor(by_depth)
     return DepthPlan(depths, order, order.argsort(), ticks, ends_together)

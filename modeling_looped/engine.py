@@ -17,7 +17,7 @@ from .cache import LoopedCache, sharing_of
 from .checks import check_length, has_hooks, is_as_written, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .context import PassContext
-from .depth import by_number, check_depths, placed
+from .depth import by_number, check_depths, one_or_each, placed
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .paged_rows import PagedRows, PagedView, Pages
@@ -136,10 +136,6 @@ def joined(all_tokens: list[Tokens]) -> Tokens:
     tables = [tokens.rotary for tokens in all_tokens if tokens.rotary is not None]
     parts = [part for tokens in all_tokens for part in tokens.parts]
     return Tokens(parts, ids, embedded, torch.cat(tables) if tables else None)
-
-
-def one_or_each(numbers: list[int]) -> int | list[int]:
-    return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def enter(parts: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:

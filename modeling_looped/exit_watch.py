@@ -3,8 +3,8 @@
 `continuous.py` is how tokens are generated under one.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -74,13 +74,7 @@ class SequenceExits(ExitWatch):
 
     def after_loop(self, loop: int, state: torch.Tensor, context: PassContext):
         """`state` of the rows that go on, and which of the rows that ran these are; None if all are."""
-        read = []
-
-        def logits() -> torch.Tensor:
-            if not read:
-                read.append(self.logits(loop, state, context))
-            return read[0]
-
+        logits = functools.cache(functools.partial(self.logits, loop, state, context))  # read out at most once
         exits = self.exits(loop, self.limits[self.running, 0], state, logits)
         if not self.may_exit_at(loop) or not exits.any():
             return state, None
@@ -121,6 +115,11 @@ def forward_with_exits(
         return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
 
     # what a token leaves at its exit lives in a cache, so there is one
+    if model.training and torch.is_grad_enabled() and model.model.computes_again:
+        raise ValueError(
+            "exit_rule keeps in a cache what tokens leave at their exits, and gradient checkpointing goes without a "
+            "cache: turn it off, or call the model under torch.no_grad()"
+        )
     cache = DynamicCache(config=model.config) if inputs["cache"] is None else inputs["cache"]
     returned = None if inputs["cache"] is None and inputs["use_cache"] is False else cache
     inputs["cache"] = cache
@@ -168,7 +167,7 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
     for loop, (state, readout) in enumerate(zip(states, readouts), start=1):
         if not rule.reads_at(loop):
             continue
-        decode = partial(model.decode, readout, loop - 1, depths)
+        decode = functools.partial(model.decode, readout, loop - 1, depths)
         score, memory = rule.criterion.after_loop(model, state, decode, memory)
         if rule.checks_at(loop):
             passes = rule.exits(score)

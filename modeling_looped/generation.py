@@ -317,19 +317,17 @@ class LoopedGenerationMixin(Generative):
         per prompt), rows at their own loop and token share every pass: see `shared_passes.py`, also for `max_rows` and
         `max_tokens`. Its results have `token_loops`.
         """
-        given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name in DEPTH_FIELDS if (value := kwargs.pop(name, None)) is not None}
+        asked = given or beside_defaults(generation_config)
         saved = beside_defaults(self.generation_config)
         if saved.get("num_loops") == self.config.num_loops:
             del saved["num_loops"]
-        has_depth = given or (generation_config is not None and beside_defaults(generation_config))
-        if kwargs.get("cache_implementation") == "paged" and has_depth:  # generate calls this method, which calls it
-            fields = listed(given or beside_defaults(generation_config))
+        if kwargs.get("cache_implementation") == "paged" and asked:  # generate calls this method, which calls it
             raise ValueError(
-                f"cache_implementation='paged' does not take {fields}: use generate_batch, or leave it out"
+                f"cache_implementation='paged' does not take {listed(asked)}: use generate_batch, or leave it out"
             )
         kwargs["continuous_batching_config"] = continuous_batching_config
-        if has_depth or (saved and continuous_batching_config is None):
+        if asked or (saved and continuous_batching_config is None):
             return generate_together(self, inputs, generation_config, given, max_rows, max_tokens, **kwargs)
         check_softcap(self.config.attention_softcap, "paged|eager")
         sizes = self.config.block_sizes("core")

@@ -260,8 +260,15 @@ class LoopedModel(LoopedPreTrainedModel):
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
         """
-        check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
-        cache, use_cache = self._cache_of_pass(one_cache(cache, past_key_values), use_cache, has_loss)
+        check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__)
+        cache = one_cache(cache, past_key_values)
+        is_training_pass = self.training and torch.is_grad_enabled()
+        if is_training_pass and not has_loss:
+            warn_of_another_loss(self.config)
+        if is_training_pass and self.computes_again:  # blocks that run a second time would fill a cache twice
+            check_computes_again(self.config, self.checkpoints_loops)
+            leave_out_cache(cache)
+            cache, use_cache = None, False
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
         depths = self.config.num_loops if num_loops is None else num_loops
         plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)
@@ -302,18 +309,6 @@ class LoopedModel(LoopedPreTrainedModel):
             first_state=plan.unsort(state) if output_loop_hidden_states else None,
             **named_cache(cache),
         )
-
-    def _cache_of_pass(self, cache, use_cache: bool | None, has_loss: bool) -> tuple[Cache | None, bool | None]:
-        """Which cache this pass goes on with, and whether it makes one; a pass that computes again goes without."""
-        if not (self.training and torch.is_grad_enabled()):
-            return cache, use_cache
-        if not has_loss:
-            warn_of_another_loss(self.config)
-        if not self.computes_again:
-            return cache, use_cache
-        check_computes_again(self.config, self.checkpoints_loops)
-        leave_out_cache(cache)
-        return None, False
 
     def _enter(
         self,
@@ -402,7 +397,7 @@ class LoopedModel(LoopedPreTrainedModel):
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
                 if self.gradient_checkpointing and not running.requires_grad and torch.is_grad_enabled():
                     running = running.detach().requires_grad_()  # or reentrant checkpoints have no gradient
-                inputs = running, embedded_rows, tick.loop, plan.depths_of(tick), context_of_rows
+                inputs = running, embedded_rows, tick.loop, tick.depth, context_of_rows
                 if self.checkpoints_loops and self.training and torch.is_grad_enabled():
                     x = checkpoint(self.core_pass, *inputs, use_reentrant=False)
                 else:

@@ -8,6 +8,7 @@ their attention kernels read.
 import difflib
 from collections.abc import Collection, Iterable
 
+import torch
 from transformers.utils import logging
 
 
@@ -225,13 +226,13 @@ def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):
             raise UnknownNameError(f"{what} has no argument `{name}`; did you mean `{advice}`?")
 
 
-def check_arguments(given: Iterable[str], known: Collection[str], what: str, compiling: bool):
+def check_arguments(given: Iterable[str], known: Collection[str], what: str):
     """Refuses arguments that have another name here, and warns of others that nothing reads.
 
-    given: names beyond those of the signature, `known`. compiling: then without warnings."""
+    given: names beyond those of the signature, `known`. A compiler cannot trace the warning."""
     for name in given:
         if name not in OF_TOOLS and name not in known:
             refuse_foreign([name], known, what)
-            if not compiling:
+            if not torch.compiler.is_compiling():
                 # the same words of head and trunk, so that they are said once
                 logger.warning_once(f"No argument is called `{name}`: it is passed on to the attention kernel only.")

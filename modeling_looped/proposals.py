@@ -80,6 +80,14 @@ class Planner:
         self.records: deque[list[Reading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
         self.plan: Plan | None = Plan(first or max(1, num_loops // 4), None, most_ahead)
 
+    def add_passes(self, count: int, work: int, seconds: float, emitted: int):
+        """`count` passes over so much work took so long. Several at once are those of rows in step, which then said so
+        many tokens."""
+        self.seconds.add(work, seconds / count)
+        if count > 1:
+            spent, tokens = self.plain
+            self.plain = spent + seconds, tokens + emitted
+
     def choose_plan(self, rows: int):
         if len(self.records) >= FEWEST_RECORDS:
             self.plan = self.choose(rows)

@@ -88,13 +88,14 @@ class RowView:
         cache.reserve(self.end)
         self.rows, self.positions = rows, positions
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
-        together = rows == list(range(num_rows)) and len(set(loops)) == len(set(positions)) == 1
+        all_at_one_loop = rows == list(range(num_rows)) and len(set(loops)) == 1
+        together = all_at_one_loop and len(set(positions)) == 1
         self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
         # what a row sees lies in one piece, and the kernel has no softcap
         has_softcap = cache.model_config.attention_softcap is not None
         self.can_go_by_row = device.type == "cpu" and not padding.has_holes and not has_softcap
         self.goes_by_row = self.can_go_by_row and (cache.is_int8 or not together)
-        self.in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
+        self.in_step = all_at_one_loop and self.end <= 2 * min(positions)
         self.go_to(loops)
         # with fewer tokens than this, a call for each is faster than reading the unused cells
         is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops

@@ -104,11 +104,7 @@ class Pipeline:
         elif state.device.type == "cuda":  # for its time, which the plan goes by
             torch.cuda.current_stream().synchronize()
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
-        seconds = perf_counter() - start
-        self.planner.seconds.add(work, seconds / passes)
-        if passes > 1:
-            spent, tokens = self.planner.plain
-            self.planner.plain = spent + seconds, tokens + self.verified - verified
+        self.planner.add_passes(passes, work, perf_counter() - start, self.verified - verified)
         self.held["state"] = self.trunk.to_next_loop(state)
         self.keep([i for i in everything if not self.flight[i].is_dropped])
 
