@@ -135,12 +135,12 @@ class PagedRows:
         if length == 0:
             return
         for slot in range(self.config.core_slot(self.num_stored_loops)):
-            layer, loop = self.config.split_slot(slot)
-            pool, held = self.pages.pool_of(layer), cache.layers[slot]
+            first_slot, loop = self.config.split_slot(slot)
+            pool, held = self.pages.pool_of(first_slot), cache.layers[slot]
             # a static layer holds more than the tokens so far, a sliding one less, its window
             keys, values = held.keys[..., :length, :], held.values[..., :length, :]
             index = self.index(pool, loop, length - keys.shape[2], length, keys.device)
-            pool.write(layer, index, keys, values)
+            pool.write(first_slot, index, keys, values)
             if has_token is not None:
                 pool.tables["is_token"].view(-1)[index] = has_token[:, length - keys.shape[2] : length].flatten()
 
@@ -175,11 +175,11 @@ class PagedRows:
         if start == length:  # no token was computed after the prompt
             return
         for slot, held in enumerate(cache.layers):
-            layer, loop = self.config.split_slot(slot)
-            pool = self.pages.pool_of(layer)
+            first_slot, loop = self.config.split_slot(slot)
+            pool = self.pages.pool_of(first_slot)
             lines = self.lines[pool]
             index = self.index(pool, min(loop, len(lines[0]) - 1), start, length, held.keys.device)
-            cache.update(*pool.read(layer, index, len(lines)), slot)
+            cache.update(*pool.read(first_slot, index, len(lines)), slot)
 
     def release(self):
         """The pages, for others."""
