@@ -33,11 +33,11 @@ class PassContext:
         slots_before: int = 0,
         query_states=None,
         time=None,
-        loop=None,
+        loop_set=None,
         makes_keys: bool | torch.Tensor = True,
     ):
-        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time, loop,
-        makes_keys: as the block takes them."""
+        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time,
+        loop_set, makes_keys: as the block takes them."""
         keeps_keys = block.layer in self.kept
         kept = self.kept[block.layer] if keeps_keys and makes_keys is not True else (None, None)
         args = (
@@ -46,7 +46,7 @@ class PassContext:
             None if query_states is x else query_states,  # to a region no tensor is given twice
             self.value_embeddings.get(block.layer),
             time,
-            loop,
+            loop_set,
             *(None if states is None else states[: self.num_rows] for states in kept),
         )
         kwargs = {

@@ -1,7 +1,7 @@
 """The parts of a block: attention and MLP around the residual stream.
 
-Of loops they know the slot that attention writes, and `loop`: the set of parameters to take where a layer has one for
-each loop (loop_parameters.py), None where it has none.
+Of loops they know the slot that attention writes, and the set of parameters to take where a layer has one for each
+loop (loop_parameters.py): `loop_set`, None where it has none.
 """
 
 from collections.abc import Callable

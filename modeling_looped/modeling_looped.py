@@ -430,7 +430,7 @@ class LoopedModel(LoopedPreTrainedModel):
         device, sets = embedded.device, self.num_loop_sets
         first = one_or_rows(lambda t: t == 0, loop, device, 3) if self.looks_at_first else False
         scale = one_or_rows(self._residual_factor, depth, device, 3, embedded.dtype)
-        own = None if sets is None else select_set(loop, sets, device)
+        loop_set = None if sets is None else select_set(loop, sets, device)
         makes_keys = one_or_rows(self.config.makes_keys, loop, device, 4) if self.config.shares_keys else True
         x, time = self.injection(state, embedded), None
         if self.loop_embedding is not None:
@@ -438,7 +438,7 @@ class LoopedModel(LoopedPreTrainedModel):
             x = x if self.config.loop_embedding == "modulation" else x + time
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, slots_before, queries, time, own, makes_keys)
+            x = context.run(block, x, scale, slots_before, queries, time, loop_set, makes_keys)
         x = x if self.change_gate is None else self.change_gate(state, x, first)
         return x if self.state_alone is None else self.state_alone(x)
 
