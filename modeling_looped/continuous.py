@@ -195,7 +195,7 @@ def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor)
         decoder.loops[row] += 1
         if decoder.loops[row] >= decoder.engine.limits[row]:
             exits.add(i)
-        if decoder.rule is not None and decoder.rule.reads_at(decoder.loops[row]):
+        if decoder.rule is not None and decoder.rule.scores_at(decoder.loops[row]):
             due.setdefault(decoder.rule, []).append(i)
 
     due = {rule: members for rule, members in due.items() if not exits.issuperset(members)}
@@ -259,7 +259,7 @@ def read_late_exits(table: RowTable, places: list[Place], state: torch.Tensor, d
         if rule in due:
             keep_first_exits(table, rule, places, due.pop(rule), state)
         kept = table.take(in_table([places[i] for i in members]), ("exit_loop", "exit_state"))
-        if not kept or not any(i in exits or rule.is_read_at(places[i].loops) for i in members):
+        if not kept or not any(i in exits or rule.is_fetched_at(places[i].loops) for i in members):
             continue
         loops = kept["exit_loop"].tolist()
         found = [number for number, loop in enumerate(loops) if loop]

@@ -174,8 +174,8 @@ class ExitRule(NamedTuple):
     def criterion(self) -> Criterion:
         return CRITERIA[self.name]
 
-    def reads_at(self, loop: int) -> bool:
-        """Whether the criterion looks at the state after `loop` loops (counted from 1)."""
+    def scores_at(self, depth: int) -> bool:
+        """Whether the criterion looks at the state after `depth` loops."""
         if self.criterion.every_loop or (self.per_sequence and self.criterion.remembers):
             return True
         warm_up = 0  # readings before the first check, so that it has something to compare with
@@ -184,13 +184,14 @@ class ExitRule(NamedTuple):
         elif self.criterion.remembers:
             warm_up = 1
         first = self.min_loops - (warm_up + 1) * self.interval  # reads come after it
-        return loop > first and (loop - self.min_loops) % self.interval == 0
+        return depth > first and (depth - self.min_loops) % self.interval == 0
 
-    def checks_at(self, loop: int) -> bool:
-        return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
+    def checks_at(self, depth: int) -> bool:
+        return depth >= self.min_loops and (depth - self.min_loops) % self.interval == 0
 
-    def is_read_at(self, loop: int) -> bool:
-        return self.checks_at(loop) and ((loop - self.min_loops) // self.interval + 1) % self.read_interval == 0
+    def is_fetched_at(self, depth: int) -> bool:
+        """Whether the host fetches the results after this loop: at every read_interval-th check."""
+        return self.checks_at(depth) and ((depth - self.min_loops) // self.interval + 1) % self.read_interval == 0
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:
         if self.per_sequence:

@@ -67,7 +67,7 @@ def exit_loops(rule, readings: list[Reading]) -> list[int]:
     tokens = len(readings[0].gate)
     loops, memory = torch.zeros(tokens, dtype=torch.long), {}
     for loop, reading in enumerate(readings, start=1):
-        if rule.reads_at(loop):
+        if rule.scores_at(loop):
             score, memory = score_of(rule.name, reading, memory)
             if rule.checks_at(loop):
                 loops = torch.where((loops == 0) & rule.exits(score), loop, loops)
@@ -218,7 +218,7 @@ def test_always_and_never(name):
 )
 def test_loops_that_a_rule_reads(rule, reads, checks):
     """No more than it needs: a reading of logits costs as much as several layers."""
-    assert [loop for loop in range(1, LOOPS + 1) if rule.reads_at(loop)] == reads
+    assert [loop for loop in range(1, LOOPS + 1) if rule.scores_at(loop)] == reads
     assert [loop for loop in range(1, LOOPS + 1) if rule.checks_at(loop)] == checks
 
 

@@ -79,6 +79,6 @@ def scored_with_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int,
     return Scored(losses, loops[:, 0])
 
 
-def sequence_reads_at(rule: ExitRule, loop: int) -> bool:
+def sequence_scores_at(rule: ExitRule, loop: int) -> bool:
     """Whether the score of a sequence is taken after `loop` loops (counted from 1)."""
-    return rule._replace(per_sequence=True).reads_at(loop)
+    return rule._replace(per_sequence=True).scores_at(loop)

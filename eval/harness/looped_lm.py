@@ -339,7 +339,7 @@ class LoopedLM(HFLM):
                 F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]
             )
             misses.append(logits.argmax(-1) != tokens.targets)
-            if self.rule is not None and self.rule.reads_at(loop):
+            if self.rule is not None and self.rule.scores_at(loop):
                 seen = outputs.loop_hidden_states
                 watch.read(loop, self.model, seen and seen[loop - 1][tokens.rows, tokens.places], logits)
         taken = torch.stack([watch.loops.clamp(max=depth) for depth in self.depths])  # [depths, tokens]
