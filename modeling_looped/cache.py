@@ -220,8 +220,8 @@ class LoopedCache(DynamicCache):
     def release(self):
         """Nothing to do: this cache shares no memory. `PagedRows` gives its pages back here."""
 
-    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
-        """A token of each row, at its position, leaves its last keys and values in slots that it did not use. loops:
+    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
+        """A token of each row, at its place, leaves its last keys and values in slots that it did not use. loops:
         how many it ran."""
         core = self.buffers[self.model_config.core_slot(0) :]
         for ran, members in by_number(list(map(self.model_config.num_stored_loops, loops))):
@@ -230,13 +230,13 @@ class LoopedCache(DynamicCache):
             if len(members) == 1:
                 (i,) = members
                 for buffer in core:
-                    token = buffer[rows[i], :, :, :, positions[i]]  # [loops, heads, 2, head_dim]
+                    token = buffer[rows[i], :, :, :, places[i]]  # [loops, heads, 2, head_dim]
                     token[ran:] = token[ran - 1]
                 continue
-            of_tokens = [[numbers[i] for i in members] for numbers in (rows, positions)]
-            its_rows, places = placed(of_tokens, core[0].device).unbind()
+            of_tokens = [[numbers[i] for i in members] for numbers in (rows, places)]
+            its_rows, its_places = placed(of_tokens, core[0].device).unbind()
             for buffer in core:
-                buffer[its_rows, ran:, :, :, places] = buffer[its_rows, ran - 1, :, :, places].unsqueeze(1)
+                buffer[its_rows, ran:, :, :, its_places] = buffer[its_rows, ran - 1, :, :, its_places].unsqueeze(1)
 
 
 class CacheView:

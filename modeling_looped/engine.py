@@ -142,11 +142,11 @@ def enter(parts: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     """New tokens, [rows, 1], through embedding and prelude."""
     trunk = parts[0].engine.trunk
     check_length(trunk.config, max(max(part.places) for part in parts) + 1)
-    places = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
-    positions = placed([place for of_part in places for place in of_part], ids.device)[:, None]
+    on_host = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
+    positions = placed([position for of_part in on_host for position in of_part], ids.device)[:, None]
     x = trunk.embed(trunk.embed_tokens(ids), positions)
-    its_positions = positions.split([len(of_part) for of_part in places])
-    tables = [part.engine.rotary(x, its, max(of_part)) for part, its, of_part in zip(parts, its_positions, places)]
+    its_positions = positions.split([len(of_part) for of_part in on_host])
+    tables = [part.engine.rotary(x, its, max(of_part)) for part, its, of_part in zip(parts, its_positions, on_host)]
     rotary = torch.cat([table for table in tables if table is not None]) if trunk.ropes else None
     tokens = Tokens(parts, ids, x, rotary)
     tokens.embedded = trunk.run_prelude(x, pass_context(tokens, [0] * len(ids)) if len(trunk.prelude) else None)

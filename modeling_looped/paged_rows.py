@@ -155,14 +155,14 @@ class PagedRows:
         places = range(start, end)
         return placed([lines[loop].index(place) for lines in self.lines[pool] for place in places], device)
 
-    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
-        """A token of each row, at its position, leaves its last keys and values in slots that it did not use."""
+    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
+        """A token of each row, at its place, leaves its last keys and values in slots that it did not use."""
         pool, sources, targets = self.pages.core, [], []
-        for row, ran, position in zip(rows, map(self.config.num_stored_loops, loops), positions):
+        for row, ran, place in zip(rows, map(self.config.num_stored_loops, loops), places):
             lines = self.lines[pool][row]
             for line in lines[ran:]:
-                sources.append(lines[ran - 1].index(position))
-                targets.append(line.index(position))
+                sources.append(lines[ran - 1].index(place))
+                targets.append(line.index(place))
         if not sources:
             return
         for room in pool.memory.values():
