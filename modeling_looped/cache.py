@@ -22,7 +22,7 @@ from .int8_tokens import SIZE_BYTES, from_int8, to_int8
 SlidingLayer = found("transformers.cache_utils", "DynamicSlidingWindowLayer", ())
 
 
-def num_shared_slots(sharing: str) -> int | None:
+def loops_with_slots(sharing: str) -> int | None:
     """How many loops have slots of their own under a sharing policy; None if all do."""
     if sharing == "none":
         return None
@@ -117,7 +117,7 @@ class LoopedCache(DynamicCache):
     def __init__(self, config, sharing: str = "none", num_loops: int | None = None, is_int8: bool = False):
         self.model_config, self.sharing, self.is_int8 = config, sharing, is_int8
         loops = config.num_loops if num_loops is None else num_loops
-        shared = num_shared_slots(sharing)
+        shared = loops_with_slots(sharing)
         if shared is not None and config.shares_keys:
             raise ValueError(
                 f"cache_sharing={sharing!r} is for models whose loops all compute keys and values; this one shares "
@@ -244,7 +244,7 @@ class CacheView:
 
     def __init__(self, cache: Cache, config, plan, stored_loops: int, may_exit: bool):
         self.cache, self.config, self.plan = cache, config, plan
-        self.shared = num_shared_slots(sharing_of(cache))
+        self.shared = loops_with_slots(sharing_of(cache))
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
         # keys and values of this pass, of all rows: per layer, named by its first slot, as each row's last loop left
         # them; and where loops share slots, per slot as the last loop that uses it left them
@@ -312,7 +312,7 @@ def view_for_pass(cache, config, plan, may_exit: bool):
     """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
     if cache is None or not isinstance(cache, Cache):
         return cache
-    shared = num_shared_slots(sharing_of(cache))
+    shared = loops_with_slots(sharing_of(cache))
     depth = config.num_stored_loops(plan.max_depth)
     needed = depth if shared is None else min(depth, shared)
     stored = 0

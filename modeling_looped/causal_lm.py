@@ -106,7 +106,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         output_exit_probabilities: the exit distribution of the gate.
         output_exit_logits: the logits of all loops, weighted with it.
         """
-        check_arguments(kwargs, ARGUMENTS, type(self).__name__)
+        check_arguments(kwargs, FORWARD_ARGUMENTS, type(self).__name__)
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
         depths = read_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         inputs = {
@@ -193,7 +193,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         exact = logits if self.config.round_logit_softcap else at_least_fp32(logits)
         return (cap * torch.tanh(exact / cap)).to(logits.dtype)
 
-    def decode(self, readout_states, loop: int, depths: int | list[int] | None = None):
+    def logits_after_loop(self, readout_states, loop: int, depths: int | list[int] | None = None):
         """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""
         return self.logits(self._read_out(readout_states, loop, depths))
 
@@ -204,7 +204,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def _loop_logits(self, outputs, keep, depths: int | list[int]) -> tuple[torch.Tensor, ...]:
         readouts = outputs.loop_readout_states
-        return tuple(self.decode(state[:, keep], loop, depths) for loop, state in enumerate(readouts))
+        return tuple(self.logits_after_loop(state[:, keep], loop, depths) for loop, state in enumerate(readouts))
 
     def gate(self, state):
         """Gate logit of H: [batch, length]."""
@@ -286,7 +286,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def _head(self, is_read_out: bool) -> Head:
         """Of states that have been through the readout norm, or of those that the readout norm reads."""
-        decode, read = self.decode, partial(self._read_out, depths=None)
+        decode, read = self.logits_after_loop, partial(self._read_out, depths=None)
         if is_read_out:
             decode, read = (lambda hidden, loop: self.logits(hidden)), (lambda hidden, loop: hidden)
         kernel, softcap = self.loss_kernel, self.config.logit_softcap
@@ -320,7 +320,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         weights only to forward and backward passes that autograd sees."""
         readouts = [self.model.norm, self.model.alpha_readout] if with_readout else []
         modules = [self.lm_head, *(module for module in readouts if module is not None)]
-        is_ours = is_as_written(self, *READOUT) and is_as_written(self.model, *OF_TRUNK)
+        is_ours = is_as_written(self, *HEAD_METHODS) and is_as_written(self.model, *TRUNK_METHODS)
         parts = [part for module in modules for part in module.modules()]
         if not is_ours or any(map(is_changed, parts)):
             return None
@@ -338,8 +338,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return shift(labels) if shift_labels is None else shift_labels.contiguous()
 
 
-READOUT = ("logits", "softcapped", "decode", "_read_out")
-OF_TRUNK = ("readout", "_read")
+HEAD_METHODS = ("logits", "softcapped", "logits_after_loop", "_read_out")
+TRUNK_METHODS = ("readout", "_read")
 
 
 def is_changed(module: torch.nn.Module) -> bool:
@@ -349,6 +349,6 @@ def is_changed(module: torch.nn.Module) -> bool:
     return has_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
 
 
-ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
+FORWARD_ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
 
 __all__ = ["LoopedForCausalLM"]

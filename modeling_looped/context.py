@@ -29,7 +29,7 @@ class PassContext:
         self,
         block,
         x,
-        residual_scale,
+        residual_factor,
         slots_before: int = 0,
         query_states=None,
         time=None,
@@ -42,7 +42,7 @@ class PassContext:
         kept = self.kept[block.layer] if keeps_keys and makes_keys is not True else (None, None)
         args = (
             x,
-            residual_scale,
+            residual_factor,
             None if query_states is x else query_states,  # to a region no tensor is given twice
             self.value_embeddings.get(block.layer),
             time,

@@ -124,7 +124,7 @@ def check_count(name: str, value) -> int:
     return int(value)
 
 
-def from_numpy(value):
+def numpy_as_python(value):
     """numpy's numbers and arrays as Python's."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
@@ -139,7 +139,7 @@ def read_depths(num_loops, batch_size: int) -> int | list[int]:
         if num_loops.is_floating_point() or num_loops.dtype == torch.bool or num_loops.ndim > 1:
             raise TypeError(f"{advice}; got a {num_loops.dtype} tensor of shape {tuple(num_loops.shape)}")
         num_loops = num_loops.tolist()
-    num_loops = from_numpy(num_loops)
+    num_loops = numpy_as_python(num_loops)
     per_row = isinstance(num_loops, (list, tuple))
     depths = list(num_loops) if per_row else [num_loops]
     for depth in depths:

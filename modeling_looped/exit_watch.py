@@ -45,7 +45,7 @@ class ExitWatch:
         return exits
 
     def logits(self, depth: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
-        return self.model.decode(unrecorded(self.model.model.run_coda, state, context), depth - 1)
+        return self.model.logits_after_loop(unrecorded(self.model.model.run_coda, state, context), depth - 1)
 
 
 class TokenExits(ExitWatch):
@@ -167,7 +167,7 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
     for depth, (state, readout) in enumerate(zip(states, readouts), start=1):
         if not rule.scores_at(depth):
             continue
-        decode = functools.partial(model.decode, readout, depth - 1, depths)
+        decode = functools.partial(model.logits_after_loop, readout, depth - 1, depths)
         score, memory = rule.criterion.after_loop(model, state, decode, memory)
         if rule.checks_at(depth):
             passes = rule.exits(score)

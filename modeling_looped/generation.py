@@ -28,7 +28,7 @@ from .clients import has_prefix, warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_depths, placed
-from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
+from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, refuse_sharing, set_fields
 from .engine import RowEngine, obstacle_to_row_engine
 from .exit_criteria import ExitCriterion, ExitSelection
 from .names import refuse_foreign
@@ -136,9 +136,9 @@ class LoopedGenerationMixin(Generative):
         if generation_config is not None:
             return
         self.generation_config._from_model_config = False
-        exits = {name: value for name, value in set_fields(self.generation_config).items() if name in EXITS}
+        exits = {name: value for name, value in set_fields(self.generation_config).items() if name in EXIT_FIELDS}
         if asked_for := getattr(self.config, "_num_loops_asked_for", False):
-            for name in ("num_loops", *EXITS):
+            for name in ("num_loops", *EXIT_FIELDS):
                 setattr(self.generation_config, name, None)
         if "exit_criterion" in exits:
             logger.warning_once(

@@ -208,7 +208,7 @@ class LoopedAttention(LoopedLayer):
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
-    def compared(self, part: str, x: torch.Tensor, position_embeddings, loop_set) -> torch.Tensor:
+    def rotated_heads(self, part: str, x: torch.Tensor, position_embeddings, loop_set) -> torch.Tensor:
         """Queries ("q") or keys ("k") that attention compares: normed and rotated, [rows, heads, length, head_dim]."""
         projected = self.project(f"{part}_proj", x, loop_set)
         norm: Any = getattr(self, f"{part}_norm", None)
@@ -228,7 +228,7 @@ class LoopedAttention(LoopedLayer):
         source = hidden_states
         if self.kv_down_proj is not None:
             source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop_set))
-        keys = self.compared("k", source, position_embeddings, loop_set)
+        keys = self.rotated_heads("k", source, position_embeddings, loop_set)
         values = self.heads(self.project("v_proj", source, loop_set))
         if value_embedding is not None:
             gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
@@ -253,7 +253,7 @@ class LoopedAttention(LoopedLayer):
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
         """The branch, weights where there are some, and the keys and values that later loops may read."""
-        queries = self.compared("q", query_states, position_embeddings, loop_set)
+        queries = self.rotated_heads("q", query_states, position_embeddings, loop_set)
         keys: Any = None  # of a loop that makes none
         values: Any = None
         if makes_keys is not False:
@@ -336,7 +336,7 @@ class Modulation(nn.Module):
 
 
 class LoopedBlock(GradientCheckpointingLayer):
-    """Attention and MLP around the residual stream, in one of four arrangements (eps is the residual scale):
+    """Attention and MLP around the residual stream, in one of four arrangements (eps is the residual factor):
 
     pre                 x += eps * f(norm_in x)
     post                x += eps * norm_out(f(x))
@@ -367,7 +367,7 @@ class LoopedBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        residual_scale: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
+        residual_factor: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
         query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
         value_embedding: torch.Tensor | None = None,
         time: torch.Tensor | None = None,  # embedding of where the loops are, [rows or 1, 1, hidden]
@@ -387,9 +387,9 @@ class LoopedBlock(GradientCheckpointingLayer):
         branch, _, *attended = self.self_attn(
             keys_from, queries_from, value_embedding=value_embedding, loop_set=loop_set, **kept, **kwargs
         )
-        hidden_states = self.join(hidden_states, branch, residual_scale, "attention", loop_set, attention_gate)
+        hidden_states = self.join(hidden_states, branch, residual_factor, "attention", loop_set, attention_gate)
         branch = self.mlp(self.entering("post_attention_layernorm", hidden_states, loop_set, mlp_scale), loop_set)
-        hidden_states = self.join(hidden_states, branch, residual_scale, "mlp", loop_set, mlp_gate)
+        hidden_states = self.join(hidden_states, branch, residual_factor, "mlp", loop_set, mlp_gate)
         return (hidden_states, *attended) if keeps_keys else hidden_states
 
     def entering(self, norm: str, stream, loop_set, scale):

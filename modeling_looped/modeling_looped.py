@@ -291,11 +291,11 @@ class LoopedModel(LoopedPreTrainedModel):
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
         if exit_watch is None:
-            final, ticks = self.loop(embedded, state, plan, every_loop, context)
+            final, states = self.loop(embedded, state, plan, every_loop, context)
         else:
-            final, ticks = self.loop_with_exits(embedded, state, plan, context, exit_watch), []
+            final, states = self.loop_with_exits(embedded, state, plan, context, exit_watch), []
 
-        loop_readout_states = self.run_coda_after_all(ticks, plan, context) if output_loop_readout_states else None
+        loop_readout_states = self.run_coda_after_all(states, plan, context) if output_loop_readout_states else None
         if loop_readout_states is None:
             final = plan.unsort(self.run_coda(final, context))
         else:
@@ -304,7 +304,7 @@ class LoopedModel(LoopedPreTrainedModel):
             context.cache.finish()
         return LoopedModelOutputWithPast(
             last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
-            loop_hidden_states=plan.spread(ticks) if output_loop_hidden_states else None,
+            loop_hidden_states=plan.spread(states) if output_loop_hidden_states else None,
             loop_readout_states=loop_readout_states,
             first_state=plan.unsort(state) if output_loop_hidden_states else None,
             **named_cache(cache),
@@ -388,7 +388,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
-        running, finished, ticks = state[: plan.ticks[0].rows], [], []
+        running, finished, states = state[: plan.ticks[0].rows], [], []
         for tick in plan.ticks:
             # outside of no_grad, whose views torch's FLOP counter refuses
             embedded_rows, context_of_rows = embedded[: tick.rows], context.of_first_rows(tick.rows)
@@ -403,12 +403,12 @@ class LoopedModel(LoopedPreTrainedModel):
                 else:
                     x = self.core_pass(*inputs)
                 if every_loop:
-                    ticks.append(x)
+                    states.append(x)
                 if tick.next_rows < tick.rows:
                     finished.append(x[tick.next_rows :])
                 if tick.next_rows:
                     running = self.to_next_loop(x[: tick.next_rows])
-        return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), ticks
+        return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), states
 
     def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):
         """H of every token at its exit; rows that `watch` sends away cost nothing from there on."""
@@ -472,10 +472,10 @@ class LoopedModel(LoopedPreTrainedModel):
             state = context.of_first_rows(state.shape[0]).run(block, state, scale)
         return state
 
-    def run_coda_after_all(self, ticks: list, plan: DepthPlan, context: PassContext):
+    def run_coda_after_all(self, states: list, plan: DepthPlan, context: PassContext):
         """What the readout norm reads after every loop. Only the last run is recorded."""
-        shallower = [unrecorded(self.run_coda, state, context) for state in ticks[:-1]]
-        return plan.spread([*shallower, self.run_coda(ticks[-1], context)])
+        shallower = [unrecorded(self.run_coda, state, context) for state in states[:-1]]
+        return plan.spread([*shallower, self.run_coda(states[-1], context)])
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
         """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""

@@ -81,9 +81,9 @@ class Pool:
 
     def write(self, slot: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
         """keys and values: [rows, heads, length, head_dim], whose places are these, row after row."""
-        room = self.memory[slot]
-        states = torch.stack([keys, values]).to(room.dtype)  # [2, rows, heads, length, head_dim]
-        room.index_copy_(2, index, states.transpose(1, 2).flatten(2, 3))
+        memory = self.memory[slot]
+        states = torch.stack([keys, values]).to(memory.dtype)  # [2, rows, heads, length, head_dim]
+        memory.index_copy_(2, index, states.transpose(1, 2).flatten(2, 3))
 
     def read(self, slot: int, index: torch.Tensor, num_rows: int) -> torch.Tensor:
         """The same, [2, rows, heads, length, head_dim]."""
@@ -165,9 +165,9 @@ class PagedRows:
                 targets.append(line.index(place))
         if not sources:
             return
-        for room in pool.memory.values():
-            source, target = placed([sources, targets], room.device)
-            room.index_copy_(2, target, room.index_select(2, source))
+        for memory in pool.memory.values():
+            source, target = placed([sources, targets], memory.device)
+            memory.index_copy_(2, target, memory.index_select(2, source))
 
     def store_back(self, cache, length: int):
         """`cache` is to hold the tokens up to `length` of all rows; of one that is deeper, the deeper slots too."""
@@ -218,19 +218,19 @@ class PagedView:
     def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """[tokens, heads, 1, head_dim] each; keys and values: None where no token's loop makes any."""
         pool = self.pages.pool_of(slot)
-        room = pool.memory[slot]
+        memory = pool.memory[slot]
         if keys is not None and self.writing:
             if pool not in self.own:
                 own = [self.line(pool, i).index(self.tokens[i][2]) for i in self.writing]
-                self.own[pool] = placed(own, room.device)
+                self.own[pool] = placed(own, memory.device)
             if len(self.writing) < len(keys):
                 keys, values = keys[self.writing], values[self.writing]
             pool.write(slot, self.own[pool], keys, values)
         kind = pool, self.tokens[0][0].windows[slot]
         if kind not in self.masks_of:  # the same in all layers of a kind
             self.masks_of[kind] = self.mask(*kind)
-        attend = attend_to_copies if room.device.type == "cpu" else attend_to_pages
-        return attend(queries.to(room.dtype), room, self.masks_of[kind], scaling, self.config.attention_softcap)
+        attend = attend_to_copies if memory.device.type == "cpu" else attend_to_pages
+        return attend(queries.to(memory.dtype), memory, self.masks_of[kind], scaling, self.config.attention_softcap)
 
     def mask(self, pool: Pool, window: int | None):
         """Which pages each token reads, and what of them it sees."""
@@ -263,12 +263,12 @@ class PagedView:
         )
 
 
-def attend_to_pages(queries, room, mask, scaling: float, softcap: float | None) -> torch.Tensor:
-    """queries: [tokens, heads, 1, head_dim]; room: of a layer of a pool. By a kernel that is compiled once for all
+def attend_to_pages(queries, memory, mask, scaling: float, softcap: float | None) -> torch.Tensor:
+    """queries: [tokens, heads, 1, head_dim]; memory: of a layer of a pool. By a kernel that is compiled once for all
     lengths, and for some numbers of tokens."""
     wide = queries.new_zeros(len(mask.kv_num_blocks), *queries.shape[1:])
     wide[: len(queries)] = queries
-    keys, values = room.unsqueeze(1).unbind()
+    keys, values = memory.unsqueeze(1).unbind()
     torch._dynamo.mark_static(wide)
     for states in (keys, values):
         torch._dynamo.mark_static(states, [0, 1, 3])
@@ -293,7 +293,7 @@ def compiled_kernel() -> Callable:
     return torch.compile(kernel, dynamic=True)
 
 
-def attend_to_copies(queries, room, mask, scaling: float, softcap: float | None) -> torch.Tensor:
+def attend_to_copies(queries, memory, mask, scaling: float, softcap: float | None) -> torch.Tensor:
     """The same where torch has no such kernel: what it compiles for CPUs fails where lengths vary."""
     count = len(queries)
     num_read = mask.kv_num_blocks[:count, 0, 0, None]
@@ -302,7 +302,7 @@ def attend_to_copies(queries, room, mask, scaling: float, softcap: float | None)
     index = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)  # [tokens, places]
     seen = mask.mask_mod(torch.arange(count)[:, None], 0, 0, index)
     seen &= (columns < num_read).repeat_interleave(PAGE, dim=1)
-    copies = room.unflatten(2, (-1, PAGE)).index_select(2, pages.flatten()).unflatten(2, (count, -1))
+    copies = memory.unflatten(2, (-1, PAGE)).index_select(2, pages.flatten()).unflatten(2, (count, -1))
     keys, values = copies.flatten(3, 4).transpose(1, 2)
     if softcap is None:
         return attend_to_all(queries, keys, values, seen[:, None, None], scaling)

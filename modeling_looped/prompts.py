@@ -76,12 +76,12 @@ class Prompt:
 
     def last_tokens(self, part: Part) -> list[int]:
         """Members of a part that the head reads."""
-        ((_, _, places),) = part.tokens.parts
+        ((_, _, places),) = part.tokens.batches
         return [i for i, place in enumerate(places) if place == self.engine.prompt_length - 1]
 
     def end_part(self, part: Part, logits: torch.Tensor):
         """logits: of its `last_tokens`."""
-        ((_, rows, places),) = part.tokens.parts
+        ((_, rows, places),) = part.tokens.batches
         self.engine.cache.leave_in_deeper_loops(rows, [part.depth] * len(rows), places)
         ended = [rows[i] for i in self.last_tokens(part)]
         self.part, self.logits = None, {**self.logits, **dict(zip(ended, logits))}

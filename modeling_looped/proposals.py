@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     ahead: int
 
 
-class Reading(NamedTuple):
+class ProbeReading(NamedTuple):
     """What a token said after some loop: whether full depth agreed, and whether it was sure."""
 
     is_right: bool
@@ -77,7 +77,7 @@ class Planner:
         self.num_loops, self.first, self.most_ahead, self.readout_cost = num_loops, first, most_ahead, readout_cost
         self.seconds = PassSeconds()
         self.plain = (0.0, 0)  # seconds in which rows in step said tokens, and how many
-        self.records: deque[list[Reading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
+        self.records: deque[list[ProbeReading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
         self.plan: Plan | None = Plan(first or max(1, num_loops // 4), None, most_ahead)
 
     def add_passes(self, count: int, work: int, seconds: float, emitted: int):

@@ -52,7 +52,7 @@ class Padding:
         is_counted = shifts == shifts[:, -1:]
         return bool((is_counted if self.mask is None else is_counted | ~self.mask).all())
 
-    def tokens(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
+    def has_token(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
         """Where these rows hold tokens, [rows, 1, length]; None without padding."""
         if self.mask is None:
             return None
@@ -275,8 +275,8 @@ class RowView:
         mask = seen <= places
         if window is not None:
             mask &= seen > places - window
-        if (tokens := self.padding.tokens(rows, self.end)) is not None:
-            mask &= tokens
+        if (has_token := self.padding.has_token(rows, self.end)) is not None:
+            mask &= has_token
         return mask[:, None]
 
 

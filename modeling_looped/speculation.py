@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .depth import placed
 from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
-from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
+from .proposals import FEWEST_RECORDS, SURE, Planner, ProbeReading
 
 
 logger = logging.get_logger(__name__)
@@ -143,8 +143,8 @@ class Pipeline:
             index = placed(members, held["ids"].device)
             held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
         rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
-        part = RowsOfEngine(self.engine, rows, places)
-        return Tokens([part], held["ids"], held["embedded"], held.get("rotary"))
+        batch = RowsOfEngine(self.engine, rows, places)
+        return Tokens([batch], held["ids"], held["embedded"], held.get("rotary"))
 
     def keep(self, members: list[int]):
         if len(members) < len(self.flight):
@@ -211,7 +211,7 @@ class Pipeline:
             self.compared += 1
             self.accepted += token.proposal == said
         if token.is_probe:
-            self.planner.records.append([Reading(id == said, is_sure) for id, is_sure in token.readings])
+            self.planner.records.append([ProbeReading(id == said, is_sure) for id, is_sure in token.readings])
 
     def choose_plan(self):
         rows = len(self.selector.running())

@@ -59,7 +59,7 @@ class TokenSelector:
         seed = getattr(config, "_seed", None)  # of this call alone, as a server's requests have one
         self.generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
         self.batchwise_part = first_batchwise_part(processors, criteria)
-        self.in_step = self.batchwise_part is not None  # rows get their tokens at the same time
+        self.waits_for_all = self.batchwise_part is not None  # rows get their tokens at the same time
         self.num_rows, self.prompt_length = input_ids.shape
         # transformers 5.23: the penalty leaves out the padding of each row
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
@@ -88,7 +88,7 @@ class TokenSelector:
         loops: that it took. noise: see `choose`.
         """
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
-        if self.in_step:
+        if self.waits_for_all:
             self.waiting |= {row: (of_row, taken) for row, of_row, taken in zip(rows, logits, loops)}
             if self.running():
                 return []
@@ -176,7 +176,7 @@ class TokenSelector:
         members, places, taken = placed([rows, ends, loops], self.ids.device).unbind()
         self.ids[members, places], self.loops[members, places] = tokens, taken
         # in one list, since a GPU is waited for
-        found = [] if self.in_step else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
+        found = [] if self.waits_for_all else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
         said, *stopped = torch.stack([tokens, *found]).tolist()
         for row, token, end in zip(rows, said, ends):
             self.last[row], self.lengths[row] = token, end + 1
@@ -187,7 +187,7 @@ class TokenSelector:
 
     def stops(self, rows: list[int], stopped: list[bool]) -> list[bool]:
         """Which of `rows` end. stopped: those that their last token ends."""
-        if self.in_step:  # as transformers asks: of all rows, also those that have finished
+        if self.waits_for_all:  # as transformers asks: of all rows, also those that have finished
             scores = None if self.scores is None else tuple(self.scores)
             return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
         stops = stopped or [False] * len(rows)

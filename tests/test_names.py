@@ -57,7 +57,7 @@ def test_a_foreign_field_is_answered_with_ours(name, said):
 
 
 def test_the_tables_hold_no_name_of_ours_or_of_transformers():
-    ours = {*FIELDS, *vars(GenerationConfig()), *names.OF_TOOLS}
+    ours = {*FIELDS, *vars(GenerationConfig()), *names.ARGUMENTS_OF_TOOLS}
     assert not ours & {*names.FIELD_OF, *names.ARGUMENT_OF}
     for table in (names.FIELDS, names.ARGUMENTS):
         spelt = " ".join(table.values()).split()

@@ -654,7 +654,7 @@ def test_a_pass_that_fails_for_all(stage, monkeypatch):
     alone, failed = [model.generate(**request) for request in asked], []
 
     def fails_together(tokens, *args):
-        if len(tokens.parts) > 1 and len(failed) % 3 < 2:
+        if len(tokens.batches) > 1 and len(failed) % 3 < 2:
             failed.append(None)
             raise RuntimeError("out of memory")
         failed.append(None)

@@ -36,7 +36,7 @@ def measure(model, rows: torch.Tensor, num_loops: int, names: list[str], batch_s
         )
         memories, of_batch = {name: {} for name in names}, []
         for loop, (state, readout) in enumerate(zip(states.loop_hidden_states, states.loop_readout_states)):
-            logits = model.decode(readout, loop)
+            logits = model.logits_after_loop(readout, loop)
             known = {"loss": token_losses(logits, targets)}
             for name in names:
                 scored = CRITERIA[name].after_loop(model, state, lambda logits=logits: logits, memories[name])

@@ -333,7 +333,7 @@ class LoopedLM(HFLM):
         for loop in loops:
             states = outputs.loop_readout_states[loop - 1] if every_loop else outputs.last_hidden_state
             states = states.flatten(0, 1)[asked][None]  # [1, positions, width]
-            logits = self.model.decode(states, loop - 1) if every_loop else self.model.logits(states)
+            logits = self.model.logits_after_loop(states, loop - 1) if every_loop else self.model.logits(states)
             logits = logits[0, answers]  # [tokens, vocabulary]
             log_p.append(
                 F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]

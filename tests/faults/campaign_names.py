@@ -68,7 +68,7 @@ def a_name(draw: random.Random, of_config: bool, known_there: Iterable[str]) -> 
     ]
     of_calls = ["num_loops", "exit_criterion", "exit_threshold", "min_loops", "draft_loops", "prompt_loops"]
     known = {*(field.name for field in fields(LoopedConfig)), *vars(GenerationConfig()), *vars(tiny_config())}
-    known |= {"input_ids", *of_calls, *known_there, *names.OF_TOOLS, *names.KEYS_OF_TOOLS}
+    known |= {"input_ids", *of_calls, *known_there, *names.ARGUMENTS_OF_TOOLS, *names.KEYS_OF_TOOLS}
     while True:
         name = (
             draw.choice(sorted(foreign))
