@@ -40,6 +40,12 @@ def sharing_of(cache) -> str:
     return getattr(cache, "sharing", "none")
 
 
+def index_of_loop(loop: int, num_stored: int) -> int:
+    """Where a layer that stores so many loops has this one. Prelude and coda store one, which serves every loop; of S
+    shared slots loop t has slot t mod S; else each loop has its own."""
+    return loop % num_stored
+
+
 class PreallocatedLayer(DynamicLayer):
     """A dynamic layer that writes new tokens in place; one that concatenates copies all the past for each of them.
 
@@ -256,7 +262,7 @@ class CacheView:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
     def slot(self, first_slot: int, loop: int) -> int:
-        return self.config.slot_at(first_slot, loop if self.shared is None else loop % self.shared)
+        return self.config.slot_at(first_slot, loop if self.shared is None else index_of_loop(loop, self.shared))
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         rows = keys.shape[0]

@@ -164,11 +164,10 @@ def check_saved_depth(config, saved: dict, override: str):
     if getattr(config, "_num_loops_asked_for", False):
         return
     plain = {**DEPTH_FIELDS, "num_loops": config.num_loops}
-    fields = {name: saved[name] for name, value in plain.items() if saved.get(name) not in (None, value)}
-    shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-    refuse_if(
-        shown != "",
-        f"generation_config.json says {shown}, but this engine runs all tokens at one depth, without exits or drafts. "
-        f"To serve num_loops={config.num_loops}, or another depth, pass "
-        f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `looped serve`",
-    )
+    if fields := {name: saved[name] for name, value in plain.items() if saved.get(name) not in (None, value)}:
+        shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        raise ValueError(
+            f"generation_config.json says {shown}, but this engine runs all tokens at one depth, without exits or "
+            f"drafts. To serve num_loops={config.num_loops}, or another depth, pass "
+            f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `looped serve`"
+        )

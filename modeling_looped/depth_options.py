@@ -126,12 +126,13 @@ class DepthOptions:
         has_depths = torch.is_tensor(self.num_loops)
         if self.exit_criterion is None:
             alone = [name for name in FIELDS_BESIDE_CRITERION if asked.get(name) not in (None, DEPTH_FIELDS[name])]
-            names = ", ".join(alone)
-            refuse_if(names != "", f"{names} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+            if alone:
+                raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
         elif self.exit_selection == "weighted":
-            unread = [name for name in CHECK_FIELDS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
-            reason = f"exit_selection='weighted' reads out all loops, so nothing reads {', '.join(unread)}: leave out"
-            refuse_if(unread != [], reason)
+            if unread := [name for name in CHECK_FIELDS if asked.get(name) not in (None, DEPTH_FIELDS[name])]:
+                raise ValueError(
+                    f"exit_selection='weighted' reads out all loops, so nothing reads {', '.join(unread)}: leave out"
+                )
         refuse_if(
             self.cache_dtype not in (None, "int8"),
             f"cache_dtype={self.cache_dtype!r} is not known: choose 'int8', or leave it out for the model's own",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .borrowed import found
-from .cache import LoopedCache
+from .cache import LoopedCache, index_of_loop
 from .depth import BlockMask, placed
 from .row_view import attend_to_all
 
@@ -213,7 +213,7 @@ class PagedView:
     def line(self, pool: Pool, i: int) -> Line:
         batch, row, _ = self.tokens[i]
         lines = batch.lines[pool][row]
-        return lines[self.loops[i] % len(lines)]
+        return lines[index_of_loop(self.loops[i], len(lines))]
 
     def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """[tokens, heads, 1, head_dim] each; keys and values: None where no token's loop makes any."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .cache import LoopedCache
+from .cache import LoopedCache, index_of_loop
 from .cpu import attend_single_query, is_slow_single_query
 from .depth import placed
 from .int8_tokens import attend_to_int8, floats_of, sizes_of, steps_of
@@ -132,13 +132,13 @@ class RowView:
         """The same as it is stored, [rows, heads, 2, tokens so far, width]."""
         buffer = self.cache.buffers[slot]
         if self.place is not None:
-            of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
+            of_loop = buffer[:, index_of_loop(self.loops[0], buffer.shape[1])]
             if keys is not None and values is not None and self.writing:
                 of_loop[..., self.place : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
             return of_loop[..., : self.end, :]
         self.write(buffer, keys, values)
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
-        of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
+        of_loops = (buffer[row, index_of_loop(loop, buffer.shape[1])] for row, loop in zip(self.rows, self.loops))
         copy_all = getattr(torch, "_foreach_copy_", copy_each)
         copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
         return seen
@@ -151,10 +151,10 @@ class RowView:
         all rows in one call, those without a token too, so that keys and values are read where they lie."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         if self.one_loop is not None:
-            buffer = buffer[:, self.one_loop % buffer.shape[1]].unsqueeze(1)
+            buffer = buffer[:, index_of_loop(self.one_loop, buffer.shape[1])].unsqueeze(1)
         num_rows, num_loops = buffer.shape[:2]
         if self.cells is None:  # the same in all layers of the core
-            cells = [row * num_loops + loop % num_loops for row, loop in zip(self.rows, self.loops)]
+            cells = [row * num_loops + index_of_loop(loop, num_loops) for row, loop in zip(self.rows, self.loops)]
             self.cells = torch.tensor([cells, self.places]).unbind()
         cells, places = self.cells
         if window not in self.masks_by_window:
@@ -194,7 +194,7 @@ class RowView:
             return
         loops_stored = buffer.shape[1]
         if loops_stored not in self.written_at:  # the same in all layers of a section
-            cells = [(self.rows[i], self.loops[i] % loops_stored, self.places[i]) for i in self.writing]
+            cells = [(self.rows[i], index_of_loop(self.loops[i], loops_stored), self.places[i]) for i in self.writing]
             self.written_at[loops_stored] = placed(cells, buffer.device).unbind(1)
         rows, loops, places = self.written_at[loops_stored]
         buffer[rows, loops, :, :, places] = self.stored(keys, values)
@@ -216,7 +216,7 @@ class RowView:
                 start = self.padding.starts[row]
                 if window is not None:
                     start = max(start, place + 1 - window)
-                first, end = row * of_row + loop % buffer.shape[1] * of_loop, place + count
+                first, end = row * of_row + index_of_loop(loop, buffer.shape[1]) * of_loop, place + count
                 shape, strides = (1, heads, 2, end - start, head_dim), (of_row, of_head, of_part, of_token, 1)
                 own = (count, heads, 2, head_dim), (of_token, of_head, of_part, 1), first + place * of_token
                 mask = None if count == 1 else causal_mask(place - start, count, window)

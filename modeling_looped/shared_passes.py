@@ -235,9 +235,8 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
     kwargs.pop("warmup", None)  # captures graphs of theirs
-    others = [name for name in ONLY_IN_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]
-    reason = f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise"
-    refuse_if(others != [], reason)
+    if others := [name for name in ONLY_IN_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]:
+        raise ValueError(f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise")
     settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
     count = settings_of_all.get("num_return_sequences") or 1
     refuse_if(count > 1, f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
