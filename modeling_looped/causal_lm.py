@@ -23,7 +23,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .borrowed import named_cache, one_cache, tuples_on_request
-from .checks import check_inputs, has_hooks, is_as_written, refuse_if
+from .checks import check_inputs, refuse_if
 from .configuration_looped import LoopedConfig
 from .cpu import project
 from .cross_entropy import Head, at_least_fp32, shift, unshift
@@ -38,6 +38,7 @@ from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 from .names import check_arguments
 from .optimization import parameter_groups
 from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, kept_positions
+from .overrides import is_as_written, is_changed
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
@@ -340,14 +341,6 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
 HEAD_METHODS = ("logits", "softcapped", "logits_after_loop", "_read_out")
 TRUNK_METHODS = ("readout", "_read")
-
-
-def is_changed(module: torch.nn.Module) -> bool:
-    """Whether it carries hooks, of its own or of its parameters, or runs or reads other than it was built with."""
-    own, weights = vars(module), module.parameters(recurse=False)
-    is_other = "forward" in own or any(torch.is_tensor(value) for value in own.values())
-    return has_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
-
 
 FORWARD_ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from .borrowed import found
-from .checks import has_hooks
+from .overrides import has_global_hooks, has_hooks
 
 
 logger = logging.get_logger(__name__)
@@ -143,14 +143,6 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     if type(layer) is not nn.Linear or "forward" in layer.__dict__ or layer._compiled_call_impl is not None:
         return False
     return not has_hooks(layer) and not has_global_hooks()
-
-
-def has_global_hooks() -> bool:
-    """Whether torch has hooks for all modules; where torch does not say, it may have some."""
-    try:
-        return bool(nn.modules.module._has_any_global_hook())
-    except AttributeError:
-        return True
 
 
 @cache

@@ -14,12 +14,13 @@ import torch
 
 from .borrowed import CACHE, found, named_cache
 from .cache import LoopedCache, sharing_of
-from .checks import check_length, has_hooks, is_as_written, refuse_if
+from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .context import PassContext
 from .depth import by_number, check_depths, one_or_each, placed
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
+from .overrides import has_hooks, is_as_written
 from .paged_rows import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
 from .token_selector import TokenSelector, first_batchwise_part

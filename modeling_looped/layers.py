@@ -21,11 +21,12 @@ from .borrowed import (
     RotaryEmbedding,
     eager_attention,
 )
-from .checks import check_softcap, has_hooks
+from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
 from .norms import LoopedNorm, block_norm, weighted_norm
+from .overrides import has_hooks
 
 
 VALUE_GATE_CHANNELS = 32
