@@ -15,8 +15,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .borrowed import found
-from .depth import by_number, placed
 from .int8_tokens import SIZE_BYTES, from_int8, to_int8
+from .tensors import members_by_number, on_device
 
 
 SlidingLayer = found("transformers.cache_utils", "DynamicSlidingWindowLayer", ())
@@ -230,7 +230,7 @@ class LoopedCache(DynamicCache):
         """A token of each row, at its place, leaves its last keys and values in slots that it did not use. loops:
         how many it ran."""
         core = self.buffers[self.model_config.core_slot(0) :]
-        for ran, members in by_number(list(map(self.model_config.num_stored_loops, loops))):
+        for ran, members in members_by_number(list(map(self.model_config.num_stored_loops, loops))):
             if ran >= self.num_stored_loops:
                 continue
             if len(members) == 1:
@@ -240,7 +240,7 @@ class LoopedCache(DynamicCache):
                     token[ran:] = token[ran - 1]
                 continue
             of_tokens = [[numbers[i] for i in members] for numbers in (rows, places)]
-            its_rows, its_places = placed(of_tokens, core[0].device).unbind()
+            its_rows, its_places = on_device(of_tokens, core[0].device).unbind()
             for buffer in core:
                 buffer[its_rows, ran:, :, :, its_places] = buffer[its_rows, ran - 1, :, :, its_places].unsqueeze(1)
 

@@ -26,7 +26,7 @@ from .borrowed import named_cache, one_cache, tuples_on_request
 from .checks import check_inputs, refuse_if
 from .configuration_looped import LoopedConfig
 from .cpu import project
-from .cross_entropy import Head, at_least_fp32, shift, unshift
+from .cross_entropy import Head, shift, unshift
 from .depth import depth_tensor, read_depths
 from .exit_criteria import ExitRule
 from .exit_watch import forward_with_exits, refuse_with_exits
@@ -39,6 +39,7 @@ from .names import check_arguments
 from .optimization import parameter_groups
 from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, kept_positions
 from .overrides import is_as_written, is_changed
+from .tensors import at_least_fp32
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from .depth import placed
 from .engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
 from .exit_criteria import ExitRule
 from .prompts import Prompt, begin_parts, end_parts
-from .row_table import RowTable, some
+from .row_table import RowTable
+from .tensors import on_device, rows_of
 
 
 TOKEN_FIELDS = ("ids", "embedded", "rotary")
@@ -177,7 +177,7 @@ def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
     table.put(rows, {name: getattr(tokens, name) for name in TOKEN_FIELDS})
     cold = [i for i, each in enumerate(starting) if each.decoder.engine.warm_state is None]
     if cold:
-        state = starting[0].decoder.engine.trunk.initial_state(some(cold, tokens.embedded), None)
+        state = starting[0].decoder.engine.trunk.initial_state(rows_of(cold, tokens.embedded), None)
         table.put([rows[i] for i in cold], {"state": state})
     table.forget(rows)
 
@@ -207,10 +207,10 @@ def emit_exiting_rows(table: RowTable, running: list[RunningRow], state: torch.T
     if not reading:
         return False
     read = [running[i] for i in reading]
-    logits = read_logits(tokens_at(table, read), [each.loops for each in read], some(reading, state))[:, -1]
+    logits = read_logits(tokens_at(table, read), [each.loops for each in read], rows_of(reading, state))[:, -1]
 
     def logits_of(members: list[int]) -> torch.Tensor:
-        return some([reading.index(i) for i in members], logits)
+        return rows_of([reading.index(i) for i in members], logits)
 
     for rule, members in by_logits.items():
         exits.update(stopping(table, rule, running, members, state, logits_of(members)))
@@ -243,7 +243,7 @@ def stopping(table: RowTable, rule: ExitRule, running: list[RunningRow], members
 def score_after_loop(table: RowTable, rule: ExitRule, running: list[RunningRow], members: list[int], state, logits):
     criterion, rows = rule.criterion, in_table([running[i] for i in members])
     remembered, model = table.take(rows, criterion.remembers), running[0].decoder.engine.model
-    score, remembered = criterion.after_loop(model, some(members, state)[:, 0], lambda: logits, remembered)
+    score, remembered = criterion.after_loop(model, rows_of(members, state)[:, 0], lambda: logits, remembered)
     table.put(rows, remembered)
     return score
 
@@ -265,12 +265,12 @@ def read_late_exits(table: RowTable, running: list[RunningRow], state: torch.Ten
         found = [number for number, loop in enumerate(loops) if loop]
         if not found:
             continue
-        passed, then = [members[number] for number in found], some(found, kept["exit_state"])
+        passed, then = [members[number] for number in found], rows_of(found, kept["exit_state"])
         for number in found:
             decoder, row = running[members[number]]
             decoder.loops[row] = loops[number]
         exits.update(passed)
-        state = state.index_copy(0, placed(passed, state.device), then)
+        state = state.index_copy(0, on_device(passed, state.device), then)
         trunk = running[0].decoder.engine.trunk
         table.put(in_table([running[i] for i in passed]), {"state": trunk.to_next_loop(then)})
     return state
@@ -281,12 +281,12 @@ def keep_first_exits(
 ):
     """On the device: the loop at which each first passed a check, and H after it."""
     its, loops = [running[i] for i in members], [running[i].loops for i in members]
-    states = some(members, state)
+    states = rows_of(members, state)
     logits = read_logits(tokens_at(table, its), loops, states)[:, -1] if rule.criterion.needs == "logits" else None
     score = score_after_loop(table, rule, running, members, state, logits)
     if not any(map(rule.checks_at, loops)):
         return
-    now = placed([loop if rule.checks_at(loop) else 0 for loop in loops], state.device)
+    now = on_device([loop if rule.checks_at(loop) else 0 for loop in loops], state.device)
     kept = table.take(in_table(its), ("exit_loop", "exit_state"))
     before, then = kept.get("exit_loop", torch.zeros_like(now)), kept.get("exit_state", states)
     passes = rule.exits(score).to(state.device)  # from where the head is

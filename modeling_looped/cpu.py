@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from .borrowed import found
 from .overrides import has_global_hooks, has_hooks
+from .tensors import may_be_transformed
 
 
 logger = logging.get_logger(__name__)
@@ -69,14 +70,6 @@ def operator(namespace: str, name: str):
         return getattr(getattr(torch.ops, namespace), name)
     except AttributeError as error:
         raise NotImplementedError(f"torch {torch.__version__} has no operator {namespace}.{name}") from error
-
-
-def may_be_transformed() -> bool:
-    """Whether torch.func transforms what runs now; where torch does not say, it may."""
-    try:
-        return torch._C._are_functorch_transforms_active()
-    except AttributeError:
-        return True
 
 
 # the layers that this generation may multiply with by themselves; None outside of generations

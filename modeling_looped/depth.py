@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .borrowed import found
+from .tensors import on_device
 
 
 BlockMask: Any = found("torch.nn.attention.flex_attention", "BlockMask", ())
@@ -51,7 +52,7 @@ class DepthPlan(NamedTuple):
         return take_rows(batched, self.order) if has_rows else batched
 
     def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.inverse is None else tensor[placed(self.inverse, tensor.device)]
+        return tensor if self.inverse is None else tensor[on_device(self.inverse, tensor.device)]
 
     def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """States of the ticks, [rows of the tick, ...] in sorted order, as states of the loops, [batch, ...].
@@ -74,22 +75,6 @@ class DepthPlan(NamedTuple):
         return tuple(loops)
 
 
-def by_number(numbers: list[int]):
-    """Of each number, where it stands."""
-    groups: dict[int, list[int]] = {}
-    for i, number in enumerate(numbers):
-        groups.setdefault(number, []).append(i)
-    return groups.items()
-
-
-def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers of the host on a device. A GPU is waited for where it copies memory that is not pinned."""
-    tensor = torch.as_tensor(values, dtype=dtype)
-    if tensor.device.type != "cpu" or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def one_or_each(numbers: list[int]) -> int | list[int]:
     """One number if all are the same."""
     return numbers[0] if len(set(numbers)) == 1 else numbers
@@ -100,13 +85,13 @@ def one_or_rows(value: Callable[[int], Any], numbers: int | list[int], device, n
     values = [value(number) for number in ([numbers] if isinstance(numbers, int) else numbers)]
     if len(set(values)) == 1:
         return values[0]
-    return placed(values, device, dtype).view(-1, *[1] * (ndim - 1))
+    return on_device(values, device, dtype).view(-1, *[1] * (ndim - 1))
 
 
 def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
     """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
     if not isinstance(batched, BlockMask):
-        return batched[placed(rows, batched.device) if torch.is_tensor(rows) else rows]
+        return batched[on_device(rows, batched.device) if torch.is_tensor(rows) else rows]
     taken = batched[rows]
     if torch.is_tensor(rows):  # the mask's rule must be asked about the rows that these were
         rows = rows.to(batched.kv_indices.device)
@@ -166,7 +151,7 @@ def depth_tensor(depths: int | list[int], batch_size: int, device) -> torch.Tens
     """[batch]"""
     if isinstance(depths, int):
         return torch.full((batch_size,), depths, device=device)
-    return placed(depths, device)
+    return on_device(depths, device)
 
 
 def deepest(depths: int | list[int]) -> int:

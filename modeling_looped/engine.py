@@ -17,12 +17,13 @@ from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .context import PassContext
-from .depth import by_number, check_depths, one_or_each, placed
+from .depth import check_depths, one_or_each
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .overrides import has_hooks, is_as_written
 from .paged_rows import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
+from .tensors import members_by_number, on_device
 from .token_selector import TokenSelector, first_batchwise_part
 
 
@@ -144,7 +145,7 @@ def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     trunk = batches[0].engine.trunk
     check_length(trunk.config, max(max(batch.places) for batch in batches) + 1)
     on_host = [[place + batch.engine.shifts[row] for row, place in zip(batch.rows, batch.places)] for batch in batches]
-    positions = placed([position for of_batch in on_host for position in of_batch], ids.device)[:, None]
+    positions = on_device([position for of_batch in on_host for position in of_batch], ids.device)[:, None]
     x = trunk.embed(trunk.embed_tokens(ids), positions)
     its_positions = positions.split([len(of_batch) for of_batch in on_host])
     tables = [
@@ -376,10 +377,10 @@ class RowEngine:
         left = sorted((place, row) for row, start in enumerate(starts) for place in range(start, end))
         for first in range(0, len(left), TOKENS_OF_COPIES):
             places, rows = zip(*left[first : first + TOKENS_OF_COPIES])
-            for depth, members in by_number([self.depths_of_prompts[row] for row in rows]):
+            for depth, members in members_by_number([self.depths_of_prompts[row] for row in rows]):
                 batch = RowsOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
                 of_sequences = [place - self.held_before for place in batch.places]
-                index = placed([batch.rows, of_sequences], self.selector.ids.device)
+                index = on_device([batch.rows, of_sequences], self.selector.ids.device)
                 tokens = enter([batch], self.selector.ids[tuple(index)][:, None])
                 state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
                 run_coda(tokens, state)

@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch.linalg import vector_norm
 
-from .cross_entropy import at_least_fp32
 from .depth import check_count
+from .tensors import at_least_fp32
 
 
 MIN_P = 0.1

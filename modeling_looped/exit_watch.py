@@ -12,9 +12,10 @@ from transformers.cache_utils import DynamicCache
 from .borrowed import found, named_cache
 from .checks import recorded
 from .context import PassContext
-from .depth import deepest, depth_per_row, placed
+from .depth import deepest, depth_per_row
 from .exit_criteria import CRITERIA, ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
+from .tensors import on_device
 
 
 class ExitWatch:
@@ -23,7 +24,7 @@ class ExitWatch:
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         self.model, self.rule = model, rule
         self.shallowest, self.deepest = min(depths), max(depths)
-        self.limits = placed(depths, device)[:, None]
+        self.limits = on_device(depths, device)[:, None]
         self.token_loops = torch.zeros(len(depths), length, dtype=torch.long, device=device)  # 0 while the token runs
         self.final: torch.Tensor | None = None  # H of each token at its exit
         self.memory = {}
@@ -100,7 +101,7 @@ def forward_with_exits(
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
     rule.check(model.config, deepest(depths))
     if rule.selection == "weighted":
-        token_loops = placed(of_rows, given.device)[:, None].expand(given.shape[:2])
+        token_loops = on_device(of_rows, given.device)[:, None].expand(given.shape[:2])
         return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
     if rule.selection == "after":
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
@@ -161,7 +162,7 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
     would have let it exit. depths: of rows; keep: None for no logits."""
     outputs = model.model(**inputs, output_loop_hidden_states=True, output_loop_readout_states=True, **options)
     states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
-    limits = placed(depths, states[0].device)[:, None]
+    limits = on_device(depths, states[0].device)[:, None]
     loops, memory, chosen = limits.expand(states[0].shape[:2]), {}, readouts[-1]
     running = torch.ones_like(loops, dtype=torch.bool)
     for depth, (state, readout) in enumerate(zip(states, readouts), start=1):

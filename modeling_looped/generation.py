@@ -27,7 +27,7 @@ from .checks import check_softcap, refuse_if
 from .clients import has_prefix, warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
-from .depth import check_depths, placed
+from .depth import check_depths
 from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, refuse_sharing, set_fields
 from .engine import RowEngine, obstacle_to_row_engine
 from .exit_criteria import ExitCriterion, ExitSelection
@@ -36,6 +36,7 @@ from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutpu
 from .samplers import generator_of
 from .shared_passes import generate_together, room_beside, shared_passes_of
 from .speculation import speculate
+from .tensors import on_device
 
 
 logger = logging.get_logger(__name__)
@@ -292,7 +293,7 @@ class LoopedGenerationMixin(Generative):
     def _depths(self, input_ids, model_kwargs: dict) -> torch.Tensor:
         """[rows]"""
         depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
-        return placed(depths, input_ids.device)
+        return on_device(depths, input_ids.device)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
         """Depths are those of this model, not of its assistant, which drafts at its own."""

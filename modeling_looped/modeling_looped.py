@@ -54,7 +54,6 @@ from .clients import (
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
-from .cross_entropy import at_least_fp32
 from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .initialization import init_module
@@ -79,6 +78,7 @@ from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .regions import can_have_regions
 from .samplers import truncated_normal_
+from .tensors import at_least_fp32
 
 
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass

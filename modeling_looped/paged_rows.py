@@ -14,8 +14,9 @@ import torch
 
 from .borrowed import found
 from .cache import LoopedCache, index_of_loop
-from .depth import BlockMask, placed
+from .depth import BlockMask
 from .row_view import attend_to_all
+from .tensors import on_device
 
 
 flex_attention: Any = found("torch.nn.attention.flex_attention", "flex_attention")
@@ -60,7 +61,7 @@ class Pool:
             self.grow(len(new) - len(self.free))
         pages = [self.free.pop() for _ in new]
         device = self.tables["line"].device
-        index, numbers, starts = placed([pages, [line.number for line, _ in new], [at for _, at in new]], device)
+        index, numbers, starts = on_device([pages, [line.number for line, _ in new], [at for _, at in new]], device)
         self.tables["line"].index_copy_(0, index, numbers)
         self.tables["start"].index_copy_(0, index, starts)
         self.tables["is_token"].index_fill_(0, index, True)
@@ -153,7 +154,7 @@ class PagedRows:
     def index(self, pool: Pool, loop: int, start: int, end: int, device) -> torch.Tensor:
         """Of the places from start to end of all rows, row after row."""
         places = range(start, end)
-        return placed([lines[loop].index(place) for lines in self.lines[pool] for place in places], device)
+        return on_device([lines[loop].index(place) for lines in self.lines[pool] for place in places], device)
 
     def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
         """A token of each row, at its place, leaves its last keys and values in slots that it did not use."""
@@ -166,7 +167,7 @@ class PagedRows:
         if not sources:
             return
         for memory in pool.memory.values():
-            source, target = placed([sources, targets], memory.device)
+            source, target = on_device([sources, targets], memory.device)
             memory.index_copy_(2, target, memory.index_select(2, source))
 
     def store_back(self, cache, length: int):
@@ -222,7 +223,7 @@ class PagedView:
         if keys is not None and self.writing:
             if pool not in self.own:
                 own = [self.line(pool, i).index(self.tokens[i][2]) for i in self.writing]
-                self.own[pool] = placed(own, memory.device)
+                self.own[pool] = on_device(own, memory.device)
             if len(self.writing) < len(keys):
                 keys, values = keys[self.writing], values[self.writing]
             pool.write(slot, self.own[pool], keys, values)
@@ -243,7 +244,7 @@ class PagedView:
             for line, first, last, pages in zip(lines, firsts, lasts, read)
         ]
         table = torch.zeros(self.width, 4 + pool.num_pages, dtype=torch.int32, device=device)
-        table[: len(rows), : 4 + longest] = placed(rows, device, torch.int32)
+        table[: len(rows), : 4 + longest] = on_device(rows, device, torch.int32)
         numbers, firsts, lasts, counts = table.t()[:4].contiguous().unbind()
         line_of, start_of, is_token = (pool.tables[name] for name in ("line", "start", "is_token"))
 

@@ -12,8 +12,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cache import LoopedCache, index_of_loop
 from .cpu import attend_single_query, is_slow_single_query
-from .depth import placed
 from .int8_tokens import attend_to_int8, floats_of, sizes_of, steps_of
+from .tensors import on_device
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
@@ -195,7 +195,7 @@ class RowView:
         loops_stored = buffer.shape[1]
         if loops_stored not in self.written_at:  # the same in all layers of a section
             cells = [(self.rows[i], index_of_loop(self.loops[i], loops_stored), self.places[i]) for i in self.writing]
-            self.written_at[loops_stored] = placed(cells, buffer.device).unbind(1)
+            self.written_at[loops_stored] = on_device(cells, buffer.device).unbind(1)
         rows, loops, places = self.written_at[loops_stored]
         buffer[rows, loops, :, :, places] = self.stored(keys, values)
 
@@ -266,7 +266,7 @@ class RowView:
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
-        rows, places = placed([self.rows, self.places], device).unbind(0)
+        rows, places = on_device([self.rows, self.places], device).unbind(0)
         return self.mask_at(rows, places, window)
 
     def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:

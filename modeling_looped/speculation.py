@@ -18,9 +18,9 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
-from .depth import placed
 from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
 from .proposals import FEWEST_RECORDS, SURE, Planner, ProbeReading
+from .tensors import on_device
 
 
 logger = logging.get_logger(__name__)
@@ -127,7 +127,7 @@ class Pipeline:
         if not new:
             return
         self.entries += 1
-        ids = placed([[token.id] for token in new], self.selector.ids.device)
+        ids = on_device([[token.id] for token in new], self.selector.ids.device)
         tokens = enter([RowsOfEngine(self.engine, [token.row for token in new], [token.place for token in new])], ids)
         held = {"state": self.trunk.initial_state(tokens.embedded, None), "ids": ids, "embedded": tokens.embedded}
         if tokens.rotary is not None:
@@ -140,7 +140,7 @@ class Pipeline:
         """In the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
-            index = placed(members, held["ids"].device)
+            index = on_device(members, held["ids"].device)
             held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
         rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
         batch = RowsOfEngine(self.engine, rows, places)
@@ -149,7 +149,7 @@ class Pipeline:
     def keep(self, members: list[int]):
         if len(members) < len(self.flight):
             self.flight = [self.flight[i] for i in members]
-            index = placed(members, self.held["state"].device, torch.long)
+            index = on_device(members, self.held["state"].device, torch.long)
             self.held = {name: tensor[index] for name, tensor in self.held.items()}
 
     def drop(self, row: int, first: int):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
-from .depth import by_number, placed
+from .tensors import members_by_number, on_device
 
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
@@ -80,7 +80,7 @@ class TokenSelector:
 
     def last_tokens(self, rows: list[int]) -> torch.Tensor:
         """[rows, 1]"""
-        return placed([[self.last[row]] for row in rows], self.ids.device)
+        return on_device([[self.last[row]] for row in rows], self.ids.device)
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
         """The next token of `rows`, from logits [rows, vocabulary]; those that have got theirs.
@@ -129,7 +129,7 @@ class TokenSelector:
         second best, in logits. Nothing is emitted. noise: see `choose`."""
         scores = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         if self.processors:
-            for length, members in by_number(lengths):
+            for length, members in members_by_number(lengths):
                 scores[members] = self.process([rows[i] for i in members], length, scores[members])
         if noise is not None:
             scores = scores.log_softmax(-1) - noise.log()
@@ -153,11 +153,11 @@ class TokenSelector:
 
     def by_length(self, rows: list[int]):
         """Members of `rows` whose sequences are equally long, which can be shown to processors as one batch."""
-        return by_number([self.lengths[row] for row in rows])
+        return members_by_number([self.lengths[row] for row in rows])
 
     def index(self, rows: list[int]) -> slice | torch.Tensor:
         """Made once: a list would be converted by every tensor that it indexes."""
-        return slice(None) if rows == list(range(self.num_rows)) else placed(rows, self.ids.device)
+        return slice(None) if rows == list(range(self.num_rows)) else on_device(rows, self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """noise: exponential, [rows, vocabulary]. The largest p / noise is a sample of p; with the same noise,
@@ -173,7 +173,7 @@ class TokenSelector:
         """`rows` grow by a token each."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
-        members, places, taken = placed([rows, ends, loops], self.ids.device).unbind()
+        members, places, taken = on_device([rows, ends, loops], self.ids.device).unbind()
         self.ids[members, places], self.loops[members, places] = tokens, taken
         # in one list, since a GPU is waited for
         found = [] if self.waits_for_all else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
