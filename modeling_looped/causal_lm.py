@@ -100,8 +100,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
             The loss that comes back is what training minimises, of all loops if `config.loop_loss` says so; for a
             perplexity take the last of `loop_losses`, with output_loop_losses=True.
-        loss_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
-            for to know, so a numpy array, which stays on the host.
+        loss_positions: the positions that have a label, counted through all rows, as a numpy array. Finding them in
+            `labels` makes the host wait for a GPU.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
         output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.

@@ -15,7 +15,7 @@ class BlockSizes(NamedTuple):
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
-    num_sets: int = 0  # of parameters per loop
+    num_sets: int = 0  # sets of parameters that loops have for themselves
     delta_rank: int | None = None  # of what each loop adds to the linear layers
     num_norm_sets: int | None = None  # num_sets where norms have a weight for each loop
     is_modulated: bool = False
@@ -35,7 +35,7 @@ class LayersAndSlots(PreTrainedConfig):
 
     @property
     def trained_depth(self) -> int:
-        """Loops in training: of a config that no model was saved with, those that a new model would be trained at."""
+        """Loops in training. Before a model has been saved: the loops that a new model would be trained with."""
         return self.num_loops if self.trained_num_loops is None else self.trained_num_loops
 
     @property

@@ -145,7 +145,7 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int 
     table.put(rows, {"state": trunk.to_next_loop(state) if running else None})
     for (prompt, _), of_prompt in zip(entering, of_prompts):
         prompt.after_loop(of_prompt)
-    # at last: a tick that fails before can be run again
+    # last, because emitted tokens cannot be taken back: a tick that fails before this is run again
     emit_exiting_rows(table, running, state)
     end_parts(prompts)
     ended = {decoder: decoder.prompt for decoder in decoders if decoder.prompt is not None and decoder.prompt.is_done}
@@ -190,7 +190,7 @@ def tokens_at(table: RowTable, running: list[RunningRow]) -> Tokens:
 def emit_exiting_rows(table: RowTable, running: list[RunningRow], state: torch.Tensor) -> bool:
     """Check the rows that are due, and emit the tokens of those that exit; whether there are any. state: H."""
     exits: set[int] = set()  # members of `running`
-    due: dict[ExitRule, list[int]] = {}  # also those that end anyway: all rows need no choosing
+    due: dict[ExitRule, list[int]] = {}  # rows at their limit are listed too: if all are, no index is needed
     for i, (decoder, row) in enumerate(running):
         decoder.loops[row] += 1
         if decoder.loops[row] >= decoder.engine.limits[row]:

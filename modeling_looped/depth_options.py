@@ -27,7 +27,7 @@ class DepthOptions:
     exit_threshold: float | None = None
     min_loops: int = 1  # exits are checked from this loop on, and
     exit_interval: int = 1  # at every n-th loop after it
-    exit_read_interval: int = 1  # every n-th check is read back: the same exits, and a GPU is waited for less
+    exit_read_interval: int = 1  # every n-th check is read back: the same exits, and the host waits for a GPU less
     # or "after": all loops run, and then one is read out, also of the prompt; "weighted": all are (both: Ouro)
     exit_selection: ExitSelection = "stop"
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops

@@ -314,7 +314,9 @@ class RowEngine:
 
     def prefill(self, input_ids, model_kwargs: dict, after_loop: Callable[[int], None] | None):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
-        if self.prompt_loops is not None:  # at which any change of the state is small enough to stop
+        # a pass with fewer loops would drop the deeper slots of the cache, so the prompt runs with an exit that always
+        # passes at prompt_loops
+        if self.prompt_loops is not None:
             model_kwargs = {**model_kwargs, "exit_rule": ExitRule("latent_diff", math.inf, self.prompt_loops)}
         states, here = [], threading.get_ident()
 

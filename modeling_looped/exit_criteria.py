@@ -1,9 +1,9 @@
 """Exit criteria: by what a token stops looping before the last loop, and the rule that `generate` applies.
 
-A criterion looks at what there is after a loop and gives every token a score; the token exits where the
-score passes the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its
-logits) they return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`.
-To add one: a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what it remembers in `INITIAL`.
+A criterion looks at what there is after a loop and gives every token a score; the token exits where the score passes
+the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its logits) they
+return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`. To add one:
+a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what it remembers in `INITIAL`.
 
     criterion          score of loop k                               exits if   published threshold
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)

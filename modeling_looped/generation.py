@@ -78,9 +78,9 @@ class LoopedGenerationMixin(Generative):
         num_loops: depth of every token, or the most it may take; one number or one per prompt.
         exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
         min_loops, exit_interval: check for exits from this loop on, and at every n-th loop after it.
-        exit_read_interval: where rows decode apart, every n-th check is read back from the device, so a GPU is waited
-            for less often; a token that has passed runs on until then, in vain. Exits stay the same, and so do greedy
-            tokens and those of one row; several rows that are sampled draw in another order.
+        exit_read_interval: where rows decode apart, every n-th check is read back from the device, so the host waits
+            for a GPU less often; a token that has passed runs on until then, in vain. Exits stay the same, and so do
+            greedy tokens and those of one row; several rows that are sampled draw in another order.
         exit_selection: "stop", or "after": all loops run, and the loop that is read out is chosen afterwards, also at
             the prompt's end, as the release of Ouro does. "weighted": all loops run and are read out, each with the
             probability that the gate gives to an exit there (that release's `use_weighted_exit`).

@@ -301,7 +301,8 @@ def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Ten
 class LoopedMLP(LoopedLayer):
     """down(scale * act(gate x) * up x), or down(scale * act(up x)) without a gate."""
 
-    gated_activation: Callable | None = None  # of others: gate x and up x to act(gate x) * up x
+    # a fused kernel that recipes/engine/kernels.py may set: (gate x, up x) -> act(gate x) * up x
+    gated_activation: Callable | None = None
 
     def __init__(self, config, sizes):
         super().__init__()

@@ -119,7 +119,7 @@ def targets_of(labels: Labels, depths: int | list[int], device: torch.device, dt
     if is_traced():  # no shapes that depend on data: unlabelled positions stay, with weight 0
         positions, labelled = torch.arange(len(flat), device=device), (flat != IGNORE_INDEX).to(dtype)
     else:
-        if on_host is None:  # a GPU is waited for
+        if on_host is None:  # this makes the host wait for the GPU
             positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
         else:
             positions = on_device(on_host, device)
@@ -141,7 +141,7 @@ def loop_numbers(count: int, targets: Targets) -> torch.Tensor:
 
 
 def weights_of_last(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
-    """The other loops are there to be looked at."""
+    """w = 1 at a row's last loop. Other loops are compared only because their losses were asked for."""
     return (loop_numbers(len(active), targets) == targets.depth - 1) * targets.labelled
 
 

@@ -201,7 +201,8 @@ class LoopedModel(LoopedPreTrainedModel):
         alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
         self.alpha_readout: AlphaReadout = alpha_readout  # pyrefly: ignore[bad-assignment]
         if config._attn_implementation == "sglang" and config.exit_gate != "none":
-            self.exit_gate = linear(config.state_size, 1, "gate", bias=True)  # it wants a place for every tensor
+            # SGLang builds the trunk alone and refuses a tensor that has no module
+            self.exit_gate = linear(config.state_size, 1, "gate", bias=True)
         self.gradient_checkpointing = False
         self.checkpoints_loops = False  # keep the state of every loop alone, and compute again what is between
         self.post_init()
@@ -323,8 +324,8 @@ class LoopedModel(LoopedPreTrainedModel):
     ) -> tuple[torch.Tensor, PassContext, Cache | None]:
         """The input of the first layer, what all blocks of this pass read beside it, and its cache."""
         has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(self.config, options)
-        # positions that are made here restart nowhere; looking for documents makes the host wait for a GPU, and a
-        # compiler would make a mask of every pass
+        # transformers finds packed documents by comparing positions on the device. Positions made here never restart,
+        # so it is given only those of the caller
         of_documents = position_ids
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, cache)
@@ -425,7 +426,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def core_pass(self, state, embedded, loop: int | list[int], depth: int | list[int], context: PassContext):
         """One loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the loops of the run that it is part of. Each
         is one int for all rows, or one per row."""
-        # rows at loops of their own have no cache, or one that knows these
+        # where each row has its own loop (a list) there is no cache, or a view that knows the loop of each row
         slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
         device, sets = embedded.device, self.num_loop_sets
         first = one_or_rows(lambda t: t == 0, loop, device, 3) if self.looks_at_first else False

@@ -18,7 +18,8 @@ class LoopedNorm(nn.Module):
     what is multiplied ("after_weight", "before_weight"). num_sets: of weights, where loops have their own.
     """
 
-    kernel: Callable | None = None  # of others: x, weight and eps to the normed x
+    # a fused kernel that recipes/engine/kernels.py may set: (x, weight, eps) -> normed x
+    kernel: Callable | None = None
 
     def __init__(
         self,

@@ -9,12 +9,12 @@ from collections import deque
 from typing import NamedTuple
 
 
-SURE = 3.0  # logits between the two best tokens, from which on nothing is proposed a second time
+SURE = 3.0  # lead of the best token over the second, in logits, from which on a token proposes only once
 FEWEST_RECORDS = 8
 FEWEST_PLAIN = 2  # tokens of each row
 MOST_RECORDS = 32
-# of the time of tokens one by one, that a plan may take at most: rows in step take less than the line says, and a
-# batch is done when its slowest row is
+# a plan must take at most this part of the time without drafts. Not 1, because rows in step are faster than the fitted
+# line says, and a batch ends with its slowest row
 WORTHWHILE = 0.8
 GROWTH = 1.002  # of the least seconds of passes of one size, per pass: they take longer as the text grows
 

@@ -1,7 +1,7 @@
 """What the blocks see of a cache during a pass over rows that stand at different tokens and loops.
 
-`update` is that of a cache. Where every row is at one token on a CPU, `attend` takes its place: it reads each row's
-keys and values where they lie, and makes no batch of them. Rows of several caches attend cache by cache: `JointView`.
+`update` is that of a cache: it copies what the tokens see into one batch. On a CPU `row_attention` takes its place
+where it can, and reads keys and values where they lie. Rows of several caches attend cache by cache: `JointView`.
 """
 
 from collections.abc import Callable

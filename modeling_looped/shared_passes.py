@@ -34,7 +34,8 @@ from .row_table import RowTable
 
 # arguments of generate_batch that belong to the continuous batching of transformers
 ONLY_IN_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
-# in a pass: they fill a processor, and take little time, which rows that decode wait in each loop of a token
+# tokens of prompts in one pass: enough to keep the processor busy, few enough that rows which decode beside them wait
+# little
 PROMPT_TOKENS, PROMPT_TOKENS_ON_CPU = 512, 128
 FEW_TOKENS = 32  # all loops over these take little more time than those of a token of all rows
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
@@ -84,7 +85,8 @@ class SharedPasses:
 
     @contextmanager
     def turn(self):
-        """One at a time, in the order in which they came."""
+        """One at a time. The second lock keeps whoever ends a turn from taking the next one before the thread at the
+        entrance."""
         self._take_turn()
         try:
             yield

@@ -101,7 +101,9 @@ class Pipeline:
             logits = read_logits(self.tokens(reads), [self.flight[i].loops for i in reads], state[reads])[:, -1]
             self.verify(reads, logits)
             self.propose(reads, logits)
-        elif state.device.type == "cuda":  # for its time, which the plan goes by
+        elif (
+            state.device.type == "cuda"
+        ):  # nothing was read back: wait here, so that the time of this pass is measured
             torch.cuda.current_stream().synchronize()
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
         self.planner.add_passes(passes, work, perf_counter() - start, self.verified - verified)

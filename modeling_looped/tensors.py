@@ -8,7 +8,7 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_device(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers of the host on a device. A GPU is waited for where it copies memory that is not pinned."""
+    """Numbers of the host on a device. The host waits for a GPU where memory that is not pinned is copied."""
     tensor = torch.as_tensor(values, dtype=dtype)
     if tensor.device.type != "cpu" or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
         return tensor.to(device)

@@ -41,7 +41,8 @@ def first_batchwise_part(processors, criteria) -> str | None:
 
 
 def cannot_stop(criterion, length: int) -> bool:
-    """Whether it stops no sequence of this length, and has no warning to give: asked, it makes a GPU be waited for."""
+    """Whether it surely stops no sequence of this length and has no warning to give. Asking it would make the host
+    wait for a GPU."""
     if type(criterion) is not stopping_criteria.MaxLengthCriteria:
         return False
     known = criterion.max_position_embeddings
@@ -175,7 +176,7 @@ class TokenSelector:
         self.make_room(max(ends) + 1)
         members, places, taken = on_device([rows, ends, loops], self.ids.device).unbind()
         self.ids[members, places], self.loops[members, places] = tokens, taken
-        # in one list, since a GPU is waited for
+        # in one list, since this makes the host wait for the GPU
         found = [] if self.waits_for_all else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
         said, *stopped = torch.stack([tokens, *found]).tolist()
         for row, token, end in zip(rows, said, ends):
