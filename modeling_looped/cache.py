@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .borrowed import found
-from .int8_tokens import SIZE_BYTES, from_int8, to_int8
+from .int8_cache import SIZE_BYTES, from_int8, to_int8
 from .tensors import members_by_number, on_device
 
 

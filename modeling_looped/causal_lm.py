@@ -30,12 +30,12 @@ from .cross_entropy import Head, shift, unshift
 from .depth import depth_tensor, read_depths
 from .exit_criteria import ExitRule
 from .exit_watch import forward_with_exits, refuse_with_exits
+from .foreign_names import check_arguments
 from .generation import LoopedGenerationMixin
 from .layers import linear, with_role
 from .losses import Labels, denominator, exit_log_probabilities, loop_loss
 from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
-from .names import check_arguments
 from .optimization import parameter_groups
 from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, kept_positions
 from .overrides import is_as_written, is_changed

@@ -26,7 +26,7 @@ from .config_errors import LoopedConfigError, raise_value_errors
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
 from .config_ropes import RopeOfLayers
-from .names import ARGUMENTS_OF_TOKENIZERS, FIELD_OF, KEYS_OF_TOOLS, SPELLINGS_OF_EPS, meant
+from .foreign_names import ARGUMENTS_OF_TOKENIZERS, FIELD_OF, KEYS_OF_TOOLS, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from .compiled_blocks import run_as_region, slot_of_region
 from .depth import take_rows
-from .regions import run_as_region, slot_of_region
 
 
 @dataclass

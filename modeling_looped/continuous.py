@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from .engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
 from .exit_criteria import ExitRule
-from .prompts import Prompt, begin_parts, end_parts
+from .row_engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
+from .row_prompts import Prompt, begin_parts, end_parts
 from .row_table import RowTable
 from .tensors import on_device, rows_of
 

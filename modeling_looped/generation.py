@@ -29,10 +29,10 @@ from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_depths
 from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, refuse_sharing, set_fields
-from .engine import RowEngine, obstacle_to_row_engine
 from .exit_criteria import ExitCriterion, ExitSelection
-from .names import refuse_foreign
+from .foreign_names import refuse_foreign
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
+from .row_engine import RowEngine, obstacle_to_row_engine
 from .samplers import generator_of
 from .shared_passes import generate_together, room_beside, shared_passes_of
 from .speculation import speculate

@@ -7,7 +7,7 @@ from typing import Any
 
 from .borrowed import found
 from .depth_options import DEPTH_FIELDS
-from .names import UnknownNameError
+from .foreign_names import UnknownNameError
 
 
 # Readers of layouts that are not ours: "public" and "dense" open models, "config" reads config.json. formats/ fills

@@ -45,17 +45,18 @@ from .checks import (
     why_no_cache,
 )
 from .clients import (
-    check_for_engine,
     refuse_adapters_of_rows,
     register_with_peft,
     register_with_trainer,
     warn_of_another_loss,
 )
+from .compiled_blocks import can_have_regions
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
 from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
+from .foreign_names import check_arguments
 from .initialization import init_module
 from .injection import INJECTIONS, LoopChangeGate
 from .layers import (
@@ -72,12 +73,11 @@ from .layers import (
 from .loading import StrictLoadingMixin
 from .loop_embedding import LOOP_EMBEDDINGS
 from .loop_parameters import select_set
-from .names import check_arguments
 from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
-from .regions import can_have_regions
 from .samplers import truncated_normal_
+from .serving_engines import check_for_engine
 from .tensors import at_least_fp32
 
 

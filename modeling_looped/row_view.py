@@ -12,7 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .cache import LoopedCache, index_of_loop
 from .cpu import attend_single_query, is_slow_single_query
-from .int8_tokens import attend_to_int8, floats_of, sizes_of, steps_of
+from .int8_cache import attend_to_int8, floats_of, sizes_of, steps_of
 from .tensors import on_device
 
 

@@ -27,8 +27,8 @@ from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
 from .depth_options import as_python
-from .engine import PassesOfOthers, is_paged
-from .paged_rows import Pages
+from .row_engine import PassesOfOthers, is_paged
+from .row_pages import Pages
 from .row_table import RowTable
 
 

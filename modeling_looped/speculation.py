@@ -18,8 +18,8 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
-from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
 from .proposals import FEWEST_RECORDS, SURE, Planner, ProbeReading
+from .row_engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
 from .tensors import on_device
 
 

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from modeling_looped.prompts import Prompt
+from modeling_looped.row_prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import tiny_model, tiny_tokenizer, wait_until
 from tests.test_shared_passes import is_full

@@ -16,7 +16,7 @@ from accelerate import cpu_offload
 
 from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.borrowed import CACHE
-from modeling_looped.prompts import Prompt, begin_parts
+from modeling_looped.row_prompts import Prompt, begin_parts
 from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import quick_and_slow, random_ids, tiny_model, wait_until

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .engine import TOKENS_OF_COPIES, RowEngine, RowsOfEngine, Tokens, enter, joined, run_coda
+from .row_engine import TOKENS_OF_COPIES, RowEngine, RowsOfEngine, Tokens, enter, joined, run_coda
 from .tensors import on_device
 
 

@@ -21,7 +21,7 @@ from .depth import check_depths, one_or_each
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .overrides import has_hooks, is_as_written
-from .paged_rows import PagedRows, PagedView, Pages
+from .row_pages import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
 from .tensors import members_by_number, on_device
 from .token_selector import TokenSelector, first_batchwise_part
@@ -224,7 +224,7 @@ class RowEngine:
     """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`.
 
     others: where other batches share passes with this one. A prompt that can go through the loops beside their rows
-    is left to `prompts.py`.
+    is left to `row_prompts.py`.
     """
 
     def __init__(
