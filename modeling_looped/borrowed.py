@@ -29,7 +29,8 @@ def found(module: str, name: str, default: Any = None) -> Any:
 CACHE = (
     "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 )
-# of requests that share a row; kernels filled it before, and models from the same version on
+# The cache of transformers' continuous batching, in which a row holds tokens of many requests. Before 5.24 the
+# attention kernel wrote keys and values into it; since then the model does.
 PagedAttentionCache = found("transformers.generation.continuous_batching.cache", "PagedAttentionCache", ())
 KERNELS_FILL_PAGES = CACHE != "cache"
 

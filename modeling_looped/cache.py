@@ -15,14 +15,14 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from .borrowed import found
-from .depth import by_number, placed
-from .int8_tokens import SIZE_BYTES, from_int8, to_int8
+from .int8_cache import SIZE_BYTES, from_int8, to_int8
+from .tensors import members_by_number, on_device
 
 
 SlidingLayer = found("transformers.cache_utils", "DynamicSlidingWindowLayer", ())
 
 
-def num_shared_slots(sharing: str) -> int | None:
+def loops_with_slots(sharing: str) -> int | None:
     """How many loops have slots of their own under a sharing policy; None if all do."""
     if sharing == "none":
         return None
@@ -38,6 +38,12 @@ def num_shared_slots(sharing: str) -> int | None:
 
 def sharing_of(cache) -> str:
     return getattr(cache, "sharing", "none")
+
+
+def index_of_loop(loop: int, num_stored: int) -> int:
+    """Where a layer that stores so many loops has this one. Prelude and coda store one, which serves every loop; of S
+    shared slots loop t has slot t mod S; else each loop has its own."""
+    return loop % num_stored
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -117,7 +123,7 @@ class LoopedCache(DynamicCache):
     def __init__(self, config, sharing: str = "none", num_loops: int | None = None, is_int8: bool = False):
         self.model_config, self.sharing, self.is_int8 = config, sharing, is_int8
         loops = config.num_loops if num_loops is None else num_loops
-        shared = num_shared_slots(sharing)
+        shared = loops_with_slots(sharing)
         if shared is not None and config.shares_keys:
             raise ValueError(
                 f"cache_sharing={sharing!r} is for models whose loops all compute keys and values; this one shares "
@@ -162,9 +168,9 @@ class LoopedCache(DynamicCache):
         least: tokens for which there is to be room, at the least.
         """
         self.max_length, length, self.buffers = max_length, int(cache.get_seq_length()), []
-        for layer in range(self.model_config.core_slot(1)):
-            loops = self.num_stored_loops if layer >= self.model_config.core_slot(0) else 1
-            slots = [cache.layers[self.model_config.slot_at(layer, loop)] for loop in range(loops)]
+        for first_slot in range(self.model_config.core_slot(1)):
+            loops = self.num_stored_loops if first_slot >= self.model_config.core_slot(0) else 1
+            slots = [cache.layers[self.model_config.slot_at(first_slot, loop)] for loop in range(loops)]
             rows, heads, _, head_dim = slots[0].keys.shape
             self.dtype, width = slots[0].keys.dtype, head_dim + SIZE_BYTES * self.is_int8
             shape = (rows, loops, heads, 2, self.with_room(max(length, least)), width)
@@ -174,7 +180,7 @@ class LoopedCache(DynamicCache):
                     tensor = tensor[..., :length, :]
                     room[..., length - tensor.shape[-2] : length, :] = self.as_stored(tensor)
             self.buffers.append(buffer)
-            self.point_layer_at_buffer(layer, length)
+            self.point_slots_at_buffer(first_slot, length)
 
     def as_stored(self, states: torch.Tensor) -> torch.Tensor:
         return to_int8(states) if self.is_int8 else states
@@ -185,17 +191,17 @@ class LoopedCache(DynamicCache):
     def reserve(self, length: int):
         """Room for `length` tokens in every row; grows by half, so that copying stays rare."""
         extra = self.with_room(length) - self.capacity
-        for layer, before in enumerate(self.buffers) if length > self.capacity else ():
-            self.buffers[layer] = torch.nn.functional.pad(before, (0, 0, 0, extra))
-            self.point_layer_at_buffer(layer, self.layers[layer].get_seq_length())
+        for first_slot, before in enumerate(self.buffers) if length > self.capacity else ():
+            self.buffers[first_slot] = torch.nn.functional.pad(before, (0, 0, 0, extra))
+            self.point_slots_at_buffer(first_slot, self.layers[first_slot].get_seq_length())
 
     def with_room(self, length: int) -> int:
         return max(length, min(length + max(length // 2, 64), self.max_length))
 
-    def point_layer_at_buffer(self, layer: int, length: int):
+    def point_slots_at_buffer(self, first_slot: int, length: int):
         """What the slots of a unique layer hold are the first tokens of its buffer."""
-        for loop, buffer in enumerate(self.buffers[layer].unbind(1)):
-            slot = self.layers[self.model_config.slot_at(layer, loop)]
+        for loop, buffer in enumerate(self.buffers[first_slot].unbind(1)):
+            slot = self.layers[self.model_config.slot_at(first_slot, loop)]
             if type(slot) is PreallocatedLayer and slot.is_initialized:
                 keys, values = buffer.unbind(2)
                 slot.move(keys, values, length)
@@ -204,15 +210,15 @@ class LoopedCache(DynamicCache):
         """`cache` (this one, or another) is to hold the tokens up to `length` of all rows."""
         start = int(cache.get_seq_length())
         for slot, held in enumerate(cache.layers):
-            layer, loop = self.model_config.split_slot(slot)
-            buffer = self.buffers[layer]
+            first_slot, loop = self.model_config.split_slot(slot)
+            buffer = self.buffers[first_slot]
             if cache is not self or type(held) is not PreallocatedLayer:
                 # of a cache that is deeper than this run, the deeper slots too
                 tokens = buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length]
                 keys, values = self.as_read(tokens).unbind(2)
                 cache.update(keys, values, slot)
-        for layer in range(len(self.buffers)):
-            self.point_layer_at_buffer(layer, length)
+        for first_slot in range(len(self.buffers)):
+            self.point_slots_at_buffer(first_slot, length)
         for held in self.layers if self.is_int8 else ():
             if type(held) is PreallocatedLayer and held.is_initialized:  # they go on in the dtype of the model
                 held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
@@ -220,23 +226,23 @@ class LoopedCache(DynamicCache):
     def release(self):
         """Nothing to do: this cache shares no memory. `PagedRows` gives its pages back here."""
 
-    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
-        """A token of each row, at its position, leaves its last keys and values in slots that it did not use. loops:
+    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
+        """A token of each row, at its place, leaves its last keys and values in slots that it did not use. loops:
         how many it ran."""
         core = self.buffers[self.model_config.core_slot(0) :]
-        for ran, members in by_number(list(map(self.model_config.num_stored_loops, loops))):
+        for ran, members in members_by_number(list(map(self.model_config.num_stored_loops, loops))):
             if ran >= self.num_stored_loops:
                 continue
             if len(members) == 1:
                 (i,) = members
                 for buffer in core:
-                    token = buffer[rows[i], :, :, :, positions[i]]  # [loops, heads, 2, head_dim]
+                    token = buffer[rows[i], :, :, :, places[i]]  # [loops, heads, 2, head_dim]
                     token[ran:] = token[ran - 1]
                 continue
-            of_tokens = [[numbers[i] for i in members] for numbers in (rows, positions)]
-            its_rows, places = placed(of_tokens, core[0].device).unbind()
+            of_tokens = [[numbers[i] for i in members] for numbers in (rows, places)]
+            its_rows, its_places = on_device(of_tokens, core[0].device).unbind()
             for buffer in core:
-                buffer[its_rows, ran:, :, :, places] = buffer[its_rows, ran - 1, :, :, places].unsqueeze(1)
+                buffer[its_rows, ran:, :, :, its_places] = buffer[its_rows, ran - 1, :, :, its_places].unsqueeze(1)
 
 
 class CacheView:
@@ -244,28 +250,28 @@ class CacheView:
 
     def __init__(self, cache: Cache, config, plan, stored_loops: int, may_exit: bool):
         self.cache, self.config, self.plan = cache, config, plan
-        self.shared = num_shared_slots(sharing_of(cache))
+        self.shared = loops_with_slots(sharing_of(cache))
         self.stored_loops = stored_loops  # loops whose slots hold the past, which this pass must fill too
-        # keys and values of this pass, of all rows: per layer as each row's last loop left them; and where loops share
-        # slots, per slot as the last loop that uses it left them
-        self.latest, self.written = {}, {}  # a layer is named by its slot in the first loop
+        # keys and values of this pass, of all rows: per layer, named by its first slot, as each row's last loop left
+        # them; and where loops share slots, per slot as the last loop that uses it left them
+        self.latest, self.written = {}, {}
         self.loops_run = 0
         self.frozen: torch.Tensor | None = None  # [batch, length]: tokens that have exited
         self.takes_back = self.shared is not None or may_exit
         if self.takes_back:
             cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
 
-    def slot(self, layer: int, loop: int) -> int:
-        return self.config.slot_at(layer, loop if self.shared is None else loop % self.shared)
+    def slot(self, first_slot: int, loop: int) -> int:
+        return self.config.slot_at(first_slot, loop if self.shared is None else index_of_loop(loop, self.shared))
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, slot: int, *args, **kwargs):
         rows = keys.shape[0]
-        layer, loop = self.config.split_slot(slot)
-        slot = self.slot(layer, loop)
+        first_slot, loop = self.config.split_slot(slot)
+        slot = self.slot(first_slot, loop)
         self.loops_run = max(self.loops_run, loop + 1)
-        fresh, is_core = (keys, values), layer >= self.config.core_slot(0)
+        fresh, is_core = (keys, values), first_slot >= self.config.core_slot(0)
         if is_core:
-            fresh = self.latest[layer] = self.of_all_tokens((keys, values), self.latest.get(layer))
+            fresh = self.latest[first_slot] = self.of_all_tokens((keys, values), self.latest.get(first_slot))
         if slot in self.written:  # take back what an earlier loop of this pass wrote, or the coda at a check for exits
             fresh = self.of_all_tokens((keys, values), self.written[slot]) if is_core else (keys, values)
             self.cache.layers[slot].crop(-keys.shape[-2])
@@ -294,8 +300,8 @@ class CacheView:
         """Leave the last loop's keys and values in the deeper slots that hold the past."""
         stored = self.stored_loops if self.shared is None else min(self.stored_loops, self.shared)
         for loop in range(self.loops_run, stored):
-            for layer, states in self.latest.items():
-                self.write(self.slot(layer, loop), *states)
+            for first_slot, states in self.latest.items():
+                self.write(self.slot(first_slot, loop), *states)
         if self.takes_back:
             for layer in self.cache.layers:
                 if isinstance(layer, SlidingLayer) and layer.is_initialized:
@@ -312,7 +318,7 @@ def view_for_pass(cache, config, plan, may_exit: bool):
     """The cache itself where it serves as it is, else a `CacheView`. Refuses to deepen a sequence under way."""
     if cache is None or not isinstance(cache, Cache):
         return cache
-    shared = num_shared_slots(sharing_of(cache))
+    shared = loops_with_slots(sharing_of(cache))
     depth = config.num_stored_loops(plan.max_depth)
     needed = depth if shared is None else min(depth, shared)
     stored = 0

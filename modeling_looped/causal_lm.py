@@ -23,21 +23,23 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .borrowed import named_cache, one_cache, tuples_on_request
-from .checks import check_inputs, has_hooks, is_as_written, refuse_if
+from .checks import check_inputs, refuse_if
 from .configuration_looped import LoopedConfig
 from .cpu import project
-from .cross_entropy import Head, at_least_fp32, shift, unshift
+from .cross_entropy import Head, shift, unshift
 from .depth import depth_tensor, read_depths
 from .exit_criteria import ExitRule
 from .exit_watch import forward_with_exits, refuse_with_exits
+from .foreign_names import check_arguments
 from .generation import LoopedGenerationMixin
 from .layers import linear, with_role
 from .losses import Labels, denominator, exit_log_probabilities, loop_loss
 from .losses_of_states import LoopStates
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
-from .names import check_arguments
 from .optimization import parameter_groups
 from .outputs import AskedOutputs, LoopedCausalLMOutputWithPast, NeededOfPass, kept_positions
+from .overrides import is_as_written, is_changed
+from .tensors import at_least_fp32
 
 
 class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
@@ -98,15 +100,15 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         labels: [batch, length] tokens, shifted here; -100 is ignored. Or `shift_labels`, already shifted.
             The loss that comes back is what training minimises, of all loops if `config.loop_loss` says so; for a
             perplexity take the last of `loop_losses`, with output_loop_losses=True.
-        loss_positions: where the next token has a label, counted through all rows: what a GPU would have to be waited
-            for to know, so a numpy array, which stays on the host.
+        loss_positions: the positions that have a label, counted through all rows, as a numpy array. Finding them in
+            `labels` makes the host wait for a GPU.
         output_logits: False skips the logits where only the loss is wanted, which saves their memory in training.
         output_loop_logits: the logits after every loop, from this one pass.
         output_loop_losses: the cross-entropy of `labels` after every loop, whatever the loss; no logits are kept.
         output_exit_probabilities: the exit distribution of the gate.
         output_exit_logits: the logits of all loops, weighted with it.
         """
-        check_arguments(kwargs, ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
+        check_arguments(kwargs, FORWARD_ARGUMENTS, type(self).__name__)
         shape = check_inputs(input_ids, inputs_embeds).shape[:2]
         depths = read_depths(self.config.num_loops if num_loops is None else num_loops, shape[0])
         inputs = {
@@ -193,7 +195,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         exact = logits if self.config.round_logit_softcap else at_least_fp32(logits)
         return (cap * torch.tanh(exact / cap)).to(logits.dtype)
 
-    def decode(self, readout_states, loop: int, depths: int | list[int] | None = None):
+    def logits_after_loop(self, readout_states, loop: int, depths: int | list[int] | None = None):
         """From what the readout norm reads after loop index `loop` to logits; a shallower row stays at its last."""
         return self.logits(self._read_out(readout_states, loop, depths))
 
@@ -204,7 +206,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def _loop_logits(self, outputs, keep, depths: int | list[int]) -> tuple[torch.Tensor, ...]:
         readouts = outputs.loop_readout_states
-        return tuple(self.decode(state[:, keep], loop, depths) for loop, state in enumerate(readouts))
+        return tuple(self.logits_after_loop(state[:, keep], loop, depths) for loop, state in enumerate(readouts))
 
     def gate(self, state):
         """Gate logit of H: [batch, length]."""
@@ -274,24 +276,24 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
     ):
         """The loss without logits: of `mixed` readouts, or per loop where the trunk returned what every loop reads
         out."""
-        one = outputs.last_hidden_state if mixed is None and outputs.loop_readout_states is None else mixed
-        head = Head(
-            self.decode if one is None else (lambda hidden, _: self.logits(hidden)),
-            self._decode_parameters(with_readout=one is None),
-            None if self.loss_kernel is None else partial(self._losses_of, self.loss_kernel, one is not None),
-        )
+        readouts, reads_once = outputs.loop_readout_states, mixed is not None or outputs.loop_readout_states is None
+        if reads_once:  # one state, which has been through the readout norm
+            readouts = [outputs.last_hidden_state if mixed is None else mixed]
+        head = self._head(reads_once)
         states = None
         if self.config.state_losses:
             targets = self._latent_targets(labels.tokens)
             states = LoopStates(outputs.loop_hidden_states, outputs.first_state, targets)
-        readouts = outputs.loop_readout_states if one is None else [one]
-        read = readouts, one is not None, states, gates
-        return loop_loss(self.config, head, *read, depths, labels, objective, every_loop)
+        return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, objective, every_loop)
 
-    def _losses_of(self, kernel: Callable, is_read_out: bool, hidden, loop: int, labels):
-        """Cross-entropies of tokens from what the head reads, or from what `decode` reads."""
-        hidden = hidden if is_read_out else self._read_out(hidden, loop, None)
-        return kernel(hidden, self.lm_head.weight, labels, self.config.logit_softcap)
+    def _head(self, is_read_out: bool) -> Head:
+        """Of states that have been through the readout norm, or of those that the readout norm reads."""
+        decode, read = self.logits_after_loop, partial(self._read_out, depths=None)
+        if is_read_out:
+            decode, read = (lambda hidden, loop: self.logits(hidden)), (lambda hidden, loop: hidden)
+        kernel, softcap = self.loss_kernel, self.config.logit_softcap
+        losses = kernel and (lambda hidden, loop, of: kernel(read(hidden, loop), self.lm_head.weight, of, softcap))
+        return Head(decode, self._decode_parameters(with_readout=not is_read_out), losses)
 
     def _latent_targets(self, labels):
         """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""
@@ -320,7 +322,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         weights only to forward and backward passes that autograd sees."""
         readouts = [self.model.norm, self.model.alpha_readout] if with_readout else []
         modules = [self.lm_head, *(module for module in readouts if module is not None)]
-        is_ours = is_as_written(self, *READOUT) and is_as_written(self.model, *OF_TRUNK)
+        is_ours = is_as_written(self, *HEAD_METHODS) and is_as_written(self.model, *TRUNK_METHODS)
         parts = [part for module in modules for part in module.modules()]
         if not is_ours or any(map(is_changed, parts)):
             return None
@@ -338,17 +340,9 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return shift(labels) if shift_labels is None else shift_labels.contiguous()
 
 
-READOUT = ("logits", "softcapped", "decode", "_read_out")
-OF_TRUNK = ("readout", "_read")
+HEAD_METHODS = ("logits", "softcapped", "logits_after_loop", "_read_out")
+TRUNK_METHODS = ("readout", "_read")
 
-
-def is_changed(module: torch.nn.Module) -> bool:
-    """Whether it carries hooks, of its own or of its parameters, or runs or reads other than it was built with."""
-    own, weights = vars(module), module.parameters(recurse=False)
-    is_other = "forward" in own or any(torch.is_tensor(value) for value in own.values())
-    return has_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
-
-
-ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
+FORWARD_ARGUMENTS = frozenset(signature(LoopedForCausalLM.forward).parameters)
 
 __all__ = ["LoopedForCausalLM"]

@@ -8,32 +8,6 @@ from .depth import DepthPlan
 
 
 logger = logging.get_logger(__name__)
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def has_hooks(module) -> bool:
-    return any(getattr(module, name) for name in HOOKS)
-
-
-def is_as_written(module, *methods: str) -> bool:
-    """Whether these methods of a module are of this package: no other function has replaced them."""
-    package, own = __name__.rpartition(".")[0], vars(module)
-
-    def is_ours(name: str) -> bool:
-        if name in own and not is_wrapped(module, own[name]):
-            return False
-        cls = next(each for each in type(module).__mro__ if name in vars(each))
-        parts = cls, vars(cls)[name]  # functools.wraps gives a function the module of what it wraps, but not a class
-        return all(part.__module__.rpartition(".")[0] == package for part in parts)
-
-    return all(map(is_ours, methods))
-
-
-def is_wrapped(module, method) -> bool:
-    """Whether a method of an instance does what that of its class does: accelerate's moves tensors or sets their
-    precision, torch's is compiled."""
-    is_of_accelerate = hasattr(module, "_hf_hook") or hasattr(module, "_original_forward")
-    return is_of_accelerate or hasattr(method, "_torchdynamo_orig_callable")
 
 
 def refuse_if(stands: bool, message: str):

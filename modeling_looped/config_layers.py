@@ -15,7 +15,7 @@ class BlockSizes(NamedTuple):
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
-    num_sets: int = 0  # of parameters per loop
+    num_sets: int = 0  # sets of parameters that loops have for themselves
     delta_rank: int | None = None  # of what each loop adds to the linear layers
     num_norm_sets: int | None = None  # num_sets where norms have a weight for each loop
     is_modulated: bool = False
@@ -35,7 +35,7 @@ class LayersAndSlots(PreTrainedConfig):
 
     @property
     def trained_depth(self) -> int:
-        """Loops in training: of a config that no model was saved with, those that a new model would be trained at."""
+        """Loops in training. Before a model has been saved: the loops that a new model would be trained with."""
         return self.num_loops if self.trained_num_loops is None else self.trained_num_loops
 
     @property
@@ -158,8 +158,9 @@ class LayersAndSlots(PreTrainedConfig):
     def num_slots(self, num_loops: int) -> int:
         return self.core_slot(self.num_stored_loops(num_loops))
 
-    def core_slot(self, loop: int, layer: int = 0) -> int:
-        return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers + layer
+    def core_slot(self, loop: int) -> int:
+        """The slot of the first core layer in a loop."""
+        return self.num_prelude_layers + self.num_coda_layers + loop * self.num_core_layers
 
     def split_slot(self, slot: int) -> tuple[int, int]:
         """A slot as that of its layer in the first loop, and the loop; prelude and coda are at loop 0."""

@@ -26,7 +26,7 @@ from .config_errors import LoopedConfigError, raise_value_errors
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
 from .config_ropes import RopeOfLayers
-from .names import FIELD_OF, KEYS_OF_TOOLS, OF_TOKENIZERS, SPELLINGS_OF_EPS, meant
+from .foreign_names import ARGUMENTS_OF_TOKENIZERS, FIELD_OF, KEYS_OF_TOOLS, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
 
@@ -373,7 +373,7 @@ class LoopedConfig(RopeOfLayers):
         if kwargs.get("return_unused_kwargs"):  # such a caller knows what is not used
             cls._check_names(kwargs, None)
         else:
-            not_of_tokenizers = {name: value for name, value in kwargs.items() if name not in OF_TOKENIZERS}
+            not_of_tokenizers = {name: value for name, value in kwargs.items() if name not in ARGUMENTS_OF_TOKENIZERS}
             cls._check_names(not_of_tokenizers, "it is passed over")
         made = super().from_dict(config_dict, **kwargs)
         if "num_loops" in kwargs:

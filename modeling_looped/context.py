@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from .compiled_blocks import run_as_region, slot_of_region
 from .depth import take_rows
-from .regions import run_as_region, slot_of_region
 
 
 @dataclass
@@ -29,24 +29,24 @@ class PassContext:
         self,
         block,
         x,
-        residual_scale,
+        residual_factor,
         slots_before: int = 0,
         query_states=None,
         time=None,
-        loop=None,
+        loop_set=None,
         makes_keys: bool | torch.Tensor = True,
     ):
-        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time, loop,
-        makes_keys: as the block takes them."""
+        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time,
+        loop_set, makes_keys: as the block takes them."""
         keeps_keys = block.layer in self.kept
         kept = self.kept[block.layer] if keeps_keys and makes_keys is not True else (None, None)
         args = (
             x,
-            residual_scale,
+            residual_factor,
             None if query_states is x else query_states,  # to a region no tensor is given twice
             self.value_embeddings.get(block.layer),
             time,
-            loop,
+            loop_set,
             *(None if states is None else states[: self.num_rows] for states in kept),
         )
         kwargs = {

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from .depth import placed
-from .engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
-from .exit_criteria import ABSENT, ExitRule
-from .prompts import Prompt, begin_parts, end_parts
-from .row_table import RowTable, some
+from .exit_criteria import ExitRule
+from .row_engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
+from .row_prompts import Prompt, begin_parts, end_parts
+from .row_table import RowTable
+from .tensors import on_device, rows_of
 
 
-OF_TOKENS = ("ids", "embedded", "rotary")
+TOKEN_FIELDS = ("ids", "embedded", "rotary")
 
 
 def decode_continuously(engine: RowEngine):
@@ -84,9 +84,9 @@ class ContinuousDecoder:
         for row in self.starting:
             self.loops[row] = 0
         rows, self.starting, self.has_begun = self.starting, [], True
-        return self.part(rows), self.selector.last_tokens(rows)
+        return self.at_last_tokens(rows), self.selector.last_tokens(rows)
 
-    def part(self, rows: list[int]) -> RowsOfEngine:
+    def at_last_tokens(self, rows: list[int]) -> RowsOfEngine:
         return RowsOfEngine(self.engine, rows, self.engine.last_places(rows))
 
     def emit(self, rows: list[int], logits: torch.Tensor):
@@ -100,7 +100,7 @@ class ContinuousDecoder:
         self.starting = [row for row in emitted if self.selector.unfinished[row]]
 
 
-class Place(NamedTuple):
+class RunningRow(NamedTuple):
     """Whose row of a pass it is."""
 
     decoder: ContinuousDecoder
@@ -111,13 +111,13 @@ class Place(NamedTuple):
         return self.decoder.loops[self.row]
 
 
-def in_table(places: list[Place]) -> list[int]:
-    return [place.decoder.first_row + place.row for place in places]
+def in_table(running: list[RunningRow]) -> list[int]:
+    return [each.decoder.first_row + each.row for each in running]
 
 
-def by_decoder(places: list[Place]) -> dict[ContinuousDecoder, list[int]]:
+def by_decoder(running: list[RunningRow]) -> dict[ContinuousDecoder, list[int]]:
     rows: dict[ContinuousDecoder, list[int]] = {}
-    for decoder, row in places:
+    for decoder, row in running:
         rows.setdefault(decoder, []).append(row)
     return rows
 
@@ -133,24 +133,24 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int 
     begin_parts(prompts, prompt_tokens)
     entering = [(prompt, prompt.part) for prompt in prompts if prompt.part is not None]
 
-    places = [Place(decoder, row) for decoder in decoders if decoder not in waiting for row in decoder.running()]
-    rows = in_table(places)
+    running = [RunningRow(decoder, row) for decoder in decoders if decoder not in waiting for row in decoder.running()]
+    rows = in_table(running)
     tokens, states = [part.tokens for _, part in entering], [part.state for _, part in entering]
-    if places:
-        tokens.append(tokens_at(table, places))
+    if running:
+        tokens.append(tokens_at(table, running))
         states.append(table.take(rows, ["state"])["state"])
-    loops = [part.loop for _, part in entering for _ in range(part.size)] + [place.loops for place in places]
+    loops = [part.loop for _, part in entering for _ in range(part.size)] + [each.loops for each in running]
     state = run_loop(joined(tokens), loops, torch.cat(states) if len(states) > 1 else states[0])
-    *of_prompts, state = state.split([*(part.size for _, part in entering), len(places)])
-    table.put(rows, {"state": trunk.to_next_loop(state) if places else None})
+    *of_prompts, state = state.split([*(part.size for _, part in entering), len(running)])
+    table.put(rows, {"state": trunk.to_next_loop(state) if running else None})
     for (prompt, _), of_prompt in zip(entering, of_prompts):
         prompt.after_loop(of_prompt)
-    # at last: a tick that fails before can be run again
-    emit_exiting_rows(table, places, state)
+    # last, because emitted tokens cannot be taken back: a tick that fails before this is run again
+    emit_exiting_rows(table, running, state)
     end_parts(prompts)
     ended = {decoder: decoder.prompt for decoder in decoders if decoder.prompt is not None and decoder.prompt.is_done}
     emit({decoder: prompt.rows for decoder, prompt in ended.items()}, [prompt.by_row() for prompt in ended.values()])
-    return len(places)
+    return len(running)
 
 
 def decoders_that_wait(decoders: list[ContinuousDecoder]) -> list[ContinuousDecoder]:
@@ -171,52 +171,52 @@ def decoders_that_wait(decoders: list[ContinuousDecoder]) -> list[ContinuousDeco
 
 def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
     """Of the rows that start."""
-    places = [Place(decoder, row) for decoder in decoders for row in decoder.starting]
-    parts, ids = zip(*(decoder.new_tokens() for decoder in decoders))
-    tokens, rows = enter(list(parts), torch.cat(ids)), in_table(places)
-    table.put(rows, {name: getattr(tokens, name) for name in OF_TOKENS})
-    cold = [i for i, place in enumerate(places) if place.decoder.engine.warm_state is None]
+    starting = [RunningRow(decoder, row) for decoder in decoders for row in decoder.starting]
+    batches, ids = zip(*(decoder.new_tokens() for decoder in decoders))
+    tokens, rows = enter(list(batches), torch.cat(ids)), in_table(starting)
+    table.put(rows, {name: getattr(tokens, name) for name in TOKEN_FIELDS})
+    cold = [i for i, each in enumerate(starting) if each.decoder.engine.warm_state is None]
     if cold:
-        state = places[0].decoder.engine.trunk.initial_state(some(cold, tokens.embedded), None)
+        state = starting[0].decoder.engine.trunk.initial_state(rows_of(cold, tokens.embedded), None)
         table.put([rows[i] for i in cold], {"state": state})
     table.forget(rows)
 
 
-def tokens_at(table: RowTable, places: list[Place]) -> Tokens:
-    parts = [decoder.part(rows) for decoder, rows in by_decoder(places).items()]
-    return Tokens(parts, **table.take(in_table(places), OF_TOKENS))
+def tokens_at(table: RowTable, running: list[RunningRow]) -> Tokens:
+    batches = [decoder.at_last_tokens(rows) for decoder, rows in by_decoder(running).items()]
+    return Tokens(batches, **table.take(in_table(running), TOKEN_FIELDS))
 
 
-def emit_exiting_rows(table: RowTable, places: list[Place], state: torch.Tensor) -> bool:
+def emit_exiting_rows(table: RowTable, running: list[RunningRow], state: torch.Tensor) -> bool:
     """Check the rows that are due, and emit the tokens of those that exit; whether there are any. state: H."""
-    exits: set[int] = set()  # members of places
-    due: dict[ExitRule, list[int]] = {}  # also those that end anyway: all rows need no choosing
-    for i, (decoder, row) in enumerate(places):
+    exits: set[int] = set()  # members of `running`
+    due: dict[ExitRule, list[int]] = {}  # rows at their limit are listed too: if all are, no index is needed
+    for i, (decoder, row) in enumerate(running):
         decoder.loops[row] += 1
         if decoder.loops[row] >= decoder.engine.limits[row]:
             exits.add(i)
-        if decoder.rule is not None and decoder.rule.reads_at(decoder.loops[row]):
+        if decoder.rule is not None and decoder.rule.scores_at(decoder.loops[row]):
             due.setdefault(decoder.rule, []).append(i)
 
     due = {rule: members for rule, members in due.items() if not exits.issuperset(members)}
-    state = read_late_exits(table, places, state, due, exits)
+    state = read_late_exits(table, running, state, due, exits)
     by_logits = {rule: due.pop(rule) for rule in list(due) if rule.criterion.needs == "logits"}
     for rule, members in due.items():
-        exits.update(stopping(table, rule, places, members, state))
+        exits.update(stopping(table, rule, running, members, state))
     reading = sorted({*exits, *chain(*by_logits.values())})
     if not reading:
         return False
-    read = [places[i] for i in reading]
-    logits = read_logits(tokens_at(table, read), [place.loops for place in read], some(reading, state))[:, -1]
+    read = [running[i] for i in reading]
+    logits = read_logits(tokens_at(table, read), [each.loops for each in read], rows_of(reading, state))[:, -1]
 
     def logits_of(members: list[int]) -> torch.Tensor:
-        return some([reading.index(i) for i in members], logits)
+        return rows_of([reading.index(i) for i in members], logits)
 
     for rule, members in by_logits.items():
-        exits.update(stopping(table, rule, places, members, state, logits_of(members)))
+        exits.update(stopping(table, rule, running, members, state, logits_of(members)))
     if not exits:
         return False
-    emitting = by_decoder([places[i] for i in sorted(exits)])
+    emitting = by_decoder([running[i] for i in sorted(exits)])
     emit(emitting, logits_of(sorted(exits)).split([len(rows) for rows in emitting.values()]))
     return True
 
@@ -231,60 +231,62 @@ def emit(rows: dict[ContinuousDecoder, list[int]], logits: Iterable[torch.Tensor
                 raise
 
 
-def stopping(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits=ABSENT):
-    """Members of `places`, read under one rule, that exit. state: H of all places; logits: of the members."""
-    score = score_after_loop(table, rule, places, members, state, logits)
-    if not any(rule.checks_at(places[i].loops) for i in members):
+def stopping(table: RowTable, rule: ExitRule, running: list[RunningRow], members: list[int], state, logits=None):
+    """Members of `running`, read under one rule, that exit. state: H of all that run; logits: of the members."""
+    score = score_after_loop(table, rule, running, members, state, logits)
+    if not any(rule.checks_at(running[i].loops) for i in members):
         return []  # without waiting for the device
     passes = zip(members, rule.exits(score).tolist())
-    return [i for i, passed in passes if passed and rule.checks_at(places[i].loops)]
+    return [i for i, passed in passes if passed and rule.checks_at(running[i].loops)]
 
 
-def score_after_loop(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state, logits):
-    criterion, rows = rule.criterion, in_table([places[i] for i in members])
-    remembered, model = table.take(rows, criterion.remembers), places[0].decoder.engine.model
-    score, remembered = criterion.after_loop(model, some(members, state)[:, 0], lambda: logits, remembered)
+def score_after_loop(table: RowTable, rule: ExitRule, running: list[RunningRow], members: list[int], state, logits):
+    criterion, rows = rule.criterion, in_table([running[i] for i in members])
+    remembered, model = table.take(rows, criterion.remembers), running[0].decoder.engine.model
+    score, remembered = criterion.after_loop(model, rows_of(members, state)[:, 0], lambda: logits, remembered)
     table.put(rows, remembered)
     return score
 
 
-def read_late_exits(table: RowTable, places: list[Place], state: torch.Tensor, due: dict, exits: set[int]):
+def read_late_exits(table: RowTable, running: list[RunningRow], state: torch.Tensor, due: dict, exits: set[int]):
     """Of rules that are read back once per some checks, which it takes out of `due`; adds to `exits` those that are
     found. Returns H, of tokens that exited before as it was then."""
     late: dict[ExitRule, list[int]] = {}
-    for i, (decoder, _) in enumerate(places):
+    for i, (decoder, _) in enumerate(running):
         if decoder.rule is not None and decoder.rule.read_interval > 1:
             late.setdefault(decoder.rule, []).append(i)
     for rule, members in late.items():
         if rule in due:
-            keep_first_exits(table, rule, places, due.pop(rule), state)
-        kept = table.take(in_table([places[i] for i in members]), ("exit_loop", "exit_state"))
-        if not kept or not any(i in exits or rule.is_read_at(places[i].loops) for i in members):
+            keep_first_exits(table, rule, running, due.pop(rule), state)
+        kept = table.take(in_table([running[i] for i in members]), ("exit_loop", "exit_state"))
+        if not kept or not any(i in exits or rule.is_fetched_at(running[i].loops) for i in members):
             continue
         loops = kept["exit_loop"].tolist()
         found = [number for number, loop in enumerate(loops) if loop]
         if not found:
             continue
-        passed, then = [members[number] for number in found], some(found, kept["exit_state"])
+        passed, then = [members[number] for number in found], rows_of(found, kept["exit_state"])
         for number in found:
-            decoder, row = places[members[number]]
+            decoder, row = running[members[number]]
             decoder.loops[row] = loops[number]
         exits.update(passed)
-        state = state.index_copy(0, placed(passed, state.device), then)
-        trunk = places[0].decoder.engine.trunk
-        table.put(in_table([places[i] for i in passed]), {"state": trunk.to_next_loop(then)})
+        state = state.index_copy(0, on_device(passed, state.device), then)
+        trunk = running[0].decoder.engine.trunk
+        table.put(in_table([running[i] for i in passed]), {"state": trunk.to_next_loop(then)})
     return state
 
 
-def keep_first_exits(table: RowTable, rule: ExitRule, places: list[Place], members: list[int], state: torch.Tensor):
+def keep_first_exits(
+    table: RowTable, rule: ExitRule, running: list[RunningRow], members: list[int], state: torch.Tensor
+):
     """On the device: the loop at which each first passed a check, and H after it."""
-    its, loops = [places[i] for i in members], [places[i].loops for i in members]
-    states = some(members, state)
-    logits = read_logits(tokens_at(table, its), loops, states)[:, -1] if rule.criterion.needs == "logits" else ABSENT
-    score = score_after_loop(table, rule, places, members, state, logits)
+    its, loops = [running[i] for i in members], [running[i].loops for i in members]
+    states = rows_of(members, state)
+    logits = read_logits(tokens_at(table, its), loops, states)[:, -1] if rule.criterion.needs == "logits" else None
+    score = score_after_loop(table, rule, running, members, state, logits)
     if not any(map(rule.checks_at, loops)):
         return
-    now = placed([loop if rule.checks_at(loop) else 0 for loop in loops], state.device)
+    now = on_device([loop if rule.checks_at(loop) else 0 for loop in loops], state.device)
     kept = table.take(in_table(its), ("exit_loop", "exit_state"))
     before, then = kept.get("exit_loop", torch.zeros_like(now)), kept.get("exit_state", states)
     passes = rule.exits(score).to(state.device)  # from where the head is

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 from .borrowed import found
-from .checks import has_hooks
+from .overrides import has_global_hooks, has_hooks
+from .tensors import may_be_transformed
 
 
 logger = logging.get_logger(__name__)
@@ -69,14 +70,6 @@ def operator(namespace: str, name: str):
         return getattr(getattr(torch.ops, namespace), name)
     except AttributeError as error:
         raise NotImplementedError(f"torch {torch.__version__} has no operator {namespace}.{name}") from error
-
-
-def may_be_transformed() -> bool:
-    """Whether torch.func transforms what runs now; where torch does not say, it may."""
-    try:
-        return torch._C._are_functorch_transforms_active()
-    except AttributeError:
-        return True
 
 
 # the layers that this generation may multiply with by themselves; None outside of generations
@@ -143,14 +136,6 @@ def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     if type(layer) is not nn.Linear or "forward" in layer.__dict__ or layer._compiled_call_impl is not None:
         return False
     return not has_hooks(layer) and not has_global_hooks()
-
-
-def has_global_hooks() -> bool:
-    """Whether torch has hooks for all modules; where torch does not say, it may have some."""
-    try:
-        return bool(nn.modules.module._has_any_global_hook())
-    except AttributeError:
-        return True
 
 
 @cache

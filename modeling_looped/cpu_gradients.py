@@ -9,7 +9,8 @@ import math
 
 import torch
 
-from .cpu import fast_paths_are_on, may_be_transformed, operator
+from .cpu import fast_paths_are_on, operator
+from .tensors import may_be_transformed
 
 
 MIN_SIZE = 2**17  # elements of the queries

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .cpu import may_be_transformed
+from .tensors import at_least_fp32, may_be_transformed
 
 
 IGNORE_INDEX = -100
@@ -23,10 +23,6 @@ class Head(NamedTuple):
     decode: Callable  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
     parameters: list[torch.Tensor] | None  # what `decode` reads; None leaves them to autograd
     kernel: Callable | None = None  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
-
-
-def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def shift(labels: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .borrowed import found
+from .tensors import on_device
 
 
 BlockMask: Any = found("torch.nn.attention.flex_attention", "BlockMask", ())
@@ -23,6 +24,7 @@ BlockMask: Any = found("torch.nn.attention.flex_attention", "BlockMask", ())
 class Tick(NamedTuple):
     rows: int  # the first ones of this number run
     loop: int | list[int]  # the loop each of them is at; one number if it is the same
+    depth: int | list[int]  # the loops that each of them runs in all; one number if it is the same
     has_gradient: bool
     next_rows: int  # rows that also run at the next tick, 0 at the last
 
@@ -42,10 +44,6 @@ class DepthPlan(NamedTuple):
     def is_mixed(self) -> bool:
         return self.order is not None
 
-    def depths_of(self, tick: Tick) -> int | list[int]:
-        """Loops that the rows of a tick run in all."""
-        return self.depths if isinstance(self.depths, int) else sorted(self.depths, reverse=True)[: tick.rows]
-
     def sort(self, batched: Any) -> Any:
         """Rows in sorted order. What has no rows of its own (batch size 1, None, a number) passes."""
         if self.order is None:
@@ -54,7 +52,7 @@ class DepthPlan(NamedTuple):
         return take_rows(batched, self.order) if has_rows else batched
 
     def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.inverse is None else tensor[placed(self.inverse, tensor.device)]
+        return tensor if self.inverse is None else tensor[on_device(self.inverse, tensor.device)]
 
     def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """States of the ticks, [rows of the tick, ...] in sorted order, as states of the loops, [batch, ...].
@@ -77,20 +75,9 @@ class DepthPlan(NamedTuple):
         return tuple(loops)
 
 
-def by_number(numbers: list[int]):
-    """Of each number, where it stands."""
-    groups: dict[int, list[int]] = {}
-    for i, number in enumerate(numbers):
-        groups.setdefault(number, []).append(i)
-    return groups.items()
-
-
-def placed(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers of the host on a device. A GPU is waited for where it copies memory that is not pinned."""
-    tensor = torch.as_tensor(values, dtype=dtype)
-    if tensor.device.type != "cpu" or torch.device(device).type != "cuda" or torch.compiler.is_compiling():
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+def one_or_each(numbers: list[int]) -> int | list[int]:
+    """One number if all are the same."""
+    return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def one_or_rows(value: Callable[[int], Any], numbers: int | list[int], device, ndim: int = 1, dtype=None) -> Any:
@@ -98,13 +85,13 @@ def one_or_rows(value: Callable[[int], Any], numbers: int | list[int], device, n
     values = [value(number) for number in ([numbers] if isinstance(numbers, int) else numbers)]
     if len(set(values)) == 1:
         return values[0]
-    return placed(values, device, dtype).view(-1, *[1] * (ndim - 1))
+    return on_device(values, device, dtype).view(-1, *[1] * (ndim - 1))
 
 
 def take_rows(batched: Any, rows: slice | torch.Tensor) -> Any:
     """The first rows (a slice), or rows in another order, of a tensor or of flex attention's mask."""
     if not isinstance(batched, BlockMask):
-        return batched[placed(rows, batched.device) if torch.is_tensor(rows) else rows]
+        return batched[on_device(rows, batched.device) if torch.is_tensor(rows) else rows]
     taken = batched[rows]
     if torch.is_tensor(rows):  # the mask's rule must be asked about the rows that these were
         rows = rows.to(batched.kv_indices.device)
@@ -122,7 +109,7 @@ def check_count(name: str, value) -> int:
     return int(value)
 
 
-def from_numpy(value):
+def numpy_as_python(value):
     """numpy's numbers and arrays as Python's."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
@@ -137,7 +124,7 @@ def read_depths(num_loops, batch_size: int) -> int | list[int]:
         if num_loops.is_floating_point() or num_loops.dtype == torch.bool or num_loops.ndim > 1:
             raise TypeError(f"{advice}; got a {num_loops.dtype} tensor of shape {tuple(num_loops.shape)}")
         num_loops = num_loops.tolist()
-    num_loops = from_numpy(num_loops)
+    num_loops = numpy_as_python(num_loops)
     per_row = isinstance(num_loops, (list, tuple))
     depths = list(num_loops) if per_row else [num_loops]
     for depth in depths:
@@ -148,7 +135,7 @@ def read_depths(num_loops, batch_size: int) -> int | list[int]:
     if per_row and len(depths) != batch_size:
         raise ValueError(f"{advice}; got {len(depths)} depths for a batch of {batch_size} sequences")
     depths = [index(depth) for depth in depths]  # a compiler that meets a second depth would make it a symbol
-    return depths[0] if len(set(depths)) == 1 else depths
+    return one_or_each(depths)
 
 
 def check_depths(num_loops, batch_size: int) -> list[int]:
@@ -164,7 +151,7 @@ def depth_tensor(depths: int | list[int], batch_size: int, device) -> torch.Tens
     """[batch]"""
     if isinstance(depths, int):
         return torch.full((batch_size,), depths, device=device)
-    return placed(depths, device)
+    return on_device(depths, device)
 
 
 def deepest(depths: int | list[int]) -> int:
@@ -179,7 +166,7 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
     first_with_gradient = 0 if backprop_loops is None else longest - backprop_loops
     if isinstance(depths, int):
         following = [batch_size] * (longest - 1) + [0]
-        ticks = [Tick(batch_size, tick, tick >= first_with_gradient, rows) for tick, rows in enumerate(following)]
+        ticks = [Tick(batch_size, t, depths, t >= first_with_gradient, rows) for t, rows in enumerate(following)]
         return DepthPlan(depths, None, None, ticks, False)
 
     ends_together = backprop_loops is not None
@@ -190,6 +177,6 @@ def plan_depths(num_loops, batch_size: int, backprop_loops: int | None = None) -
     ticks = []
     for tick, (rows, following) in enumerate(zip(counts, [*counts[1:], 0])):
         loop = [tick - (longest - depth) for depth in deepest_first[:rows]] if ends_together else tick
-        ticks.append(Tick(rows, loop, tick >= first_with_gradient, min(rows, following)))
+        ticks.append(Tick(rows, loop, deepest_first[:rows], tick >= first_with_gradient, min(rows, following)))
     order = torch.tensor(by_depth)
     return DepthPlan(depths, order, order.argsort(), ticks, ends_together)

@@ -4,16 +4,16 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from .cache import LoopedCache, num_shared_slots, sharing_of
+from .cache import LoopedCache, loops_with_slots, sharing_of
 from .checks import check_starts_from_noise, refuse_if
-from .depth import check_count, check_depths, from_numpy
+from .depth import check_count, check_depths, numpy_as_python
 from .exit_criteria import ExitRule, ExitSelection, exit_rule
 
 
-OF_CRITERION = ("exit_threshold",)
-OF_CHECKS = (*OF_CRITERION, "min_loops", "exit_interval", "exit_read_interval")
-OF_EXITS = (*OF_CHECKS, "exit_selection", "prompt_loops")
-EXITS = ("exit_criterion", *OF_EXITS)
+CRITERION_FIELDS = ("exit_threshold",)
+CHECK_FIELDS = (*CRITERION_FIELDS, "min_loops", "exit_interval", "exit_read_interval")
+FIELDS_BESIDE_CRITERION = (*CHECK_FIELDS, "exit_selection", "prompt_loops")
+EXIT_FIELDS = ("exit_criterion", *FIELDS_BESIDE_CRITERION)
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DepthOptions:
     exit_threshold: float | None = None
     min_loops: int = 1  # exits are checked from this loop on, and
     exit_interval: int = 1  # at every n-th loop after it
-    exit_read_interval: int = 1  # every n-th check is read back: the same exits, and a GPU is waited for less
+    exit_read_interval: int = 1  # every n-th check is read back: the same exits, and the host waits for a GPU less
     # or "after": all loops run, and then one is read out, also of the prompt; "weighted": all are (both: Ouro)
     exit_selection: ExitSelection = "stop"
     prompt_loops: int | None = None  # depth of the prompt, by default num_loops
@@ -48,10 +48,12 @@ class DepthOptions:
             for name, value in set_fields(config).items()
             if name not in before or differ(value, before[name])
         }
-        asked = overridden(passed, {name: from_numpy(value) for name, value in arguments.items()})
+        asked = overridden(passed, {name: numpy_as_python(value) for name, value in arguments.items()})
         is_assistant = getattr(config, "is_assistant", False)  # it drafts plainly, whatever its folder says
-        if (is_assistant or asked.get("num_loops") is not None) and all(asked.get(name) is None for name in EXITS):
-            before = {name: value for name, value in before.items() if name not in EXITS}
+        if (is_assistant or asked.get("num_loops") is not None) and all(
+            asked.get(name) is None for name in EXIT_FIELDS
+        ):
+            before = {name: value for name, value in before.items() if name not in EXIT_FIELDS}
         held = {name: value for name, value in overridden(before, asked).items() if value is not None}
         if "num_loops" in held:
             held["num_loops"] = depth_argument(held["num_loops"])
@@ -123,13 +125,14 @@ class DepthOptions:
         """Refuse what does not go together, or not with this model. asked: the fields that the call sets."""
         has_depths = torch.is_tensor(self.num_loops)
         if self.exit_criterion is None:
-            alone = [name for name in OF_EXITS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
-            names = ", ".join(alone)
-            refuse_if(names != "", f"{names} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+            alone = [name for name in FIELDS_BESIDE_CRITERION if asked.get(name) not in (None, DEPTH_FIELDS[name])]
+            if alone:
+                raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
         elif self.exit_selection == "weighted":
-            unread = [name for name in OF_CHECKS if asked.get(name) not in (None, DEPTH_FIELDS[name])]
-            reason = f"exit_selection='weighted' reads out all loops, so nothing reads {', '.join(unread)}: leave out"
-            refuse_if(unread != [], reason)
+            if unread := [name for name in CHECK_FIELDS if asked.get(name) not in (None, DEPTH_FIELDS[name])]:
+                raise ValueError(
+                    f"exit_selection='weighted' reads out all loops, so nothing reads {', '.join(unread)}: leave out"
+                )
         refuse_if(
             self.cache_dtype not in (None, "int8"),
             f"cache_dtype={self.cache_dtype!r} is not known: choose 'int8', or leave it out for the model's own",
@@ -195,7 +198,7 @@ class DepthOptions:
             "every loop, for which a cache has no room: pass use_cache=False, or exit_selection='stop'",
         )
         sharing = sharing_of(cache) if self.cache_sharing == "none" else self.cache_sharing
-        is_shared = num_shared_slots(sharing) is not None
+        is_shared = loops_with_slots(sharing) is not None
         asked = [f"cache_sharing={sharing!r}"] * is_shared + [f"cache_dtype={self.cache_dtype!r}"] * self.is_int8
         if not asked:
             return
@@ -236,18 +239,18 @@ def set_fields(generation_config) -> dict:
 
 def differ(value, other) -> bool:
     """Whether two values of a field differ; depths may be tensors."""
-    return from_tensor(value) != from_tensor(other)
+    return as_python(value) != as_python(other)
 
 
-def from_tensor(value):
-    return value.tolist() if torch.is_tensor(value) else from_numpy(value)
+def as_python(value):
+    return value.tolist() if torch.is_tensor(value) else numpy_as_python(value)
 
 
 def overridden(before: dict, by: dict) -> dict:
     """`before`, but fields of `by` win. A threshold is that of one criterion: another one does not inherit it."""
     criterion, lost = before.get("exit_criterion"), ()
     if by.get("exit_criterion", criterion) != criterion:
-        lost = OF_EXITS if by["exit_criterion"] is None else OF_CRITERION
+        lost = FIELDS_BESIDE_CRITERION if by["exit_criterion"] is None else CRITERION_FIELDS
     return {**{name: value for name, value in before.items() if name not in lost}, **by}
 
 

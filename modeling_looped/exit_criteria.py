@@ -1,9 +1,9 @@
 """Exit criteria: by what a token stops looping before the last loop, and the rule that `generate` applies.
 
-A criterion looks at what there is after a loop (a `Reading`) and gives every token a score; the token exits where the
-score passes the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its
-logits) they return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`.
-To add one: a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what it remembers in `INITIAL`.
+A criterion looks at what there is after a loop and gives every token a score; the token exits where the score passes
+the threshold. Criteria are pure functions: what they must remember of the last reading (its entropy, its logits) they
+return, and are given back; at a token's first reading they are given nothing, or the values of `INITIAL`. To add one:
+a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what it remembers in `INITIAL`.
 
     criterion          score of loop k                               exits if   published threshold
     logit_margin       top-1 minus top-2 logit                       above      to be calibrated (readout paper)
@@ -27,20 +27,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch.linalg import vector_norm
 
-from .cross_entropy import at_least_fp32
 from .depth import check_count
+from .tensors import at_least_fp32
 
 
-ABSENT: Any = None
 MIN_P = 0.1
-
-
-class Reading(NamedTuple):
-    """What a criterion may look at after a loop; only what it needs is there. Leading dimensions are any."""
-
-    logits: torch.Tensor = ABSENT  # [..., vocabulary]
-    state: torch.Tensor = ABSENT  # H, [..., hidden]
-    gate: torch.Tensor = ABSENT  # gate logit, [...]
 
 
 Memory = dict[str, torch.Tensor]
@@ -54,13 +45,13 @@ def remembered(memory: Memory, name: str) -> torch.Tensor | float:
     return memory.get(name, INITIAL[name])
 
 
-def logit_margin(reading: Reading, memory: Memory) -> Score:
-    best, second = at_least_fp32(reading.logits).topk(2, dim=-1).values.unbind(-1)
+def logit_margin(logits: torch.Tensor, memory: Memory) -> Score:
+    best, second = at_least_fp32(logits).topk(2, dim=-1).values.unbind(-1)
     return best - second, {}
 
 
-def max_prob(reading: Reading, memory: Memory) -> Score:
-    logits = at_least_fp32(reading.logits)
+def max_prob(logits: torch.Tensor, memory: Memory) -> Score:
+    logits = at_least_fp32(logits)
     return (logits.amax(-1) - logits.logsumexp(-1)).exp(), {}
 
 
@@ -69,12 +60,12 @@ def entropy_of(logits: torch.Tensor) -> torch.Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
-def entropy(reading: Reading, memory: Memory) -> Score:
-    return entropy_of(reading.logits), {}
+def entropy(logits: torch.Tensor, memory: Memory) -> Score:
+    return entropy_of(logits), {}
 
 
-def entropy_diff(reading: Reading, memory: Memory) -> Score:
-    now = entropy_of(reading.logits)
+def entropy_diff(logits: torch.Tensor, memory: Memory) -> Score:
+    now = entropy_of(logits)
     return (now - remembered(memory, "entropy")).abs(), {"entropy": now}
 
 
@@ -83,45 +74,46 @@ def divergence(now: torch.Tensor, memory: Memory) -> Score:
     return (past.exp() * (past - now)).sum(-1), {"log_p": now}
 
 
-def kl(reading: Reading, memory: Memory) -> Score:
-    return divergence(at_least_fp32(reading.logits).log_softmax(-1), memory)
+def kl(logits: torch.Tensor, memory: Memory) -> Score:
+    return divergence(at_least_fp32(logits).log_softmax(-1), memory)
 
 
-def minp_kl(reading: Reading, memory: Memory) -> Score:
-    p = at_least_fp32(reading.logits).softmax(-1)
+def minp_kl(logits: torch.Tensor, memory: Memory) -> Score:
+    p = at_least_fp32(logits).softmax(-1)
     p = torch.where(p < MIN_P * p.amax(-1, keepdim=True), 1 / p.shape[-1], p)
     return divergence((p / p.sum(-1, keepdim=True)).log(), memory)
 
 
-def latent_diff(reading: Reading, memory: Memory) -> Score:
-    now = at_least_fp32(reading.state)
+def latent_diff(state: torch.Tensor, memory: Memory) -> Score:
+    now = at_least_fp32(state)
     change = vector_norm(now - remembered(memory, "last_state"), dim=-1)
     return change / vector_norm(now, dim=-1), {"last_state": now}
 
 
-def cosine(reading: Reading, memory: Memory) -> Score:
-    now = at_least_fp32(reading.state)
+def cosine(state: torch.Tensor, memory: Memory) -> Score:
+    now = at_least_fp32(state)
     past = torch.as_tensor(remembered(memory, "last_state")).expand_as(now)
     norms = vector_norm(now, dim=-1) * vector_norm(past, dim=-1)
     score = (1 - (now * past).sum(-1) / norms).clamp(min=0)
     return torch.where(norms.isfinite(), score, math.inf), {"last_state": now}
 
 
-def argmax_stability(reading: Reading, memory: Memory) -> Score:
-    best = reading.logits.argmax(-1)
+def argmax_stability(logits: torch.Tensor, memory: Memory) -> Score:
+    best = logits.argmax(-1)
     count = torch.where(best == remembered(memory, "best"), remembered(memory, "count") + 1, 0)
     return count, {"best": best, "count": count}
 
 
-def gate(reading: Reading, memory: Memory) -> Score:
+def gate(gate_logit: torch.Tensor, memory: Memory) -> Score:
     """1 - prod_j (1 - lambda_j), in float64: in half precision sigmoid(6.25) is 1."""
-    stay = remembered(memory, "stay") * torch.sigmoid(-reading.gate.double())
+    stay = remembered(memory, "stay") * torch.sigmoid(-gate_logit.double())
     return 1 - stay, {"stay": stay}
 
 
 class Criterion(NamedTuple):
-    score: Callable[[Reading, Memory], Score]
-    needs: str  # the field of Reading
+    score: Callable[[torch.Tensor, Memory], Score]
+    # what `score` is given: "logits", [..., vocabulary]; "state", H, [..., hidden]; or "gate", the gate's logit, [...]
+    needs: Literal["logits", "state", "gate"]
     exits_above: bool
     default: float | None = None
     every_loop: bool = False  # reads every loop, also those at which nothing may exit
@@ -130,10 +122,8 @@ class Criterion(NamedTuple):
     def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
         """Score of the state H after a loop. model: the causal LM. logits: of that state, asked for if needed."""
         if self.needs == "logits":
-            reading = Reading(logits=logits())
-        else:
-            reading = Reading(state=state) if self.needs == "state" else Reading(gate=model.gate(state))
-        return self.score(reading, memory)
+            return self.score(logits(), memory)
+        return self.score(state if self.needs == "state" else model.gate(state), memory)
 
 
 ExitCriterion = Literal[
@@ -184,8 +174,8 @@ class ExitRule(NamedTuple):
     def criterion(self) -> Criterion:
         return CRITERIA[self.name]
 
-    def reads_at(self, loop: int) -> bool:
-        """Whether the criterion looks at the state after `loop` loops (counted from 1)."""
+    def scores_at(self, depth: int) -> bool:
+        """Whether the criterion looks at the state after `depth` loops."""
         if self.criterion.every_loop or (self.per_sequence and self.criterion.remembers):
             return True
         warm_up = 0  # readings before the first check, so that it has something to compare with
@@ -194,13 +184,14 @@ class ExitRule(NamedTuple):
         elif self.criterion.remembers:
             warm_up = 1
         first = self.min_loops - (warm_up + 1) * self.interval  # reads come after it
-        return loop > first and (loop - self.min_loops) % self.interval == 0
+        return depth > first and (depth - self.min_loops) % self.interval == 0
 
-    def checks_at(self, loop: int) -> bool:
-        return loop >= self.min_loops and (loop - self.min_loops) % self.interval == 0
+    def checks_at(self, depth: int) -> bool:
+        return depth >= self.min_loops and (depth - self.min_loops) % self.interval == 0
 
-    def is_read_at(self, loop: int) -> bool:
-        return self.checks_at(loop) and ((loop - self.min_loops) // self.interval + 1) % self.read_interval == 0
+    def is_fetched_at(self, depth: int) -> bool:
+        """Whether the host fetches the results after this loop: at every read_interval-th check."""
+        return self.checks_at(depth) and ((depth - self.min_loops) // self.interval + 1) % self.read_interval == 0
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:
         if self.per_sequence:

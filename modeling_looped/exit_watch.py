@@ -3,8 +3,8 @@
 `continuous.py` is how tokens are generated under one.
 """
 
+import functools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -12,9 +12,10 @@ from transformers.cache_utils import DynamicCache
 from .borrowed import found, named_cache
 from .checks import recorded
 from .context import PassContext
-from .depth import deepest, depth_per_row, placed
+from .depth import deepest, depth_per_row
 from .exit_criteria import CRITERIA, ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
+from .tensors import on_device
 
 
 class ExitWatch:
@@ -23,43 +24,43 @@ class ExitWatch:
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         self.model, self.rule = model, rule
         self.shallowest, self.deepest = min(depths), max(depths)
-        self.limits = placed(depths, device)[:, None]
+        self.limits = on_device(depths, device)[:, None]
         self.token_loops = torch.zeros(len(depths), length, dtype=torch.long, device=device)  # 0 while the token runs
         self.final: torch.Tensor | None = None  # H of each token at its exit
         self.memory = {}
 
-    def may_exit_at(self, loop: int) -> bool:
+    def may_exit_at(self, depth: int) -> bool:
         """Whether anything can; what is known here needs no waiting for the device."""
-        return loop >= self.shallowest or self.rule.checks_at(loop)
+        return depth >= self.shallowest or self.rule.checks_at(depth)
 
-    def is_done(self, loop: int) -> bool:
-        return self.may_exit_at(loop) and bool(self.token_loops.all())
+    def is_done(self, depth: int) -> bool:
+        return self.may_exit_at(depth) and bool(self.token_loops.all())
 
-    def exits(self, loop: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
-        """Which tokens or rows stop after `loop` loops, by the criterion or at their limit."""
-        exits = limits <= loop
-        if self.rule.reads_at(loop) and loop < self.deepest:
+    def exits(self, depth: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
+        """Which tokens or rows stop after `depth` loops, by the criterion or at their limit."""
+        exits = limits <= depth
+        if self.rule.scores_at(depth) and depth < self.deepest:
             score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
-            if self.rule.checks_at(loop):
+            if self.rule.checks_at(depth):
                 exits = exits | self.rule.exits(score)
         return exits
 
-    def logits(self, loop: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
-        return self.model.decode(unrecorded(self.model.model.run_coda, state, context), loop - 1)
+    def logits(self, depth: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
+        return self.model.logits_after_loop(unrecorded(self.model.model.run_coda, state, context), depth - 1)
 
 
 class TokenExits(ExitWatch):
     """Tokens that have exited are frozen: the pass goes on for the others until all are done, and what a frozen token
     leaves in deeper slots is what it left at its exit."""
 
-    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext):
+    def after_loop(self, depth: int, state: torch.Tensor, context: PassContext):
         """`state` with exited tokens as they were; no row leaves the batch."""
         exited = self.token_loops > 0
         if self.final is not None:
             state = torch.where(exited.unsqueeze(-1), self.final, state)
         self.final = state
-        exits = self.exits(loop, self.limits, state, lambda: self.logits(loop, state, context))
-        self.token_loops = torch.where(~exited & exits, loop, self.token_loops)
+        exits = self.exits(depth, self.limits, state, lambda: self.logits(depth, state, context))
+        self.token_loops = torch.where(~exited & exits, depth, self.token_loops)
         context.cache.frozen = self.token_loops > 0
         return state, None
 
@@ -72,20 +73,14 @@ class SequenceExits(ExitWatch):
         self.running = torch.arange(len(depths), device=device)  # numbers of rows
         self.final_logits: torch.Tensor | None = None  # at each row's exit, where the criterion reads them
 
-    def after_loop(self, loop: int, state: torch.Tensor, context: PassContext):
+    def after_loop(self, depth: int, state: torch.Tensor, context: PassContext):
         """`state` of the rows that go on, and which of the rows that ran these are; None if all are."""
-        read = []
-
-        def logits() -> torch.Tensor:
-            if not read:
-                read.append(self.logits(loop, state, context))
-            return read[0]
-
-        exits = self.exits(loop, self.limits[self.running, 0], state, logits)
-        if not self.may_exit_at(loop) or not exits.any():
+        logits = functools.cache(functools.partial(self.logits, depth, state, context))  # read out at most once
+        exits = self.exits(depth, self.limits[self.running, 0], state, logits)
+        if not self.may_exit_at(depth) or not exits.any():
             return state, None
         rows = self.running[exits]
-        self.token_loops[rows] = loop
+        self.token_loops[rows] = depth
         self.final = with_rows(self.final, len(self.limits), rows, state[exits])
         if self.rule.criterion.needs == "logits":
             self.final_logits = with_rows(self.final_logits, len(self.limits), rows, logits()[exits])
@@ -106,7 +101,7 @@ def forward_with_exits(
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
     rule.check(model.config, deepest(depths))
     if rule.selection == "weighted":
-        token_loops = placed(of_rows, given.device)[:, None].expand(given.shape[:2])
+        token_loops = on_device(of_rows, given.device)[:, None].expand(given.shape[:2])
         return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
     if rule.selection == "after":
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
@@ -121,6 +116,11 @@ def forward_with_exits(
         return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
 
     # what a token leaves at its exit lives in a cache, so there is one
+    if model.training and torch.is_grad_enabled() and model.model.computes_again:
+        raise ValueError(
+            "exit_rule keeps in a cache what tokens leave at their exits, and gradient checkpointing goes without a "
+            "cache: turn it off, or call the model under torch.no_grad()"
+        )
     cache = DynamicCache(config=model.config) if inputs["cache"] is None else inputs["cache"]
     returned = None if inputs["cache"] is None and inputs["use_cache"] is False else cache
     inputs["cache"] = cache
@@ -162,18 +162,18 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
     would have let it exit. depths: of rows; keep: None for no logits."""
     outputs = model.model(**inputs, output_loop_hidden_states=True, output_loop_readout_states=True, **options)
     states, readouts = outputs.loop_hidden_states, outputs.loop_readout_states
-    limits = placed(depths, states[0].device)[:, None]
+    limits = on_device(depths, states[0].device)[:, None]
     loops, memory, chosen = limits.expand(states[0].shape[:2]), {}, readouts[-1]
     running = torch.ones_like(loops, dtype=torch.bool)
-    for loop, (state, readout) in enumerate(zip(states, readouts), start=1):
-        if not rule.reads_at(loop):
+    for depth, (state, readout) in enumerate(zip(states, readouts), start=1):
+        if not rule.scores_at(depth):
             continue
-        decode = partial(model.decode, readout, loop - 1, depths)
+        decode = functools.partial(model.logits_after_loop, readout, depth - 1, depths)
         score, memory = rule.criterion.after_loop(model, state, decode, memory)
-        if rule.checks_at(loop):
+        if rule.checks_at(depth):
             passes = rule.exits(score)
-            exits = running & (passes[:, None] if rule.per_sequence else passes) & (loop < limits)
-            loops = torch.where(exits, loop, loops)
+            exits = running & (passes[:, None] if rule.per_sequence else passes) & (depth < limits)
+            loops = torch.where(exits, depth, loops)
             chosen = torch.where(exits.unsqueeze(-1), readout, chosen)
             running = running & ~exits
     logits = None if keep is None else model.logits(model.model.readout(chosen, loops)[:, keep])

@@ -27,15 +27,16 @@ from .checks import check_softcap, refuse_if
 from .clients import has_prefix, warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
-from .depth import check_depths, placed
-from .depth_options import DEPTH_FIELDS, EXITS, DepthOptions, refuse_sharing, set_fields
-from .engine import RowEngine, obstacle_to_row_engine
+from .depth import check_depths
+from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
-from .names import refuse_foreign
+from .foreign_names import refuse_foreign
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
+from .row_engine import RowEngine, obstacle_to_row_engine
 from .samplers import generator_of
 from .shared_passes import generate_together, room_beside, shared_passes_of
 from .speculation import speculate
+from .tensors import on_device
 
 
 logger = logging.get_logger(__name__)
@@ -77,9 +78,9 @@ class LoopedGenerationMixin(Generative):
         num_loops: depth of every token, or the most it may take; one number or one per prompt.
         exit_criterion, exit_threshold: stop a token's loops early, see `exit_criteria.py`. Only generated tokens exit.
         min_loops, exit_interval: check for exits from this loop on, and at every n-th loop after it.
-        exit_read_interval: where rows decode apart, every n-th check is read back from the device, so a GPU is waited
-            for less often; a token that has passed runs on until then, in vain. Exits stay the same, and so do greedy
-            tokens and those of one row; several rows that are sampled draw in another order.
+        exit_read_interval: where rows decode apart, every n-th check is read back from the device, so the host waits
+            for a GPU less often; a token that has passed runs on until then, in vain. Exits stay the same, and so do
+            greedy tokens and those of one row; several rows that are sampled draw in another order.
         exit_selection: "stop", or "after": all loops run, and the loop that is read out is chosen afterwards, also at
             the prompt's end, as the release of Ouro does. "weighted": all loops run and are read out, each with the
             probability that the gate gives to an exit there (that release's `use_weighted_exit`).
@@ -136,9 +137,9 @@ class LoopedGenerationMixin(Generative):
         if generation_config is not None:
             return
         self.generation_config._from_model_config = False
-        exits = {name: value for name, value in set_fields(self.generation_config).items() if name in EXITS}
+        exits = {name: value for name, value in set_fields(self.generation_config).items() if name in EXIT_FIELDS}
         if asked_for := getattr(self.config, "_num_loops_asked_for", False):
-            for name in ("num_loops", *EXITS):
+            for name in ("num_loops", *EXIT_FIELDS):
                 setattr(self.generation_config, name, None)
         if "exit_criterion" in exits:
             logger.warning_once(
@@ -292,7 +293,7 @@ class LoopedGenerationMixin(Generative):
     def _depths(self, input_ids, model_kwargs: dict) -> torch.Tensor:
         """[rows]"""
         depths = check_depths(model_kwargs.get("num_loops", self.config.num_loops), len(input_ids))
-        return placed(depths, input_ids.device)
+        return on_device(depths, input_ids.device)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
         """Depths are those of this model, not of its assistant, which drafts at its own."""
@@ -317,19 +318,17 @@ class LoopedGenerationMixin(Generative):
         per prompt), rows at their own loop and token share every pass: see `shared_passes.py`, also for `max_rows` and
         `max_tokens`. Its results have `token_loops`.
         """
-        given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name in DEPTH_FIELDS if (value := kwargs.pop(name, None)) is not None}
+        asked = given or beside_defaults(generation_config)
         saved = beside_defaults(self.generation_config)
         if saved.get("num_loops") == self.config.num_loops:
             del saved["num_loops"]
-        has_depth = given or (generation_config is not None and beside_defaults(generation_config))
-        if kwargs.get("cache_implementation") == "paged" and has_depth:  # generate calls this method, which calls it
-            fields = listed(given or beside_defaults(generation_config))
+        if kwargs.get("cache_implementation") == "paged" and asked:  # generate calls this method, which calls it
             raise ValueError(
-                f"cache_implementation='paged' does not take {fields}: use generate_batch, or leave it out"
+                f"cache_implementation='paged' does not take {listed(asked)}: use generate_batch, or leave it out"
             )
         kwargs["continuous_batching_config"] = continuous_batching_config
-        if has_depth or (saved and continuous_batching_config is None):
+        if asked or (saved and continuous_batching_config is None):
             return generate_together(self, inputs, generation_config, given, max_rows, max_tokens, **kwargs)
         check_softcap(self.config.attention_softcap, "paged|eager")
         sizes = self.config.block_sizes("core")

@@ -1,7 +1,7 @@
 """The parts of a block: attention and MLP around the residual stream.
 
-Of loops they know the slot that attention writes, and `loop`: the set of parameters to take where a layer has one for
-each loop (loop_parameters.py), None where it has none.
+Of loops they know the slot that attention writes, and the set of parameters to take where a layer has one for each
+loop (loop_parameters.py): `loop_set`, None where it has none.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,12 @@ from .borrowed import (
     RotaryEmbedding,
     eager_attention,
 )
-from .checks import check_softcap, has_hooks
+from .checks import check_softcap
 from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
 from .norms import LoopedNorm, block_norm, weighted_norm
+from .overrides import has_hooks
 
 
 VALUE_GATE_CHANNELS = 32
@@ -159,10 +160,10 @@ class LoopedLayer(nn.Module):
         if sizes.delta_rank is not None:
             self.loop_deltas = LoopDeltas(self, sizes.delta_rank, sizes.num_sets)
 
-    def project(self, name: str, x: torch.Tensor, loop: int | torch.Tensor | None) -> torch.Tensor:
+    def project(self, name: str, x: torch.Tensor, loop_set: int | torch.Tensor | None) -> torch.Tensor:
         """The layer of this name, as it is at this loop, on [rows, length, in]."""
         y = project(getattr(self, name), x)
-        return y if self.loop_deltas is None else y + self.loop_deltas.of(name)(x, loop)
+        return y if self.loop_deltas is None else y + self.loop_deltas.of(name)(x, loop_set)
 
 
 class LoopedAttention(LoopedLayer):
@@ -208,26 +209,28 @@ class LoopedAttention(LoopedLayer):
     def heads(self, projected: torch.Tensor) -> torch.Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
-    def compared(self, part: str, x: torch.Tensor, position_embeddings, loop) -> torch.Tensor:
+    def rotated_heads(self, part: str, x: torch.Tensor, position_embeddings, loop_set) -> torch.Tensor:
         """Queries ("q") or keys ("k") that attention compares: normed and rotated, [rows, heads, length, head_dim]."""
-        projected = self.project(f"{part}_proj", x, loop)
+        projected = self.project(f"{part}_proj", x, loop_set)
         norm: Any = getattr(self, f"{part}_norm", None)
-        heads = self.heads(norm(projected, loop) if self.qk_norm == "all_heads" else projected)
+        heads = self.heads(norm(projected, loop_set) if self.qk_norm == "all_heads" else projected)
         if self.qk_norm == "learned":
-            heads = norm(heads, loop)
+            heads = norm(heads, loop_set)
         if position_embeddings is not None:
             heads = rotate(heads, *position_embeddings)
             if self.rounds_rotated:
                 heads = heads.to(projected.dtype)
         return (self.free_norm(heads) if self.qk_norm == "free" else heads).transpose(1, 2)
 
-    def keys_and_values(self, hidden_states, position_embeddings, value_embedding, loop) -> tuple[torch.Tensor, ...]:
+    def keys_and_values(
+        self, hidden_states, position_embeddings, value_embedding, loop_set
+    ) -> tuple[torch.Tensor, ...]:
         """[rows, heads, length, head_dim] each."""
         source = hidden_states
         if self.kv_down_proj is not None:
-            source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop))
-        keys = self.compared("k", source, position_embeddings, loop)
-        values = self.heads(self.project("v_proj", source, loop))
+            source = self.kv_latent_norm(self.project("kv_down_proj", hidden_states, loop_set))
+        keys = self.rotated_heads("k", source, position_embeddings, loop_set)
+        values = self.heads(self.project("v_proj", source, loop_set))
         if value_embedding is not None:
             gate = 2 * torch.sigmoid(project(self.value_gate, hidden_states[..., : self.value_gate_channels]))
             embedded = heads_of_rank(self.heads(value_embedding), values.shape[-2], self.v_proj)
@@ -244,44 +247,48 @@ class LoopedAttention(LoopedLayer):
         cache=None,
         value_embedding: torch.Tensor | None = None,  # [rows, length, key/value heads * head_dim]
         row_attention: Callable | None = None,  # of rows at loops and positions of their own, in place of the cache
-        loop: int | torch.Tensor | None = None,
+        loop_set: int | torch.Tensor | None = None,
         kept_keys: torch.Tensor | None = None,  # of an earlier loop, which this one reads where it makes none
         kept_values: torch.Tensor | None = None,
         makes_keys: bool | torch.Tensor = True,  # a tensor [rows, 1, 1, 1] where rows are at loops of their own
         **kwargs,
     ) -> tuple[torch.Tensor | None, ...]:
         """The branch, weights where there are some, and the keys and values that later loops may read."""
-        queries = self.compared("q", query_states, position_embeddings, loop)
+        queries = self.rotated_heads("q", query_states, position_embeddings, loop_set)
         keys: Any = None  # of a loop that makes none
         values: Any = None
         if makes_keys is not False:
-            keys, values = self.keys_and_values(hidden_states, position_embeddings, value_embedding, loop)
+            keys, values = self.keys_and_values(hidden_states, position_embeddings, value_embedding, loop_set)
 
-        slot, scaling = site.layer_idx, site.scaling
+        slot = site.layer_idx
         if row_attention is not None:
-            output = row_attention(queries, keys, values, slot, scaling)
-            return self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop), None, None, None
-        is_paged = isinstance(cache, PagedAttentionCache)
-        if kept_keys is not None and kept_values is not None:
-            keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
-        elif cache is not None and not is_paged:  # one that knows which rows make keys
-            keys, values = cache.update(keys, values, slot)
-        for_later_loops = keys, values
-        if is_paged and KERNELS_FILL_PAGES:
-            kwargs["cache"] = cache
-        elif is_paged:  # also of kept ones, for what it tells the kernel
-            keys, values = cache.update(keys, values, slot, kwargs=kwargs)
+            output, weights = row_attention(queries, keys, values, slot, site.scaling), None
+            for_later_loops = None, None
+        else:
+            is_paged = isinstance(cache, PagedAttentionCache)
+            if kept_keys is not None and kept_values is not None:
+                keys, values = either(makes_keys, keys, kept_keys), either(makes_keys, values, kept_values)
+            elif cache is not None and not is_paged:  # one that knows which rows make keys
+                keys, values = cache.update(keys, values, slot)
+            for_later_loops = keys, values
+            if is_paged and KERNELS_FILL_PAGES:
+                kwargs["cache"] = cache
+            elif is_paged:  # also of kept ones, for what it tells the kernel
+                keys, values = cache.update(keys, values, slot, kwargs=kwargs)
+            output, weights = self.attend(site, queries, keys, values, attention_mask, kwargs)
+        output = self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop_set)
+        return output, weights, *for_later_loops
+
+    def attend(self, site, queries, keys, values, mask, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[rows, length, heads, head_dim], and weights where there are some."""
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
         if is_plain and not has_hooks(site) and not (self.training and site.attention_dropout):
-            output = attend_on_cpu(queries, keys, values, attention_mask, scaling)
+            output = attend_on_cpu(queries, keys, values, mask, site.scaling)
             if output is not None:
-                output = output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)
-                return self.project("o_proj", output, loop), None, *for_later_loops
+                return output.transpose(1, 2), None
         if queries.dtype != values.dtype:  # flash attention would look for a layer with weights in the site
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-        output, weights = site(queries, keys, values, attention_mask, **kwargs)
-        output = self.project("o_proj", output.reshape(*hidden_states.shape[:-1], -1), loop)
-        return output, weights, *for_later_loops
+        return site(queries, keys, values, mask, **kwargs)
 
 
 def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Tensor) -> torch.Tensor:
@@ -294,7 +301,8 @@ def either(makes: bool | torch.Tensor, new: torch.Tensor | None, kept: torch.Ten
 class LoopedMLP(LoopedLayer):
     """down(scale * act(gate x) * up x), or down(scale * act(up x)) without a gate."""
 
-    gated_activation: Callable | None = None  # of others: gate x and up x to act(gate x) * up x
+    # a fused kernel that recipes/engine/kernels.py may set: (gate x, up x) -> act(gate x) * up x
+    gated_activation: Callable | None = None
 
     def __init__(self, config, sizes):
         super().__init__()
@@ -307,13 +315,13 @@ class LoopedMLP(LoopedLayer):
         self.down_proj = linear(inner, width, "output", bias, width)
         self.add_deltas(sizes)
 
-    def forward(self, x, loop: int | torch.Tensor | None = None):
+    def forward(self, x, loop_set: int | torch.Tensor | None = None):
         if self.gate_proj is None:
-            x = self.activation(self.project("up_proj", x, loop))
+            x = self.activation(self.project("up_proj", x, loop_set))
         else:
-            gate, up = self.project("gate_proj", x, loop), self.project("up_proj", x, loop)
+            gate, up = self.project("gate_proj", x, loop_set), self.project("up_proj", x, loop_set)
             x = self.activation(gate) * up if self.gated_activation is None else self.gated_activation(gate, up)
-        return self.project("down_proj", x if self.scale == 1 else x * self.scale, loop)
+        return self.project("down_proj", x if self.scale == 1 else x * self.scale, loop_set)
 
 
 class Modulation(nn.Module):
@@ -330,7 +338,7 @@ class Modulation(nn.Module):
 
 
 class LoopedBlock(GradientCheckpointingLayer):
-    """Attention and MLP around the residual stream, in one of four arrangements (eps is the residual scale):
+    """Attention and MLP around the residual stream, in one of four arrangements (eps is the residual factor):
 
     pre                 x += eps * f(norm_in x)
     post                x += eps * norm_out(f(x))
@@ -361,46 +369,44 @@ class LoopedBlock(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        residual_scale: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
+        residual_factor: float | torch.Tensor = 1.0,  # a tensor [rows, 1, 1] where rows run to different depths
         query_states: torch.Tensor | None = None,  # where queries come from, if not from the stream
         value_embedding: torch.Tensor | None = None,
         time: torch.Tensor | None = None,  # embedding of where the loops are, [rows or 1, 1, hidden]
-        loop: int | torch.Tensor | None = None,
+        loop_set: int | torch.Tensor | None = None,
         kept_keys: torch.Tensor | None = None,
         kept_values: torch.Tensor | None = None,
         keeps_keys: bool = False,  # the pass does, for later loops
         **kwargs,  # tensors that want gradients come before: reentrant checkpointing sees positional ones only
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        gates = scales = (None, None)
-        if self.modulation is not None:
-            *gates, scale_of_attention, scale_of_mlp = self.modulation(time)
-            scales = scale_of_attention, scale_of_mlp
-        keys_from = self.entering("input_layernorm", hidden_states, loop, scales[0])
+        factors = [None] * 4 if self.modulation is None else self.modulation(time)
+        attention_gate, mlp_gate, attention_scale, mlp_scale = factors
+        keys_from = self.entering("input_layernorm", hidden_states, loop_set, attention_scale)
         queries_from = keys_from
         if query_states is not None:
-            queries_from = self.entering("input_layernorm", query_states, loop, scales[0])
+            queries_from = self.entering("input_layernorm", query_states, loop_set, attention_scale)
         kept = {"kept_keys": kept_keys, "kept_values": kept_values}
         branch, _, *attended = self.self_attn(
-            keys_from, queries_from, value_embedding=value_embedding, loop=loop, **kept, **kwargs
+            keys_from, queries_from, value_embedding=value_embedding, loop_set=loop_set, **kept, **kwargs
         )
-        hidden_states = self.join(hidden_states, branch, residual_scale, "attention", loop, gates[0])
-        branch = self.mlp(self.entering("post_attention_layernorm", hidden_states, loop, scales[1]), loop)
-        hidden_states = self.join(hidden_states, branch, residual_scale, "mlp", loop, gates[1])
+        hidden_states = self.join(hidden_states, branch, residual_factor, "attention", loop_set, attention_gate)
+        branch = self.mlp(self.entering("post_attention_layernorm", hidden_states, loop_set, mlp_scale), loop_set)
+        hidden_states = self.join(hidden_states, branch, residual_factor, "mlp", loop_set, mlp_gate)
         return (hidden_states, *attended) if keeps_keys else hidden_states
 
-    def entering(self, norm: str, stream, loop, scale):
+    def entering(self, norm: str, stream, loop_set, scale):
         """What a branch reads."""
-        return scaled(getattr(self, norm)(stream, loop) if self.norms_input else stream, scale)
+        return scaled(getattr(self, norm)(stream, loop_set) if self.norms_input else stream, scale)
 
-    def join(self, stream, branch, scale, part, loop, gate):
+    def join(self, stream, branch, scale, part, loop_set, gate):
         if self.arrangement in ("post", "branch_sandwich"):
-            branch = getattr(self, f"{part}_output_norm")(branch, loop)
+            branch = getattr(self, f"{part}_output_norm")(branch, loop_set)
         branch = scaled(branch, gate)
         if self.training and self.dropout_on in ("both", part):
             branch = self.dropout(branch)
         stream = stream + (branch if isinstance(scale, float) and scale == 1.0 else branch * scale)
         if self.arrangement == "residual_sandwich":
-            stream = getattr(self, f"{part}_output_norm")(stream, loop)
+            stream = getattr(self, f"{part}_output_norm")(stream, loop_set)
         return stream
 
 

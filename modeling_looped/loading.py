@@ -7,11 +7,11 @@ from typing import Any
 
 from .borrowed import found
 from .depth_options import DEPTH_FIELDS
-from .names import UnknownNameError
+from .foreign_names import UnknownNameError
 
 
-# What reads layouts that are not ours ("public", "dense"): filled by formats/ where the package is installed. The code
-# beside a saved model does without.
+# Readers of layouts that are not ours: "public" and "dense" open models, "config" reads config.json. formats/ fills
+# this; the code beside a saved model does without.
 OPENERS: dict[str, Callable] = {}
 STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 

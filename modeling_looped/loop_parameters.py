@@ -1,8 +1,8 @@
 """Parameters that each loop has for itself, beside the weights that all loops share.
 
 They are stacked, [sets, ...]: the t-th set is that of loop t, and all deeper loops take the last. So one parameter has
-a gradient at any depth, and rows at loops of their own read theirs by one lookup. `loop` is the set to take: an int
-where all rows take the same, else a tensor [rows].
+a gradient at any depth, and rows at loops of their own read theirs by one lookup. `loop_set` is the one to take: an
+int where all rows take the same, else a tensor [rows].
 """
 
 import torch
@@ -37,9 +37,9 @@ class LoopDelta(nn.Module):
         if self.bias is not None:
             init.zeros_(self.bias)
 
-    def forward(self, x: torch.Tensor, loop: int | torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, loop_set: int | torch.Tensor) -> torch.Tensor:
         """x: [rows, length, in]."""
-        a, b, bias = self.a[loop], self.b[loop], None if self.bias is None else self.bias[loop]
+        a, b, bias = self.a[loop_set], self.b[loop_set], None if self.bias is None else self.bias[loop_set]
         if a.ndim == 2:
             return F.linear(F.linear(x, a), b, bias)
         y = x @ a.mT @ b.mT

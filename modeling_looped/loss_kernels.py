@@ -2,7 +2,8 @@
 
 A model takes one with `model.loss_kernel = LOSS_KERNELS[name]`: a function of hidden states [tokens, hidden], the
 head's weight, labels [tokens] and the softcap of the logits, to losses [tokens]. Without one, cross_entropy.py takes a
-chunk of tokens after the other. Each of these reads how many labels there are, for which a GPU is waited for.
+chunk of tokens after the other. Each of these reads how many labels there are, for which the host waits
+for a GPU.
 """
 
 import torch

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from .cross_entropy import IGNORE_INDEX, Head, at_least_fp32, is_traced, weighted_cross_entropy
-from .depth import deepest, depth_per_row, depth_tensor, placed
+from .cross_entropy import IGNORE_INDEX, Head, is_traced, weighted_cross_entropy
+from .depth import deepest, depth_per_row, depth_tensor
 from .losses_of_states import LoopStates, loss_of_states
+from .tensors import at_least_fp32, on_device
 
 
 GATE_SHARPNESS, GATE_THRESHOLD = 50.0, 0.005  # Ouro, stage II
@@ -92,7 +93,7 @@ def loop_loss(
         active = active_loops(targets, deepest(depths), only_last_third)
         compared = None
         if (only_last_third or not isinstance(depths, int)) and not is_traced():
-            compared = [placed(part, device) for part in compared_tokens(depths, shape, targets, only_last_third)]
+            compared = [on_device(part, device) for part in compared_tokens(depths, shape, targets, only_last_third)]
         weights = WEIGHTS[objective](targets, active, log_p)
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and objective != "gate"):
@@ -118,10 +119,10 @@ def targets_of(labels: Labels, depths: int | list[int], device: torch.device, dt
     if is_traced():  # no shapes that depend on data: unlabelled positions stay, with weight 0
         positions, labelled = torch.arange(len(flat), device=device), (flat != IGNORE_INDEX).to(dtype)
     else:
-        if on_host is None:  # a GPU is waited for
+        if on_host is None:  # this makes the host wait for the GPU
             positions = (flat != IGNORE_INDEX).nonzero()[:, 0]
         else:
-            positions = placed(on_host, device)
+            positions = on_device(on_host, device)
         labelled = torch.ones(len(positions), device=device, dtype=dtype)
     depth = depth_tensor(depths, len(labels.tokens), device)[:, None].expand(labels.tokens.shape).flatten()[positions]
     return Targets(positions, on_host, flat[positions], labelled, depth)
@@ -140,7 +141,7 @@ def loop_numbers(count: int, targets: Targets) -> torch.Tensor:
 
 
 def weights_of_last(targets: Targets, active: torch.Tensor, log_p) -> torch.Tensor:
-    """The other loops are there to be looked at."""
+    """w = 1 at a row's last loop. Other loops are compared only because their losses were asked for."""
     return (loop_numbers(len(active), targets) == targets.depth - 1) * targets.labelled
 
 

@@ -45,18 +45,18 @@ from .checks import (
     why_no_cache,
 )
 from .clients import (
-    check_for_engine,
     refuse_adapters_of_rows,
     register_with_peft,
     register_with_trainer,
     warn_of_another_loss,
 )
+from .compiled_blocks import can_have_regions
 from .configuration_looped import READOUTS, LoopedConfig
 from .context import PassContext
 from .cpu import project
-from .cross_entropy import at_least_fp32
 from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
+from .foreign_names import check_arguments
 from .initialization import init_module
 from .injection import INJECTIONS, LoopChangeGate
 from .layers import (
@@ -73,12 +73,12 @@ from .layers import (
 from .loading import StrictLoadingMixin
 from .loop_embedding import LOOP_EMBEDDINGS
 from .loop_parameters import select_set
-from .names import check_arguments
 from .norms import block_norm
 from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
-from .regions import can_have_regions
 from .samplers import truncated_normal_
+from .serving_engines import check_for_engine
+from .tensors import at_least_fp32
 
 
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
@@ -201,7 +201,8 @@ class LoopedModel(LoopedPreTrainedModel):
         alpha_readout = AlphaReadout(config) if "alpha" in READOUTS[config.readout_norm] else None
         self.alpha_readout: AlphaReadout = alpha_readout  # pyrefly: ignore[bad-assignment]
         if config._attn_implementation == "sglang" and config.exit_gate != "none":
-            self.exit_gate = linear(config.state_size, 1, "gate", bias=True)  # it wants a place for every tensor
+            # SGLang builds the trunk alone and refuses a tensor that has no module
+            self.exit_gate = linear(config.state_size, 1, "gate", bias=True)
         self.gradient_checkpointing = False
         self.checkpoints_loops = False  # keep the state of every loop alone, and compute again what is between
         self.post_init()
@@ -260,8 +261,15 @@ class LoopedModel(LoopedPreTrainedModel):
         output_loop_hidden_states, output_loop_readout_states: return the states of every loop.
         has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
         """
-        check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__, torch.compiler.is_compiling())
-        cache, use_cache = self._cache_of_pass(one_cache(cache, past_key_values), use_cache, has_loss)
+        check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__)
+        cache = one_cache(cache, past_key_values)
+        is_training_pass = self.training and torch.is_grad_enabled()
+        if is_training_pass and not has_loss:
+            warn_of_another_loss(self.config)
+        if is_training_pass and self.computes_again:  # blocks that run a second time would fill a cache twice
+            check_computes_again(self.config, self.checkpoints_loops)
+            leave_out_cache(cache)
+            cache, use_cache = None, False
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
         depths = self.config.num_loops if num_loops is None else num_loops
         plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)
@@ -284,11 +292,11 @@ class LoopedModel(LoopedPreTrainedModel):
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
         if exit_watch is None:
-            final, ticks = self.loop(embedded, state, plan, every_loop, context)
+            final, states = self.loop(embedded, state, plan, every_loop, context)
         else:
-            final, ticks = self.loop_with_exits(embedded, state, plan, context, exit_watch), []
+            final, states = self.loop_with_exits(embedded, state, plan, context, exit_watch), []
 
-        loop_readout_states = self.run_coda_after_all(ticks, plan, context) if output_loop_readout_states else None
+        loop_readout_states = self.run_coda_after_all(states, plan, context) if output_loop_readout_states else None
         if loop_readout_states is None:
             final = plan.unsort(self.run_coda(final, context))
         else:
@@ -297,23 +305,11 @@ class LoopedModel(LoopedPreTrainedModel):
             context.cache.finish()
         return LoopedModelOutputWithPast(
             last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
-            loop_hidden_states=plan.spread(ticks) if output_loop_hidden_states else None,
+            loop_hidden_states=plan.spread(states) if output_loop_hidden_states else None,
             loop_readout_states=loop_readout_states,
             first_state=plan.unsort(state) if output_loop_hidden_states else None,
             **named_cache(cache),
         )
-
-    def _cache_of_pass(self, cache, use_cache: bool | None, has_loss: bool) -> tuple[Cache | None, bool | None]:
-        """Which cache this pass goes on with, and whether it makes one; a pass that computes again goes without."""
-        if not (self.training and torch.is_grad_enabled()):
-            return cache, use_cache
-        if not has_loss:
-            warn_of_another_loss(self.config)
-        if not self.computes_again:
-            return cache, use_cache
-        check_computes_again(self.config, self.checkpoints_loops)
-        leave_out_cache(cache)
-        return None, False
 
     def _enter(
         self,
@@ -328,8 +324,8 @@ class LoopedModel(LoopedPreTrainedModel):
     ) -> tuple[torch.Tensor, PassContext, Cache | None]:
         """The input of the first layer, what all blocks of this pass read beside it, and its cache."""
         has_regions = can_have_regions(cache, attention_mask, position_ids) and not is_recorded(self.config, options)
-        # positions that are made here restart nowhere; looking for documents makes the host wait for a GPU, and a
-        # compiler would make a mask of every pass
+        # transformers finds packed documents by comparing positions on the device. Positions made here never restart,
+        # so it is given only those of the caller
         of_documents = position_ids
         if position_ids is None:
             position_ids = self._positions(inputs_embeds, attention_mask, cache)
@@ -393,7 +389,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
-        running, finished, ticks = state[: plan.ticks[0].rows], [], []
+        running, finished, states = state[: plan.ticks[0].rows], [], []
         for tick in plan.ticks:
             # outside of no_grad, whose views torch's FLOP counter refuses
             embedded_rows, context_of_rows = embedded[: tick.rows], context.of_first_rows(tick.rows)
@@ -402,18 +398,18 @@ class LoopedModel(LoopedPreTrainedModel):
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
                 if self.gradient_checkpointing and not running.requires_grad and torch.is_grad_enabled():
                     running = running.detach().requires_grad_()  # or reentrant checkpoints have no gradient
-                inputs = running, embedded_rows, tick.loop, plan.depths_of(tick), context_of_rows
+                inputs = running, embedded_rows, tick.loop, tick.depth, context_of_rows
                 if self.checkpoints_loops and self.training and torch.is_grad_enabled():
                     x = checkpoint(self.core_pass, *inputs, use_reentrant=False)
                 else:
                     x = self.core_pass(*inputs)
                 if every_loop:
-                    ticks.append(x)
+                    states.append(x)
                 if tick.next_rows < tick.rows:
                     finished.append(x[tick.next_rows :])
                 if tick.next_rows:
                     running = self.to_next_loop(x[: tick.next_rows])
-        return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), ticks
+        return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), states
 
     def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):
         """H of every token at its exit; rows that `watch` sends away cost nothing from there on."""
@@ -430,12 +426,12 @@ class LoopedModel(LoopedPreTrainedModel):
     def core_pass(self, state, embedded, loop: int | list[int], depth: int | list[int], context: PassContext):
         """One loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the loops of the run that it is part of. Each
         is one int for all rows, or one per row."""
-        # rows at loops of their own have no cache, or one that knows these
+        # where each row has its own loop (a list) there is no cache, or a view that knows the loop of each row
         slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
         device, sets = embedded.device, self.num_loop_sets
         first = one_or_rows(lambda t: t == 0, loop, device, 3) if self.looks_at_first else False
         scale = one_or_rows(self._residual_factor, depth, device, 3, embedded.dtype)
-        own = None if sets is None else select_set(loop, sets, device)
+        loop_set = None if sets is None else select_set(loop, sets, device)
         makes_keys = one_or_rows(self.config.makes_keys, loop, device, 4) if self.config.shares_keys else True
         x, time = self.injection(state, embedded), None
         if self.loop_embedding is not None:
@@ -443,7 +439,7 @@ class LoopedModel(LoopedPreTrainedModel):
             x = x if self.config.loop_embedding == "modulation" else x + time
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, slots_before, queries, time, own, makes_keys)
+            x = context.run(block, x, scale, slots_before, queries, time, loop_set, makes_keys)
         x = x if self.change_gate is None else self.change_gate(state, x, first)
         return x if self.state_alone is None else self.state_alone(x)
 
@@ -477,10 +473,10 @@ class LoopedModel(LoopedPreTrainedModel):
             state = context.of_first_rows(state.shape[0]).run(block, state, scale)
         return state
 
-    def run_coda_after_all(self, ticks: list, plan: DepthPlan, context: PassContext):
+    def run_coda_after_all(self, states: list, plan: DepthPlan, context: PassContext):
         """What the readout norm reads after every loop. Only the last run is recorded."""
-        shallower = [unrecorded(self.run_coda, state, context) for state in ticks[:-1]]
-        return plan.spread([*shallower, self.run_coda(ticks[-1], context)])
+        shallower = [unrecorded(self.run_coda, state, context) for state in states[:-1]]
+        return plan.spread([*shallower, self.run_coda(states[-1], context)])
 
     def readout(self, x, depth: int | list[int] | torch.Tensor):
         """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""

@@ -18,7 +18,8 @@ class LoopedNorm(nn.Module):
     what is multiplied ("after_weight", "before_weight"). num_sets: of weights, where loops have their own.
     """
 
-    kernel: Callable | None = None  # of others: x, weight and eps to the normed x
+    # a fused kernel that recipes/engine/kernels.py may set: (x, weight, eps) -> normed x
+    kernel: Callable | None = None
 
     def __init__(
         self,
@@ -41,8 +42,8 @@ class LoopedNorm(nn.Module):
         if self.weight is not None:
             init.constant_(self.weight, 1.0 - self.offset)
 
-    def forward(self, x, loop=None):
-        factor = self.factor(x.dtype, loop)
+    def forward(self, x, loop_set=None):
+        factor = self.factor(x.dtype, loop_set)
         if self.kernel is not None:
             return self.kernel(x, factor, self.eps)
         wide = x if factor is None or self.rounds_first else x.to(factor.dtype)
@@ -52,11 +53,11 @@ class LoopedNorm(nn.Module):
             factor = factor.view(-1, *[1] * (x.ndim - 2), *self.size)
         return (F.rms_norm(wide, self.size, None, self.eps) * factor.to(wide.dtype)).to(x.dtype)
 
-    def factor(self, dtype: torch.dtype, loop=None) -> torch.Tensor | None:
+    def factor(self, dtype: torch.dtype, loop_set=None) -> torch.Tensor | None:
         """What is multiplied by, weight + offset, in at least fp32 where that is not the weight alone."""
         if self.weight is None:
             return None
-        weight = self.weight[loop] if self.is_by_loop else self.weight
+        weight = self.weight[loop_set] if self.is_by_loop else self.weight
         weight = weight.to(dtype if self.is_plain else torch.promote_types(dtype, torch.float32))
         return weight + self.offset if self.offset else weight
 

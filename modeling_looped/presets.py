@@ -158,24 +158,6 @@ PRESETS = {
     "readout_1b4_raw": {**_OURO, "loop_loss": "exit_weighted_logits", "readout_norm": "final_raw"},
 }
 
-# trained models of these systems and of others, which from_pretrained opens
-PUBLIC_REPOSITORIES = {
-    "nanbeige": ("Nanbeige/Nanbeige4.2-3B",),
-    "huginn": ("tomg-group-umd/huginn-0125",),
-    "ouro": (
-        "ByteDance/Ouro-1.4B",
-        "ByteDance/Ouro-1.4B-Thinking",
-        "ByteDance/Ouro-2.6B",
-        "ByteDance/Ouro-2.6B-Thinking",
-    ),
-    "parcae": (
-        "SandyResearch/parcae-140m",
-        "SandyResearch/parcae-370m",
-        "SandyResearch/parcae-770m",
-        "SandyResearch/parcae-1.3b",
-    ),
-}
-
 
 def preset_fields(name: str, overrides: dict) -> dict:
     """The fields of preset `name` with `overrides`; functions of other fields are resolved in the order written."""

@@ -9,12 +9,12 @@ from collections import deque
 from typing import NamedTuple
 
 
-SURE = 3.0  # logits between the two best tokens, from which on nothing is proposed a second time
+SURE = 3.0  # lead of the best token over the second, in logits, from which on a token proposes only once
 FEWEST_RECORDS = 8
 FEWEST_PLAIN = 2  # tokens of each row
 MOST_RECORDS = 32
-# of the time of tokens one by one, that a plan may take at most: rows in step take less than the line says, and a
-# batch is done when its slowest row is
+# a plan must take at most this part of the time without drafts. Not 1, because rows in step are faster than the fitted
+# line says, and a batch ends with its slowest row
 WORTHWHILE = 0.8
 GROWTH = 1.002  # of the least seconds of passes of one size, per pass: they take longer as the text grows
 
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     ahead: int
 
 
-class Reading(NamedTuple):
+class ProbeReading(NamedTuple):
     """What a token said after some loop: whether full depth agreed, and whether it was sure."""
 
     is_right: bool
@@ -77,8 +77,16 @@ class Planner:
         self.num_loops, self.first, self.most_ahead, self.readout_cost = num_loops, first, most_ahead, readout_cost
         self.seconds = PassSeconds()
         self.plain = (0.0, 0)  # seconds in which rows in step said tokens, and how many
-        self.records: deque[list[Reading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
+        self.records: deque[list[ProbeReading]] = deque(maxlen=MOST_RECORDS)  # of a token after 1, 2, ... loops
         self.plan: Plan | None = Plan(first or max(1, num_loops // 4), None, most_ahead)
+
+    def add_passes(self, count: int, work: int, seconds: float, emitted: int):
+        """`count` passes over so much work took so long. Several at once are those of rows in step, which then said so
+        many tokens."""
+        self.seconds.add(work, seconds / count)
+        if count > 1:
+            spent, tokens = self.plain
+            self.plain = spent + seconds, tokens + emitted
 
     def choose_plan(self, rows: int):
         if len(self.records) >= FEWEST_RECORDS:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .depth import one_or_rows, placed
+from .depth import one_or_rows
 from .norms import LoopedNorm, block_norm
+from .tensors import on_device
 
 
 def readout_norm(config) -> nn.Module | None:
@@ -57,7 +58,7 @@ class AlphaReadout(nn.Module):
         """The entries of `values` [count] for loop `depth`, to broadcast over [rows, length, hidden]."""
         if isinstance(depth, int):
             return values[min(depth, self.count) - 1]
-        depths = depth if torch.is_tensor(depth) else placed(depth, values.device)[:, None]
+        depths = depth if torch.is_tensor(depth) else on_device(depth, values.device)[:, None]
         return values[depths.clamp(max=self.count) - 1].unsqueeze(-1)
 
 

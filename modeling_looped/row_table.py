@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from .depth import placed
 from .exit_criteria import INITIAL
+from .tensors import on_device
 
 
 # by name: the value of a token that begins
@@ -37,7 +37,7 @@ class RowTable(dict):
         held = {name: self[name] for name in names if name in self}
         if not held or len(rows) == self.num_rows:
             return held
-        index = placed(rows, next(iter(held.values())).device)
+        index = on_device(rows, next(iter(held.values())).device)
         return {name: tensor[index] for name, tensor in held.items()}
 
     def put(self, rows: list[int], tensors: Mapping[str, torch.Tensor | None]):
@@ -45,7 +45,7 @@ class RowTable(dict):
         if not given or len(rows) == self.num_rows:
             self.update(given)
             return
-        index = placed(rows, next(iter(given.values())).device)
+        index = on_device(rows, next(iter(given.values())).device)
         for name, values in given.items():
             if name not in self:
                 self[name] = values.new_full((self.num_rows, *values.shape[1:]), AT_FIRST.get(name, 0))
@@ -54,7 +54,7 @@ class RowTable(dict):
     def forget(self, rows: list[int]):
         """What criteria remember of them, and where they have passed a check."""
         for name in self.keys() & AT_FIRST.keys():
-            self[name] = self[name].index_fill(0, placed(rows, self[name].device), AT_FIRST[name])
+            self[name] = self[name].index_fill(0, on_device(rows, self[name].device), AT_FIRST[name])
 
     def go_back(self, before: dict[str, torch.Tensor], but_for: list[int]):
         """To what it held, but for some rows."""
@@ -62,8 +62,3 @@ class RowTable(dict):
         self.clear()
         self.update(before)
         self.put(but_for, kept)
-
-
-def some(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
-    """These, in ascending order, of all rows of a tensor."""
-    return tensor if len(rows) == len(tensor) else tensor[placed(rows, tensor.device)]

@@ -1,7 +1,7 @@
 """What the blocks see of a cache during a pass over rows that stand at different tokens and loops.
 
-`update` is that of a cache. Where every row is at one token on a CPU, `attend` takes its place: it reads each row's
-keys and values where they lie, and makes no batch of them. Rows of several caches attend cache by cache: `JointView`.
+`update` is that of a cache: it copies what the tokens see into one batch. On a CPU `row_attention` takes its place
+where it can, and reads keys and values where they lie. Rows of several caches attend cache by cache: `JointView`.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .cache import LoopedCache
+from .cache import LoopedCache, index_of_loop
 from .cpu import attend_single_query, is_slow_single_query
-from .depth import placed
-from .int8_tokens import attend_to_int8, floats_of, sizes_of, steps_of
+from .int8_cache import attend_to_int8, floats_of, sizes_of, steps_of
+from .tensors import on_device
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]):
@@ -52,7 +52,7 @@ class Padding:
         is_counted = shifts == shifts[:, -1:]
         return bool((is_counted if self.mask is None else is_counted | ~self.mask).all())
 
-    def tokens(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
+    def has_token(self, rows: torch.Tensor, length: int) -> torch.Tensor | None:
         """Where these rows hold tokens, [rows, 1, length]; None without padding."""
         if self.mask is None:
             return None
@@ -78,23 +78,25 @@ def causal_mask(before: int, count: int, window: int | None) -> torch.Tensor | N
 
 
 class RowView:
-    """A pass over a token of each of `rows` of a cache, at its own loop and position. A row may bring several tokens.
+    """A pass over tokens of rows of a cache, each at its own loop and place.
 
-    loops: one number per token, counted from 0.
+    rows, loops, places: one entry for each token; a row that brings several tokens is named several times. Loops are
+    counted from 0.
     """
 
-    def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, positions: list):
-        self.cache, self.padding, self.end = cache, padding, max(positions) + 1
+    def __init__(self, cache: LoopedCache, padding: Padding, rows: list, loops: list, places: list):
+        self.cache, self.padding, self.end = cache, padding, max(places) + 1
         cache.reserve(self.end)
-        self.rows, self.positions = rows, positions
+        self.rows, self.places = rows, places
         device, num_rows = cache.buffers[0].device, len(cache.buffers[0])
-        together = rows == list(range(num_rows)) and len(set(loops)) == len(set(positions)) == 1
-        self.position = positions[0] if together else None  # of all rows at once: slices, nothing is copied
+        all_at_one_loop = rows == list(range(num_rows)) and len(set(loops)) == 1
+        together = all_at_one_loop and len(set(places)) == 1
+        self.place = places[0] if together else None  # of all rows at once: slices, nothing is copied
         # what a row sees lies in one piece, and the kernel has no softcap
         has_softcap = cache.model_config.attention_softcap is not None
         self.can_go_by_row = device.type == "cpu" and not padding.has_holes and not has_softcap
         self.goes_by_row = self.can_go_by_row and (cache.is_int8 or not together)
-        self.in_step = rows == list(range(num_rows)) and len(set(loops)) == 1 and self.end <= 2 * min(positions)
+        self.in_step = all_at_one_loop and self.end <= 2 * min(places)
         self.go_to(loops)
         # with fewer tokens than this, a call for each is faster than reading the unused cells
         is_filled = len(set(rows)) < len(rows) and 3 * len(rows) >= 2 * num_rows * cache.num_stored_loops
@@ -108,7 +110,7 @@ class RowView:
         # those of a loop that makes keys and values; keys of the other rows are computed too, and ignored
         self.writing = [i for i, loop in enumerate(loops) if config.makes_keys(loop)]
         self.one_loop = self.loops[0] if self.in_step else None
-        self.places, self.spans_by_kind = {}, {}
+        self.written_at, self.spans_by_kind = {}, {}
         # where tokens are in the grid of rows and loops, and places
         self.cells: tuple[torch.Tensor, ...] | None = None
 
@@ -119,7 +121,7 @@ class RowView:
             return None
         if self.in_grid:
             return self.attend_in_grid
-        return self.attend if self.position is None else self.attend_by_itself
+        return self.attend if self.place is None else self.attend_by_itself
 
     def update(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int, *args, **kwargs):
         """What the tokens see: [rows, heads, tokens so far, head_dim] each. slot: of the layer in the first loop.
@@ -129,14 +131,14 @@ class RowView:
     def seen(self, keys: torch.Tensor | None, values: torch.Tensor | None, slot: int) -> torch.Tensor:
         """The same as it is stored, [rows, heads, 2, tokens so far, width]."""
         buffer = self.cache.buffers[slot]
-        if self.position is not None:
-            of_loop = buffer[:, self.loops[0] % buffer.shape[1]]
+        if self.place is not None:
+            of_loop = buffer[:, index_of_loop(self.loops[0], buffer.shape[1])]
             if keys is not None and values is not None and self.writing:
-                of_loop[..., self.position : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
+                of_loop[..., self.place : self.end, :] = self.cache.as_stored(torch.stack([keys, values], dim=2))
             return of_loop[..., : self.end, :]
         self.write(buffer, keys, values)
         seen = buffer.new_empty(len(self.rows), *buffer.shape[2:4], self.end, buffer.shape[-1])
-        of_loops = (buffer[row, loop % buffer.shape[1]] for row, loop in zip(self.rows, self.loops))
+        of_loops = (buffer[row, index_of_loop(loop, buffer.shape[1])] for row, loop in zip(self.rows, self.loops))
         copy_all = getattr(torch, "_foreach_copy_", copy_each)
         copy_all(list(seen), [of_loop[:, :, : self.end] for of_loop in of_loops])
         return seen
@@ -149,11 +151,11 @@ class RowView:
         all rows in one call, those without a token too, so that keys and values are read where they lie."""
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         if self.one_loop is not None:
-            buffer = buffer[:, self.one_loop % buffer.shape[1]].unsqueeze(1)
+            buffer = buffer[:, index_of_loop(self.one_loop, buffer.shape[1])].unsqueeze(1)
         num_rows, num_loops = buffer.shape[:2]
         if self.cells is None:  # the same in all layers of the core
-            cells = [row * num_loops + loop % num_loops for row, loop in zip(self.rows, self.loops)]
-            self.cells = torch.tensor([cells, self.positions]).unbind()
+            cells = [row * num_loops + index_of_loop(loop, num_loops) for row, loop in zip(self.rows, self.loops)]
+            self.cells = torch.tensor([cells, self.places]).unbind()
         cells, places = self.cells
         if window not in self.masks_by_window:
             ends = places.new_full((num_rows * num_loops,), self.end - 1).index_copy_(0, cells, places)
@@ -191,10 +193,10 @@ class RowView:
         if keys is None or values is None or not self.writing:
             return
         loops_stored = buffer.shape[1]
-        if loops_stored not in self.places:  # the same in all layers of a section
-            places = [(self.rows[i], self.loops[i] % loops_stored, self.positions[i]) for i in self.writing]
-            self.places[loops_stored] = placed(places, buffer.device).unbind(1)
-        rows, loops, places = self.places[loops_stored]
+        if loops_stored not in self.written_at:  # the same in all layers of a section
+            cells = [(self.rows[i], index_of_loop(self.loops[i], loops_stored), self.places[i]) for i in self.writing]
+            self.written_at[loops_stored] = on_device(cells, buffer.device).unbind(1)
+        rows, loops, places = self.written_at[loops_stored]
         buffer[rows, loops, :, :, places] = self.stored(keys, values)
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -210,14 +212,14 @@ class RowView:
             of_row, of_loop, of_head, of_part, of_token, _ = buffer.stride()
             spans = self.spans_by_kind[kind] = []
             for i, count in self.runs():
-                row, loop, position = self.rows[i], self.loops[i], self.positions[i]
+                row, loop, place = self.rows[i], self.loops[i], self.places[i]
                 start = self.padding.starts[row]
                 if window is not None:
-                    start = max(start, position + 1 - window)
-                first, end = row * of_row + loop % buffer.shape[1] * of_loop, position + count
+                    start = max(start, place + 1 - window)
+                first, end = row * of_row + index_of_loop(loop, buffer.shape[1]) * of_loop, place + count
                 shape, strides = (1, heads, 2, end - start, head_dim), (of_row, of_head, of_part, of_token, 1)
-                own = (count, heads, 2, head_dim), (of_token, of_head, of_part, 1), first + position * of_token
-                mask = None if count == 1 else causal_mask(position - start, count, window)
+                own = (count, heads, 2, head_dim), (of_token, of_head, of_part, 1), first + place * of_token
+                mask = None if count == 1 else causal_mask(place - start, count, window)
                 spans.append(Span(count, (shape, strides, first + start * of_token), own, mask))
         return self.spans_by_kind[kind]
 
@@ -233,14 +235,14 @@ class RowView:
         """Tokens that follow each other in one row and loop can attend together: the first, and how many."""
         runs: list[tuple[int, int]] = []
         before, writing = None, set(self.writing)
-        for i, (row, loop, position) in enumerate(zip(self.rows, self.loops, self.positions)):
+        for i, (row, loop, place) in enumerate(zip(self.rows, self.loops, self.places)):
             # where loops read the keys of an earlier one, of tokens at one stored loop some may write and some not
             kind = row, loop, i in writing
-            if before == (*kind, position - 1) and not self.cache.is_int8:  # of which one token is read at a time
+            if before == (*kind, place - 1) and not self.cache.is_int8:  # of which one token is read at a time
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
                 runs.append((i, 1))
-            before = *kind, position
+            before = *kind, place
         return runs
 
     def masks(self, as_bias: torch.dtype | None = None) -> dict[str, torch.Tensor | None]:
@@ -260,11 +262,11 @@ class RowView:
         return masks
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        sees_all = self.position is not None and (window is None or self.end <= window)
+        sees_all = self.place is not None and (window is None or self.end <= window)
         if sees_all and self.padding.mask is None:
             return None
         device = self.cache.buffers[0].device
-        rows, places = placed([self.rows, self.positions], device).unbind(0)
+        rows, places = on_device([self.rows, self.places], device).unbind(0)
         return self.mask_at(rows, places, window)
 
     def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -273,8 +275,8 @@ class RowView:
         mask = seen <= places
         if window is not None:
             mask &= seen > places - window
-        if (tokens := self.padding.tokens(rows, self.end)) is not None:
-            mask &= tokens
+        if (has_token := self.padding.has_token(rows, self.end)) is not None:
+            mask &= has_token
         return mask[:, None]
 
 

@@ -128,7 +128,7 @@ RAMPS = {"linear": lambda progress: progress, "sqrt": lambda progress: 1 - math.
 
 def truncated_normal_(tensor: torch.Tensor, std: float, generator: torch.Generator | None) -> torch.Tensor:
     """Normal, cut at three standard deviations: the inverse of its distribution, of uniform numbers. torch's own draws
-    again what lies outside, which a GPU would be waited for in every step."""
+    again what lies outside, for which the host would wait for a GPU in every step."""
     most = math.erf(3 / math.sqrt(2))
     tensor.uniform_(-most, most, generator=generator).erfinv_()
     return tensor.mul_(math.sqrt(2) * std).clamp_(-3 * std, 3 * std)

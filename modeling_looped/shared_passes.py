@@ -26,15 +26,16 @@ from .checks import refuse_if
 from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
-from .depth_options import from_tensor
-from .engine import PassesOfOthers, is_paged
-from .paged_rows import Pages
+from .depth_options import as_python
+from .row_engine import PassesOfOthers, is_paged
+from .row_pages import Pages
 from .row_table import RowTable
 
 
 # arguments of generate_batch that belong to the continuous batching of transformers
-OF_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
-# in a pass: they fill a processor, and take little time, which rows that decode wait in each loop of a token
+ONLY_IN_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
+# tokens of prompts in one pass: enough to keep the processor busy, few enough that rows which decode beside them wait
+# little
 PROMPT_TOKENS, PROMPT_TOKENS_ON_CPU = 512, 128
 FEW_TOKENS = 32  # all loops over these take little more time than those of a token of all rows
 _current: ContextVar["SharedPasses | None"] = ContextVar("shared_passes", default=None)
@@ -85,7 +86,8 @@ class SharedPasses:
 
     @contextmanager
     def turn(self):
-        """One at a time, in the order in which they came."""
+        """One at a time. The second lock keeps whoever ends a turn from taking the next one before the thread at the
+        entrance."""
         self._take_turn()
         try:
             yield
@@ -236,13 +238,12 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
     kwargs.pop("warmup", None)  # captures graphs of theirs
-    others = [name for name in OF_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]
-    reason = f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise"
-    refuse_if(others != [], reason)
+    if others := [name for name in ONLY_IN_TRANSFORMERS if kwargs.pop(name, None) not in (None, False)]:
+        raise ValueError(f"{', '.join(others)}: leave out, since rows of different depth are batched otherwise")
     settings_of_all = {**(generation_config or model.generation_config).to_dict(), **kwargs}
     count = settings_of_all.get("num_return_sequences") or 1
     refuse_if(count > 1, f"num_return_sequences={count}: batches give one answer to each prompt, so pass it so often")
-    fields = {name: from_tensor(value) for name, value in fields.items()}
+    fields = {name: as_python(value) for name, value in fields.items()}
     lists = {name: list(value) for name, value in fields.items() if isinstance(value, (list, tuple))}
     for name, values in lists.items():
         reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"

@@ -18,9 +18,9 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
-from .depth import placed
-from .engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
-from .proposals import FEWEST_RECORDS, SURE, Planner, Reading
+from .proposals import FEWEST_RECORDS, SURE, Planner, ProbeReading
+from .row_engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
+from .tensors import on_device
 
 
 logger = logging.get_logger(__name__)
@@ -101,14 +101,12 @@ class Pipeline:
             logits = read_logits(self.tokens(reads), [self.flight[i].loops for i in reads], state[reads])[:, -1]
             self.verify(reads, logits)
             self.propose(reads, logits)
-        elif state.device.type == "cuda":  # for its time, which the plan goes by
+        elif (
+            state.device.type == "cuda"
+        ):  # nothing was read back: wait here, so that the time of this pass is measured
             torch.cuda.current_stream().synchronize()
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
-        seconds = perf_counter() - start
-        self.planner.seconds.add(work, seconds / passes)
-        if passes > 1:
-            spent, tokens = self.planner.plain
-            self.planner.plain = spent + seconds, tokens + self.verified - verified
+        self.planner.add_passes(passes, work, perf_counter() - start, self.verified - verified)
         self.held["state"] = self.trunk.to_next_loop(state)
         self.keep([i for i in everything if not self.flight[i].is_dropped])
 
@@ -131,7 +129,7 @@ class Pipeline:
         if not new:
             return
         self.entries += 1
-        ids = placed([[token.id] for token in new], self.selector.ids.device)
+        ids = on_device([[token.id] for token in new], self.selector.ids.device)
         tokens = enter([RowsOfEngine(self.engine, [token.row for token in new], [token.place for token in new])], ids)
         held = {"state": self.trunk.initial_state(tokens.embedded, None), "ids": ids, "embedded": tokens.embedded}
         if tokens.rotary is not None:
@@ -144,16 +142,16 @@ class Pipeline:
         """In the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
-            index = placed(members, held["ids"].device)
+            index = on_device(members, held["ids"].device)
             held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
         rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
-        part = RowsOfEngine(self.engine, rows, places)
-        return Tokens([part], held["ids"], held["embedded"], held.get("rotary"))
+        batch = RowsOfEngine(self.engine, rows, places)
+        return Tokens([batch], held["ids"], held["embedded"], held.get("rotary"))
 
     def keep(self, members: list[int]):
         if len(members) < len(self.flight):
             self.flight = [self.flight[i] for i in members]
-            index = placed(members, self.held["state"].device, torch.long)
+            index = on_device(members, self.held["state"].device, torch.long)
             self.held = {name: tensor[index] for name, tensor in self.held.items()}
 
     def drop(self, row: int, first: int):
@@ -215,7 +213,7 @@ class Pipeline:
             self.compared += 1
             self.accepted += token.proposal == said
         if token.is_probe:
-            self.planner.records.append([Reading(id == said, is_sure) for id, is_sure in token.readings])
+            self.planner.records.append([ProbeReading(id == said, is_sure) for id, is_sure in token.readings])
 
     def choose_plan(self):
         rows = len(self.selector.running())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from transformers.generation import logits_process, stopping_criteria
 
-from .depth import by_number, placed
+from .tensors import members_by_number, on_device
 
 
 # processors and criteria that treat every row by itself, and so may be shown some rows at a time
@@ -42,7 +42,8 @@ def first_batchwise_part(processors, criteria) -> str | None:
 
 
 def cannot_stop(criterion, length: int) -> bool:
-    """Whether it stops no sequence of this length, and has no warning to give: asked, it makes a GPU be waited for."""
+    """Whether it surely stops no sequence of this length and has no warning to give. Asking it would make the host
+    wait for a GPU."""
     if type(criterion) is not stopping_criteria.MaxLengthCriteria:
         return False
     known = criterion.max_position_embeddings
@@ -60,7 +61,7 @@ class TokenSelector:
         seed = getattr(config, "_seed", None)  # of this call alone, as a server's requests have one
         self.generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed)
         self.batchwise_part = first_batchwise_part(processors, criteria)
-        self.in_step = self.batchwise_part is not None  # rows get their tokens at the same time
+        self.waits_for_all = self.batchwise_part is not None  # rows get their tokens at the same time
         self.num_rows, self.prompt_length = input_ids.shape
         # transformers 5.23: the penalty leaves out the padding of each row
         self.knows_rows = any(torch.is_tensor(getattr(each, "prompt_ignore_length", None)) for each in processors)
@@ -81,7 +82,7 @@ class TokenSelector:
 
     def last_tokens(self, rows: list[int]) -> torch.Tensor:
         """[rows, 1]"""
-        return placed([[self.last[row]] for row in rows], self.ids.device)
+        return on_device([[self.last[row]] for row in rows], self.ids.device)
 
     def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
         """The next token of `rows`, from logits [rows, vocabulary]; those that have got theirs.
@@ -89,7 +90,7 @@ class TokenSelector:
         loops: that it took. noise: see `choose`.
         """
         logits = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
-        if self.in_step:
+        if self.waits_for_all:
             self.waiting |= {row: (of_row, taken) for row, of_row, taken in zip(rows, logits, loops)}
             if self.running():
                 return []
@@ -130,7 +131,7 @@ class TokenSelector:
         second best, in logits. Nothing is emitted. noise: see `choose`."""
         scores = logits.to(device=self.ids.device, dtype=torch.float32, copy=True)
         if self.processors:
-            for length, members in by_number(lengths):
+            for length, members in members_by_number(lengths):
                 scores[members] = self.process([rows[i] for i in members], length, scores[members])
         if noise is not None:
             scores = scores.log_softmax(-1) - noise.log()
@@ -154,11 +155,11 @@ class TokenSelector:
 
     def by_length(self, rows: list[int]):
         """Members of `rows` whose sequences are equally long, which can be shown to processors as one batch."""
-        return by_number([self.lengths[row] for row in rows])
+        return members_by_number([self.lengths[row] for row in rows])
 
     def index(self, rows: list[int]) -> slice | torch.Tensor:
         """Made once: a list would be converted by every tensor that it indexes."""
-        return slice(None) if rows == list(range(self.num_rows)) else placed(rows, self.ids.device)
+        return slice(None) if rows == list(range(self.num_rows)) else on_device(rows, self.ids.device)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """noise: exponential, [rows, vocabulary]. The largest p / noise is a sample of p; with the same noise,
@@ -174,10 +175,10 @@ class TokenSelector:
         """`rows` grow by a token each."""
         ends = [self.lengths[row] for row in rows]
         self.make_room(max(ends) + 1)
-        members, places, taken = placed([rows, ends, loops], self.ids.device).unbind()
+        members, places, taken = on_device([rows, ends, loops], self.ids.device).unbind()
         self.ids[members, places], self.loops[members, places] = tokens, taken
-        # in one list, since a GPU is waited for
-        found = [] if self.in_step else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
+        # in one list, since this makes the host wait for the GPU
+        found = [] if self.waits_for_all else [criterion(tokens[:, None], None) for criterion in self.token_criteria]
         said, *stopped = torch.stack([tokens, *found]).tolist()
         for row, token, end in zip(rows, said, ends):
             self.last[row], self.lengths[row] = token, end + 1
@@ -188,7 +189,7 @@ class TokenSelector:
 
     def stops(self, rows: list[int], stopped: list[bool]) -> list[bool]:
         """Which of `rows` end. stopped: those that their last token ends."""
-        if self.in_step:  # as transformers asks: of all rows, also those that have finished
+        if self.waits_for_all:  # as transformers asks: of all rows, also those that have finished
             scores = None if self.scores is None else tuple(self.scores)
             return self.criteria(self.ids[:, : self.lengths[rows[0]]], scores)[rows].tolist()
         stops = stopped or [False] * len(rows)

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modeling_looped import depth
+from modeling_looped import tensors
 
 
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")  # their size or value is asked for
@@ -22,7 +22,7 @@ def is_list(index) -> bool:
 
 class Waits:
     """Inside, `reads` counts what is read back from the device, `copies` the tensors that are made of lists there, but
-    for those by `placed`, which waits for nothing."""
+    for those by `on_device`, which waits for nothing."""
 
     def __init__(self):
         self.reads, self.copies = Counter(), Counter()
@@ -65,6 +65,6 @@ class _Calls(TorchFunctionMode):
             self.waits.reads["tolist"] += 1
         elif function in COPIES or (function in INDEXING and is_list(args[1])):
             caller = sys._getframe(1).f_code
-            if (caller.co_filename, caller.co_name) != (depth.__file__, "placed"):
+            if (caller.co_filename, caller.co_name) != (tensors.__file__, "on_device"):
                 self.waits.copies[f"{Path(caller.co_filename).stem}.{caller.co_name}"] += 1
         return function(*args, **(kwargs or {}))

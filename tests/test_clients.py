@@ -25,8 +25,8 @@ from transformers.quantizers import AutoHfQuantizer
 
 from modeling_looped import LoopedConfig, LoopedForCausalLM, depths_of_step
 from modeling_looped.checks import check_pass
-from modeling_looped.clients import check_for_engine
 from modeling_looped.depth import plan_depths
+from modeling_looped.serving_engines import check_for_engine
 from tests.helpers import Graphs, quick_and_slow, random_ids, shake, tiny_config, tiny_model, tiny_tokenizer
 
 
@@ -109,16 +109,16 @@ REFUSED_BY_ENGINES = {
 def test_what_vllm_would_pass_over_is_refused(case, monkeypatch):
     engine, fields, says = REFUSED_BY_ENGINES[case]
     config = tiny_config(num_loops=3, **fields)
-    monkeypatch.setattr("modeling_looped.clients.found", lambda *names: lambda: engine_of_vllm(**engine))
+    monkeypatch.setattr("modeling_looped.serving_engines.found", lambda *names: lambda: engine_of_vllm(**engine))
     check_for_engine(config)  # of a model that transformers runs
     config._attn_implementation_internal = "vllm"
     with pytest.raises(ValueError, match=says):
         check_for_engine(config)
     if "saved" in engine:
         own = engine_of_vllm(**engine, generation_config="vllm")
-        monkeypatch.setattr("modeling_looped.clients.found", lambda *names: lambda: own)
+        monkeypatch.setattr("modeling_looped.serving_engines.found", lambda *names: lambda: own)
         check_for_engine(config)
-        monkeypatch.setattr("modeling_looped.clients.found", lambda *names: lambda: engine_of_vllm(**engine))
+        monkeypatch.setattr("modeling_looped.serving_engines.found", lambda *names: lambda: engine_of_vllm(**engine))
         config.update({"num_loops": 3})  # as its --hf-overrides do
         check_for_engine(config)
 

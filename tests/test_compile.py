@@ -18,7 +18,7 @@ from looped_recipes.data.packing import PackedRows
 from looped_recipes.engine.compiling import blocks_of, compile_blocks
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import load_recipe
-from modeling_looped import regions
+from modeling_looped import compiled_blocks
 from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE
 
@@ -216,7 +216,7 @@ def test_static_cache_decodes_in_one_graph_per_depth(system):
         assert counts == [1, 2, 2, 2]
 
 
-@pytest.mark.skipif(not regions.LIMIT, reason="this torch cannot be told how many regions may differ")
+@pytest.mark.skipif(not compiled_blocks.LIMIT, reason="this torch cannot be told how many regions may differ")
 @quickly("ouro")
 def test_loops_and_layers_share_the_regions_of_a_graph(system):
     """Compiling then takes no longer for a deeper model. Sections of other kinds, and loops that start otherwise or

@@ -315,6 +315,20 @@ def test_a_pass_with_exits_gives_what_is_asked_for(selection):
             model(text, exit_rule=unknown)
 
 
+@pytest.mark.parametrize("of_loops", [False, True])
+def test_tokens_do_not_exit_where_a_pass_computes_again(of_loops):
+    model, text, rule = tiny_model(num_loops=LOOPS).train(), random_ids(2, 4), ExitRule("max_prob", 0.5)
+    if of_loops:
+        model.model.checkpoints_loops = True
+    else:
+        model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="exit_rule keeps in a cache .* turn it off, or call .* torch.no_grad"):
+        model(text, exit_rule=rule)
+    with torch.no_grad():
+        assert model(text, exit_rule=rule).token_loops.shape == (2, 4)
+    assert model.eval()(text, exit_rule=rule).token_loops.shape == (2, 4)
+
+
 def test_checks_behind_a_coda_need_a_cache_that_can_be_cropped():
     model, text = model_of("windows"), random_ids(1, 3)
     for length in (1, 3):

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import accelerate
 import pytest
@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from modeling_looped import LoopedForCausalLM, LoopedModel, generation
-from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion, ExitCriterion, ExitRule, Reading, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion, ExitCriterion, ExitRule, exit_rule
 from modeling_looped.row_table import AT_FIRST
 
 from .helpers import random_ids, tiny_config, tiny_model
@@ -20,6 +20,18 @@ from .naive_exits import EXITS_ABOVE, SCORES, NaiveRule, Readings
 
 LOOPS = 8
 over_criteria = pytest.mark.parametrize("name", CRITERIA)
+
+
+class Reading(NamedTuple):
+    """What there is after a loop."""
+
+    logits: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+
+
+def score_of(name: str, reading: Reading, memory: dict):
+    return CRITERIA[name].score(getattr(reading, CRITERIA[name].needs), memory)
 
 
 def random_readings(tokens: int, dtype=torch.float64) -> list[Reading]:
@@ -45,8 +57,7 @@ def scores(name: str, readings: list[Reading]) -> torch.Tensor:
     """[loops, tokens]"""
     results, memory = [], {}
     for reading in readings:
-        needed = Reading(**{CRITERIA[name].needs: getattr(reading, CRITERIA[name].needs)})  # and nothing else
-        score, memory = CRITERIA[name].score(needed, memory)
+        score, memory = score_of(name, reading, memory)
         results.append(score)
     return torch.stack(results)
 
@@ -56,8 +67,8 @@ def exit_loops(rule, readings: list[Reading]) -> list[int]:
     tokens = len(readings[0].gate)
     loops, memory = torch.zeros(tokens, dtype=torch.long), {}
     for loop, reading in enumerate(readings, start=1):
-        if rule.reads_at(loop):
-            score, memory = rule.criterion.score(reading, memory)
+        if rule.scores_at(loop):
+            score, memory = score_of(rule.name, reading, memory)
             if rule.checks_at(loop):
                 loops = torch.where((loops == 0) & rule.exits(score), loop, loops)
     return torch.where(loops == 0, len(readings), loops).tolist()
@@ -90,15 +101,15 @@ def test_closed_forms():
         "argmax_stability": 0,
     }
     for name, value in expected.items():
-        _, memory = CRITERIA[name].score(before, {})
-        score, _ = CRITERIA[name].score(now, memory)
+        _, memory = score_of(name, before, {})
+        score, _ = score_of(name, now, memory)
         assert score.item() == pytest.approx(value, abs=1e-7), name
 
     states = [Reading(state=torch.tensor(state)) for state in ([3.0, 0.0], [3.0, 4.0])]
-    _, memory = CRITERIA["latent_diff"].score(states[0], {})
-    assert CRITERIA["latent_diff"].score(states[1], memory)[0].item() == pytest.approx(4 / 5)
-    _, memory = CRITERIA["gate"].score(Reading(gate=torch.tensor(0.0)), {})
-    score, _ = CRITERIA["gate"].score(Reading(gate=torch.tensor(math.log(3))), memory)
+    _, memory = score_of("latent_diff", states[0], {})
+    assert score_of("latent_diff", states[1], memory)[0].item() == pytest.approx(4 / 5)
+    _, memory = score_of("gate", Reading(gate=torch.tensor(0.0)), {})
+    score, _ = score_of("gate", Reading(gate=torch.tensor(math.log(3))), memory)
     assert score.item() == pytest.approx(1 - 0.5 * 0.25)
 
 
@@ -130,7 +141,7 @@ def test_tokens_begin_apart(name):
             memory = {
                 part: torch.stack([kept[0], torch.full_like(kept[1], INITIAL[part])]) for part, kept in memory.items()
             }
-        score, memory = CRITERIA[name].score(reading, memory)
+        score, memory = score_of(name, reading, memory)
         alone = [Reading(*(kind[i : i + 1] for kind in reading)) for i in (0, 1) for reading in readings]
         assert score[0] == scores(name, alone[:LOOPS][: loop + 1])[-1, 0]
         later = alone[LOOPS:][start if loop >= start else 0 : loop + 1]
@@ -150,7 +161,7 @@ def test_a_gate_that_half_precision_takes_for_certain():
     """sigmoid(6.25) is 1 in bfloat16; the threshold 1 means never, also where exits are certain to any precision."""
     reading = Reading(gate=torch.tensor([6.25, 500.0], dtype=torch.bfloat16))
     assert torch.sigmoid(reading.gate)[0] == 1
-    score, _ = CRITERIA["gate"].score(reading, {})
+    score, _ = score_of("gate", reading, {})
     assert score[0].item() == pytest.approx(1 / (1 + math.exp(-6.25)), rel=1e-12) and score[0] < 1
     assert not ExitRule("gate", 1.0).exits(score).any()
     assert ExitRule("gate", 0.999).exits(score).tolist() == [False, True]
@@ -207,7 +218,7 @@ def test_always_and_never(name):
 )
 def test_loops_that_a_rule_reads(rule, reads, checks):
     """No more than it needs: a reading of logits costs as much as several layers."""
-    assert [loop for loop in range(1, LOOPS + 1) if rule.reads_at(loop)] == reads
+    assert [loop for loop in range(1, LOOPS + 1) if rule.scores_at(loop)] == reads
     assert [loop for loop in range(1, LOOPS + 1) if rule.checks_at(loop)] == checks
 
 
@@ -281,8 +292,8 @@ def test_warning_where_exits_were_not_trained(loop_loss, warns, monkeypatch):
 
 
 def test_what_a_new_criterion_remembers_needs_a_value_to_begin_with(monkeypatch):
-    def second(reading, memory):
-        count = memory.get("readings", 0) + torch.ones(reading.state.shape[:-1])
+    def second(state, memory):
+        count = memory.get("readings", 0) + torch.ones(state.shape[:-1])
         return count, {"readings": count}
 
     monkeypatch.setitem(CRITERIA, "second", Criterion(second, "state", True, 2.0, remembers=("readings",)))

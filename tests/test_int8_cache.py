@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from modeling_looped import LoopedCache
-from modeling_looped.int8_tokens import attend_to_int8, floats_of, from_int8, sizes_of, steps_of, to_int8
+from modeling_looped.int8_cache import attend_to_int8, floats_of, from_int8, sizes_of, steps_of, to_int8
 
 from .helpers import random_ids, tiny_model
 from .naive_cache import NaiveDecoder, naive_generate

@@ -351,14 +351,14 @@ def test_small_chunks_give_the_same(loss, monkeypatch):
     ids, labels = batch()
     whole = gradients(model, model(ids, labels=labels).loss)
     calls = []
-    decode = LoopedForCausalLM.decode
+    decode = LoopedForCausalLM.logits_after_loop
 
     @wraps(decode)
     def spy(self, hidden, k):
         calls.append(len(hidden))
         return decode(self, hidden, k)
 
-    monkeypatch.setattr(LoopedForCausalLM, "decode", spy)
+    monkeypatch.setattr(LoopedForCausalLM, "logits_after_loop", spy)
     monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 2 * model.config.vocab_size)
     chunked = gradients(model, model(ids, labels=labels).loss)
     assert max(calls) == 2 and sum(calls) == model.config.num_loops * int((labels[:, 1:] != IGNORE).sum())

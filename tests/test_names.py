@@ -8,7 +8,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, configuration_utils
 
 from looped_eval.harness.looped_lm import LoopedLM
-from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, generation, names
+from modeling_looped import LoopedConfig, LoopedModel, configuration_looped, foreign_names, generation
 from modeling_looped.depth_options import DEPTH_FIELDS
 
 from .helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer
@@ -21,7 +21,7 @@ FIELDS = [field.name for field in fields(LoopedConfig)]
 @pytest.fixture
 def said(monkeypatch):
     said = []
-    for module in (names, configuration_looped):
+    for module in (foreign_names, configuration_looped):
         monkeypatch.setattr(module.logger, "warning_once", lambda said_now: said_now in said or said.append(said_now))
     return said
 
@@ -35,11 +35,11 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.some(100)
-@pytest.mark.parametrize("name", sorted(names.FIELD_OF))
+@pytest.mark.parametrize("name", sorted(foreign_names.FIELD_OF))
 def test_a_foreign_field_is_answered_with_ours(name, said):
-    advice = names.FIELD_OF[name]
+    advice = foreign_names.FIELD_OF[name]
     assert advice.split()[0].split("=")[0].rstrip(",") in FIELDS
-    if name in names.SPELLINGS_OF_EPS:
+    if name in foreign_names.SPELLINGS_OF_EPS:
         LoopedConfig(**{name: 1e-3})
         tiny_config().update({name: 1e-3})
         assert len(said) == 1 and f"`{name}`" in said[0] and advice in said[0]
@@ -57,9 +57,9 @@ def test_a_foreign_field_is_answered_with_ours(name, said):
 
 
 def test_the_tables_hold_no_name_of_ours_or_of_transformers():
-    ours = {*FIELDS, *vars(GenerationConfig()), *names.OF_TOOLS}
-    assert not ours & {*names.FIELD_OF, *names.ARGUMENT_OF}
-    for table in (names.FIELDS, names.ARGUMENTS):
+    ours = {*FIELDS, *vars(GenerationConfig()), *foreign_names.ARGUMENTS_OF_TOOLS}
+    assert not ours & {*foreign_names.FIELD_OF, *foreign_names.ARGUMENT_OF}
+    for table in (foreign_names.FIELDS, foreign_names.ARGUMENTS):
         spelt = " ".join(table.values()).split()
         assert len(spelt) == len(set(spelt))
 

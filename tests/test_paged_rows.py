@@ -5,10 +5,10 @@ token is decided by rounding; the kernel runs as torch defines it, uncompiled, a
 import pytest
 import torch
 
-from modeling_looped import SharedPasses, paged_rows
+from modeling_looped import SharedPasses, row_pages
 from modeling_looped.depth import BlockMask
-from modeling_looped.engine import FLEX
-from modeling_looped.paged_rows import attend_to_copies
+from modeling_looped.row_engine import FLEX
+from modeling_looped.row_pages import attend_to_copies
 from tests.helpers import quick_and_slow, random_ids
 from tests.test_shared_passes import GREEDY, SYSTEMS, assert_same, build, requests, together
 
@@ -29,9 +29,9 @@ WAYS = {
 @pytest.fixture(params=["copies", "kernel"], autouse=True)
 def small_pages(request, monkeypatch):
     """So that most tokens lie in other pages than those before them."""
-    monkeypatch.setattr(paged_rows, "PAGE", 3)
+    monkeypatch.setattr(row_pages, "PAGE", 3)
     if request.param == "kernel":
-        monkeypatch.setattr(paged_rows, "attend_to_copies", paged_rows.attend_to_pages)
+        monkeypatch.setattr(row_pages, "attend_to_copies", row_pages.attend_to_pages)
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -100,13 +100,13 @@ def test_a_conversation_goes_on():
 
 @pytest.mark.parametrize("is_returned", [False, True])
 def test_a_prompt_is_held_twice_only_where_its_cache_is_returned(is_returned, monkeypatch):
-    model, caches, fill = build("plain"), [], paged_rows.PagedRows.fill
+    model, caches, fill = build("plain"), [], row_pages.PagedRows.fill
 
     def watched(rows, cache, *args):
         caches.append(cache)
         fill(rows, cache, *args)
 
-    monkeypatch.setattr(paged_rows.PagedRows, "fill", watched)
+    monkeypatch.setattr(row_pages.PagedRows, "fill", watched)
     request = {"input_ids": random_ids(1, 9), "max_new_tokens": 4, **GREEDY, **WAYS["margin"]}
     request["return_dict_in_generate"] = is_returned
     expected, found = without_pages(model, request), model.generate(**request)
@@ -119,10 +119,10 @@ def test_a_prompt_is_held_twice_only_where_its_cache_is_returned(is_returned, mo
 @pytest.mark.some(1)
 def test_the_kernel_can_be_compiled_for_all_lengths(softcap, monkeypatch):
     """As it was traced it is run here, without the compiler: it takes no number that tracing leaves open."""
-    monkeypatch.setattr(paged_rows, "PAGE", 128)
+    monkeypatch.setattr(row_pages, "PAGE", 128)
     torch._dynamo.reset()
-    compiled = torch.compile(paged_rows.kernel, dynamic=True, backend="eager", fullgraph=True)
-    monkeypatch.setattr(paged_rows, "compiled_kernel", lambda: compiled)
+    compiled = torch.compile(row_pages.kernel, dynamic=True, backend="eager", fullgraph=True)
+    monkeypatch.setattr(row_pages, "compiled_kernel", lambda: compiled)
     room, queries = torch.randn(2, 2, 3 * 128, 16), 10 * torch.randn(3, 4, 1, 16)  # keys and values in three pages
     lasts, pages_of = torch.tensor([5, 200, 127, 0]), torch.tensor([[0, 0, 0], [2, 1, 0], [1, 0, 0], [0, 0, 0]])
     starts = torch.tensor([[0, 999, 999], [999, 128, 0], [999, 0, 999], [999, 999, 999]])  # of each page, by token
@@ -135,7 +135,7 @@ def test_the_kernel_can_be_compiled_for_all_lengths(softcap, monkeypatch):
         compute_q_blocks=False,
     )
     with torch.compiler.set_stance("default"):
-        found = paged_rows.attend_to_pages(queries, room, seen, 0.25, softcap)
+        found = row_pages.attend_to_pages(queries, room, seen, 0.25, softcap)
     torch.testing.assert_close(found, attend_to_copies(queries, room, seen, 0.25, softcap))
 
 
@@ -151,14 +151,14 @@ def test_memory_that_runs_out_ends_one_and_no_other(monkeypatch):
     model = build("sections")
     small, large = ({"input_ids": random_ids(1, n), "max_new_tokens": 12, **GREEDY, **WAYS["margin"]} for n in (4, 60))
     expected = without_pages(model, small)
-    grow, fails = paged_rows.Pool.grow, True
+    grow, fails = row_pages.Pool.grow, True
 
     def grows(pool, missing):
         if fails and missing > 10:
             raise torch.OutOfMemoryError("no memory for pages")
         grow(pool, missing)
 
-    monkeypatch.setattr(paged_rows.Pool, "grow", grows)
+    monkeypatch.setattr(row_pages.Pool, "grow", grows)
     with SharedPasses(model, max_rows=4) as passes:
         results = together(passes, [small, large, small])
         assert isinstance(results[1], torch.OutOfMemoryError)
@@ -172,8 +172,8 @@ def test_memory_that_runs_out_ends_one_and_no_other(monkeypatch):
 
 def test_growing_that_stops_half_way():
     """Some layers have got their room, the next has not: nothing that is held is lost, and it can be tried again."""
-    pool, states = paged_rows.Pool(), torch.randn(1, 2, 3, 4)
-    line = paged_rows.Line(1)
+    pool, states = row_pages.Pool(), torch.randn(1, 2, 3, 4)
+    line = row_pages.Line(1)
     for slot in (0, 1):
         pool.hold(slot, states)
     pool.reserve([line], 3)

@@ -21,10 +21,9 @@ from modeling_looped import (
     save_public,
 )
 from modeling_looped.exit_criteria import ExitRule, exit_rule
-from modeling_looped.formats.registry import LAYOUTS
+from modeling_looped.formats.registry import LAYOUTS, PUBLIC_REPOSITORIES
 from modeling_looped.formats.writing import public_config
 from modeling_looped.generation import SeededStates
-from modeling_looped.presets import PUBLIC_REPOSITORIES
 
 from . import public_folders as public
 from .helpers import tiny_model, tiny_tokenizer

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from looped_recipes.common.errors import CommandError
-from modeling_looped.prompts import Prompt
+from modeling_looped.row_prompts import Prompt
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import tiny_model, tiny_tokenizer, wait_until
 from tests.test_shared_passes import is_full

@@ -16,7 +16,7 @@ from accelerate import cpu_offload
 
 from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.borrowed import CACHE
-from modeling_looped.prompts import Prompt, begin_parts
+from modeling_looped.row_prompts import Prompt, begin_parts
 from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
 from tests.helpers import quick_and_slow, random_ids, tiny_model, wait_until
@@ -654,7 +654,7 @@ def test_a_pass_that_fails_for_all(stage, monkeypatch):
     alone, failed = [model.generate(**request) for request in asked], []
 
     def fails_together(tokens, *args):
-        if len(tokens.parts) > 1 and len(failed) % 3 < 2:
+        if len(tokens.batches) > 1 and len(failed) % 3 < 2:
             failed.append(None)
             raise RuntimeError("out of memory")
         failed.append(None)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from modeling_looped import LoopedCache, speculation
-from modeling_looped.proposals import FEWEST_RECORDS, MOST_RECORDS, SURE, PassSeconds, Plan, Planner, Reading
+from modeling_looped.proposals import FEWEST_RECORDS, MOST_RECORDS, SURE, PassSeconds, Plan, Planner, ProbeReading
 from modeling_looped.speculation import Pipeline
 
 from .helpers import LIKE_GEMMA2, LIKE_OLMO2, quick_and_slow, random_ids, shake, tiny_model
@@ -364,10 +364,10 @@ class Coin:
     def __init__(self, num_loops: int):
         self.generator, self.num_loops = torch.Generator().manual_seed(0), num_loops
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[ProbeReading]:
         right = torch.rand(2, self.num_loops - 1, generator=self.generator)
         chances = torch.linspace(0.5, 0.9, self.num_loops - 1)
-        return [Reading(bool(a), bool(b)) for a, b in zip(right[0] < chances, right[1] < 0.4)]
+        return [ProbeReading(bool(a), bool(b)) for a, b in zip(right[0] < chances, right[1] < 0.4)]
 
 
 @pytest.mark.parametrize("first,second", [(1, None), (2, 4), (3, 5)])
@@ -397,11 +397,11 @@ def test_the_plan_is_the_best_of_all():
     """What is right after two loops is drafted there; nothing is where passes cost nothing but tokens."""
     planner = Planner(8, None, 7, readout_cost=0.2)
     for _ in range(MOST_RECORDS):
-        planner.records.append([Reading(loop >= 2, loop >= 2) for loop in range(1, 8)])
+        planner.records.append([ProbeReading(loop >= 2, loop >= 2) for loop in range(1, 8)])
     planner.seconds.line = lambda: (1.0, 0.01)
     assert planner.choose(rows=1)[:2] == (2, None)
     for _ in range(MOST_RECORDS):
-        planner.records.append([Reading(False, False)] * 7)
+        planner.records.append([ProbeReading(False, False)] * 7)
     planner.seconds.line = lambda: (0.0, 1.0)
     assert planner.choose(rows=1) is None
 

@@ -171,7 +171,7 @@ def cost(model, rule, loops: torch.Tensor) -> float:
     heads = torch.ones_like(loops)
     if rule is not None and rule.criterion.needs == "logits":
         limit = model.config.num_loops
-        reads = torch.tensor([rule.reads_at(loop) or loop == limit for loop in range(1, limit + 1)])
+        reads = torch.tensor([rule.scores_at(loop) or loop == limit for loop in range(1, limit + 1)])
         heads = reads.cumsum(0)[loops.cpu() - 1].float()
     return float(loops.sum()) * core + float(heads.sum()) * head
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_eval.tasks.generators import addition_question, p_hop_question, permutation_question, row_question
-from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 
 QUESTIONS = 252  # of each difficulty
@@ -36,7 +36,7 @@ def answer(model, tokenizer, asked: list[dict]) -> dict:
     for loop in reversed(range(num_loops)):
         logits = outputs.loop_logits[loop][:, count - 1 : -1]
         correct.insert(0, (logits.argmax(-1) == wanted).all(1))
-        score, _ = CRITERIA[rule.name].score(Reading(logits=logits), {})
+        score, _ = CRITERIA[rule.name].score(logits, {})
         exits[rule.exits(score).all(1)] = loop + 1
     at_exit = torch.stack(correct)[exits - 1, torch.arange(len(asked))]
     return {

@@ -22,7 +22,7 @@ from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .conclusion import conclusion, exits_gain, shallowest_depth
-from .measured_run import at_depth, measure, scored_with_exits, sequence_reads_at, with_token_exits
+from .measured_run import at_depth, measure, scored_with_exits, sequence_scores_at, with_token_exits
 from .options import BEST, LEAST_SEQUENCES, SEQUENCES, parse
 from .page import write_page
 
@@ -113,11 +113,11 @@ def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float
     return forward_flops_per_token(config, length, mean_loops) + (mean_readouts - 1) * readout
 
 
-def mean_readouts(rule, loops: torch.Tensor, reads_at, num_loops: int) -> float:
+def mean_readouts(rule, loops: torch.Tensor, scores_at, num_loops: int) -> float:
     """How often a unit that ran so many loops went through coda and head: at each check on logits, and at its exit."""
     if rule.criterion.needs != "logits":
         return 1.0
-    before = torch.tensor([0] + [reads_at(loop) for loop in range(1, num_loops)]).cumsum(0)  # checks before a loop
+    before = torch.tensor([0] + [scores_at(loop) for loop in range(1, num_loops)]).cumsum(0)  # checks before a loop
     return (before[loops.cpu() - 1] + 1).double().mean().item()
 
 
@@ -130,14 +130,14 @@ def rules_of(units: Units, names: list[str], budgets: list[float], args, config)
     return rules
 
 
-def result_row(budget: float, rule, units: Units, scored, fixed: float, reads_at, config, args) -> dict:
+def result_row(budget: float, rule, units: Units, scored, fixed: float, scores_at, config, args) -> dict:
     """units: of the slice of calibration; scored: the other slice; fixed: its perplexity at full depth."""
     loops, found = scored.loops.double().mean().item(), mean_perplexity(scored.losses)
     calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses) / mean_perplexity(
         units.losses[-1]
     )
     full = flops_per_token(config, args.length, args.num_loops, 1)
-    readouts = mean_readouts(rule, scored.loops, reads_at, args.num_loops)
+    readouts = mean_readouts(rule, scored.loops, scores_at, args.num_loops)
     return {
         "criterion": rule.name,
         "budget": budget,
@@ -168,8 +168,8 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
         fixed.append({**row, "speedup": full / seconds[k], "tokens_per_second": tokens / seconds[k]})
     halting = []
     for (_, budget), rule in rules.items():
-        reads_at = partial(sequence_reads_at, rule)
-        row = result_row(budget, rule, calibration, scored[rule], at_full_depth, reads_at, model.config, args)
+        scores_at = partial(sequence_scores_at, rule)
+        row = result_row(budget, rule, calibration, scored[rule], at_full_depth, scores_at, model.config, args)
         speed = {"measured_speedup": full / seconds[rule], "tokens_per_second": tokens / seconds[rule]}
         halting.append(row | speed)
     return fixed, halting
@@ -181,7 +181,7 @@ def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str],
     rules = rules_of(calibration, names, args.budget[:1], args, model.config)
     for (_, budget), rule in progress(rules.items(), "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(budget, rule, calibration, scored, fixed, rule.reads_at, model.config, args))
+        found.append(result_row(budget, rule, calibration, scored, fixed, rule.scores_at, model.config, args))
     return found
 
 

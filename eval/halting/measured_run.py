@@ -36,7 +36,7 @@ def measure(model, rows: torch.Tensor, num_loops: int, names: list[str], batch_s
         )
         memories, of_batch = {name: {} for name in names}, []
         for loop, (state, readout) in enumerate(zip(states.loop_hidden_states, states.loop_readout_states)):
-            logits = model.decode(readout, loop)
+            logits = model.logits_after_loop(readout, loop)
             known = {"loss": token_losses(logits, targets)}
             for name in names:
                 scored = CRITERIA[name].after_loop(model, state, lambda logits=logits: logits, memories[name])
@@ -79,6 +79,6 @@ def scored_with_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int,
     return Scored(losses, loops[:, 0])
 
 
-def sequence_reads_at(rule: ExitRule, loop: int) -> bool:
+def sequence_scores_at(rule: ExitRule, loop: int) -> bool:
     """Whether the score of a sequence is taken after `loop` loops (counted from 1)."""
-    return rule._replace(per_sequence=True).reads_at(loop)
+    return rule._replace(per_sequence=True).scores_at(loop)

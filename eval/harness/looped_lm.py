@@ -333,13 +333,13 @@ class LoopedLM(HFLM):
         for loop in loops:
             states = outputs.loop_readout_states[loop - 1] if every_loop else outputs.last_hidden_state
             states = states.flatten(0, 1)[asked][None]  # [1, positions, width]
-            logits = self.model.decode(states, loop - 1) if every_loop else self.model.logits(states)
+            logits = self.model.logits_after_loop(states, loop - 1) if every_loop else self.model.logits(states)
             logits = logits[0, answers]  # [tokens, vocabulary]
             log_p.append(
                 F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]
             )
             misses.append(logits.argmax(-1) != tokens.targets)
-            if self.rule is not None and self.rule.reads_at(loop):
+            if self.rule is not None and self.rule.scores_at(loop):
                 seen = outputs.loop_hidden_states
                 watch.read(loop, self.model, seen and seen[loop - 1][tokens.rows, tokens.places], logits)
         taken = torch.stack([watch.loops.clamp(max=depth) for depth in self.depths])  # [depths, tokens]

@@ -66,7 +66,7 @@ def sums_of(
         sums |= {"expected": torch.zeros((), dtype=torch.float64)}
     mixed = 0.0
     for loop, (state, readout) in enumerate(zip(states, outputs.loop_readout_states)):
-        logits = model.decode(readout, loop)
+        logits = model.logits_after_loop(readout, loop)
         losses = token_losses(logits, targets).double()
         sums["losses"][loop] = losses.sum()
         sums["norms"][loop] = token_rms(state).double().sum() * math.sqrt(state.shape[-1])

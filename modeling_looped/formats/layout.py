@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
-from ..names import KEYS_OF_TOOLS
+from ..foreign_names import KEYS_OF_TOOLS
 from .changes import Change
 
 

@@ -20,7 +20,7 @@ from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shards import prepare
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.int8_tokens import SIZE_BYTES
+from modeling_looped.int8_cache import SIZE_BYTES
 
 
 ROWS = 64

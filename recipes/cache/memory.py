@@ -7,7 +7,7 @@ with `cache_sharing="last"`); and of all loops in 8 bits.
 from looped_recipes.common.command_line import print_help, run_command
 from looped_recipes.common.flops import cache_numbers_per_token
 from modeling_looped import LoopedConfig
-from modeling_looped.int8_tokens import SIZE_BYTES
+from modeling_looped.int8_cache import SIZE_BYTES
 
 
 POLICIES = {"all loops": {}, "every second": {"key_value_interval": 2}, "the first": {"num_key_value_loops": 1}}

@@ -15,7 +15,7 @@ from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from looped_recipes.demo.training import train
 from looped_recipes.settings.recipe import load_recipe
-from modeling_looped.exit_criteria import CRITERIA, Reading, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 
 RECIPE = Path(__file__).with_name("hops.yaml")
@@ -62,7 +62,7 @@ class Answerer:
         """After how many loops each question stops: at the first that is certain, or at the last."""
         loops = torch.full((len(logits[0]),), len(logits))
         for loop in range(len(logits) - 1, 0, -1):
-            score, _ = CRITERIA[self.rule.name].score(Reading(logits=logits[loop - 1]), {})
+            score, _ = CRITERIA[self.rule.name].score(logits[loop - 1], {})
             loops[self.rule.exits(score)] = loop
         return loops
 

@@ -12,7 +12,7 @@ from looped_recipes.common.measures import (
     token_rms,
     watched_blocks,
 )
-from modeling_looped.depth import placed
+from modeling_looped.tensors import on_device
 
 
 LIMITS = {  # metric: (absolute limit, factor over the median of its last measurements)
@@ -45,7 +45,7 @@ class StateNorms:
         self.rms += torch.stack([*norms, *[norms[-1]] * (deepest - len(norms))])
         moved = [token_rms(after - before).double().sum(1) for before, after in zip([first, *states], states)]
         is_last = [[loop == depth for depth in depths] for loop in range(1, len(states) + 1)]
-        self.change += (torch.stack(moved) * placed(is_last, first.device)).sum()
+        self.change += (torch.stack(moved) * on_device(is_last, first.device)).sum()
         self.num_tokens += states[0][..., 0].numel()
         self.likeness += token_correlation(states[-1]).double().sum()
         self.num_rows += len(states[-1])

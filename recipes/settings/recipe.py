@@ -20,8 +20,8 @@ from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.flops import Sizes
 from modeling_looped import LoopedConfig, curriculum
+from modeling_looped.foreign_names import FIELD_OF, meant
 from modeling_looped.formats.dense import start_from_dense
-from modeling_looped.names import FIELD_OF, meant
 
 from .model_fields import check_model_fields
 from .paths import expanded, named_in, recipe_file

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from looped_eval.harness.looped_lm import LoopedLM
-from modeling_looped import LoopedConfig, configuration_looped, names
+from modeling_looped import LoopedConfig, configuration_looped, foreign_names
 from modeling_looped.depth_options import DEPTH_FIELDS
 from tests.faults.campaign import Trial
 from tests.helpers import random_ids, tiny_config, tiny_model, tiny_tokenizer
@@ -28,13 +28,13 @@ class Heard:
     """What the loggers of names say during one trial."""
 
     def __enter__(self):
-        self.said, self.before = [], [module.logger for module in (names, configuration_looped)]
-        for module in (names, configuration_looped):
+        self.said, self.before = [], [module.logger for module in (foreign_names, configuration_looped)]
+        for module in (foreign_names, configuration_looped):
             module.logger = self
         return self
 
     def __exit__(self, *_):
-        names.logger, configuration_looped.logger = self.before
+        foreign_names.logger, configuration_looped.logger = self.before
 
     def warning_once(self, message: str):
         self.said.append(message)
@@ -56,7 +56,7 @@ def misspelt(name: str, draw: random.Random) -> str:
 
 
 def a_name(draw: random.Random, of_config: bool, known_there: Iterable[str]) -> str:
-    foreign = names.FIELD_OF if of_config else names.ARGUMENT_OF
+    foreign = foreign_names.FIELD_OF if of_config else foreign_names.ARGUMENT_OF
     ours = [
         "num_loops",
         "num_core_layers",
@@ -68,7 +68,7 @@ def a_name(draw: random.Random, of_config: bool, known_there: Iterable[str]) -> 
     ]
     of_calls = ["num_loops", "exit_criterion", "exit_threshold", "min_loops", "draft_loops", "prompt_loops"]
     known = {*(field.name for field in fields(LoopedConfig)), *vars(GenerationConfig()), *vars(tiny_config())}
-    known |= {"input_ids", *of_calls, *known_there, *names.OF_TOOLS, *names.KEYS_OF_TOOLS}
+    known |= {"input_ids", *of_calls, *known_there, *foreign_names.ARGUMENTS_OF_TOOLS, *foreign_names.KEYS_OF_TOOLS}
     while True:
         name = (
             draw.choice(sorted(foreign))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from .depth import placed
-from .engine import TOKENS_OF_COPIES, RowEngine, RowsOfEngine, Tokens, enter, joined, run_coda
+from .row_engine import TOKENS_OF_COPIES, RowEngine, RowsOfEngine, Tokens, enter, joined, run_coda
+from .tensors import on_device
 
 
 NUMBERS = count()
@@ -62,7 +62,7 @@ class Prompt:
         taken = [(row, place) for row, place in islice(self.left, most_tokens) if depths[row] == depth]
         rows, places = map(list, zip(*taken))
         ids = self.engine.selector.ids
-        index = placed([rows, places], ids.device).unbind()
+        index = on_device([rows, places], ids.device).unbind()
         tokens = enter([RowsOfEngine(self.engine, rows, places)], ids[index][:, None])
         state = self.engine.trunk.initial_state(tokens.embedded, None)
         self.part, self.left = Part(tokens, state, 0, depth), self.left[len(taken) :]
@@ -76,12 +76,12 @@ class Prompt:
 
     def last_tokens(self, part: Part) -> list[int]:
         """Members of a part that the head reads."""
-        ((_, _, places),) = part.tokens.parts
+        ((_, _, places),) = part.tokens.batches
         return [i for i, place in enumerate(places) if place == self.engine.prompt_length - 1]
 
     def end_part(self, part: Part, logits: torch.Tensor):
         """logits: of its `last_tokens`."""
-        ((_, rows, places),) = part.tokens.parts
+        ((_, rows, places),) = part.tokens.batches
         self.engine.cache.leave_in_deeper_loops(rows, [part.depth] * len(rows), places)
         ended = [rows[i] for i in self.last_tokens(part)]
         self.part, self.logits = None, {**self.logits, **dict(zip(ended, logits))}
@@ -124,7 +124,7 @@ def end_parts(prompts: list[Prompt]):
         start += part.size
     logits = state.new_empty(0)
     if members:
-        read = state[placed(members, state.device)]
+        read = state[on_device(members, state.device)]
         logits = prompts[0].engine.model.logits(trunk.readout(read, depths))[:, -1]
     for (prompt, part), of_prompt in zip(at_end, logits.split(counts)):
         prompt.end_part(part, of_prompt)

@@ -8,6 +8,7 @@ their attention kernels read.
 import difflib
 from collections.abc import Collection, Iterable
 
+import torch
 from transformers.utils import logging
 
 
@@ -186,7 +187,7 @@ KEYS_OF_TOOLS = frozenset(
 )
 
 # of tokenizers: AutoTokenizer also passes them on to the config, which it opens first
-OF_TOKENIZERS = frozenset(
+ARGUMENTS_OF_TOKENIZERS = frozenset(
     """
     padding_side truncation_side model_max_length bos_token eos_token unk_token sep_token pad_token cls_token
     mask_token extra_special_tokens additional_special_tokens add_bos_token add_eos_token add_prefix_space
@@ -195,7 +196,7 @@ OF_TOKENIZERS = frozenset(
 )
 
 # what transformers, trainers and serving engines pass to any model's forward, and forward need not know
-OF_TOOLS = frozenset(
+ARGUMENTS_OF_TOOLS = frozenset(
     """
     num_items_in_batch output_hidden_states output_attentions output_router_logits cu_seq_lens_q cu_seq_lens_k
     max_length_q max_length_k is_causal seq_idx return_dict return_loss cache_position token_type_ids shift_labels
@@ -225,13 +226,13 @@ def refuse_foreign(names: Iterable[str], known: Collection[str], what: str):
             raise UnknownNameError(f"{what} has no argument `{name}`; did you mean `{advice}`?")
 
 
-def check_arguments(given: Iterable[str], known: Collection[str], what: str, compiling: bool):
+def check_arguments(given: Iterable[str], known: Collection[str], what: str):
     """Refuses arguments that have another name here, and warns of others that nothing reads.
 
-    given: names beyond those of the signature, `known`. compiling: then without warnings."""
+    given: names beyond those of the signature, `known`. A compiler cannot trace the warning."""
     for name in given:
-        if name not in OF_TOOLS and name not in known:
+        if name not in ARGUMENTS_OF_TOOLS and name not in known:
             refuse_foreign([name], known, what)
-            if not compiling:
+            if not torch.compiler.is_compiling():
                 # the same words of head and trunk, so that they are said once
                 logger.warning_once(f"No argument is called `{name}`: it is passed on to the attention kernel only.")

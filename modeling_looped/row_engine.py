@@ -14,14 +14,16 @@ import torch
 
 from .borrowed import CACHE, found, named_cache
 from .cache import LoopedCache, sharing_of
-from .checks import check_length, has_hooks, is_as_written, refuse_if
+from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .context import PassContext
-from .depth import by_number, check_depths, placed
+from .depth import check_depths, one_or_each
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
-from .paged_rows import PagedRows, PagedView, Pages
+from .overrides import has_hooks, is_as_written
+from .row_pages import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
+from .tensors import members_by_number, on_device
 from .token_selector import TokenSelector, first_batchwise_part
 
 
@@ -114,18 +116,18 @@ class RowsOfEngine(NamedTuple):
 
 @dataclass
 class Tokens:
-    """Tokens of rows of one engine, or of several of one model in one batch, and what all loops of them read,
+    """Tokens of rows of one engine, or of several of one model in one pass, and what all loops of them read,
     [rows, 1, ...] each."""
 
-    parts: list[RowsOfEngine]
+    batches: list[RowsOfEngine]
     ids: torch.Tensor
     embedded: torch.Tensor
     rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, 1, 2 kinds, 1, head_dim]
 
     @property
     def engine(self) -> "RowEngine":
-        """That of the first part; all parts have the same model."""
-        return self.parts[0].engine
+        """That of the first batch; all batches have the same model."""
+        return self.batches[0].engine
 
 
 def joined(all_tokens: list[Tokens]) -> Tokens:
@@ -134,32 +136,30 @@ def joined(all_tokens: list[Tokens]) -> Tokens:
         return all_tokens[0]
     ids, embedded = (torch.cat([getattr(tokens, name) for tokens in all_tokens]) for name in ("ids", "embedded"))
     tables = [tokens.rotary for tokens in all_tokens if tokens.rotary is not None]
-    parts = [part for tokens in all_tokens for part in tokens.parts]
-    return Tokens(parts, ids, embedded, torch.cat(tables) if tables else None)
+    batches = [batch for tokens in all_tokens for batch in tokens.batches]
+    return Tokens(batches, ids, embedded, torch.cat(tables) if tables else None)
 
 
-def one_or_each(numbers: list[int]) -> int | list[int]:
-    return numbers[0] if len(set(numbers)) == 1 else numbers
-
-
-def enter(parts: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
+def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     """New tokens, [rows, 1], through embedding and prelude."""
-    trunk = parts[0].engine.trunk
-    check_length(trunk.config, max(max(part.places) for part in parts) + 1)
-    places = [[place + part.engine.shifts[row] for row, place in zip(part.rows, part.places)] for part in parts]
-    positions = placed([place for of_part in places for place in of_part], ids.device)[:, None]
+    trunk = batches[0].engine.trunk
+    check_length(trunk.config, max(max(batch.places) for batch in batches) + 1)
+    on_host = [[place + batch.engine.shifts[row] for row, place in zip(batch.rows, batch.places)] for batch in batches]
+    positions = on_device([position for of_batch in on_host for position in of_batch], ids.device)[:, None]
     x = trunk.embed(trunk.embed_tokens(ids), positions)
-    its_positions = positions.split([len(of_part) for of_part in places])
-    tables = [part.engine.rotary(x, its, max(of_part)) for part, its, of_part in zip(parts, its_positions, places)]
+    its_positions = positions.split([len(of_batch) for of_batch in on_host])
+    tables = [
+        batch.engine.rotary(x, its, max(of_batch)) for batch, its, of_batch in zip(batches, its_positions, on_host)
+    ]
     rotary = torch.cat([table for table in tables if table is not None]) if trunk.ropes else None
-    tokens = Tokens(parts, ids, x, rotary)
+    tokens = Tokens(batches, ids, x, rotary)
     tokens.embedded = trunk.run_prelude(x, pass_context(tokens, [0] * len(ids)) if len(trunk.prelude) else None)
     return tokens
 
 
 def run_loop(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """From h_t to H_{t+1}. loops: t of each row."""
-    depths = one_or_each([part.engine.limits[row] for part in tokens.parts for row in part.rows])
+    depths = one_or_each([batch.engine.limits[row] for batch in tokens.batches for row in batch.rows])
     context = pass_context(tokens, loops)
     return tokens.engine.trunk.core_pass(state, tokens.embedded, one_or_each(loops), depths, context)
 
@@ -187,7 +187,7 @@ def run_coda(tokens: Tokens, state: torch.Tensor) -> torch.Tensor:
 
 def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
     trunk = tokens.engine.trunk
-    view: Any = view_of(tokens.parts, loops)
+    view: Any = view_of(tokens.batches, loops)
     attend, eager = view.row_attention, trunk.config._attn_implementation == "eager"
     return PassContext(
         num_rows=len(loops),
@@ -201,11 +201,11 @@ def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
     )
 
 
-def view_of(parts: list[RowsOfEngine], loops: list[int]) -> RowView | JointView | PagedView:
-    if parts[0].engine.is_paged:
-        return PagedView([(part.engine.cache, part.rows, part.places) for part in parts], loops)
+def view_of(batches: list[RowsOfEngine], loops: list[int]) -> RowView | JointView | PagedView:
+    if batches[0].engine.is_paged:
+        return PagedView([(batch.engine.cache, batch.rows, batch.places) for batch in batches], loops)
     views, start = [], 0
-    for engine, rows, places in parts:
+    for engine, rows, places in batches:
         end = start + len(rows)
         views.append(RowView(engine.cache, engine.padding, rows, loops[start:end], places))
         start = end
@@ -224,7 +224,7 @@ class RowEngine:
     """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`.
 
     others: where other batches share passes with this one. A prompt that can go through the loops beside their rows
-    is left to `prompts.py`.
+    is left to `row_prompts.py`.
     """
 
     def __init__(
@@ -314,7 +314,9 @@ class RowEngine:
 
     def prefill(self, input_ids, model_kwargs: dict, after_loop: Callable[[int], None] | None):
         """The prompt by an ordinary pass. With a warm start, the next token starts from the state of the last one."""
-        if self.prompt_loops is not None:  # at which any change of the state is small enough to stop
+        # a pass with fewer loops would drop the deeper slots of the cache, so the prompt runs with an exit that always
+        # passes at prompt_loops
+        if self.prompt_loops is not None:
             model_kwargs = {**model_kwargs, "exit_rule": ExitRule("latent_diff", math.inf, self.prompt_loops)}
         states, here = [], threading.get_ident()
 
@@ -377,14 +379,14 @@ class RowEngine:
         left = sorted((place, row) for row, start in enumerate(starts) for place in range(start, end))
         for first in range(0, len(left), TOKENS_OF_COPIES):
             places, rows = zip(*left[first : first + TOKENS_OF_COPIES])
-            for depth, members in by_number([self.depths_of_prompts[row] for row in rows]):
-                part = RowsOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
-                of_sequences = [place - self.held_before for place in part.places]
-                index = placed([part.rows, of_sequences], self.selector.ids.device)
-                tokens = enter([part], self.selector.ids[tuple(index)][:, None])
+            for depth, members in members_by_number([self.depths_of_prompts[row] for row in rows]):
+                batch = RowsOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
+                of_sequences = [place - self.held_before for place in batch.places]
+                index = on_device([batch.rows, of_sequences], self.selector.ids.device)
+                tokens = enter([batch], self.selector.ids[tuple(index)][:, None])
                 state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
                 run_coda(tokens, state)
-                self.cache.leave_in_deeper_loops(part.rows, [depth] * len(part.rows), part.places)
+                self.cache.leave_in_deeper_loops(batch.rows, [depth] * len(batch.rows), batch.places)
 
     def output(self):
         """What `_sample` of transformers returns."""

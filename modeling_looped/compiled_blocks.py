@@ -18,7 +18,8 @@ from .borrowed import found, found_class
 
 StaticCache, StaticLayer = (found_class("transformers.cache_utils", name) for name in ("StaticCache", "StaticLayer"))
 nested_compile_region = found("torch.compiler", "nested_compile_region", lambda: lambda function: function)
-# how many may differ; of a torch that does not know it, whose regions are others, none are made
+# how many differing calls one region may serve. Older torch lacks this argument and its regions differ, so none are
+# made
 LIMIT: Any = {"max_reuse_entries": 2**20} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 
 DEVICES = {"cpu", "cuda"}

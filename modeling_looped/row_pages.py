@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from .borrowed import found
-from .cache import LoopedCache
-from .depth import BlockMask, placed
+from .cache import LoopedCache, index_of_loop
+from .depth import BlockMask
 from .row_view import attend_to_all
+from .tensors import on_device
 
 
 flex_attention: Any = found("torch.nn.attention.flex_attention", "flex_attention")
@@ -60,7 +61,7 @@ class Pool:
             self.grow(len(new) - len(self.free))
         pages = [self.free.pop() for _ in new]
         device = self.tables["line"].device
-        index, numbers, starts = placed([pages, [line.number for line, _ in new], [at for _, at in new]], device)
+        index, numbers, starts = on_device([pages, [line.number for line, _ in new], [at for _, at in new]], device)
         self.tables["line"].index_copy_(0, index, numbers)
         self.tables["start"].index_copy_(0, index, starts)
         self.tables["is_token"].index_fill_(0, index, True)
@@ -81,9 +82,9 @@ class Pool:
 
     def write(self, slot: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
         """keys and values: [rows, heads, length, head_dim], whose places are these, row after row."""
-        room = self.memory[slot]
-        states = torch.stack([keys, values]).to(room.dtype)  # [2, rows, heads, length, head_dim]
-        room.index_copy_(2, index, states.transpose(1, 2).flatten(2, 3))
+        memory = self.memory[slot]
+        states = torch.stack([keys, values]).to(memory.dtype)  # [2, rows, heads, length, head_dim]
+        memory.index_copy_(2, index, states.transpose(1, 2).flatten(2, 3))
 
     def read(self, slot: int, index: torch.Tensor, num_rows: int) -> torch.Tensor:
         """The same, [2, rows, heads, length, head_dim]."""
@@ -135,12 +136,12 @@ class PagedRows:
         if length == 0:
             return
         for slot in range(self.config.core_slot(self.num_stored_loops)):
-            layer, loop = self.config.split_slot(slot)
-            pool, held = self.pages.pool_of(layer), cache.layers[slot]
+            first_slot, loop = self.config.split_slot(slot)
+            pool, held = self.pages.pool_of(first_slot), cache.layers[slot]
             # a static layer holds more than the tokens so far, a sliding one less, its window
             keys, values = held.keys[..., :length, :], held.values[..., :length, :]
             index = self.index(pool, loop, length - keys.shape[2], length, keys.device)
-            pool.write(layer, index, keys, values)
+            pool.write(first_slot, index, keys, values)
             if has_token is not None:
                 pool.tables["is_token"].view(-1)[index] = has_token[:, length - keys.shape[2] : length].flatten()
 
@@ -153,21 +154,21 @@ class PagedRows:
     def index(self, pool: Pool, loop: int, start: int, end: int, device) -> torch.Tensor:
         """Of the places from start to end of all rows, row after row."""
         places = range(start, end)
-        return placed([lines[loop].index(place) for lines in self.lines[pool] for place in places], device)
+        return on_device([lines[loop].index(place) for lines in self.lines[pool] for place in places], device)
 
-    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], positions: list[int]):
-        """A token of each row, at its position, leaves its last keys and values in slots that it did not use."""
+    def leave_in_deeper_loops(self, rows: list[int], loops: list[int], places: list[int]):
+        """A token of each row, at its place, leaves its last keys and values in slots that it did not use."""
         pool, sources, targets = self.pages.core, [], []
-        for row, ran, position in zip(rows, map(self.config.num_stored_loops, loops), positions):
+        for row, ran, place in zip(rows, map(self.config.num_stored_loops, loops), places):
             lines = self.lines[pool][row]
             for line in lines[ran:]:
-                sources.append(lines[ran - 1].index(position))
-                targets.append(line.index(position))
+                sources.append(lines[ran - 1].index(place))
+                targets.append(line.index(place))
         if not sources:
             return
-        for room in pool.memory.values():
-            source, target = placed([sources, targets], room.device)
-            room.index_copy_(2, target, room.index_select(2, source))
+        for memory in pool.memory.values():
+            source, target = on_device([sources, targets], memory.device)
+            memory.index_copy_(2, target, memory.index_select(2, source))
 
     def store_back(self, cache, length: int):
         """`cache` is to hold the tokens up to `length` of all rows; of one that is deeper, the deeper slots too."""
@@ -175,11 +176,11 @@ class PagedRows:
         if start == length:  # no token was computed after the prompt
             return
         for slot, held in enumerate(cache.layers):
-            layer, loop = self.config.split_slot(slot)
-            pool = self.pages.pool_of(layer)
+            first_slot, loop = self.config.split_slot(slot)
+            pool = self.pages.pool_of(first_slot)
             lines = self.lines[pool]
             index = self.index(pool, min(loop, len(lines[0]) - 1), start, length, held.keys.device)
-            cache.update(*pool.read(layer, index, len(lines)), slot)
+            cache.update(*pool.read(first_slot, index, len(lines)), slot)
 
     def release(self):
         """The pages, for others."""
@@ -213,24 +214,24 @@ class PagedView:
     def line(self, pool: Pool, i: int) -> Line:
         batch, row, _ = self.tokens[i]
         lines = batch.lines[pool][row]
-        return lines[self.loops[i] % len(lines)]
+        return lines[index_of_loop(self.loops[i], len(lines))]
 
     def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         """[tokens, heads, 1, head_dim] each; keys and values: None where no token's loop makes any."""
         pool = self.pages.pool_of(slot)
-        room = pool.memory[slot]
+        memory = pool.memory[slot]
         if keys is not None and self.writing:
             if pool not in self.own:
                 own = [self.line(pool, i).index(self.tokens[i][2]) for i in self.writing]
-                self.own[pool] = placed(own, room.device)
+                self.own[pool] = on_device(own, memory.device)
             if len(self.writing) < len(keys):
                 keys, values = keys[self.writing], values[self.writing]
             pool.write(slot, self.own[pool], keys, values)
         kind = pool, self.tokens[0][0].windows[slot]
         if kind not in self.masks_of:  # the same in all layers of a kind
             self.masks_of[kind] = self.mask(*kind)
-        attend = attend_to_copies if room.device.type == "cpu" else attend_to_pages
-        return attend(queries.to(room.dtype), room, self.masks_of[kind], scaling, self.config.attention_softcap)
+        attend = attend_to_copies if memory.device.type == "cpu" else attend_to_pages
+        return attend(queries.to(memory.dtype), memory, self.masks_of[kind], scaling, self.config.attention_softcap)
 
     def mask(self, pool: Pool, window: int | None):
         """Which pages each token reads, and what of them it sees."""
@@ -243,7 +244,7 @@ class PagedView:
             for line, first, last, pages in zip(lines, firsts, lasts, read)
         ]
         table = torch.zeros(self.width, 4 + pool.num_pages, dtype=torch.int32, device=device)
-        table[: len(rows), : 4 + longest] = placed(rows, device, torch.int32)
+        table[: len(rows), : 4 + longest] = on_device(rows, device, torch.int32)
         numbers, firsts, lasts, counts = table.t()[:4].contiguous().unbind()
         line_of, start_of, is_token = (pool.tables[name] for name in ("line", "start", "is_token"))
 
@@ -263,12 +264,12 @@ class PagedView:
         )
 
 
-def attend_to_pages(queries, room, mask, scaling: float, softcap: float | None) -> torch.Tensor:
-    """queries: [tokens, heads, 1, head_dim]; room: of a layer of a pool. By a kernel that is compiled once for all
+def attend_to_pages(queries, memory, mask, scaling: float, softcap: float | None) -> torch.Tensor:
+    """queries: [tokens, heads, 1, head_dim]; memory: of a layer of a pool. By a kernel that is compiled once for all
     lengths, and for some numbers of tokens."""
     wide = queries.new_zeros(len(mask.kv_num_blocks), *queries.shape[1:])
     wide[: len(queries)] = queries
-    keys, values = room.unsqueeze(1).unbind()
+    keys, values = memory.unsqueeze(1).unbind()
     torch._dynamo.mark_static(wide)
     for states in (keys, values):
         torch._dynamo.mark_static(states, [0, 1, 3])
@@ -293,7 +294,7 @@ def compiled_kernel() -> Callable:
     return torch.compile(kernel, dynamic=True)
 
 
-def attend_to_copies(queries, room, mask, scaling: float, softcap: float | None) -> torch.Tensor:
+def attend_to_copies(queries, memory, mask, scaling: float, softcap: float | None) -> torch.Tensor:
     """The same where torch has no such kernel: what it compiles for CPUs fails where lengths vary."""
     count = len(queries)
     num_read = mask.kv_num_blocks[:count, 0, 0, None]
@@ -302,7 +303,7 @@ def attend_to_copies(queries, room, mask, scaling: float, softcap: float | None)
     index = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)  # [tokens, places]
     seen = mask.mask_mod(torch.arange(count)[:, None], 0, 0, index)
     seen &= (columns < num_read).repeat_interleave(PAGE, dim=1)
-    copies = room.unflatten(2, (-1, PAGE)).index_select(2, pages.flatten()).unflatten(2, (count, -1))
+    copies = memory.unflatten(2, (-1, PAGE)).index_select(2, pages.flatten()).unflatten(2, (count, -1))
     keys, values = copies.flatten(3, 4).transpose(1, 2)
     if softcap is None:
         return attend_to_all(queries, keys, values, seen[:, None, None], scaling)

@@ -1,0 +1,72 @@
+"""What serving engines would leave out silently, and so is refused where they build a model."""
+
+from transformers import GenerationConfig
+
+from .borrowed import found
+from .checks import check_softcap, refuse_if
+from .depth_options import DEPTH_FIELDS
+
+
+def check_for_engine(config):
+    """Refuse what an engine that builds this model would run otherwise than it was asked for, or break at later."""
+    engine = config._attn_implementation
+    if engine == "vllm" and (current := found("vllm.config", "get_current_vllm_config")):
+        parallel, served = current().parallel_config, current().model_config
+        check_parallelism(config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        if served.generation_config != "vllm":  # that is: not what was saved
+            check_saved_depth(config, served.try_get_generation_config(), "--hf-overrides")
+    elif engine == "sglang":  # pipeline stages it refuses itself
+        check_softcap(config.attention_softcap, engine)
+        refuse_if(
+            config.has_windows,
+            f"sliding_window={config.sliding_window}: SGLang's backend for transformers' models lets a token see one "
+            "token more than that: use vLLM or `looped serve`",
+        )
+        parallel = found("sglang.srt.runtime_context", "get_parallel")
+        check_parallelism(config, parallel().tp_size if parallel else 1)
+        check_saved_depth(config, saved_generation_config(config), "--json-model-override-args")
+
+
+def saved_generation_config(config) -> dict:
+    try:
+        return GenerationConfig.from_pretrained(config.name_or_path).to_dict()
+    except OSError:  # none was saved
+        return {}
+
+
+def check_parallelism(config, ranks: int, stages: int = 1):
+    refuse_if(
+        stages > 1,
+        f"pipeline_parallel_size={stages}: every loop runs through all core layers, so a looped model has no stages "
+        "that tokens pass once: use tensor_parallel_size",
+    )
+    if config.core_num_attention_heads not in (None, config.num_attention_heads):
+        raise ValueError(
+            f"engines have one number of heads for all layers, but core_num_attention_heads="
+            f"{config.core_num_attention_heads} and num_attention_heads={config.num_attention_heads}: use generate"
+        )
+    whole = {"qk_norm": config.qk_norm == "all_heads", "loop_lora_rank": config.loop_lora_rank is not None}
+    for name, stands in whole.items():
+        refuse_if(
+            ranks > 1 and stands,
+            f"tensor_parallel_size={ranks}: {name}={getattr(config, name)!r} needs all heads of a layer on one rank: "
+            "leave it at 1",
+        )
+    refuse_if(
+        config.num_key_value_heads % ranks != 0,
+        f"tensor_parallel_size={ranks} does not divide num_key_value_heads={config.num_key_value_heads}",
+    )
+
+
+def check_saved_depth(config, saved: dict, override: str):
+    """Engines run every token to the depth of the config. override: their flag that changes it."""
+    if getattr(config, "_num_loops_asked_for", False):
+        return
+    plain = {**DEPTH_FIELDS, "num_loops": config.num_loops}
+    if fields := {name: saved[name] for name, value in plain.items() if saved.get(name) not in (None, value)}:
+        shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        raise ValueError(
+            f"generation_config.json says {shown}, but this engine runs all tokens at one depth, without exits or "
+            f"drafts. To serve num_loops={config.num_loops}, or another depth, pass "
+            f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `looped serve`"
+        )
