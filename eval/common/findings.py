@@ -24,8 +24,7 @@ def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -
     more_is_better: of measures for which lm-eval says it, see `curves.more_is_better`.
     """
     known = more_is_better or {}
-    measures = [name for name in curves if name != "mean loops" and "less that of" not in name and "error" not in name]
-    measures = [name for name in measures if not says_the_same(name, curves)]
+    measures = [name for name in curves if name != "mean loops" and not says_the_same(name, curves)]
     said = "; ".join(best_point(name, curves[name], known.get(name)) for name in measures[:MOST])
     rest = f"; of {len(measures) - MOST} more the table tells" if len(measures) > MOST else ""
     exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]
