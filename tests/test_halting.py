@@ -431,3 +431,16 @@ def test_nothing_is_written_where_nothing_is_gained(tmp_path):
     stuck = [{"criterion": "kl", "predicted_speedup": 1.1, "threshold": -math.inf}]
     assert "nothing is written" in halting.write_threshold(model, folder, "kl", stuck, args)
     assert (folder / "generation_config.json").read_text() == before
+
+
+def test_a_later_calibration_takes_the_place_of_one_at_another_depth(tmp_path):
+    """Its threshold holds at the depth at which it was calibrated, also where that is the model's own."""
+    folder = make_folder(tmp_path)
+    rows = [{"criterion": "kl", "predicted_speedup": 1.1, "threshold": 0.5}]
+    for num_loops, saved in ((LOOPS - 1, LOOPS - 1), (LOOPS, None)):
+        model, args = AutoModelForCausalLM.from_pretrained(folder), halting.parse(command(folder))
+        args.num_loops = num_loops
+        halting.write_threshold(model, folder, "kl", rows, args)
+        generation_config = AutoModelForCausalLM.from_pretrained(folder).generation_config
+        assert getattr(generation_config, "num_loops", None) == saved
+        assert generation_config.exit_threshold == 0.5

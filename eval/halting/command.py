@@ -201,6 +201,7 @@ def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args)
     chosen = {"exit_criterion": row["criterion"], "exit_threshold": row["threshold"], "min_loops": args.min_loops}
     if args.num_loops != model.config.num_loops:
         chosen["num_loops"] = args.num_loops
+    vars(model.generation_config).pop("num_loops", None)  # of an earlier calibration, at another depth
     for name, value in chosen.items():
         setattr(model.generation_config, name, value)
     model.generation_config._from_model_config = False  # else it is made anew at loading, without these fields
