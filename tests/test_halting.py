@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from looped_eval.common.model_folder import joined_tokens
 from looped_eval.halting import command as halting
 from looped_eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
-from looped_eval.halting.measured_run import at_depth, measure, scored_with_exits, with_token_exits
+from looped_eval.halting.scoring import at_depth, measure, with_sequence_exits, with_token_exits
 from looped_recipes.common.flops import forward_flops_per_token, sizes
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
@@ -112,7 +112,7 @@ def test_a_dynamic_batch_is_each_sequence_alone(system):
     depths_seen = set()
     for name, min_loops in itertools.product(criteria_of(model), (1, 2)):
         rule = ExitRule(name, middle_threshold(name, measured.sequences().scores[name]), min_loops)
-        scored = scored_with_exits(model, rows, rule, LOOPS, batch_size=3)
+        scored = with_sequence_exits(model, rows, rule, LOOPS, batch_size=3)
         for row, ids in enumerate(rows):
             scores = naive_scores(model, name, ids[:-1])
             torch.testing.assert_close(measured.scores[name][:, row], torch.stack(scores), atol=1e-8, rtol=1e-6)
