@@ -129,7 +129,8 @@ def measure(
         better = more_is_better(next(iter(results.values()))) if results else {}
     if args.core:
         setup = {"batch_size": args.batch_size, "max_length": args.core_max_length}
-        scores = core_scores(lm.model, lm.tokenizer, args.core, lm.depths, args.core_examples, **setup)
+        setup |= {"loops": lm.depths, "examples": args.core_examples}
+        scores = core_scores(lm.model, lm.tokenizer, args.core, **setup)
         curves["CORE"] = {"": {depth: (found["core"], None) for depth, found in scores.items()}}
         if args.six:
             curves |= six_curves(scores) | lambada_perplexity(lm, args.core, args.core_examples)

@@ -153,16 +153,16 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     check_question(options.model, options.num_loops)
     results = core_scores(
         options.model,
-        None,
-        options.bundle,
-        options.num_loops,
-        options.examples,
-        options.extended,
-        options.batch_size,
-        options.device,
-        options.max_length,
-        options.tasks,
-        options.seeds,
+        tokenizer=None,  # the model's own
+        bundle=options.bundle,
+        loops=options.num_loops,
+        examples=options.examples,
+        extended=options.extended,
+        batch_size=options.batch_size,
+        device=options.device,
+        max_length=options.max_length,
+        tasks=options.tasks,
+        seeds=options.seeds,
     )
     curves = curves_of(results)
     print(table(curves))
