@@ -9,7 +9,7 @@ from looped_recipes.common.files import write_whole
 
 from .charts import charts_of
 from .fitting import Fit
-from .run_table import Table as RunTable
+from .run_table import RunTable
 
 
 TITLES = {
