@@ -40,7 +40,7 @@ def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
 
 
 def more_is_better(results: dict) -> dict[str, bool]:
-    """{measure: whether more of it is better}, of the metrics for which lm-eval's results say it."""
+    """{measure: whether more of it is better}, for the metrics of which lm-eval's results say so."""
     of_tasks, found = results.get("higher_is_better") or {}, {}
     for measure, _ in metrics_of(results):
         task, _, metric = measure.partition(" ")
@@ -67,7 +67,10 @@ def cell(value: float, deviation: float | None) -> str:
 
 
 def chance_of(measure: str, configs: dict | None = None) -> float | None:
-    """What guessing scores, where the measure is an accuracy; configs: of lm-eval's results, {task: settings}."""
+    """What guessing scores; None where that is not known, or the measure is no accuracy.
+
+    configs: {task: settings}, as lm-eval's results have them.
+    """
     task, _, metric = measure.partition(" ")
     if not metric.startswith("acc"):
         return None
@@ -78,7 +81,7 @@ def chance_of(measure: str, configs: dict | None = None) -> float | None:
 
 
 def charts(curves: Curves, chance: dict[str, float] | None = None, trained: int | None = None) -> list[Chart]:
-    """chance: what guessing scores in a measure."""
+    """A chart for each measure. chance: {measure: what guessing scores}; trained: the depth to mark as trained."""
     drawn = []
     for measure, of_series in curves.items():
         lines = []

@@ -31,10 +31,10 @@ EXTENDED = """
 
 
 class Suite(NamedTuple):
-    """Tasks that are asked, and those of them that a mean is over."""
+    """The tasks that are asked, and over which of them each mean is taken."""
 
-    tasks: dict[str, CoreTask]
-    means: dict[str, list[str]]  # "core", "core_extended": labels
+    tasks: dict[str, CoreTask]  # by label
+    means: dict[str, list[str]]  # labels of the tasks of "core" and "core_extended"
 
     def seeded(self, seed: int) -> "Suite":
         return self._replace(tasks={label: replace(task, shots_seed=seed) for label, task in self.tasks.items()})

@@ -53,7 +53,7 @@ def check_limit(limit: float | None):
 
 
 def check(config: EvaluatorConfig):
-    """What can be known before the model is loaded, but for the names of tasks."""
+    """Refuses what is wrong with the arguments before the model is loaded; `asked_tasks` checks the names of tasks."""
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
     check_limit(config.limit)
@@ -80,8 +80,8 @@ def options_of(config: EvaluatorConfig) -> dict:
 
 @contextmanager
 def told_of_one_depth(is_first: bool):
-    """lm-eval says the same at every depth, and git complains where lm-eval asks it for the commit of a folder without
-    one."""
+    """lm-eval's messages are shown for the first depth alone, since they are the same for all; and the commit is asked
+    for by our function, since lm-eval's lets git complain in a folder that is no repository."""
     logger, asks_git = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
     level, evaluator.get_git_commit_hash = logger.level, commit
     if not is_first:
@@ -94,7 +94,7 @@ def told_of_one_depth(is_first: bool):
 
 
 def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
-    """What knows the tasks, and their names, or what lm-eval read of files of them."""
+    """The manager that knows the tasks, and their names; or, where files are named, what lm-eval read of them."""
     names = config.tasks.split(",") if isinstance(config.tasks, str) else ",".join(config.tasks).split(",")
     if any(name.endswith(".yaml") or Path(name).is_dir() for name in names):
         return config.process_tasks(config.metadata), config.tasks
@@ -102,7 +102,7 @@ def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
 
 
 def check_tasks(manager: TaskManager, tasks: list):
-    """What the files of tasks say, before a model is loaded; of groups and tags, of the tasks in them."""
+    """Refuses tasks whose files set depths or exits, and groups and tags with such tasks, before a model is loaded."""
     for task in tasks:
         entry = None if isinstance(task, dict) else manager.task_index.get(task)
         config = task if isinstance(task, dict) else (entry and entry.cfg) or {}

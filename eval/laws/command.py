@@ -90,7 +90,7 @@ def collect_all(folders: list[str], output: str | None):
 
 
 def enough_for(rows: list[dict]) -> tuple[str, str | None]:
-    """In words, the law that so many runs can be fitted with; and its command."""
+    """Which law these runs are enough for: in words, and as the name of its command."""
     looped = [row for row in rows if not is_fixed_depth(row)]
     curves = Counter(row["run"] for row in looped)  # losses of each run
     differ = all(len({row.get(name) for row in looped}) > 1 for name in ("effective_parameters", "tokens"))
@@ -104,7 +104,7 @@ def enough_for(rows: list[dict]) -> tuple[str, str | None]:
 
 
 def next_law(law: str, table: RunTable, path: str) -> list[str]:
-    """The command of what the same table is enough to tell too."""
+    """The command that fits the next law to the same table, where its runs are enough for one."""
     then = THEN.get(law)
     known = then == "parametric" or any("test_depth" in row for row in table.rows)
     return [typed(f"looped laws {then}", path)] if then and known and enough_for(table.rows)[1] == "parametric" else []

@@ -76,7 +76,7 @@ class RunTable:
         return self
 
     def at_training_depth(self) -> "RunTable":
-        """The loss of every run at T = mu."""
+        """The rows at T = mu, one for every run; all rows where the table has no test depths."""
         if not any("test_depth" in row for row in self.rows):
             return self
         self.need("test_depth", "mean_depth")
@@ -148,7 +148,7 @@ def write_table(rows: list[dict], path: str | Path):
 
 
 def why_left_out(folder: str | Path) -> str | None:
-    """What a folder of a sweep is, if it is none of a run that gives losses."""
+    """Why this folder of a sweep is left out: its run diverged, or it holds none. None if `collect` is to read it."""
     from looped_recipes.engine.sweeps import DIVERGED
     from looped_recipes.settings.sweep_files import JOBS
 
