@@ -49,16 +49,24 @@ def more_is_better(results: dict) -> dict[str, bool]:
     return found
 
 
+def rows_over_depth(curves: Curves) -> tuple[list[int], list[list[str]]]:
+    """The depths of all curves; and a row for each measure and series: both names, and a cell for each depth."""
+    depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})
+    rows = [
+        [measure, series, *(cell(*points[depth]) if depth in points else "" for depth in depths)]
+        for measure, of_series in curves.items()
+        for series, points in of_series.items()
+    ]
+    return depths, rows
+
+
 def table(curves: Curves) -> str:
     """Markdown: a row for each measure and series, a column for each depth."""
-    depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})
-    several = len({series for of_series in curves.values() for series in of_series}) > 1
+    depths, rows = rows_over_depth(curves)
+    several = len({series for _, series, *_ in rows}) > 1
     lines = [["measure"] + ["model"] * several + [counted(depth, "loop") for depth in depths]]
     lines.append(["---"] * (1 + several) + ["---:"] * len(depths))
-    for measure, of_series in curves.items():
-        for series, points in of_series.items():
-            cells = [cell(*points[depth]) if depth in points else "" for depth in depths]
-            lines.append([measure] + [series] * several + cells)
+    lines += [[measure] + [series] * several + cells for measure, series, *cells in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
