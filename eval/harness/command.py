@@ -152,6 +152,17 @@ def chances(curves: Curves, results: dict[int, dict]) -> dict[str, float]:
     return {measure: level for measure in curves if (level := chance_of(measure, configs)) is not None}
 
 
+def show(curves: Curves, chance: dict[str, float], output: str | None):
+    """Prints the table over depth; with a folder, writes depth.md and depth.svg beside lm-eval's results in it."""
+    if curves:
+        print(table(curves))
+    if curves and output:
+        write_whole(Path(output) / "depth.md", table(curves))
+        draw(curves, Path(output) / "depth.svg", chance)
+    if output:
+        print(f"written: {output}")
+
+
 def main(arguments: list[str]):
     setup_logging()
     sys.argv[1:] = as_lm_eval_spells(arguments)  # lm-eval reads it again
@@ -179,13 +190,7 @@ def main(arguments: list[str]):
     if config.show_config:
         print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     curves = curves_of(results)
-    if curves:
-        print(table(curves))
-    if curves and config.output_path:
-        write_whole(Path(config.output_path) / "depth.md", table(curves))
-        draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
-    if config.output_path:
-        print(f"written: {config.output_path}")
+    show(curves, chances(curves, results), config.output_path)
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where its report looks
     found = best_depths(curves, more_is_better(next(iter(results.values()))))
     say_result(found, *([typed("looped report", os.path.relpath(run))] if is_in_run else []))
