@@ -46,9 +46,13 @@ class Item:
 
 
 def item_scores(item: Item) -> dict[str, float]:
-    """candidate_nll: mean over candidates; gold_margin: to the best of the others; gold_probability: among all, and
-    gold_nll its negative logarithm, which the 1.475 of the paper's "candidate NLL" must be: chance is 1.20 on its
-    items, and a model of its perplexity has no 1.475 nats a token."""
+    """All but the first are of log-likelihoods divided by lengths.
+
+    candidate_nll: their mean over candidates, negated. gold_margin: that of the right candidate less the best of the
+    others. gold_probability: of the right one, by a softmax over candidates; gold_nll: its negative logarithm. The
+    paper's "candidate NLL" of 1.475 must be gold_nll: guessing scores 1.20 of that on its items, and a model of its
+    perplexity does not have 1.475 nats per token, as candidate_nll would say.
+    """
     normalised = item.log_likelihoods / item.lengths
     probabilities = np.exp(normalised - normalised.max())
     return {

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import statistics
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -117,7 +118,7 @@ def test_a_space_before_each_text_is_no_byte_of_it():
     texts = ["a b", "b", "", "ab a"]  # 3, 1, 0 and 4 bytes, of 3, 2, 0 and 3 tokens
     rows = windows(tokenizer, texts, length=11)
     assert rows.tolist() == [[0, 5, 2, 4, 0, 2, 4, 0, 0, 5, 4, 5]]
-    setup = {"batch_size": 1, "depths": [2], "rank": 0, "device": torch.device("cpu"), "mixed_precision_dtype": None}
+    setup = {"batch_size": 1, "depths": [2], "rank": 0, "device": torch.device("cpu"), "autocast": nullcontext}
     scores = score_windows(SimpleNamespace(tokenizer=tokenizer, model=tiny_model(), **setup), rows)
     assert scores.bytes.tolist() == [3 + 1 + 4]
     with torch.no_grad():

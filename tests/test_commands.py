@@ -394,6 +394,8 @@ def test_the_best_depth_in_a_sentence():
         "With exits: 1.00 of 4 loops, 75 % of them saved."
     )
     assert best_depths({"a loss": {"": {4: (1.5, None)}}}) == "a loss is 1.5000 at 4 loops."
+    of_errors = {"bbh_zeroshot_salient_translation_error_detection exact_match": {"": {4: (0.5, None)}}}
+    assert best_depths(of_errors).endswith("error_detection exact_match is 0.5000 at 4 loops.")
 
 
 def test_so_few_questions_name_no_best_depth():

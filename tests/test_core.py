@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from looped_eval.core import command as core
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.command import EXTENDED, core_scores
-from looped_eval.core.scoring import prompts, scored
+from looped_eval.core.scoring import prompts, requests_of
 from looped_eval.harness.looped_lm import LoopedLM
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.samplers import generator_of
@@ -109,13 +109,13 @@ def test_prompts_and_their_shots(bundle):
 
 
 def test_what_is_scored():
-    choices = scored("multiple_choice", [[1, 2, 3, 4], [1, 2, 5]])
+    choices = requests_of("multiple_choice", [[1, 2, 3, 4], [1, 2, 5]])
     assert choices == [([1, 2], [3, 4]), ([1, 2], [5])]
-    assert scored("schema", [[1, 2, 7, 8], [1, 3, 4, 7, 8]]) == [([1, 2], [7, 8]), ([1, 3, 4], [7, 8])]
-    assert scored("language_modeling", [[1, 2], [1, 2, 3, 4]]) == [([1, 2], [3, 4])]
+    assert requests_of("schema", [[1, 2, 7, 8], [1, 3, 4, 7, 8]]) == [([1, 2], [7, 8]), ([1, 3, 4], [7, 8])]
+    assert requests_of("language_modeling", [[1, 2], [1, 2, 3, 4]]) == [([1, 2], [3, 4])]
     # a choice that is another's beginning, and one that is all of the other's end
-    assert scored("multiple_choice", [[1, 2], [1, 2, 3]]) == [([1], [2]), ([1, 2], [3])]
-    assert scored("schema", [[2, 3], [1, 2, 3]]) == [([2], [3]), ([1], [2, 3])]
+    assert requests_of("multiple_choice", [[1, 2], [1, 2, 3]]) == [([1], [2]), ([1, 2], [3])]
+    assert requests_of("schema", [[2, 3], [1, 2, 3]]) == [([2], [3]), ([1], [2, 3])]
 
 
 # scores

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from looped_eval.common.model_folder import joined_tokens
 from looped_eval.halting import command as halting
 from looped_eval.halting.calibration import Units, calibrate, exit_loops, never, perplexity_at
-from looped_eval.halting.measured_run import at_depth, measure, scored_with_exits, with_token_exits
+from looped_eval.halting.scoring import at_depth, measure, with_sequence_exits, with_token_exits
 from looped_recipes.common.flops import forward_flops_per_token, sizes
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
@@ -112,7 +112,7 @@ def test_a_dynamic_batch_is_each_sequence_alone(system):
     depths_seen = set()
     for name, min_loops in itertools.product(criteria_of(model), (1, 2)):
         rule = ExitRule(name, middle_threshold(name, measured.sequences().scores[name]), min_loops)
-        scored = scored_with_exits(model, rows, rule, LOOPS, batch_size=3)
+        scored = with_sequence_exits(model, rows, rule, LOOPS, batch_size=3)
         for row, ids in enumerate(rows):
             scores = naive_scores(model, name, ids[:-1])
             torch.testing.assert_close(measured.scores[name][:, row], torch.stack(scores), atol=1e-8, rtol=1e-6)
@@ -431,3 +431,16 @@ def test_nothing_is_written_where_nothing_is_gained(tmp_path):
     stuck = [{"criterion": "kl", "predicted_speedup": 1.1, "threshold": -math.inf}]
     assert "nothing is written" in halting.write_threshold(model, folder, "kl", stuck, args)
     assert (folder / "generation_config.json").read_text() == before
+
+
+def test_a_later_calibration_takes_the_place_of_one_at_another_depth(tmp_path):
+    """Its threshold holds at the depth at which it was calibrated, also where that is the model's own."""
+    folder = make_folder(tmp_path)
+    rows = [{"criterion": "kl", "predicted_speedup": 1.1, "threshold": 0.5}]
+    for num_loops, saved in ((LOOPS - 1, LOOPS - 1), (LOOPS, None)):
+        model, args = AutoModelForCausalLM.from_pretrained(folder), halting.parse(command(folder))
+        args.num_loops = num_loops
+        halting.write_threshold(model, folder, "kl", rows, args)
+        generation_config = AutoModelForCausalLM.from_pretrained(folder).generation_config
+        assert getattr(generation_config, "num_loops", None) == saved
+        assert generation_config.exit_threshold == 0.5

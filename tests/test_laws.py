@@ -16,7 +16,7 @@ from looped_eval.laws import charts as law_charts
 from looped_eval.laws import command as laws
 from looped_eval.laws.fitting import FitError, fit, huber, minimize
 from looped_eval.laws.forms import PARAMETRIC, TEST_TIME, UNIFIED
-from looped_eval.laws.run_table import Table, collect, read_table, write_table
+from looped_eval.laws.run_table import RunTable, collect, read_table, write_table
 from looped_recipes.common.flops import effective_parameters, training_flops_per_token
 from looped_recipes.common.measures import power_law
 from looped_recipes.settings.costs import plan
@@ -55,8 +55,8 @@ def at_test_depths(rows, Z, z, gamma, test_depths=TEST_DEPTHS, noise=0.0) -> lis
     ]
 
 
-def table(rows) -> Table:
-    return Table(rows, "runs")
+def table(rows) -> RunTable:
+    return RunTable(rows, "runs")
 
 
 # The optimiser

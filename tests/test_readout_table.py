@@ -161,6 +161,20 @@ def test_seeds_are_averaged(tmp_path, capsys):
     assert table.splitlines()[2].startswith("| preset=readout_per_loop_raw | 1 |") and "2, 1 diverged" in table
 
 
+@pytest.mark.parametrize("part", ["", "final"])
+def test_seeds_in_folders_of_the_same_name_are_measured_apart(tmp_path, part):
+    folders = []
+    for seed in (0, 1):
+        run = make_run(tmp_path / f"raw_seed={seed}", "readout_terminal_raw", seed, joined_by=" ")
+        folders.append(tmp_path / "ab"[seed] / "raw")
+        shutil.move(run, folders[-1])
+    result = readout_table.main([*(str(folder / part) for folder in folders), "--output", str(tmp_path / "table")])
+    alone = [readout_table.main([str(folder)])["runs"]["raw"]["perplexity"] for folder in folders]
+    system = result["systems"]["raw"]
+    assert system["seeds"] == len(result["runs"]) == 2 and alone[0] != alone[1]
+    assert system["perplexity"] == {"mean": statistics.fmean(alone), "deviation": statistics.stdev(alone)}
+
+
 def test_a_run_without_numbers_has_diverged(tmp_path, capsys):
     """The weights of one seed are no numbers any more, though its training logged none that is not."""
     runs = tmp_path / "sweep"

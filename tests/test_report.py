@@ -10,7 +10,7 @@ import yaml
 
 from looped_eval.common.run_folder import RunError, RunFolder, open_runs
 from looped_eval.report import command as report
-from looped_eval.report.measured import results_of
+from looped_eval.report.measured import above_chance, results_of
 from looped_eval.report.training import best_run, clip_shares, gradient_blocks
 from looped_recipes.common.flops import sizes
 from looped_recipes.settings.recipe import recipe_from_dict
@@ -193,6 +193,12 @@ def test_task_results_of_every_depth(tmp_path):
         page.cells[where + 2] == "0.2500\xa0±\xa00.0100"
         and "results_broken.json holds no lm-eval results" in page.text
     )
+
+
+def test_the_same_accuracy_with_and_without_an_error():
+    """Of equal ones the least sure counts; of some results lm-eval gives no standard error."""
+    found = {"hop acc": {"run": {1: (0.75, None), 2: (0.75, 0.25), 4: (0.5, None)}}}
+    assert above_chance(found, {"hop acc": 0.5}) == ["run: 0 of 1 accuracies are above chance at the best depth."]
 
 
 def save_results(path, accuracy: float, config: dict, **others):

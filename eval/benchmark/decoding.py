@@ -16,7 +16,7 @@ from looped_eval.common.hooks import hooks
 from looped_eval.common.model_folder import open_config, open_tokenizer
 from looped_eval.common.timing import least_seconds, now
 from looped_eval.halting.calibration import never
-from looped_eval.halting.measured_run import measure
+from looped_eval.halting.scoring import measure
 from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped import LoopedCache, LoopedForCausalLM, continuous
 from modeling_looped.exit_criteria import CRITERIA, exit_rule

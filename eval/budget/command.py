@@ -61,7 +61,7 @@ def score_texts(lm: LoopedLM, texts: list[str]) -> RowScores:
 
 
 def score_rows(lm: LoopedLM, args, texts: list[str] | None) -> dict[str, RowScores]:
-    """By what names of measures begin with: nothing for --text, the name of each --stream."""
+    """Scores of --text and of each --stream, by what the names of their measures begin with: "" and "NAME "."""
     rows = {"": score_texts(lm, texts)} if texts else {}
     for name, path in map(parse_stream, args.stream):
         cut = windows(lm.tokenizer, texts_of(path), lm.max_length, args.stream_tokens, args.stream_group)
@@ -100,7 +100,7 @@ def precision_curves(found: dict[str, list[dict[str, RowScores]]], depths: list[
 
 
 def sizes_of(rows: dict[str, RowScores]) -> list[str]:
-    """What was scored, and what would make the error small."""
+    """How much text was scored, and how much would bring the standard error down to half of the last digit."""
     return [
         f"{name}bits per byte: {scores.tokens.sum():,.0f} tokens and {scores.bytes.sum():,.0f} bytes in "
         + (
@@ -129,7 +129,8 @@ def measure(
         better = more_is_better(next(iter(results.values()))) if results else {}
     if args.core:
         setup = {"batch_size": args.batch_size, "max_length": args.core_max_length}
-        scores = core_scores(lm.model, lm.tokenizer, args.core, lm.depths, args.core_examples, **setup)
+        setup |= {"loops": lm.depths, "examples": args.core_examples}
+        scores = core_scores(lm.model, lm.tokenizer, args.core, **setup)
         curves["CORE"] = {"": {depth: (found["core"], None) for depth, found in scores.items()}}
         if args.six:
             curves |= six_curves(scores) | lambada_perplexity(lm, args.core, args.core_examples)

@@ -10,7 +10,7 @@ from pathlib import Path
 from looped_eval.common.curves import Curves
 from looped_eval.common.model_folder import start_token
 from looped_eval.core.bundle import read_tasks
-from looped_eval.core.scoring import Scored, score
+from looped_eval.core.scoring import Request, score
 from looped_eval.harness.looped_lm import LoopedLM
 
 
@@ -38,9 +38,9 @@ def lambada_perplexity(lm: LoopedLM, bundle: Path | str, examples: int | None = 
     def tokens(text: str) -> list[int]:
         return lm.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    asked = [Scored(start + tokens(item["context"]), tokens(" " + item["continuation"])) for item in task.items]
-    sizes = [len(request.asked) for request in asked]
-    means = score(lm, asked)[:, 0].tolist()  # [depths][items]
+    requests = [Request(start + tokens(item["context"]), tokens(" " + item["continuation"])) for item in task.items]
+    sizes = [len(request.asked) for request in requests]
+    means = score(lm, requests)[:, 0].tolist()  # [depths][items]
     nats = [sum(mean * size for mean, size in zip(of_depth, sizes)) for of_depth in means]
     values = (math.exp(min(total / sum(sizes), 700)) for total in nats)
     return {"lambada_openai perplexity": {"": {depth: (value, None) for depth, value in zip(lm.depths, values)}}}

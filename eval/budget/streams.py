@@ -98,7 +98,7 @@ def score_windows(lm: LoopedLM, rows: torch.Tensor) -> RowScores:
     size = 8 if lm.batch_size == "auto" else lm.batch_size
     for start in tqdm(range(0, len(rows), size), desc="Scoring windows", disable=lm.rank != 0):
         part = slice(start, start + size)
-        with torch.autocast(lm.device.type, lm.mixed_precision_dtype, enabled=lm.mixed_precision_dtype is not None):
+        with lm.autocast():
             losses = losses_at(lm, rows[part].to(lm.device)).double().cpu()
         nats[:, part] = losses.sum(-1)
         byte_nats[:, part] = (losses * (num_bytes[part] > 0)).sum(-1)

@@ -13,11 +13,12 @@ from modeling_looped.exit_criteria import CRITERIA, exit_rule
 QUESTIONS = 252  # of each difficulty
 CERTAINTY = 0.9  # of every word of the answer, at which a question stops looping
 LEVELS = (1, 2, 3, 4)
-TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {  # what is harder, how hard, a question
-    "p_hop": ("hops", LEVELS, lambda number, level: p_hop_question(number, level)),
-    "permutation": ("swaps", LEVELS, lambda number, level: permutation_question(number, level)),
-    "addition": ("digits", (8,), lambda number, level: addition_question(number, level)),
-    "row": ("moves", (1, 2, 3), lambda number, level: row_question(number, level)),
+# what makes questions harder, how many of it, and the question of a number at one of these levels
+TASKS: dict[str, tuple[str, tuple[int, ...], Callable[[int, int], dict]]] = {
+    "p_hop": ("hops", LEVELS, p_hop_question),
+    "permutation": ("swaps", LEVELS, permutation_question),
+    "addition": ("digits", (8,), addition_question),
+    "row": ("moves", (1, 2, 3), row_question),
 }
 
 

@@ -35,7 +35,8 @@ def growth(seed: int, config: LoopedConfig | None = None, loops: tuple[int, ...]
     config, rules = config or paper_config(), {}
     for rule in RULES:
         runs = [early_training(looped(config, n, rule), seed, STEPS, RATE, TOKENS) for n in progress(loops, rule)]
-        norms, updates = [list(step) for step in zip(*(r for r, _ in runs))], [update[0] for _, update in runs]
+        norms = [list(step) for step in zip(*(each.norms for each in runs))]
+        updates = [each.updates[0] for each in runs]
         rules[rule] = {
             "R": norms,
             "update": updates,

@@ -5,7 +5,7 @@ from pathlib import Path
 from looped_eval.laws.analyses import budgets_of, isoflop, parametric, test_time
 from looped_eval.laws.fitting import FitError
 from looped_eval.laws.frontier import is_fixed_depth
-from looped_eval.laws.run_table import Table, collect
+from looped_eval.laws.run_table import RunTable, collect
 
 
 RESTARTS = 50
@@ -13,7 +13,7 @@ RESTARTS = 50
 
 def laws(folder: Path) -> dict:
     """Best depths and tokens of each budget, what looping gains, held-out errors, and forms over test depth."""
-    table = Table([row for run in sorted(folder.glob("*/final")) for row in collect(run.parent)], str(folder))
+    table = RunTable([row for run in sorted(folder.glob("*/final")) for row in collect(run.parent)], str(folder))
     trained = table.at_training_depth()
     budgets = budgets_of(trained)
     largest = max(budgets)
@@ -37,23 +37,23 @@ def said(measure) -> dict:
         return {}
 
 
-def gain(group: Table) -> float:
+def gain(group: RunTable) -> float:
     """Loss of the run without loops less the least of those with them."""
     fixed = [row["loss"] for row in group.rows if is_fixed_depth(row)]
     return min(fixed) - min(row["loss"] for row in group.rows if not is_fixed_depth(row))
 
 
-def exponents(table: Table) -> dict:
+def exponents(table: RunTable) -> dict:
     return {name: law["exponent"] for name, law in isoflop(table)["power_laws"].items()}
 
 
-def held_out_percent(known: Table, beyond: Table) -> float | None:
+def held_out_percent(known: RunTable, beyond: RunTable) -> float | None:
     """Mean error of the training law, fitted to the smaller budgets, at the largest."""
     result, _ = parametric(known, beyond, restarts=RESTARTS)
     return result["held_out"]["mean_percent"] if "held_out" in result else None
 
 
-def test_depths(table: Table) -> dict:
+def test_depths(table: RunTable) -> dict:
     found = test_time(table, restarts=RESTARTS)
     misfits = {name: form["in_range"]["huber"] for name, form in found["forms"].items() if "in_range" in form}
     floor = found.get("floor_against_loss_at_mu", {}).get("mean_percent")

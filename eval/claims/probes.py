@@ -13,7 +13,7 @@ from looped_eval.diagnose.readout_probes import (
     update_decomposition,
 )
 from looped_eval.halting.calibration import calibrate, exit_loops, mean_perplexity, perplexity_at
-from looped_eval.halting.measured_run import measure
+from looped_eval.halting.scoring import measure
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import exit_rule
 

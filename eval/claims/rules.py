@@ -32,9 +32,11 @@ class Estimate(NamedTuple):
 
 
 def over_seeds(values: Iterable[float]) -> Estimate:
-    """The mean and Student's interval of it; where some are infinite, since runs collapsed, the median and what
-    counting tells: from the least to the greatest of n seeds lies the median of all with a probability of
-    1 - 2^(1 - n). Below the level, of six seeds, that excludes nothing, unless all seeds give the same.
+    """The mean over seeds with Student's interval.
+
+    Where some values are infinite, since runs collapsed, it is the median instead, with an interval from the least to
+    the greatest value. It holds the median of all possible seeds with a probability of 1 - 2^(1 - n), which reaches
+    the level with six seeds; with fewer the interval is unbounded, unless all seeds give the same value.
     """
     values = list(values)
     if len(values) > 1 and not all(map(math.isfinite, values)):

@@ -40,7 +40,7 @@ def metrics_of(results: dict) -> Iterator[tuple[str, Point]]:
 
 
 def more_is_better(results: dict) -> dict[str, bool]:
-    """{measure: whether more of it is better}, of the metrics for which lm-eval's results say it."""
+    """{measure: whether more of it is better}, for the metrics of which lm-eval's results say so."""
     of_tasks, found = results.get("higher_is_better") or {}, {}
     for measure, _ in metrics_of(results):
         task, _, metric = measure.partition(" ")
@@ -49,16 +49,24 @@ def more_is_better(results: dict) -> dict[str, bool]:
     return found
 
 
+def rows_over_depth(curves: Curves) -> tuple[list[int], list[list[str]]]:
+    """The depths of all curves; and a row for each measure and series: both names, and a cell for each depth."""
+    depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})
+    rows = [
+        [measure, series, *(cell(*points[depth]) if depth in points else "" for depth in depths)]
+        for measure, of_series in curves.items()
+        for series, points in of_series.items()
+    ]
+    return depths, rows
+
+
 def table(curves: Curves) -> str:
     """Markdown: a row for each measure and series, a column for each depth."""
-    depths = sorted({depth for of_series in curves.values() for points in of_series.values() for depth in points})
-    several = len({series for of_series in curves.values() for series in of_series}) > 1
+    depths, rows = rows_over_depth(curves)
+    several = len({series for _, series, *_ in rows}) > 1
     lines = [["measure"] + ["model"] * several + [counted(depth, "loop") for depth in depths]]
     lines.append(["---"] * (1 + several) + ["---:"] * len(depths))
-    for measure, of_series in curves.items():
-        for series, points in of_series.items():
-            cells = [cell(*points[depth]) if depth in points else "" for depth in depths]
-            lines.append([measure] + [series] * several + cells)
+    lines += [[measure] + [series] * several + cells for measure, series, *cells in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
@@ -67,7 +75,10 @@ def cell(value: float, deviation: float | None) -> str:
 
 
 def chance_of(measure: str, configs: dict | None = None) -> float | None:
-    """What guessing scores, where the measure is an accuracy; configs: of lm-eval's results, {task: settings}."""
+    """What guessing scores; None where that is not known, or the measure is no accuracy.
+
+    configs: {task: settings}, as lm-eval's results have them.
+    """
     task, _, metric = measure.partition(" ")
     if not metric.startswith("acc"):
         return None
@@ -78,7 +89,7 @@ def chance_of(measure: str, configs: dict | None = None) -> float | None:
 
 
 def charts(curves: Curves, chance: dict[str, float] | None = None, trained: int | None = None) -> list[Chart]:
-    """chance: what guessing scores in a measure."""
+    """A chart for each measure. chance: {measure: what guessing scores}; trained: the depth to mark as trained."""
     drawn = []
     for measure, of_series in curves.items():
         lines = []

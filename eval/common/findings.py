@@ -21,11 +21,10 @@ def loops_in_words(mean: float, full: float) -> str:
 def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -> str:
     """E.g. "arc_easy acc is best at 4 loops (0.3125)."; with the model's name where there are several.
 
-    more_is_better: of measures for which lm-eval says it, see `curves.more_is_better`.
+    more_is_better: what `curves.more_is_better` gives; the names of other measures decide.
     """
     known = more_is_better or {}
-    measures = [name for name in curves if name != "mean loops" and "less that of" not in name and "error" not in name]
-    measures = [name for name in measures if not says_the_same(name, curves)]
+    measures = [name for name in curves if name != "mean loops" and not says_the_same(name, curves)]
     said = "; ".join(best_point(name, curves[name], known.get(name)) for name in measures[:MOST])
     rest = f"; of {len(measures) - MOST} more the table tells" if len(measures) > MOST else ""
     exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]
@@ -34,13 +33,15 @@ def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -
 
 
 def says_the_same(name: str, curves: Curves) -> bool:
-    """Whether it is a perplexity of a text whose bits per byte are there."""
+    """Whether this is a perplexity of a text whose bits per byte are among the curves too."""
     task, _, metric = name.partition(" ")
     return metric in ("word_perplexity", "byte_perplexity") and f"{task} bits_per_byte" in curves
 
 
 def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | None = None) -> str:
-    """Of accuracies no best one is named where even the worst is within what chance makes of so few questions."""
+    """What one measure comes down to. Where more is better and the best and the worst value differ by less than two
+    standard errors of their difference, no depth is called best.
+    """
     if more_is_better is None:
         more_is_better = not LESS_IS_BETTER.search(name.replace("_", " "))
     sign = 1 if more_is_better else -1
@@ -62,9 +63,9 @@ def best_point(name: str, of_series: dict[str, dict], more_is_better: bool | Non
 
 
 def best_depth(values: dict[int, float], trained: int | None, unit: str) -> str:
-    """Which depth has the least loss, and what the trained one and a single loop cost beside it.
+    """Which depth has the least loss, and what the trained depth and a single loop cost beside it.
 
-    Of depths that are the same to the last digit that is shown the fewest loops count.
+    Of depths whose losses differ by less than the last digit that is shown, the one with the fewest loops is the best.
     """
     least = min(values.values())
     same = [k for k in sorted(values) if values[k] - least < 1e-3]

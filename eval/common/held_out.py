@@ -35,10 +35,11 @@ def prepared_data(run: Path, data: DataConfig) -> Prepared:
 def held_out_rows(
     run: Path, count: int, length: int, seed: int | None = None, least: int | None = None
 ) -> tuple[torch.Tensor, str]:
-    """[count, length] of the validation split without overlap, and what was read; drawn at random with a seed, else
-    from its beginning. least: so many rows are enough where there are not `count`.
+    """[count, length] tokens of the validation split, no token twice, and a name for what was read.
 
-    Start tokens that no model has learned to predict are left out, so that documents are joined by their end tokens.
+    Rows are drawn at random with a seed, and else taken from the beginning. least: how many rows are enough where the
+    split holds fewer than `count`. Start tokens that no model has learned to predict are left out, so that documents
+    are joined by their end tokens.
     """
     data = run_data(run)
     rows = prepared_data(run, data).validation

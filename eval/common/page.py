@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
 
+from looped_recipes.common.axis import written
 from looped_recipes.common.chart_style import STYLE as COLORS_AND_CHARTS
 
 
@@ -293,3 +294,13 @@ def single_numbers(result: dict, prefix: str = "") -> dict[str, object]:
         elif not isinstance(value, list):
             found[prefix + key] = value
     return found
+
+
+def numbers(result: dict, digits: int = 4) -> Table:
+    """The single numbers and words of a result, a row each."""
+    rows = [
+        [name.replace("_", " ").replace(".", ", "), written(value, digits) if isinstance(value, float) else str(value)]
+        for name, value in single_numbers(result).items()
+        if value is not None
+    ]
+    return Table(["", ""], rows)

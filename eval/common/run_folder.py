@@ -39,19 +39,19 @@ class RunFolder:
             raise RunError(f"{self.folder}/metrics.jsonl holds no whole line: the run has logged nothing yet")
 
     def results(self, name: str) -> Path:
-        """Where what was measured of this model lies: in eval/, or, as older versions wrote it, beside it."""
+        """Where a result about this model lies: in eval/ of the run, or, as older versions wrote it, in the run."""
         own, former = self.folder / "eval" / name, self.folder / name
         return former if former.exists() and not own.exists() else own
 
     def own_files(self, pattern: str) -> list[Path]:
-        """Of this model: not of the models and runs in folders of this one, except final/."""
+        """Files that match and belong to this run: not those in the folders of other models or runs inside it."""
         of_others = {path.parent for name in MARKS for path in self.folder.rglob(name)}
         of_others -= {self.folder, self.folder / "final"}
         return [path for path in self.folder.rglob(pattern) if not of_others & set(path.parents)]
 
     @cached_property
     def lines(self) -> tuple[list[dict], list[int]]:
-        """Of metrics.jsonl: records, and numbers of the lines that are none."""
+        """The records of metrics.jsonl, and the numbers of its lines that hold no record."""
         return read_lines(self.folder / "metrics.jsonl")
 
     @property

@@ -20,9 +20,9 @@ IN_A_FILE = re.compile(
 def tasks_of(
     names: list[str], folders: list[str | Path], metadata: dict | None = None
 ) -> tuple[TaskManager, list[str]]:
-    """What knows the tasks that these names or patterns stand for, and their names.
+    """A manager of tasks, and the names of the tasks that these names or patterns stand for.
 
-    folders: of tasks beside lm-eval's; of two tasks with one name the last is taken.
+    folders: of tasks beside lm-eval's; of two tasks with one name that of the last folder is taken.
     """
     manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
     if not all(is_whole(manager, name) for name in names):

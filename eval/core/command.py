@@ -31,10 +31,10 @@ EXTENDED = """
 
 
 class Suite(NamedTuple):
-    """Tasks that are asked, and those of them that a mean is over."""
+    """The tasks that are asked, and over which of them each mean is taken."""
 
-    tasks: dict[str, CoreTask]
-    means: dict[str, list[str]]  # "core", "core_extended": labels
+    tasks: dict[str, CoreTask]  # by label
+    means: dict[str, list[str]]  # labels of the tasks of "core" and "core_extended"
 
     def seeded(self, seed: int) -> "Suite":
         return self._replace(tasks={label: replace(task, shots_seed=seed) for label, task in self.tasks.items()})
@@ -153,16 +153,16 @@ def main(arguments: list[str] | None = None) -> dict[int, dict]:
     check_question(options.model, options.num_loops)
     results = core_scores(
         options.model,
-        None,
-        options.bundle,
-        options.num_loops,
-        options.examples,
-        options.extended,
-        options.batch_size,
-        options.device,
-        options.max_length,
-        options.tasks,
-        options.seeds,
+        tokenizer=None,  # the model's own
+        bundle=options.bundle,
+        loops=options.num_loops,
+        examples=options.examples,
+        extended=options.extended,
+        batch_size=options.batch_size,
+        device=options.device,
+        max_length=options.max_length,
+        tasks=options.tasks,
+        seeds=options.seeds,
     )
     curves = curves_of(results)
     print(table(curves))

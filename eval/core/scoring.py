@@ -10,8 +10,8 @@ from looped_eval.harness.looped_lm import LoopedLM
 from .bundle import CoreTask
 
 
-class Scored(NamedTuple):
-    """Tokens that are asked, after those that are given."""
+class Request(NamedTuple):
+    """What is to be scored: the tokens `asked`, after the tokens `given`."""
 
     given: list[int]
     asked: list[int]
@@ -44,8 +44,12 @@ def common_length(first: list[int], *others: list[int]) -> int:
     return next((i for i in range(length) if any(other[i] != first[i] for other in others)), length)
 
 
-def scored(kind: str, tokens: list[list[int]]) -> list[Scored]:
-    """Cut each prompt in what is given and what is scored: all after the common beginning, or the common end."""
+def requests_of(kind: str, tokens: list[list[int]]) -> list[Request]:
+    """The requests of one item: the tokens of each of its prompts, cut into what is given and what is asked.
+
+    Choices are asked after the beginning that all prompts share. In a schema, the ending that all share is asked. In
+    language modelling the first prompt lacks the answer, and what the second has beyond it is asked.
+    """
     if kind == "schema":
         length = common_length(*[row[::-1] for row in tokens])
         starts = [len(row) - length for row in tokens]
@@ -55,10 +59,10 @@ def scored(kind: str, tokens: list[list[int]]) -> list[Scored]:
         tokens, starts = tokens[1:], starts[1:]
     # one token at least is given and one is scored, also where choices are each other's beginning
     starts = [min(max(start, 1), len(row) - 1) for start, row in zip(starts, tokens)]
-    return [Scored(row[:start], row[start:]) for start, row in zip(starts, tokens)]
+    return [Request(row[:start], row[start:]) for start, row in zip(starts, tokens)]
 
 
-def score(lm: LoopedLM, requests: list[Scored]) -> torch.Tensor:
+def score(lm: LoopedLM, requests: list[Request]) -> torch.Tensor:
     """Mean cross-entropy of what is asked, and how many tokens are not the likeliest: [depths, 2, requests]."""
     sums = torch.zeros(len(lm.depths), 3, len(requests), dtype=torch.float64)
     mine = slice(lm.rank, None, lm.world_size)
@@ -72,14 +76,13 @@ def score(lm: LoopedLM, requests: list[Scored]) -> torch.Tensor:
 def accuracies(lm: LoopedLM, task: CoreTask) -> list[float]:
     """The accuracy of one task, at each depth."""
     tokenizer, start = lm.tokenizer, start_token(lm.tokenizer)
-    requests = []
+    of_items = []
     for index in range(len(task.items)):
         tokens = [[start, *tokenizer(text, add_special_tokens=False)["input_ids"]] for text in prompts(task, index)]
-        requests.append(scored(task.kind, tokens))
-    scores = score(lm, [option for options in requests for option in options])
-    right, first = torch.zeros(len(lm.depths), dtype=torch.float64), 0
-    for item, options in zip(task.items, requests):
-        losses, misses = scores[:, :, first : first + len(options)].unbind(1)
+        of_items.append(requests_of(task.kind, tokens))
+    scores = score(lm, [request for requests in of_items for request in requests])
+    right = torch.zeros(len(lm.depths), dtype=torch.float64)
+    for item, of_item in zip(task.items, scores.split([len(requests) for requests in of_items], dim=-1)):
+        losses, misses = of_item.unbind(1)
         right += (misses[:, 0] == 0) if task.kind == "language_modeling" else (losses.argmin(-1) == item["gold"])
-        first += len(options)
     return (right / len(task.items)).tolist()

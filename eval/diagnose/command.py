@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from looped_eval.common.model_folder import results_folder, training_run
-from looped_eval.common.page import Section, to_html
+from looped_eval.common.page import Section, numbers, to_html
 from looped_eval.common.progress import progress
 from looped_eval.common.run_folder import runs_in
 from looped_recipes.common.chart import save_charts
@@ -116,7 +116,7 @@ def run_all(of: ModelAndText, folder: Path, command: str | None = None) -> tuple
         except ValueError as reason:
             left_out[name] = str(reason)
             bar.write(f"{name}: left out, {reason}")
-    where = Section("How it was measured", [page.numbers({**of.where, **provenance(command)})])
+    where = Section("How it was measured", [numbers({**of.where, **provenance(command)})])
     path = folder / "index.html"
     title = "A fresh model, before any training" if of.is_fresh else "What this looped model does"
     found = page.headlines(results)

@@ -8,6 +8,7 @@ stack of N independent copies of the same L layers.
 
 import copy
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -108,13 +109,19 @@ def train_steps(model, ids: torch.Tensor, steps: int, lr: float):
             optimizer.zero_grad()
 
 
-_early: dict = {}  # norms and update sizes come from the same runs
+class EarlyTraining(NamedTuple):
+    """What the first optimizer steps do to h_N of one model."""
+
+    norms: list[float]  # R before every step and after the last
+    updates: list[float]  # RMS change of h_N by every step
 
 
-def early_training(config: LoopedConfig, seed: int, steps: int, lr: float, num_tokens: int):
-    """R before every step and after the last, and the RMS change of h_N by every step."""
+_known: dict[tuple, EarlyTraining] = {}  # residual_norm and update_size read the same trainings
+
+
+def early_training(config: LoopedConfig, seed: int, steps: int, lr: float, num_tokens: int) -> EarlyTraining:
     key = (config.to_json_string(use_diff=False), seed, steps, lr, num_tokens)
-    if key not in _early:
+    if key not in _known:
         norms, updates, before = [], [], None
         ids = random_tokens(config, 1, num_tokens, seed)
         with own_randomness(seed):
@@ -123,16 +130,18 @@ def early_training(config: LoopedConfig, seed: int, steps: int, lr: float, num_t
                 if before is not None:
                     updates.append((state - before).square().mean().sqrt().item())
                 before = state
-        _early[key] = norms, updates
-    return _early[key]
+        _known[key] = EarlyTraining(norms, updates)
+    return _known[key]
 
 
-def mean_curves(config, arrangement, rule, which, loops, seeds, steps, lr, num_tokens) -> list[list[float]]:
-    """[steps][loops], averaged over seeds; `which` is 0 for norms and 1 for updates."""
+def mean_curves(
+    config: LoopedConfig, arrangement: str, rule: str, name: str, *, loops, seeds: int, **training
+) -> list[list[float]]:
+    """[steps][loops], averaged over seeds. name: of a field of EarlyTraining; training: steps, lr and num_tokens."""
     curves = []
     for num_loops in progress(loops, "depths"):
         stack = ARRANGEMENTS[arrangement](config, num_loops, rule)
-        runs = [early_training(stack, seed, steps, lr, num_tokens)[which] for seed in range(seeds)]
+        runs = [getattr(early_training(stack, seed, **training), name) for seed in range(seeds)]
         curves.append(torch.tensor(runs, dtype=torch.float64).mean(0).tolist())
     return [list(step) for step in zip(*curves)]
 
@@ -166,16 +175,17 @@ def residual_norm(
     """
     check_sweep(loops, rules, seeds, steps)
     loops, reason = sorted(loops), why_not_unshared(config)
-    result = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens, "looped": {}}
+    how = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens}
+    result = {**how, "looped": {}}
     for rule in rules:
-        curves = mean_curves(config, "looped", rule, 0, loops, seeds, steps, lr, num_tokens)
+        curves = mean_curves(config, "looped", rule, "norms", **how)
         result["looped"][rule] = {"R": curves, "slope": slopes(loops, curves, NORM_THEORY["looped"][rule])}
     if reason:
         return {**result, "no_unshared": reason}
     result["unshared"] = {}
     for rule in rules:
         if rule in NORM_THEORY["unshared"]:
-            curves = mean_curves(config, "unshared", rule, 0, loops, seeds, steps, lr, num_tokens)
+            curves = mean_curves(config, "unshared", rule, "norms", **how)
             result["unshared"][rule] = {"R": curves, "slope": slopes(loops, curves, NORM_THEORY["unshared"][rule])}
     return result
 
@@ -199,10 +209,11 @@ def update_size(
     if steps < 1:
         raise ValueError(f"the size of an update needs at least 1 step, got {steps}")
     loops = sorted(loops)
-    result = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens, "looped": {}}
+    how = {"loops": loops, "steps": steps, "seeds": seeds, "lr": lr, "num_tokens": num_tokens}
+    result = {**how, "looped": {}}
     scale, change = [], []
     for rule in rules:
-        curves = mean_curves(config, "looped", rule, 1, loops, seeds, steps, lr, num_tokens)
+        curves = mean_curves(config, "looped", rule, "updates", **how)
         largest = max(max(step) / min(step) if min(step) > 0 else math.inf for step in curves)
         result["looped"][rule] = {
             "update": curves,

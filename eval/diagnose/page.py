@@ -1,7 +1,6 @@
 """What the measures found, as sections of a page: those of the model itself, then those of fresh models."""
 
-from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, single_numbers
-from looped_recipes.common.axis import written
+from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, numbers
 
 from . import figures
 from .readings import READINGS, Reading
@@ -34,15 +33,6 @@ def charts_of(name: str, result: dict, beside: dict[str, dict] | None = None) ->
     if beside:
         drawn = figures.depth_curve(result, beside)
     return drawn + figures.training(result.get("training", {}))
-
-
-def numbers(result: dict) -> Table:
-    rows = [
-        [name.replace("_", " ").replace(".", ", "), written(value) if isinstance(value, float) else str(value)]
-        for name, value in single_numbers(result).items()
-        if value is not None
-    ]
-    return Table(["", ""], rows)
 
 
 def side_by_side(results: dict[str, dict]) -> Table:

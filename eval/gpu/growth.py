@@ -18,7 +18,8 @@ FIELDS = {
     "vocab_size": 256,
 }
 RULES = ("none", "sqrt", "linear")
-CURVES = {"residual_norm": NORM_THEORY["looped"], "update_size": UPDATE_THEORY}  # of mean_curves, in its order
+# what mean_curves is asked for, and the exponents of theory
+CURVES = {"residual_norm": ("norms", NORM_THEORY["looped"]), "update_size": ("updates", UPDATE_THEORY)}
 SHORT = {"loops": (1, 2, 4), "seeds": 1, "steps": 2}
 
 
@@ -27,11 +28,11 @@ def measurements(setting: Setting) -> Iterator[Measurement]:
     config = LoopedConfig.from_preset("residual_scaling", **(FIELDS if setting.tiny else {}))
     how = {"loops": LOOPS, "seeds": 3, "steps": 10, "lr": 1e-4, "num_tokens": 128, **(SHORT if setting.tiny else {})}
     for rule in RULES:  # both measures read the same short trainings
-        for which, (name, theory) in enumerate(CURVES.items()):
+        for name, (of_training, theory) in CURVES.items():
 
-            def run(which=which, rule=rule, theory=theory):
+            def run(rule=rule, of_training=of_training, theory=theory):
                 with torch.device(setting.device):
-                    curves = mean_curves(config, "looped", rule, which, **how)
+                    curves = mean_curves(config, "looped", rule, of_training, **how)
                 slope = slopes(how["loops"], curves, theory[rule])
                 exponents = {name: slope[name]["slope"] for name in ("first_step", "last_step", "last_step_deep")}
                 return {"theory": slope["theory"], **exponents, "loops": how["loops"], "curves": curves}

@@ -46,7 +46,7 @@ def model_folder(setting: Setting) -> Path:
 
 
 def overrides(setting: Setting, folder: Path, tiny: list[str]) -> list[str]:
-    """What of a recipe is told by where it runs."""
+    """The settings of a recipe that depend on where it runs: text, folders, and sizes where they are tiny."""
     found = [f"data.source={setting.text}", f"data.cache_dir={setting.out / 'shards'}"]
     return [*found, f"training.output_dir={folder}", *(tiny if setting.tiny else [])]
 

@@ -21,10 +21,10 @@ from modeling_looped import LoopedConfig, LoopedForCausalLM
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
-from .conclusion import conclusion, exits_gain, shallowest_depth
-from .measured_run import at_depth, measure, scored_with_exits, sequence_scores_at, with_token_exits
+from .conclusion import cheapest, conclusion, exits_gain, shallowest_depth
 from .options import BEST, LEAST_SEQUENCES, SEQUENCES, parse
 from .page import write_page
+from .scoring import at_depth, measure, sequence_scores_at, with_sequence_exits, with_token_exits
 
 
 # What is asked
@@ -114,7 +114,9 @@ def flops_per_token(config, length: int, mean_loops: float, mean_readouts: float
 
 
 def mean_readouts(rule, loops: torch.Tensor, scores_at, num_loops: int) -> float:
-    """How often a unit that ran so many loops went through coda and head: at each check on logits, and at its exit."""
+    """How often a unit went through coda and head, averaged over units: at each reading of logits before its last
+    loop, and once after it. loops: how many each unit ran; scores_at(loop): whether logits are read after it.
+    """
     if rule.criterion.needs != "logits":
         return 1.0
     before = torch.tensor([0] + [scores_at(loop) for loop in range(1, num_loops)]).cumsum(0)  # checks before a loop
@@ -130,21 +132,19 @@ def rules_of(units: Units, names: list[str], budgets: list[float], args, config)
     return rules
 
 
-def result_row(budget: float, rule, units: Units, scored, fixed: float, scores_at, config, args) -> dict:
-    """units: of the slice of calibration; scored: the other slice; fixed: its perplexity at full depth."""
+def result_row(budget: float, rule, units: Units, scored, at_full_depth: float, scores_at, config, args) -> dict:
+    """units: of the slice of calibration; scored: the other slice; at_full_depth: its perplexity without exits."""
     loops, found = scored.loops.double().mean().item(), mean_perplexity(scored.losses)
-    calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses) / mean_perplexity(
-        units.losses[-1]
-    )
+    calibrated = perplexity_at(exit_loops(rule, units.scores[rule.name]), units.losses)
     full = flops_per_token(config, args.length, args.num_loops, 1)
     readouts = mean_readouts(rule, scored.loops, scores_at, args.num_loops)
     return {
         "criterion": rule.name,
         "budget": budget,
         "threshold": rule.threshold,
-        "calibrated_ratio": calibrated,
+        "calibrated_ratio": calibrated / mean_perplexity(units.losses[-1]),
         "perplexity": found,
-        "ratio": found / fixed,
+        "ratio": found / at_full_depth,
         "mean_loops": loops,
         "predicted_speedup": full / flops_per_token(config, args.length, loops, readouts),
     }
@@ -156,7 +156,7 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     rules = rules_of(calibration, names, args.budget, args, model.config)
     runs = {k: partial(at_depth, model, num_loops=k, batch_size=size) for k in depths}
     for rule in set(rules.values()):  # budgets may share a threshold
-        runs[rule] = partial(scored_with_exits, model, rule=rule, num_loops=args.num_loops, batch_size=size)
+        runs[rule] = partial(with_sequence_exits, model, rule=rule, num_loops=args.num_loops, batch_size=size)
     warm_ups = [partial(run, rows[:size]) for run in runs.values()]
     seconds, scored = least_seconds({k: partial(run, rows) for k, run in runs.items()}, args.repeats, warm_ups)
     tokens, full = rows[:, 1:].numel(), seconds[args.num_loops]
@@ -175,13 +175,15 @@ def sequence_level(model, calibration: Units, rows: torch.Tensor, names: list[st
     return fixed, halting
 
 
-def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str], fixed: float, args) -> list[dict]:
-    """Under the first budget, which is the one that can be written."""
+def token_level(
+    model, calibration: Units, rows: torch.Tensor, names: list[str], at_full_depth: float, args
+) -> list[dict]:
+    """Under the first budget, which is the one that can be written. at_full_depth: perplexity without exits."""
     found = []
     rules = rules_of(calibration, names, args.budget[:1], args, model.config)
     for (_, budget), rule in progress(rules.items(), "tokens that exit"):
         scored = with_token_exits(model, rows, rule, args.num_loops, args.batch_size)
-        found.append(result_row(budget, rule, calibration, scored, fixed, rule.scores_at, model.config, args))
+        found.append(result_row(budget, rule, calibration, scored, at_full_depth, rule.scores_at, model.config, args))
     return found
 
 
@@ -191,7 +193,7 @@ def token_level(model, calibration: Units, rows: torch.Tensor, names: list[str],
 def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args) -> str:
     """Let generate exit as calibrated for tokens; what was done, in words."""
     if criterion == BEST:
-        row = max(rows, key=lambda row: row["predicted_speedup"])
+        row = cheapest(rows)
         if row["predicted_speedup"] <= 1:
             return "nothing is written: no criterion is predicted to save more than it costs (name one to insist)"
     else:
@@ -201,6 +203,7 @@ def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args)
     chosen = {"exit_criterion": row["criterion"], "exit_threshold": row["threshold"], "min_loops": args.min_loops}
     if args.num_loops != model.config.num_loops:
         chosen["num_loops"] = args.num_loops
+    vars(model.generation_config).pop("num_loops", None)  # of an earlier calibration, at another depth
     for name, value in chosen.items():
         setattr(model.generation_config, name, value)
     model.generation_config._from_model_config = False  # else it is made anew at loading, without these fields

@@ -53,7 +53,7 @@ def check_limit(limit: float | None):
 
 
 def check(config: EvaluatorConfig):
-    """What can be known before the model is loaded, but for the names of tasks."""
+    """Refuses what is wrong with the arguments before the model is loaded; `asked_tasks` checks the names of tasks."""
     if "pretrained" not in config.model_args:
         raise ValueError("--model looped needs a model: --model_args pretrained=DIR")
     check_limit(config.limit)
@@ -80,8 +80,8 @@ def options_of(config: EvaluatorConfig) -> dict:
 
 @contextmanager
 def told_of_one_depth(is_first: bool):
-    """lm-eval says the same at every depth, and git complains where lm-eval asks it for the commit of a folder without
-    one."""
+    """lm-eval's messages are shown for the first depth alone, since they are the same for all; and the commit is asked
+    for by our function, since lm-eval's lets git complain in a folder that is no repository."""
     logger, asks_git = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
     level, evaluator.get_git_commit_hash = logger.level, commit
     if not is_first:
@@ -94,7 +94,7 @@ def told_of_one_depth(is_first: bool):
 
 
 def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
-    """What knows the tasks, and their names, or what lm-eval read of files of them."""
+    """The manager that knows the tasks, and their names; or, where files are named, what lm-eval read of them."""
     names = config.tasks.split(",") if isinstance(config.tasks, str) else ",".join(config.tasks).split(",")
     if any(name.endswith(".yaml") or Path(name).is_dir() for name in names):
         return config.process_tasks(config.metadata), config.tasks
@@ -102,7 +102,7 @@ def asked_tasks(config: EvaluatorConfig) -> tuple[TaskManager, list]:
 
 
 def check_tasks(manager: TaskManager, tasks: list):
-    """What the files of tasks say, before a model is loaded; of groups and tags, of the tasks in them."""
+    """Refuses tasks whose files set depths or exits, and groups and tags with such tasks, before a model is loaded."""
     for task in tasks:
         entry = None if isinstance(task, dict) else manager.task_index.get(task)
         config = task if isinstance(task, dict) else (entry and entry.cfg) or {}
@@ -152,6 +152,17 @@ def chances(curves: Curves, results: dict[int, dict]) -> dict[str, float]:
     return {measure: level for measure in curves if (level := chance_of(measure, configs)) is not None}
 
 
+def show(curves: Curves, chance: dict[str, float], output: str | None):
+    """Prints the table over depth; with a folder, writes depth.md and depth.svg beside lm-eval's results in it."""
+    if curves:
+        print(table(curves))
+    if curves and output:
+        write_whole(Path(output) / "depth.md", table(curves))
+        draw(curves, Path(output) / "depth.svg", chance)
+    if output:
+        print(f"written: {output}")
+
+
 def main(arguments: list[str]):
     setup_logging()
     sys.argv[1:] = as_lm_eval_spells(arguments)  # lm-eval reads it again
@@ -179,13 +190,7 @@ def main(arguments: list[str]):
     if config.show_config:
         print(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     curves = curves_of(results)
-    if curves:
-        print(table(curves))
-    if curves and config.output_path:
-        write_whole(Path(config.output_path) / "depth.md", table(curves))
-        draw(curves, Path(config.output_path) / "depth.svg", chances(curves, results))
-    if config.output_path:
-        print(f"written: {config.output_path}")
+    show(curves, chances(curves, results), config.output_path)
     is_in_run = run is not None and Path(config.output_path).resolve().is_relative_to(run)  # where its report looks
     found = best_depths(curves, more_is_better(next(iter(results.values()))))
     say_result(found, *([typed("looped report", os.path.relpath(run))] if is_in_run else []))

@@ -186,12 +186,11 @@ class LoopedLM(HFLM):
         for request in requests:
             refuse_depths_in(request.args[1], f"the generation_kwargs of task {request.task_name}")
         is_sampled = [self._is_sampled(request.args[1]) for request in requests]
-        greedy, sampled = ([x for x, is_one in zip(requests, is_sampled) if is_one == kind] for kind in (False, True))
-        texts = {
-            False: iter(self._recall("generate_until", greedy, super().generate_until)),
-            True: iter(super().generate_until(sampled, disable_tqdm) if sampled else ()),
-        }
-        return [next(texts[kind]) for kind in is_sampled]
+        greedy = [request for request, sampled in zip(requests, is_sampled) if not sampled]
+        others = [request for request, sampled in zip(requests, is_sampled) if sampled]
+        recalled = iter(self._recall("generate_until", greedy, super().generate_until))
+        new = iter(super().generate_until(others, disable_tqdm) if others else ())
+        return [next(new if sampled else recalled) for sampled in is_sampled]
 
     def _is_sampled(self, wishes: dict) -> bool:
         """As lm-eval decides it: a temperature alone is enough."""
@@ -200,7 +199,7 @@ class LoopedLM(HFLM):
     # scoring
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, override_bs: int | None = None):
-        """Sums over the continuation of each (key, context, continuation), and keeps them: [depths, 3, requests]."""
+        """The sums of `score_tokens` for each (key, context, continuation); `_recall` finds them among the answers."""
         return self.score_tokens(requests, disable_tqdm, self._keep_likelihoods)
 
     def _keep_likelihoods(self, requests, numbers, sums):
@@ -218,9 +217,8 @@ class LoopedLM(HFLM):
                 self._keep("loglikelihood_rolling", request.args, depth, answer)
 
     def score_documents(self, documents: list[list[int]]) -> list[torch.Tensor]:
-        """Each token is predicted once, from as much of its document as fits: [depths, 3] sums of each document.
-
-        The columns are log-likelihood, tokens that greedy decoding misses (not counted here), loops.
+        """For each document the sums of `score_tokens`, [depths, 3]; greedy misses are not counted. Each token is
+        predicted once, from as much of its document as fits.
         """
         windows = []
         for number, document in enumerate(documents):
@@ -233,10 +231,12 @@ class LoopedLM(HFLM):
 
     @torch.no_grad()
     def score_tokens(self, requests, disable_tqdm: bool = False, keep=None, is_text: bool = False) -> torch.Tensor:
-        """Over each request's continuation: log-likelihood, greedy misses, loops. [depths, 3, requests].
+        """Sums over the continuation of each request (key, context, continuation): [depths, 3, requests], where 3 are
+        the log-likelihood, the tokens that greedy decoding misses, and the loops.
 
-        Requests whose inputs are equal, as with choices of one token, share a row. is_text: long continuations, no
-        greedy misses: the logits are not kept.
+        Requests whose inputs are equal, as with choices of one token, share a row. keep(requests, numbers, sums) is
+        called after every batch, with the numbers of its requests. is_text: continuations are long, and greedy misses
+        are not asked for, so that several depths need not keep their logits.
         """
         too_long = sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
         if too_long:
@@ -267,9 +267,7 @@ class LoopedLM(HFLM):
         progress = tqdm(total=len(requests), desc="Scoring", disable=disable_tqdm or self.rank != 0)
         for chunk in chunks:
             tokens = self._tokens_of(chunk, requests)
-            with torch.autocast(
-                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-            ):
+            with self.autocast():
                 scores = self._from_losses(tokens) if self._keeps_no_logits(is_text) else self._from_logits(tokens)
             sums.index_add_(2, tokens.owners, scores.double().cpu())
             numbers = [number for group in chunk for number in group]
@@ -278,6 +276,12 @@ class LoopedLM(HFLM):
             progress.update(len(numbers))
         progress.close()
         return sums
+
+    def autocast(self):
+        """The precision that the argument mixed_precision_dtype asks for."""
+        return torch.autocast(
+            self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+        )
 
     def _keeps_no_logits(self, is_text: bool) -> bool:
         return is_text and self.rule is None and len(self.depths) > 1
@@ -364,12 +368,7 @@ class LoopedLM(HFLM):
     def _model_call(self, inps, attn_mask=None, labels=None) -> torch.Tensor:
         """By this pass lm-eval finds the batch size that fits. It holds what scoring holds, and the cache of every
         loop, as generating does."""
-        with (
-            torch.no_grad(),
-            torch.autocast(
-                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-            ),
-        ):
+        with torch.no_grad(), self.autocast():
             return self.model.logits(self._states_of(inps, use_cache=True).last_hidden_state)
 
     # generation

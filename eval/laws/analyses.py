@@ -10,17 +10,17 @@ from looped_recipes.common.measures import power_law
 from .fitting import Fit, FitError, bootstrap, draw_residuals, draw_runs, fit, huber, interval
 from .forms import ABOVE_FLOOR, CONDITIONING, PARAMETRIC, TEST_TIME, UNIFIED
 from .frontier import frontier, is_fixed_depth, measured_frontier
-from .run_table import Table
+from .run_table import RunTable
 
 
-def budgets_of(table: Table, tolerance: float = 0.1) -> dict[float, Table]:
+def budgets_of(table: RunTable, tolerance: float = 0.1) -> dict[float, RunTable]:
     """Runs whose FLOPs follow each other within `tolerance` belong to one budget, named by their geometric mean."""
     ordered = sorted(table.rows, key=lambda row: row["flops"])
     groups = [[ordered[0]]]
     for row in ordered[1:]:
         near = row["flops"] <= groups[-1][-1]["flops"] * (1 + tolerance)
         groups[-1].append(row) if near else groups.append([row])
-    tables = [Table(rows, table.source) for rows in groups]
+    tables = [RunTable(rows, table.source) for rows in groups]
     return {group["flops"].log().mean().exp().item(): group for group in tables}
 
 
@@ -36,7 +36,7 @@ def lowest(x: np.ndarray, loss: np.ndarray) -> tuple[float, float]:
     return math.exp(best), float(curve(best))
 
 
-def optima(budgets: dict[float, Table], draw=None) -> tuple[list[dict], list[str]]:
+def optima(budgets: dict[float, RunTable], draw=None) -> tuple[list[dict], list[str]]:
     """Each budget's best loops and tokens, and what is wrong with the budgets that have none."""
     found, problems = [], []
     for flops, group in budgets.items():
@@ -64,7 +64,7 @@ def power_laws(found: list[dict]) -> dict:
     return laws
 
 
-def isoflop(table: Table, resamples: int = 0, seed: int = 0) -> dict:
+def isoflop(table: RunTable, resamples: int = 0, seed: int = 0) -> dict:
     """Parabolas through the looped runs of each budget, and what looping gains over runs of fixed depth."""
     table = table.need("mean_depth", "tokens", "flops", "loss").at_training_depth()
     budgets = budgets_of(table)
@@ -92,7 +92,7 @@ def summary(name: str, fitted: Fit) -> dict:
         "formula": fitted.law.formula,
         "rows": len(fitted.huber),
         "restarts": fitted.restarts,
-        "converged": fitted.converged and not fitted.problem,
+        "converged": fitted.at_minimum and not fitted.problem,
     }
     if fitted.refits is not None:
         facts["resamples_used"] = int(fitted.refits.isfinite().all(1).sum())
@@ -107,7 +107,7 @@ def summary(name: str, fitted: Fit) -> dict:
     }
 
 
-def errors(predicted: torch.Tensor, table: Table) -> dict:
+def errors(predicted: torch.Tensor, table: RunTable) -> dict:
     """Mean and largest absolute error in percent, and every prediction."""
     percent = 100 * (predicted / table["loss"] - 1).abs()
     return {
@@ -121,13 +121,15 @@ def errors(predicted: torch.Tensor, table: Table) -> dict:
     }
 
 
-def fit_table(law, table: Table, restarts: int, resamples: int, seed: int) -> Fit:
+def fit_table(law, table: RunTable, restarts: int, resamples: int, seed: int) -> Fit:
     columns = table.columns(law.columns)
     fitted = fit(law, columns, table["loss"], restarts, seed)
     return bootstrap(fitted, columns, table["loss"], resamples, draw_runs(table.numbered("run"), resamples, seed))
 
 
-def parametric(table: Table, held_out: Table | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0):
+def parametric(
+    table: RunTable, held_out: RunTable | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0
+):
     """The training law at T = mu, and what it predicts of `held_out`."""
     wanted = ("loss", *PARAMETRIC.columns)
     table = table.need(*wanted).at_training_depth()
@@ -145,8 +147,8 @@ def parametric(table: Table, held_out: Table | None = None, restarts: int = 500,
 
 
 def unified(
-    table: Table,
-    held_out: Table | None = None,
+    table: RunTable,
+    held_out: RunTable | None = None,
     conditioning: str = "one",
     restarts: int = 1000,
     resamples: int = 0,
@@ -168,14 +170,14 @@ def unified(
     return result, fitted
 
 
-def at_training_depth_of_each(table: Table) -> torch.Tensor:
+def at_training_depth_of_each(table: RunTable) -> torch.Tensor:
     """[n]: the measured loss at T = mu of each row's run."""
     loss = {row["run"]: row["loss"] for row in table.at_training_depth().rows}
     return torch.tensor([loss[row["run"]] for row in table.rows], dtype=torch.float64)
 
 
 def conditioning(
-    table: Table, held_out: Table | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0
+    table: RunTable, held_out: RunTable | None = None, restarts: int = 500, resamples: int = 0, seed: int = 0
 ) -> dict:
     """How the decay should depend on the training depth: three forms above the training law's floor (table 14).
 
@@ -191,7 +193,7 @@ def conditioning(
         return {**result, "converged": False, "reason": training["reason"]}
     weights = draw_runs(table.numbered("run"), resamples, seed)  # the same runs as under the training law
 
-    def with_floor(part: Table, law, predict) -> dict:
+    def with_floor(part: RunTable, law, predict) -> dict:
         columns = part.columns([name for name in law.columns if name != "floor"])
         return {**columns, "floor": predict(part.columns(PARAMETRIC.columns))}
 
@@ -201,7 +203,7 @@ def conditioning(
         if resamples:
             bootstrap(fitted, with_floor(table, law, floor.predict_again), table["loss"], resamples, weights)
         form = result["forms"][name] = summary(name, fitted)
-        if not fitted.converged:
+        if not fitted.at_minimum:
             continue
         form["converged"] = True  # forms are compared by their misfit, also where coefficients are not determined
         for key, part, drawn in (("huber", table, weights), ("held_out_huber", held_out, 1.0)):
@@ -216,7 +218,7 @@ def conditioning(
     return {**result, "converged": bool(good), "best": min(good, key=good.get, default=None)}
 
 
-def test_time(table: Table, restarts: int = 100, resamples: int = 0, seed: int = 0) -> dict:
+def test_time(table: RunTable, restarts: int = 100, resamples: int = 0, seed: int = 0) -> dict:
     """Four forms on the curve of every run, on all depths and on T <= mu (tables 12 and 13).
 
     A curve has few depths, and they are chosen: the intervals of its coefficients come from residuals drawn anew, as
@@ -230,7 +232,7 @@ def test_time(table: Table, restarts: int = 100, resamples: int = 0, seed: int =
         fits = {name: curve_fit(law, curve, restarts, seed) for name, law in TEST_TIME.items()}
         result["curves"][run] = curve_summary(curve_bootstrap(fits["exponential"], curve, resamples, seed), curve)
         keep_together(
-            scores, "in_range", {name: each.huber.mean().item() for name, each in fits.items() if each.converged}
+            scores, "in_range", {name: each.huber.mean().item() for name, each in fits.items() if each.at_minimum}
         )
         known, beyond = (
             curve.where(lambda row: row["test_depth"] <= row["mean_depth"]),
@@ -264,22 +266,22 @@ def over_curves(name: str, values: list[float], resamples: int, seed: int) -> di
     return means
 
 
-def curve_bootstrap(fitted: Fit, curve: Table, resamples: int, seed: int) -> Fit:
-    if not (fitted.converged and resamples):
+def curve_bootstrap(fitted: Fit, curve: RunTable, resamples: int, seed: int) -> Fit:
+    if not (fitted.at_minimum and resamples):
         return fitted
     columns = curve.columns(fitted.law.columns)
     losses = draw_residuals(fitted.predict(columns), curve["loss"], len(fitted.law.names), resamples, seed)
     return bootstrap(fitted, columns, losses, resamples, criterion="squares")
 
 
-def curve_fit(law, curve: Table, restarts: int, seed: int) -> Fit:
+def curve_fit(law, curve: RunTable, restarts: int, seed: int) -> Fit:
     try:
         return fit(law, curve.columns(law.columns), curve["loss"], restarts, seed, criterion="squares")
     except FitError as error:
         raise FitError(f"run {curve.rows[0]['run']}: {error}") from None
 
 
-def curve_summary(fitted: Fit, curve: Table) -> dict:
+def curve_summary(fitted: Fit, curve: RunTable) -> dict:
     facts = {"mean_depth": curve.rows[0]["mean_depth"], **summary("exponential", fitted)}
     trained = [row["loss"] for row in curve.rows if row["test_depth"] == row["mean_depth"]]
     if facts["converged"] and trained:
@@ -294,10 +296,10 @@ def keep_together(scores: dict, key: str, values: dict):
             scores[name][key].append(value)
 
 
-def extrapolated(known: Table, beyond: Table, restarts: int, seed: int) -> dict[str, float]:
+def extrapolated(known: RunTable, beyond: RunTable, restarts: int, seed: int) -> dict[str, float]:
     values = {}
     for name, law in TEST_TIME.items():
         fitted = curve_fit(law, known, restarts, seed)
-        if fitted.converged:
+        if fitted.at_minimum:
             values[name] = huber(fitted.predict(beyond.columns(law.columns)), beyond["loss"]).mean().item()
     return values

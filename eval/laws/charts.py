@@ -10,13 +10,13 @@ from .analyses import budgets_of
 from .fitting import Fit
 from .forms import TEST_TIME
 from .frontier import depth_costs, is_fixed_depth, predicted
-from .run_table import Table
+from .run_table import RunTable
 
 
 MOST = 8  # curves in one chart
 
 
-def charts_of(law: str, result: dict, table: Table, fitted: Fit | None) -> list:
+def charts_of(law: str, result: dict, table: RunTable, fitted: Fit | None) -> list:
     drawn = {
         "isoflop": isoflop,
         "parametric": parametric,
@@ -36,7 +36,7 @@ def measured_and_fitted(name: str, measured: list, fitted: list, color: str) -> 
     return [Line(name, measured, color, joined=False), Line("", fitted, color)]
 
 
-def isoflop(result: dict, table: Table, fitted) -> list:
+def isoflop(result: dict, table: RunTable, fitted) -> list:
     table = table.at_training_depth()
     budgets = budgets_of(table.where(lambda row: not is_fixed_depth(row)))
     lines = []
@@ -59,7 +59,7 @@ def isoflop(result: dict, table: Table, fitted) -> list:
     return [*charts, measured_frontier(result, table)]
 
 
-def measured_frontier(result: dict, table: Table) -> Chart:
+def measured_frontier(result: dict, table: RunTable) -> Chart:
     """Every run, and lines through the best looped run and the fixed-depth runs of each budget (figure 6)."""
     fixed = [point for point in result["frontier"] if "fixed_loss" in point]
     lines = [
@@ -70,7 +70,7 @@ def measured_frontier(result: dict, table: Table) -> Chart:
     return Chart("What looping gains", "training FLOPs", "validation loss", lines, log_x=True)
 
 
-def against_measured(predicted, table: Table) -> Chart:
+def against_measured(predicted, table: RunTable) -> Chart:
     loss = table["loss"].tolist()
     ends = [min(loss), max(loss)]
     lines = [
@@ -80,7 +80,7 @@ def against_measured(predicted, table: Table) -> Chart:
     return Chart("The fit", "measured loss", "fitted loss", lines)
 
 
-def parametric(result: dict, table: Table, fitted: Fit) -> list:
+def parametric(result: dict, table: RunTable, fitted: Fit) -> list:
     """Lines of equal loss and, where the runs are of one size, the frontier through them (figures 4 and 25)."""
     table = table.at_training_depth()
     columns = table.columns(fitted.law.columns)
@@ -108,7 +108,7 @@ def parametric(result: dict, table: Table, fitted: Fit) -> list:
     ]
 
 
-def curves_of(table: Table) -> dict[str, Table]:
+def curves_of(table: RunTable) -> dict[str, RunTable]:
     """The curves of runs, from the least to the most trained depth, at most eight."""
     curves = sorted(table.by("run").items(), key=lambda each: each[1].rows[0]["mean_depth"])
     return dict(curves[:: -(-len(curves) // MOST)])
@@ -119,7 +119,7 @@ def misfits(title: str, y: str, forms: dict[str, dict], key: str, names: dict[st
     return Bars(title, y, {name: v["huber"] if isinstance(v, dict) else v for name, v in values.items()}, log=True)
 
 
-def test_time(result: dict, table: Table, fitted) -> list:
+def test_time(result: dict, table: RunTable, fitted) -> list:
     shown = curves_of(table)
     lines = []
     for i, (run, curve) in enumerate(shown.items()):
@@ -137,7 +137,7 @@ def test_time(result: dict, table: Table, fitted) -> list:
     ]
 
 
-def unified(result: dict, table: Table, fitted: Fit) -> list:
+def unified(result: dict, table: RunTable, fitted: Fit) -> list:
     predicted = fitted.predict(table.columns(fitted.law.columns)).tolist()
     shown, lines = curves_of(table), []
     for i, run in enumerate(shown):
@@ -155,7 +155,7 @@ def unified(result: dict, table: Table, fitted: Fit) -> list:
 DEPENDENCE = {"learned": "z T μ^-γ", "one": "z T / μ", "none": "z T"}
 
 
-def conditioning(result: dict, table: Table, fitted) -> list:
+def conditioning(result: dict, table: RunTable, fitted) -> list:
     return [
         misfits("Misfit", "total Huber loss", result["forms"], "huber", DEPENDENCE),
         misfits("Misfit on held-out runs", "total Huber loss", result["forms"], "held_out_huber", DEPENDENCE),

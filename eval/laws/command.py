@@ -13,7 +13,7 @@ from .forms import PARAMETRIC, TEST_TIME
 from .frontier import is_fixed_depth
 from .options import parse
 from .page import finding, write_page
-from .run_table import Table, collect, read_table, why_left_out, write_table
+from .run_table import RunTable, collect, read_table, why_left_out, write_table
 
 
 THEN = {"isoflop": "parametric", "parametric": "unified", "test_time": "conditioning", "unified": "conditioning"}
@@ -25,19 +25,20 @@ READ_BY = {
 }
 
 
-def run(law: str, table: Table, held_out: Table | None, args) -> tuple[dict, Fit | None]:
-    restarts = {} if args.restarts is None else {"restarts": args.restarts}
+def run(law: str, table: RunTable, held_out: RunTable | None, args) -> tuple[dict, Fit | None]:
+    """What was found, and the fit itself where the law is a single one."""
+    how = {"resamples": args.bootstrap, "seed": args.seed}
     if law == "isoflop":
-        return isoflop(table, args.bootstrap, args.seed), None
+        return isoflop(table, **how), None
+    if args.restarts is not None:
+        how["restarts"] = args.restarts
     if law == "test_time":
-        return test_time(table, **restarts, resamples=args.bootstrap, seed=args.seed), None
+        return test_time(table, **how), None
     if law == "conditioning":
-        return conditioning(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed), None
+        return conditioning(table, held_out, **how), None
     if law == "unified":
-        return unified(
-            table, held_out, args.conditioning or "one", **restarts, resamples=args.bootstrap, seed=args.seed
-        )
-    return parametric(table, held_out, **restarts, resamples=args.bootstrap, seed=args.seed)
+        return unified(table, held_out, args.conditioning or "one", **how)
+    return parametric(table, held_out, **how)
 
 
 def show(result: dict, indent: str = ""):
@@ -89,7 +90,7 @@ def collect_all(folders: list[str], output: str | None):
 
 
 def enough_for(rows: list[dict]) -> tuple[str, str | None]:
-    """In words, the law that so many runs can be fitted with; and its command."""
+    """Which law these runs are enough for: in words, and as the name of its command."""
     looped = [row for row in rows if not is_fixed_depth(row)]
     curves = Counter(row["run"] for row in looped)  # losses of each run
     differ = all(len({row.get(name) for row in looped}) > 1 for name in ("effective_parameters", "tokens"))
@@ -102,19 +103,19 @@ def enough_for(rows: list[dict]) -> tuple[str, str | None]:
     return f"too few for a law: that of training needs {asked}, a curve over test depth {depths} depths of a run", None
 
 
-def next_law(law: str, table: Table, path: str) -> list[str]:
-    """The command of what the same table is enough to tell too."""
+def next_law(law: str, table: RunTable, path: str) -> list[str]:
+    """The command that fits the next law to the same table, where its runs are enough for one."""
     then = THEN.get(law)
     known = then == "parametric" or any("test_depth" in row for row in table.rows)
     return [typed(f"looped laws {then}", path)] if then and known and enough_for(table.rows)[1] == "parametric" else []
 
 
-def with_named_columns(table: Table, args) -> Table:
+def with_named_columns(table: RunTable, args) -> RunTable:
     """N and C of the laws are the columns that the command names."""
     named = {"effective_parameters": args.effective_parameters, "flops": args.flops}
     table.need(*(column for name, column in named.items() if column != name))
     rows = [{**row, **{name: row[column] for name, column in named.items() if column in row}} for row in table.rows]
-    return Table(rows, table.source)
+    return RunTable(rows, table.source)
 
 
 def check(args):
@@ -128,7 +129,7 @@ def check(args):
         raise FitError(f"--bootstrap must be at least 0, got {args.bootstrap}")
 
 
-def runs_of_law(path: str, args) -> Table:
+def runs_of_law(path: str, args) -> RunTable:
     """Those of a table that the law is about."""
     table = with_named_columns(read_table(path), args)
     if args.min_depth:

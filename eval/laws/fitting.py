@@ -114,7 +114,11 @@ def line_search(objective, rows, x, value, gradient, direction, tries: int = 20)
 
 @dataclass
 class Fit:
-    """The best of all restarts. `problem` says why its coefficients mean nothing, where they do."""
+    """The best of all restarts. `problem` says why its coefficients mean nothing, where they do.
+
+    A fit at a minimum may have a problem too: it predicts losses, though its runs do not determine its coefficients.
+    Results call a fit converged where it is at a minimum and has no problem.
+    """
 
     law: Law
     free: torch.Tensor  # [p]
@@ -122,7 +126,7 @@ class Fit:
     huber: torch.Tensor  # [n]: the Huber loss of every row
     agreeing: int  # restarts that ended at this misfit
     restarts: int
-    converged: bool
+    at_minimum: bool  # of the misfit
     problem: str | None = None
     refits: torch.Tensor | None = None  # [R, p] of a bootstrap; NaN where a resample found nothing
 
@@ -140,7 +144,7 @@ class Fit:
         return {name: interval(values) for name, values in self.law.coefficients(self.refits).items()}
 
     def predict(self, columns: Columns) -> torch.Tensor:
-        if not self.converged:
+        if not self.at_minimum:
             raise FitError(self.problem)
         return self.law.log(self.free[None], columns)[0].exp()
 
@@ -202,7 +206,7 @@ def fit(law: Law, columns: Columns, loss: torch.Tensor, restarts: int, seed: int
     value = objective(free[None], None).item()
     residuals = huber(law.log(free[None], columns)[0].exp(), loss)
     agreeing = int((values <= value * 1.01 + 1e-6).sum())
-    result = Fit(law, free, value, residuals, agreeing, restarts, converged=True)
+    result = Fit(law, free, value, residuals, agreeing, restarts, at_minimum=True)
     return judged(result, objective, columns)
 
 
@@ -242,7 +246,7 @@ def judged(result: Fit, objective, columns: Columns) -> Fit:
     dead = [term.names[0] for share, term in zip(shares, law.terms) if term.names and share <= NEGLIGIBLE]
     spread = (max(2 * result.misfit, 1e-12) / (len(result.huber) * curvatures.clamp(min=1e-300))).sqrt()
     if not possible_gain <= 1e-6 * result.misfit + 1e-6:
-        result.converged = False
+        result.at_minimum = False
         result.problem = f"{law.formula}: no minimum was reached from {result.restarts} starts; try more --restarts"
     elif dead:
         result.problem = f"{law.formula}: the term of {', '.join(dead)} vanished; these runs do not show it"
@@ -272,7 +276,7 @@ def draw_residuals(predicted: torch.Tensor, loss: torch.Tensor, num_parameters: 
 
 def bootstrap(result: Fit, columns: Columns, loss, resamples: int, weights=None, criterion: str = "huber") -> Fit:
     """Fills `refits`, one for every resample; weights, losses or columns, whichever are [R, n], tell them apart."""
-    if not (result.converged and resamples):
+    if not (result.at_minimum and resamples):
         return result
     objective = misfit_of(result.law, columns, loss.log(), weights, criterion)
     points, values = minimize(objective, result.free.repeat(resamples, 1), max_iterations=1000)

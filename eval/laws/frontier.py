@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .fitting import Fit, FitError
-from .run_table import Table
+from .run_table import RunTable
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DepthCosts:
         return np.interp(depths, self.depths, self.parameters), np.interp(depths, self.depths, self.flops_per_token)
 
 
-def depth_costs(table: Table) -> DepthCosts:
+def depth_costs(table: RunTable) -> DepthCosts:
     costs = {}
     for row in table.need("mean_depth", "flops", "effective_parameters", "tokens").rows:
         found = (row["effective_parameters"], row["flops"] / row["tokens"])
@@ -45,7 +45,7 @@ def predicted(fitted: Fit, parameters: np.ndarray, tokens: np.ndarray) -> np.nda
     return fitted.predict(columns).numpy()
 
 
-def frontier(fitted: Fit, table: Table, budgets: int = 25, depths: int = 1000) -> list[dict]:
+def frontier(fitted: Fit, table: RunTable, budgets: int = 25, depths: int = 1000) -> list[dict]:
     """For budgets over the range of the runs' FLOPs, the mean depth at which the law's loss is least.
 
     The same line is the least FLOPs for each loss. at_edge: the least lies at the shallowest or deepest of the runs,
@@ -70,7 +70,7 @@ def frontier(fitted: Fit, table: Table, budgets: int = 25, depths: int = 1000) -
     return line
 
 
-def measured_frontier(budgets: dict[float, Table]) -> list[dict]:
+def measured_frontier(budgets: dict[float, RunTable]) -> list[dict]:
     """The looped run of least loss at each budget, and what it gains over runs of fixed depth where there are any."""
     line = []
     for flops, group in budgets.items():

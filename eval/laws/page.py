@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from looped_eval.common.page import Charts, Explanation, Folded, Section, Table, Text, single_numbers, to_html
+from looped_eval.common.page import Charts, Explanation, Folded, Section, Table, Text, numbers, to_html
 from looped_recipes.common.axis import written
 from looped_recipes.common.chart import save_charts
 from looped_recipes.common.files import write_whole
 
 from .charts import charts_of
 from .fitting import Fit
-from .run_table import Table as RunTable
+from .run_table import RunTable
 
 
 TITLES = {
@@ -113,15 +113,10 @@ def coefficients(result: dict) -> list:
 
 def sections(law: str, result: dict, charts: list) -> list[Section]:
     left_out = [Text(str(line)) for line in result.get("left_out", [])]
-    flat = {key: value for key, value in result.items() if key not in ("coefficients", "intervals")}
-    numbers = [
-        [name.replace("_", " ").replace(".", ", "), written(value, 5) if isinstance(value, float) else str(value)]
-        for name, value in single_numbers(flat).items()
-        if value is not None
-    ]
+    others = {key: value for key, value in result.items() if key not in ("coefficients", "intervals")}
     found = Section(TITLES[law], [Charts(charts), EXPLANATIONS[law], *coefficients(result)])
     omitted = [Section("What was left out", left_out)] if left_out else []
-    return [found, *omitted, Section("How it was fitted", [Folded("Numbers", Table(["", ""], numbers))])]
+    return [found, *omitted, Section("How it was fitted", [Folded("Numbers", numbers(others, digits=5))])]
 
 
 def write_page(law: str, result: dict, table: RunTable, fitted: Fit | None, path: Path):

@@ -32,7 +32,7 @@ from .fitting import FitError
 POSITIVE = ("mean_depth", "tokens", "loss", "test_depth", "flops", "effective_parameters")
 
 
-class Table:
+class RunTable:
     """Rows as dicts; numeric columns as float64 tensors."""
 
     def __init__(self, rows: list[dict], source: str):
@@ -47,8 +47,8 @@ class Table:
     def columns(self, names) -> dict[str, torch.Tensor]:
         return {name: self[name] for name in names}
 
-    def where(self, keep) -> "Table":
-        return Table([row for row in self.rows if keep(row)], self.source)
+    def where(self, keep) -> "RunTable":
+        return RunTable([row for row in self.rows if keep(row)], self.source)
 
     def by(self, name: str) -> dict:
         """A table for each value of a column, in ascending order."""
@@ -60,7 +60,7 @@ class Table:
         order = {value: i for i, value in enumerate(self.by(name))}
         return torch.tensor([order[row[name]] for row in self.rows])
 
-    def need(self, *names: str) -> "Table":
+    def need(self, *names: str) -> "RunTable":
         """Raises for columns or numbers that are missing or out of range."""
         present = {key for row in self.rows for key in row}
         missing = [name for name in names if name not in present]
@@ -75,8 +75,8 @@ class Table:
                     check_positive(row.get(name), name, f"{self.source}, row {number} ({row['run']})")
         return self
 
-    def at_training_depth(self) -> "Table":
-        """The loss of every run at T = mu."""
+    def at_training_depth(self) -> "RunTable":
+        """The rows at T = mu, one for every run; all rows where the table has no test depths."""
         if not any("test_depth" in row for row in self.rows):
             return self
         self.need("test_depth", "mean_depth")
@@ -104,7 +104,7 @@ def as_number(text: str):
         return text
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | Path) -> RunTable:
     path = Path(path)
     if path.suffix not in (".csv", ".jsonl"):
         raise FitError(f"a table of runs is a .csv or .jsonl, got {str(path)!r}")
@@ -122,7 +122,7 @@ def read_table(path: str | Path) -> Table:
         raise FitError(f"{path} holds no runs")
     for number, row in enumerate(rows, start=1):
         row["run"] = str(row.get("run", f"row {number}"))
-    return Table(rows, path.name)
+    return RunTable(rows, path.name)
 
 
 def json_row(line: str, where: str) -> dict:
@@ -148,7 +148,7 @@ def write_table(rows: list[dict], path: str | Path):
 
 
 def why_left_out(folder: str | Path) -> str | None:
-    """What a folder of a sweep is, if it is none of a run that gives losses."""
+    """Why this folder of a sweep is left out: its run diverged, or it holds none. None if `collect` is to read it."""
     from looped_recipes.engine.sweeps import DIVERGED
     from looped_recipes.settings.sweep_files import JOBS
 

@@ -10,7 +10,7 @@ import torch
 
 from looped_eval.common.held_out import prepared_data, run_data
 from looped_eval.common.progress import progress
-from looped_eval.common.run_folder import RunFolder, runs_in
+from looped_eval.common.run_folder import RunFolder, open_runs
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
@@ -28,24 +28,19 @@ from .options import parse
 MEASURES = {"norm": "norm of H_K", "perplexity": "perplexity", "trained": "perplexity of the trained loss"}
 
 
-def find_runs(folders: list[str]) -> list[RunFolder]:
-    """The folders that are runs, and the runs in those that are none."""
-    return [RunFolder(run, run.resolve().name) for folder in folders for run in runs_in(Path(folder))]
-
-
 def windows(run: RunFolder) -> PackedRows:
     """Rows of the validation split, one token longer than the model reads, so that each has a target."""
     data = run_data(run.folder)
     rows, stride = prepared_data(run.folder, data).validation, data.stride or data.sequence_length
     return PackedRows(
         rows.shards,
-        data.sequence_length + 1,
-        stride,
-        rows.start,
-        rows.token_bytes,
-        rows.learn_start,
-        rows.document_masking,
-        rows.start_ends,
+        sequence_length=data.sequence_length + 1,
+        stride=stride,
+        start=rows.start,
+        token_bytes=rows.token_bytes,
+        learn_start=rows.learn_start,
+        document_masking=rows.document_masking,
+        start_ends=rows.start_ends,
     )
 
 
@@ -110,7 +105,9 @@ def measure(model, rows: PackedRows, batch_size: int) -> dict:
 
 
 def system_of(run: RunFolder) -> str:
-    return re.sub(r"_?seed=\d+", "", run.name).strip("_") or run.name
+    """The name of its folder without the seed; seeds of one system may lie in folders of the same name."""
+    name = run.folder.resolve().name
+    return re.sub(r"_?seed=\d+", "", name).strip("_") or name
 
 
 def systems_of(runs: list[RunFolder]) -> dict[str, list[RunFolder]]:
@@ -185,7 +182,7 @@ def main(arguments: list[str] | None = None) -> dict:
     args = parse(arguments)
     if args.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
-    runs = find_runs(args.folders)
+    runs = open_runs(args.folders)
     systems, measured = systems_of(runs), {}
     if not any(run.status == "finished" for run in runs):
         raise ValueError(f"no run is finished: {'; '.join(f'{run.name} is {run.status}' for run in runs)}")

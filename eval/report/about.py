@@ -99,10 +99,5 @@ def missing(words: str, command: str) -> Missing:
 
 def depth_table(found: curves.Curves) -> Table:
     """Rows: measure and run; columns: depths."""
-    depths = sorted({k for series in found.values() for points in series.values() for k in points})
-    rows = [
-        [measure, name, *(curves.cell(*points[k]) if k in points else "" for k in depths)]
-        for measure, series in found.items()
-        for name, points in series.items()
-    ]
+    depths, rows = curves.rows_over_depth(found)
     return Table(["measure", "run", *(counted(k, "loop") for k in depths)], rows)

@@ -121,9 +121,11 @@ def above_chance(found: curves.Curves, chance: dict[str, float]) -> list[str]:
     sentences = []
     for run in dict.fromkeys(name for series in found.values() for name in series):
         known = [
-            (max(series[run].values()), chance[m]) for m, series in found.items() if run in series and m in chance
+            (max((value, error or 0.0) for value, error in series[run].values()), chance[measure])
+            for measure, series in found.items()
+            if run in series and measure in chance
         ]
-        above = sum(value - 2 * (error or 0) > level for (value, error), level in known)
+        above = sum(value - 2 * error > level for (value, error), level in known)
         if known:
             which = f"{above} of {len(known)} accuracies {'is' if above == 1 else 'are'}"
             sentences.append(f"{run}: {which} above chance at the best depth.")

@@ -18,7 +18,7 @@ from datasets import Dataset, DatasetDict
 
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz"
-SEED = 1  # of what is evaluated; training text has its own split, whatever its seed
+SEED = 1  # of the questions that are evaluated
 
 
 def check(**settings: int):
@@ -43,8 +43,14 @@ def check(**settings: int):
             raise ValueError(f"{name}={value} must be at least {low}" + (f" and at most {high}" if high else ""))
 
 
-def generator(task: str, split: str, seed: int, number: int) -> random.Random:
-    return random.Random(f"{task} {split} {seed} {number}")  # of a string: the same on every machine
+def for_question(task: str, number: int) -> random.Random:
+    """Random numbers for a question that is evaluated; seeded by a string, they are the same on every machine."""
+    return random.Random(f"{task} test {SEED} {number}")
+
+
+def for_text(task: str, seed: int, number: int) -> random.Random:
+    """Random numbers for a document to train on: others than those of any question, whatever the seed."""
+    return random.Random(f"{task} train {seed} {number}")
 
 
 # p-hop induction
@@ -66,16 +72,16 @@ def pairs(rng: random.Random, cycle: list[str]) -> str:
     return " ".join(found)
 
 
-def p_hop_question(number: int, hops: int, symbols: int = 8, split: str = "test", seed: int = SEED) -> dict:
-    rng = generator(f"p_hop {symbols} {hops}", split, seed, number)
+def p_hop_question(number: int, hops: int, symbols: int = 8) -> dict:
+    rng = for_question(f"p_hop {symbols} {hops}", number)
     cycle, start, answer = draw_cycle(rng, symbols, hops, answer=number)
     choices = sorted(set(cycle) - {start})
     return {"text": f"{pairs(rng, cycle)} ; {start}{hops}", "choices": choices, "answer": choices.index(answer)}
 
 
 def p_hop_text(number: int, hops: int, symbols: int, questions: int, seed: int) -> str:
-    """The pairs, and as many questions with their answers, of 1 up to `hops` hops."""
-    rng = generator(f"p_hop {symbols} {hops}", "train", seed, number)
+    """The pairs, and `questions` questions of 1 to `hops` hops with their answers."""
+    rng = for_text(f"p_hop {symbols} {hops}", seed, number)
     cycle, _, _ = draw_cycle(rng, symbols, hops)
     asked = []
     for _ in range(questions):
@@ -88,14 +94,14 @@ def p_hop_text(number: int, hops: int, symbols: int, questions: int, seed: int) 
 
 
 def swap_source(swaps: list[tuple[int, int]], place: int) -> int:
-    """Where the object at `place` lay before the swaps: followed backwards."""
+    """Where the object that lies at `place` after the swaps lay before them: swaps are followed backwards."""
     for first, second in reversed(swaps):
         place = second if place == first else first if place == second else place
     return place
 
 
 def draw_swaps(rng: random.Random, symbols: int, swaps: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Swaps, a place, and where its object comes from: any place equally often, also for few swaps."""
+    """Swaps, a place, and the place from which its object came: each equally often, also where swaps are few."""
     place, source = rng.randrange(symbols), rng.randrange(symbols)
     while True:
         drawn = [tuple(rng.sample(range(symbols), 2)) for _ in range(swaps)]
@@ -106,7 +112,7 @@ def draw_swaps(rng: random.Random, symbols: int, swaps: int) -> tuple[list[tuple
 def draw_permutation(
     rng: random.Random, swaps: int, symbols: int, answer: int
 ) -> tuple[list[str], list[tuple[int, int]], int]:
-    """Objects, swaps, and a place where the object number `answer` of all lies in the end."""
+    """Objects, swaps, and a place. In the end the object number `answer`, counted round in their order, lies there."""
     drawn, place, source = draw_swaps(rng, symbols, swaps)
     objects = rng.sample(SYMBOLS[:symbols], symbols)
     wanted = objects.index(SYMBOLS[answer % symbols])
@@ -119,8 +125,8 @@ def permutation_prompt(objects: list[str], swaps: list[tuple[int, int]], place: 
     return f"{' '.join(objects)} : {moves} ; {place + 1}"
 
 
-def permutation_question(number: int, swaps: int, symbols: int = 5, split: str = "test", seed: int = SEED) -> dict:
-    rng = generator(f"permutation {symbols} {swaps}", split, seed, number)
+def permutation_question(number: int, swaps: int, symbols: int = 5) -> dict:
+    rng = for_question(f"permutation {symbols} {swaps}", number)
     objects, drawn, place = draw_permutation(rng, swaps, symbols, answer=number)
     choices = list(SYMBOLS[:symbols])
     answer = objects[swap_source(drawn, place)]
@@ -128,8 +134,8 @@ def permutation_question(number: int, swaps: int, symbols: int = 5, split: str =
 
 
 def permutation_text(number: int, swaps: int, symbols: int, questions: int, seed: int) -> str:
-    """1 up to `swaps` swaps, and as many places, each with the object that lies there in the end."""
-    rng = generator(f"permutation {symbols} {swaps}", "train", seed, number)
+    """1 to `swaps` swaps, and `questions` places, each with the object that lies there in the end."""
+    rng = for_text(f"permutation {symbols} {swaps}", seed, number)
     swaps = rng.randint(1, swaps)
     objects, drawn, asked = draw_permutation(rng, swaps, symbols, answer=rng.randrange(symbols))
     others = rng.sample([place for place in range(symbols) if place != asked], questions - 1)
@@ -153,7 +159,7 @@ MOVES = {  # what is told, and where each of the four stood before
 
 
 def row_source(moves: list[str], place: int) -> int:
-    """Where who stands at `place` stood before the moves: followed backwards."""
+    """Where the person who stands at `place` after the moves stood before them: moves are followed backwards."""
     for move in reversed(moves):
         place = MOVES[move][place]
     return place
@@ -167,9 +173,9 @@ def is_held_out(row: list[str]) -> bool:
 def draw_row(
     rng: random.Random, moves: int, split: str, answer: int | None = None
 ) -> tuple[list[str], list[str], int]:
-    """Four persons, what they do, and a place, to which any place leads equally often, also after few moves.
-
-    With an answer, that one of the four, counted in their order, comes to the place."""
+    """Four persons, their moves, and a place. Who stands there in the end came from each place equally often, also
+    where moves are few. answer: who that is, the number of one of the four in alphabetical order, counted round.
+    """
     place, source = rng.randrange(len(STANDS)), rng.randrange(len(STANDS))
     while row_source(told := rng.choices(list(MOVES), k=moves), place) != source:
         pass
@@ -186,16 +192,16 @@ def row_prompt(row: list[str], moves: list[str], place: int) -> str:
     return " . ".join([" ".join(row), *moves, f"now {STANDS[place]}"])
 
 
-def row_question(number: int, moves: int, split: str = "test", seed: int = SEED) -> dict:
-    rng = generator(f"row {moves}", split, seed, number)
-    row, told, place = draw_row(rng, moves, split, answer=number)
+def row_question(number: int, moves: int) -> dict:
+    rng = for_question(f"row {moves}", number)
+    row, told, place = draw_row(rng, moves, "test", answer=number)
     choices, answer = sorted(row), row[row_source(told, place)]
     return {"text": row_prompt(row, told, place), "choices": choices, "answer": choices.index(answer)}
 
 
 def row_text(number: int, moves: int, questions: int, seed: int) -> str:
-    """1 up to `moves` moves, and as many places, each with who stands there in the end."""
-    rng = generator(f"row {moves}", "train", seed, number)
+    """1 to `moves` moves, and `questions` places, each with the person who stands there in the end."""
+    rng = for_text(f"row {moves}", seed, number)
     row, told, asked = draw_row(rng, rng.randint(1, moves), "train")
     others = rng.sample([place for place in range(len(row)) if place != asked], questions - 1)
     answers = [row[row_source(told, place)] for place in (asked, *others)]
@@ -216,9 +222,9 @@ def draw_sum(rng: random.Random, digits: int) -> tuple[str, int]:
     return f"{spaced(first, digits)} + {spaced(second, digits)} =", first + second
 
 
-def addition_question(number: int, digits: int, split: str = "test", seed: int = SEED) -> dict:
+def addition_question(number: int, digits: int) -> dict:
     """Four sums that differ at two digits, of which any one looks as likely as the others."""
-    rng = generator(f"addition {digits}", split, seed, number)
+    rng = for_question(f"addition {digits}", number)
     text, total = draw_sum(rng, digits)
     steps = [rng.choice([-1, 1]) * 10**place for place in rng.sample(range(digits), 2)]
     choices = sorted({total, total + steps[0], total + steps[1], total + sum(steps)})
@@ -229,7 +235,7 @@ def addition_question(number: int, digits: int, split: str = "test", seed: int =
 
 
 def addition_text(number: int, digits: int, seed: int) -> str:
-    rng = generator(f"addition {digits}", "train", seed, number)
+    rng = for_text(f"addition {digits}", seed, number)
     text, total = draw_sum(rng, digits)
     return f"{text} {spaced(total, digits + 1)}"
 
@@ -245,9 +251,10 @@ COMPANIES = 3  # of a story, each at its own place
 def draw_story(
     rng: random.Random, relations: int, answer: int | None = None
 ) -> tuple[str, list[list[str]], list[str]]:
-    """Sentences in any order; who is where for 1, 2, ... reasons in each company; the places of the companies.
-
-    With an answer the first company is at that place of all three, counted in their order."""
+    """The sentences, in any order; the persons of each company, the n-th of whom is n sentences away from the place;
+    and the places of the companies. answer: the place of the first company, as the number of one of the three in
+    alphabetical order, counted round.
+    """
     persons, places = rng.sample(PERSONS, COMPANIES * relations), rng.sample(PLACES, COMPANIES)
     if answer is not None:
         wanted = places.index(sorted(places)[answer % COMPANIES])
@@ -261,9 +268,9 @@ def draw_story(
     return " ".join(sentences), companies, places
 
 
-def story_question(number: int, relations: int, depth: int = 4, split: str = "test", seed: int = SEED) -> dict:
+def story_question(number: int, relations: int, depth: int = 4) -> dict:
     """Where somebody is who is so many sentences away from a place, in a story with companies of `depth` persons."""
-    rng = generator(f"story {depth} {relations}", split, seed, number)
+    rng = for_question(f"story {depth} {relations}", number)
     story, companies, places = draw_story(rng, depth, answer=number)
     choices = sorted(places)
     return {
@@ -274,8 +281,8 @@ def story_question(number: int, relations: int, depth: int = 4, split: str = "te
 
 
 def story_text(number: int, relations: int, questions: int, seed: int) -> str:
-    """A story, and where as many of its persons are."""
-    rng = generator(f"story {relations}", "train", seed, number)
+    """A story, and where `questions` of its persons are."""
+    rng = for_text(f"story {relations}", seed, number)
     story, companies, places = draw_story(rng, relations)
     everybody = [(person, place) for company, place in zip(companies, places) for person in company]
     asked = [f"{person} ? {place}" for person, place in rng.sample(everybody, questions)]

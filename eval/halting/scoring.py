@@ -1,4 +1,4 @@
-"""Scoring text: all depths in one pass, at a fixed depth, and with sequences that leave the batch when they halt."""
+"""Text scored at all depths in one pass, at a fixed depth, and with tokens or whole sequences that exit."""
 
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ def with_token_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, 
     return Scored(torch.cat(losses), torch.cat(loops))
 
 
-def scored_with_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, batch_size: int) -> Scored:
+def with_sequence_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, batch_size: int) -> Scored:
     """Each sequence stops looping, and leaves its batch, when the mean score of its tokens passes the threshold."""
     losses, loops = with_token_exits(model, rows, rule._replace(per_sequence=True), num_loops, batch_size)
     return Scored(losses, loops[:, 0])
