@@ -188,25 +188,36 @@ class Pretraining:
         """Every so many steps, and at the end."""
         return self.step % every == 0 or self.step == self.total_steps
 
+    @property
+    def exports(self) -> bool:
+        """Whether a model of this step is kept beside final/."""
+        every = self.recipe.training.export_every
+        return every is not None and self.step > 0 and self.step % every == 0
+
+    @property
+    def export_folder(self) -> Path:
+        return self.output / step_name(self.step)
+
     def take_steps(self, bar):
         recipe = self.recipe
         reports = StepReports(self.steps, self.monitor, self.progress, self.log, bar, self.operations)
         first = self.step + recipe.logging.profile_from
         profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
+        if self.exports and not on_main_process((self.export_folder / "config.json").is_file, self.output):
+            self.export_to(self.export_folder)  # the run was stopped after its checkpoint and before this
         while self.step < self.total_steps and not self.leaves_off:
             with profile.of_step(self.step):
                 self.take_step(self.step, reports)
             evaluates = self.is_due(recipe.evaluation.every)
-            exports = recipe.training.export_every is not None and self.step % recipe.training.export_every == 0
-            if evaluates or exports or self.leaves_off or self.is_due(recipe.training.save_every):
+            if evaluates or self.exports or self.leaves_off or self.is_due(recipe.training.save_every):
                 reports.read_held()
                 self.hear(reports)
                 if evaluates:
                     self.evaluate()
                 if self.leaves_off or self.is_due(recipe.training.save_every):
                     self.save()
-                if exports:
-                    self.export_to(self.output / step_name(self.step))
+                if self.exports:
+                    self.export_to(self.export_folder)
                 reports.start_clock()
         profile.write()
 
