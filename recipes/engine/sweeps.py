@@ -27,6 +27,7 @@ from modeling_looped.optimization import depth_correction
 
 DIVERGED = "diverged.txt"
 OUTCOME = ("loss", "diverged", "metrics")
+WITHOUT_EFFECT = ("cache_dir", "num_proc", "expected_tokens")  # settings of data on which no loss depends
 
 
 class Run(NamedTuple):
@@ -100,7 +101,7 @@ def refuse_other_recipe(run: Run):
 def decides(recipe: Recipe) -> dict:
     """The settings on which the loss at the end of a run depends."""
     content = recipe.to_dict()
-    data = {key: value for key, value in content["data"].items() if key not in ("cache_dir", "num_proc")}
+    data = {key: value for key, value in content["data"].items() if key not in WITHOUT_EFFECT}
     evaluation = {key: content["evaluation"][key] for key in ("rows", "loops")}
     return comparable(
         {
