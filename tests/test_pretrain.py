@@ -112,6 +112,17 @@ def test_a_model_of_the_way_is_not_lost_when_its_export_fails(training_text, tmp
     assert not torch.equal(first["lm_head.weight"], last["lm_head.weight"])
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_commands_for_a_model_are_named_when_there_is_one(is_done, tmp_path, monkeypatch, capsys):
+    """Also where the folder of the run, which is what an unfinished one returns, is called final."""
+    run = SimpleNamespace(output=tmp_path / "final", config=SimpleNamespace(num_loops=2))
+    run.train = lambda: run.output / "final" if is_done else run.output
+    run.accelerator = SimpleNamespace(is_main_process=True)
+    monkeypatch.setattr(training, "Pretraining", lambda recipe: run)
+    main([str(SMOKE / "parcae.yaml")])
+    assert ("next: looped chat" in capsys.readouterr().out) == is_done
+
+
 def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatch):
     """Neither the precision of the launch, nor what the recipe names; to go on, the launch is to be the same."""
     run, shards = tmp_path / "run", tmp_path / "shards"
