@@ -13,7 +13,6 @@ import torch
 from accelerate.utils import set_seed
 
 from looped_recipes.common.checksums import write_checksums
-from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.orphans import end_with
 from looped_recipes.common.progress import progress_bar
@@ -71,7 +70,7 @@ class Pretraining:
         self.config = self.model.config
         self.data.tokenizer.model_max_length = self.config.max_position_embeddings
         self.operations = Operations(recipe, self.config)
-        self.total_steps = recipe.num_steps(sizes(self.config), self.operations.steps_within, len(self.data.train))
+        self.total_steps = self.operations.num_steps(len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
         take_options(self.model, training, self.accelerator.mixed_precision)

@@ -18,7 +18,6 @@ from transformers import AutoConfig
 
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.flops import Sizes
 from modeling_looped import LoopedConfig, curriculum
 from modeling_looped.formats.dense import start_from_dense
 from modeling_looped.names import FIELD_OF, meant
@@ -49,10 +48,6 @@ PATHS = {
     "training": ("output_dir", "initialize_from"),
 }
 LONGEST_CHAIN = 20  # of recipes that extend each other
-
-
-class UnknownEpoch(RecipeError):
-    """The length of a run in epochs, of which nobody has said how long they are."""
 
 
 @dataclass
@@ -109,26 +104,6 @@ class Recipe:
         return curriculum(
             settings.curriculum, settings.curriculum_target, settings.curriculum_steps, step, mean, window
         )
-
-    def num_steps(self, sizes: Sizes, steps_within: typing.Callable[[float], int], num_rows: int | None) -> int:
-        """steps_within: of so many operations."""
-        training = self.training
-        tokens_per_step = training.rows_per_step * self.data.sequence_length
-        if training.steps is not None:
-            return training.steps
-        if training.tokens is not None:
-            return max(1, math.ceil(training.tokens / tokens_per_step))
-        if training.flops is not None:
-            return steps_within(training.flops)
-        if training.tokens_per_parameter is not None:
-            parameters = sizes.total if training.count_embedding else sizes.without_embedding
-            # whole steps within the budget, as the public code of the Fully Looped Transformer counts
-            return max(1, int(training.tokens_per_parameter * parameters // tokens_per_step))
-        if training.epochs is not None:
-            if num_rows is None:
-                raise UnknownEpoch("how long an epoch is, prepared data or data.expected_tokens must tell")
-            return max(1, math.ceil(training.epochs * num_rows / training.rows_per_step))
-        raise RecipeError("say how long to train: training.steps, tokens, flops, tokens_per_parameter or epochs")
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

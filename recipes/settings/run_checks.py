@@ -8,9 +8,9 @@ from looped_recipes.common.flops import sizes
 from modeling_looped import LoopedConfig, depths_of_step
 
 from .model_fields import check_model
-from .operations import Operations
+from .operations import Operations, UnknownEpoch
 from .paths import nearest_existing
-from .recipe import Recipe, RecipeError, UnknownEpoch
+from .recipe import Recipe, RecipeError
 from .relations import TRAINED_TOKENIZERS, check_schedule
 
 
@@ -44,8 +44,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
 def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
     """Steps of the run; None where only the prepared data can tell."""
     try:
-        within = Operations(recipe, config).steps_within
-        return recipe.num_steps(sizes(config), within, recipe.data.expected_rows())
+        return Operations(recipe, config).num_steps(recipe.data.expected_rows())
     except UnknownEpoch:
         return None
 
@@ -145,7 +144,7 @@ def check_depths(recipe: Recipe, config: LoopedConfig):
 def check_keys(recipe: Recipe, config: LoopedConfig):
     """A loop with gradients makes keys and values at every depth: where it does not, a step would fail midway."""
     window, mean, depth = recipe.backprop_loops(config), recipe.mean_depth(config), recipe.depth
-    deepest = depth.maximum or math.inf if recipe.depths_vary else mean
+    deepest = (depth.maximum or math.inf) if recipe.depths_vary else mean
     if window is None or window >= deepest or not config.shares_keys:
         return
     most = math.inf if config.num_key_value_loops is None else config.num_key_value_loops
