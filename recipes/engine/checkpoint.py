@@ -36,7 +36,7 @@ from looped_recipes.common.files import remove, remove_leftovers, save_tokenizer
 from looped_recipes.common.provenance import provenance
 
 from .background import Background
-from .distributed import bare, to_shards
+from .distributed import bare, bare_optimizer, to_shards
 from .resume import comparable, refuse_other_config
 from .safe_reading import TensorPlanner, TensorReader
 from .saving import (
@@ -202,7 +202,7 @@ def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as
     is saved does not, and it is removed.
     """
     to_shards(model)
-    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # inside accelerate's
+    optimizers = [bare_optimizer(optimizer) for optimizer in optimizers]
     fresh = [not optimizer.state for optimizer in optimizers]
     model_state, optimizer_state = get_state_dict(model, optimizers)
     groups = iter(optimizer_state["param_groups"])
@@ -365,7 +365,7 @@ def load_checkpoint(
         reason = (str(root_cause(error)).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
     state["optimizers"] = {"state": {**moments, **state["optimizers"]["state"]}, "param_groups": groups_of_template}
-    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    optimizers = [bare_optimizer(optimizer) for optimizer in optimizers]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])

@@ -77,7 +77,7 @@ def is_set(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() == "true"
 
 
-def prepare(
+def distribute(
     accelerator: Accelerator, model: nn.Module, build: Callable[[nn.Module], list[torch.optim.Optimizer]]
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model on its device(s), and the optimizers that `build` makes of it."""
@@ -157,6 +157,11 @@ def with_autocast(accelerator: Accelerator, forward: Callable) -> Callable:
 def bare(model: nn.Module) -> nn.Module:
     """The model inside DDP."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def bare_optimizer(optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def to_shards(model: nn.Module):

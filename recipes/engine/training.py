@@ -22,8 +22,13 @@ from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch, precision_of
 from looped_recipes.engine.checkpoint import step_name
 from looped_recipes.engine.compiling import begin_step, take_options
-from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
-from looped_recipes.engine.distributed import prepare as distribute
+from looped_recipes.engine.distributed import (
+    bare,
+    distribute,
+    gradients_may_be_missing,
+    make_accelerator,
+    to_shards,
+)
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
