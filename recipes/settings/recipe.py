@@ -1,7 +1,8 @@
-"""What a recipe may say: one dataclass per section, filled from YAML and `key=value` arguments.
+"""A recipe: read from YAML and `section.key=value` arguments into one dataclass per section (sections.py), checked.
 
-A recipe holds only what differs from the defaults of sections.py, may start from another with `extends: other.yaml`,
-and an unknown key is an error that names the nearest known one. `model` holds a preset name and `LoopedConfig` fields.
+The YAML holds only what differs from the defaults of sections.py, and may start from another recipe with `extends:
+other.yaml`. An unknown key is an error that names the nearest known one. `model` holds a preset name and fields of
+`LoopedConfig`.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from modeling_looped.names import FIELD_OF, meant
 from .model_fields import check_model_fields
 from .paths import expanded, named_in, recipe_file
 from .ranges import check_ranges
-from .relations import check_relations, refuse_idle
+from .relations import check_relations, decay_of_product, refuse_idle
 from .sections import (
     LENGTHS,
     SECTIONS,
@@ -120,7 +121,7 @@ def load_recipe(
 ) -> Recipe:
     """A recipe from YAML, changed by `changes` and then by overrides: section.key=value, where values are YAML too.
 
-    finished: of a run that was trained, perhaps when settings without effect were not yet refused.
+    finished: the recipe is that of a run that is done; settings without effect are accepted, since older versions did.
     """
     raw = _read(path)
     if raw.keys() & {"grid", "runs"}:
@@ -159,6 +160,8 @@ def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = Fals
         check_ranges(name, getattr(recipe, name), where)
     _expand_paths(recipe, where)
     check_relations(recipe, where)
+    if recipe.optimizer.decay_product is not None:
+        recipe.optimizer.weight_decay = decay_of_product(recipe.optimizer)
     if not finished:
         refuse_idle(recipe, where)
     return recipe
@@ -183,7 +186,7 @@ def _expand_paths(recipe: Recipe, where: str):
 
 
 def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
-    """The sections of a recipe and of those that it extends; an empty section leaves the base's as it is."""
+    """The sections of a recipe over those of the recipe that it extends; an empty section changes nothing."""
     raw = read_yaml(path)
     path = recipe_file(path)
     if path.resolve() in seen:
@@ -206,7 +209,7 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
 
 
 def _over(section: str, values: dict, by: dict) -> dict:
-    """A section and what is said over it: a length of the run takes the place of any other."""
+    """A section, changed by what is said later: a length of the run then replaces the one that was said before."""
     if section == "training" and any(by.get(name) is not None for name in LENGTHS):
         values = {name: value for name, value in values.items() if name not in LENGTHS}
     return {**values, **by}
@@ -227,7 +230,7 @@ DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def as_number(value):
-    """YAML reads 3e-4 as text."""
+    """A number for a text such as 3e-4, which YAML does not read as one; other values as they are."""
     if isinstance(value, str) and len(value) < 100 and DECIMAL.fullmatch(value):
         return float(value)
     return value
