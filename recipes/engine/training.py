@@ -114,7 +114,7 @@ class Pretraining:
         return self.progress.step
 
     def go_to(self, step: int):
-        """What of the model follows the number of steps that are done."""
+        """Set the number of steps that are done, and what in the model depends on it."""
         self.progress.step = step
         if self.taper is not None:
             self.taper.move_to(step, self.taper_terms)
@@ -241,7 +241,7 @@ class Pretraining:
         self.go_to(step + 1)
 
     def hear(self, reports: StepReports):
-        """Of signals: alone at once, of other processes with the reports."""
+        """Take note of signals: of one process at once, of several with their reports, so that all end together."""
         told = reports.signals if self.accelerator.num_processes > 1 else self.interruption.number
         self.signal = (self.interruption.number or SIGTERM) if told else 0
 
