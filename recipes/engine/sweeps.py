@@ -11,11 +11,11 @@ from typing import NamedTuple
 from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save_charts
 from looped_recipes.common.checksums import change_of
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_values, read_metrics
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.peers import one_message
-from looped_recipes.engine.resume import TRAINING, comparable, differing, shown
+from looped_recipes.engine.resume import COMPARED_TRAINING, comparable, differing, shown
 from looped_recipes.engine.saving import is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.paths import named_in
@@ -108,7 +108,7 @@ def decides(recipe: Recipe) -> dict:
             **{name: content[name] for name in ("dense", "depth", "optimizer", "schedule")},
             "model": comparable(recipe.model_config().to_dict()),
             "data": data,
-            "training": {key: content["training"][key] for key in TRAINING},
+            "training": {key: content["training"][key] for key in COMPARED_TRAINING},
             "evaluation": evaluation,
         }
     )
@@ -138,10 +138,7 @@ def outcome(run: Run) -> dict | None:
             result["diverged"] = f"the run ended at {loss:.4f}, above training.max_loss={limit}"
         else:
             result["loss"] = loss
-    last = {}
-    for record in records:
-        last.update(record)
-    return {**result, "metrics": last}
+    return {**result, "metrics": last_values(records)}
 
 
 def train(run: Run):
