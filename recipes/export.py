@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> Path:
         raise ValueError(
             f"{options.run} holds no checkpoint of a training run: name the folder that holds checkpoints/"
         )
-    of_steps = {step_of(path)[0]: path for path in checkpoints}
+    of_steps = {step_of(path): path for path in checkpoints}
     step = max(of_steps) if options.step is None else options.step
     if step not in of_steps:
         raise ValueError(f"{options.run} has no checkpoint of step {step}: choose one of {sorted(of_steps)}")

@@ -37,28 +37,43 @@ def parse(arguments: list[str] | None):
 
 def main(arguments: list[str] | None = None):
     options = parse(arguments)
-    from looped_recipes.engine.sweeps import load_sweep
-    from looped_recipes.settings.costs import cluster_of, on_cluster, plan
-    from looped_recipes.settings.estimates import UTILISATION, duration, estimates, own_rate
-    from looped_recipes.settings.recipe import RecipeError, load_recipe
+    from looped_recipes.settings.costs import cluster_of
+    from looped_recipes.settings.recipe import RecipeError
     from looped_recipes.settings.sweep_files import is_sweep
 
     cluster = cluster_of(gpus=options.gpus, **{name: getattr(options, name) for name in ASSUMED})
-    path, overrides = options.recipe, options.overrides
-    if cluster and is_sweep(path):
-        raise RecipeError(f"--gpus {cluster.gpus} plans one run, and {path} is a sweep: name a recipe")
-    if not is_sweep(path):
-        recipe = load_recipe(path, overrides)
-        costs = plan(recipe)
-        here = estimates(recipe, costs.get("training FLOPs")) if cluster is None else {}
-        for name, value in {**costs, **here}.items():
-            print(f"{name:45} {show(value)}")
-        if cluster is not None:
-            for line in on_cluster(recipe, cluster):
-                print(f"{line.what:32} {line.value:24} {line.formula}")
-            return
+    if not is_sweep(options.recipe):
+        plan_recipe(options.recipe, options.overrides, cluster)
+    elif cluster is None:
+        plan_sweep(options.recipe, options.overrides)
+    else:
+        raise RecipeError(f"--gpus {cluster.gpus} plans one run, and {options.recipe} is a sweep: name a recipe")
+
+
+def plan_recipe(path: str, overrides: list[str], cluster):
+    """What one run costs: here, or on a cluster if there is one."""
+    from looped_recipes.settings.costs import on_cluster, plan
+    from looped_recipes.settings.estimates import estimates
+    from looped_recipes.settings.recipe import load_recipe
+
+    recipe = load_recipe(path, overrides)
+    costs = plan(recipe)
+    here = estimates(recipe, costs.get("training FLOPs")) if cluster is None else {}
+    for name, value in {**costs, **here}.items():
+        print(f"{name:45} {show(value)}")
+    if cluster is None:
         say_next(typed("looped pretrain", path, *overrides))
-        return
+    else:
+        for line in on_cluster(recipe, cluster):
+            print(f"{line.what:32} {line.value:24} {line.formula}")
+
+
+def plan_sweep(path: str, overrides: list[str]):
+    """A line for each run of a sweep, and the sum of all that are trained."""
+    from looped_recipes.engine.sweeps import load_sweep
+    from looped_recipes.settings.costs import plan
+    from looped_recipes.settings.estimates import UTILISATION, duration, own_rate
+
     total, runs = 0.0, load_sweep(path, overrides)
     for run in runs:
         if run.same_as is not None:

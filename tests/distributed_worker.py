@@ -25,10 +25,10 @@ from looped_recipes.engine.background import Background
 from looped_recipes.engine.checkpoint import load_checkpoint, save_checkpoint
 from looped_recipes.engine.distributed import (
     bare,
+    distribute,
     fill_missing_gradients,
     gradients_may_be_missing,
     make_accelerator,
-    prepare,
     to_shards,
 )
 from looped_recipes.engine.export import export_model
@@ -87,7 +87,7 @@ def train(
     if units_of_accelerate:
         wrapped, *optimizers = accelerator.prepare(looped, *build_optimizers(looped, settings, TOTAL_STEPS))
     else:
-        wrapped, optimizers = prepare(accelerator, looped, lambda m: build_optimizers(m, settings, TOTAL_STEPS))
+        wrapped, optimizers = distribute(accelerator, looped, lambda m: build_optimizers(m, settings, TOTAL_STEPS))
     is_sharded = all(isinstance(parameter, DTensor) for parameter in wrapped.parameters())
     assert fsdp is None or is_sharded == (fsdp and accelerator.num_processes > 1)
     assert accelerator.is_fsdp2 == is_sharded

@@ -132,6 +132,8 @@ def test_fully_looped(name, tmp_path):
     torch.testing.assert_close(model.double()(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
     named = read_training_checkpoint(tmp_path / "model_000120.pt", num_loops=5).model.config
     assert named.num_loops == 5 and named.trained_num_loops == said["K"]
+    with pytest.raises(ValueError, match="num_loops must be at least 1, got 0"):  # what is written would not open
+        read_training_checkpoint(tmp_path, num_loops=0)
 
 
 def test_losses_of_fully_looped(tmp_path):

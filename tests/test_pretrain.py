@@ -27,7 +27,7 @@ from looped_recipes.common import hardware
 from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.shards import prepare
-from looped_recipes.engine import peers, publish, reports
+from looped_recipes.engine import peers, publish, reports, training
 from looped_recipes.engine.beginning import precision_of
 from looped_recipes.engine.reports import StepReports
 from looped_recipes.engine.run_checkpoints import Progress
@@ -92,6 +92,35 @@ def test_models_of_the_way_change_nothing(whole_run, training_text, tmp_path):
     assert not any(torch.equal(weights[0]["lm_head.weight"], other["lm_head.weight"]) for other in weights[1:])
     assert results_folder(str(tmp_path / "step-00000002")) == tmp_path / "step-00000002" / "eval"
     assert {results_folder(str(tmp_path / name)) for name in ("", "final")} == {tmp_path / "eval"}
+
+
+def test_a_model_of_the_way_is_not_lost_when_its_export_fails(training_text, tmp_path, monkeypatch):
+    """The checkpoint of the step is written before: the run that goes on from it makes the model that is missing."""
+    every = ["training.export_every=2", "training.save_every=2", "training.steps=4"]
+    arguments = [str(SMOKE / "parcae.yaml"), *smoke_settings(training_text, tmp_path, *every)]
+
+    def fail(*_, **__):
+        raise OSError(28, "no space left on the disk")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(training, "export_model", fail)
+        main(arguments)
+    assert [path.name for path in tmp_path.glob("step-*")] == []
+    main(arguments)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+    first, last = (LoopedForCausalLM.from_pretrained(path).state_dict() for path in sorted(tmp_path.glob("step-*")))
+    assert not torch.equal(first["lm_head.weight"], last["lm_head.weight"])
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_commands_for_a_model_are_named_when_there_is_one(is_done, tmp_path, monkeypatch, capsys):
+    """Also where the folder of the run, which is what an unfinished one returns, is called final."""
+    run = SimpleNamespace(output=tmp_path / "final", config=SimpleNamespace(num_loops=2))
+    run.train = lambda: run.output / "final" if is_done else run.output
+    run.accelerator = SimpleNamespace(is_main_process=True)
+    monkeypatch.setattr(training, "Pretraining", lambda recipe: run)
+    main([str(SMOKE / "parcae.yaml")])
+    assert ("next: looped chat" in capsys.readouterr().out) == is_done
 
 
 def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatch):

@@ -168,6 +168,23 @@ def test_divergence_is_judged_at_the_end(tmp_path, records, loss, diverged):
     assert (diverged in result["diverged"]) if diverged else ("diverged" not in result)
 
 
+def test_the_result_of_another_recipe_is_not_taken(tmp_path):
+    """Where shards lie, who made them and what a plan reckons with decide no loss; the text does."""
+    path = written(tmp_path, "grid: {model.num_loops: [1]}")
+    (run,) = load_sweep(path, [f"training.output_dir={tmp_path}"])
+    folder = Path(run.recipe.training.output_dir)
+    (folder / "final").mkdir(parents=True)
+    (folder / "final/config.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "validation/loss": 3.0}))
+    run.recipe.save(folder / "recipe.yaml")
+    more = ["data.cache_dir=elsewhere", "data.num_proc=2", "data.expected_tokens=1e6"]
+    (same,) = load_sweep(path, [f"training.output_dir={tmp_path}", *more])
+    assert outcome(same)["loss"] == 3.0
+    (other,) = load_sweep(path, [f"training.output_dir={tmp_path}", "data.max_documents=5"])
+    with pytest.raises(RecipeError, match="result of another recipe: data.max_documents was 40, is 5"):
+        outcome(other)
+
+
 def test_a_run_that_stopped_is_recorded_with_its_reason(tmp_path):
     (run,) = load_sweep(written(tmp_path, "grid: {model.num_loops: [1]}"), [f"training.output_dir={tmp_path}"])
     folder = Path(run.recipe.training.output_dir)

@@ -1,43 +1,59 @@
-"""What layers keep of a token for the backward pass: by formulas, in vectors of the width d and of the inner width f.
+"""What layers keep of a token for the backward pass, by formulas in the width d and the inner width f of a block.
 
-In fp32 ten of d (inputs and outputs of norms; queries and keys before and after their rotation, values, what attention
-gives), four more where branches have norms behind them; of f four, or two without a gate. So passes were seen to keep
-them. Under bf16 autocast 32 d + 8 f bytes. `training.gradient_checkpointing` keeps less, and computes the rest again.
+The factors were read off passes that were run. In fp32, autograd keeps ten vectors of width d: inputs and outputs of
+norms, queries and keys before and after their rotation, values, and what attention returns; four more where branches
+have norms behind them. Of width f it keeps four, or two without a gate. Under bf16 autocast it keeps 32 d + 8 f bytes.
+With `training.gradient_checkpointing` less is kept, and the rest is computed again.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 
-def numbers(config, section: str) -> tuple[float, float, float]:
-    """Of a layer in fp32: all, those of products and attention, and its input."""
-    width = config.block_sizes(section)
-    d, f = width.hidden_size, width.intermediate_size
+class Kept(NamedTuple):
+    """What one application of a layer may keep of a token, in numbers or in bytes."""
+
+    everything: float
+    products: float  # outputs of matrix products and of attention
+    input: float
+
+
+def numbers_in_fp32(config, section: str) -> Kept:
+    sizes = config.block_sizes(section)
+    d, f = sizes.hidden_size, sizes.intermediate_size
     of_norms = 4 * ("sandwich" in config.block_norm)
-    return (10 + of_norms) * d + (4 if config.mlp_gated else 2) * f, 6 * d + (2 if config.mlp_gated else 1) * f, d
+    everything = (10 + of_norms) * d + (4 if config.mlp_gated else 2) * f
+    return Kept(everything, products=6 * d + (2 if config.mlp_gated else 1) * f, input=d)
 
 
-def bytes_under_bf16(config, section: str) -> tuple[float, float, float]:
-    """The same, in bytes; the stream beside the blocks stays in fp32."""
-    width = config.block_sizes(section)
-    d, f = width.hidden_size, width.intermediate_size
-    return 32 * d + 8 * f, 12 * d + (4 if config.mlp_gated else 2) * f, 4 * d
+def bytes_under_bf16(config, section: str) -> Kept:
+    """The residual stream stays in fp32."""
+    sizes = config.block_sizes(section)
+    d, f = sizes.hidden_size, sizes.intermediate_size
+    return Kept(32 * d + 8 * f, products=12 * d + (4 if config.mlp_gated else 2) * f, input=4 * d)
 
 
 def kept_of_token(
-    config, loops: float, readouts: float, checkpointing: bool | str, of_layer: Callable = numbers
+    config, loops: float, readouts: float, checkpointing: bool | str, of_layer: Callable = numbers_in_fp32
 ) -> float:
-    """loops, readouts: applications of the core and of the coda that have gradients."""
-    total, again = 0.0, 0.0
+    """What all layers keep of a token, and what is computed again at a time.
+
+    loops, readouts: how often the core and the coda are applied with gradients. checkpointing: as
+    `training.gradient_checkpointing`.
+    """
+    total, recomputed = 0.0, 0.0
     for section, times in (("prelude", 1), ("core", loops), ("coda", readouts)):
-        layers = getattr(config, f"num_{section}_layers")
-        whole, products, state = of_layer(config, section)
-        is_looped = checkpointing == "loops" and section == "core"
-        if not checkpointing or (checkpointing == "loops" and not is_looped):
-            total += times * layers * whole
-        elif is_looped:
-            total += times * state
-        else:
-            total += times * layers * {"selective": products + state, "offload": 0}.get(checkpointing, state)
+        layers, layer = getattr(config, f"num_{section}_layers"), of_layer(config, section)
+        is_one_unit = checkpointing == "loops" and section == "core"  # a loop is kept, and computed again, as a whole
+        total += times * (layer.input if is_one_unit else layers * kept_of_layer(layer, checkpointing))
         if layers and checkpointing:
-            again = max(again, whole * (layers if is_looped else 1))  # what is computed again at a time
-    return total + again
+            recomputed = max(recomputed, layer.everything * (layers if is_one_unit else 1))
+    return total + recomputed
+
+
+def kept_of_layer(layer: Kept, checkpointing: bool | str) -> float:
+    if checkpointing == "selective":
+        return layer.products + layer.input
+    if checkpointing == "offload":
+        return 0
+    return layer.input if checkpointing is True else layer.everything  # outside of the core, "loops" changes nothing

@@ -10,8 +10,10 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def written(value: float, digits: int = 4) -> str:
     """A number as people write it: 1,500, 2.02, 0.0031, 3.1×10⁻⁷."""
-    if value == 0 or not math.isfinite(value):
-        return {True: "0"}.get(value == 0, "not a number" if math.isnan(value) else "infinite")
+    if not math.isfinite(value):
+        return "not a number" if math.isnan(value) else "infinite"
+    if value == 0:
+        return "0"
     size = math.floor(math.log10(abs(value)) + 1e-9)
     if not -4 <= size < 6:
         head = f"{value / 10**size:.{max(0, min(digits, 3) - 1)}f}".rstrip("0").rstrip(".")
@@ -22,7 +24,7 @@ def written(value: float, digits: int = 4) -> str:
 
 
 def alike(values: list[float], digits: int = 4) -> list[str]:
-    """Numbers that are read together, with as many digits after the point where they are of similar size."""
+    """Numbers that are read together: of similar size, they get the same number of digits after the point."""
     texts, sizes = [written(value, digits) for value in values], [abs(value) for value in values if value]
     if not sizes or max(sizes) > 100 * min(sizes) or any(text[-1] in "⁰¹²³⁴⁵⁶⁷⁸⁹" for text in texts):
         return texts
@@ -32,7 +34,7 @@ def alike(values: list[float], digits: int = 4) -> list[str]:
 
 
 def width_of(text: str, size: float = 11) -> float:
-    """About how wide a text is; rather too wide."""
+    """About how wide a text is, rather too much than too little: there are no fonts to measure with."""
     return sum(0.35 if letter in " .,:;|il'()" else 0.95 if letter in "mwMW@—" else 0.62 for letter in text) * size
 
 

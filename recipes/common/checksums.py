@@ -33,7 +33,7 @@ def checksum(path: str | Path) -> str:
 
 
 def difference(path: Path, size: int, expected: str | None) -> str | None:
-    """How a file is not the one that was written; None if it is. expected: None where no checksum was kept."""
+    """How a file differs from what was written; None if it does not. expected: its checksum, None if none was kept."""
     try:
         found = path.stat().st_size
         if found != size:
@@ -95,7 +95,7 @@ def renew_checksum(folder: str | Path, name: str):
 
 
 def change_of(path: Path) -> str | None:
-    """How a file is not the one that the list beside it names; None if it is, or if there is no list with it."""
+    """How a file differs from what the list of checksums beside it says; None if it does not, or is not listed."""
     if not (path.parent / LIST).is_file():
         return None
     try:

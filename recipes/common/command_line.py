@@ -21,7 +21,9 @@ from .errors import CommandError
 
 
 PROGRAM: str | None = None  # `looped NAME`, if that started this process
-UNTIL_ENDED = 30  # seconds: a launcher that saw the others end first would end the one that has something to say
+# seconds that the other processes of a launch wait after an error: a launcher that sees one of them end kills the
+# rest, also the one that is about to print the message
+UNTIL_ENDED = 30
 INTERRUPTED = 128 + 2  # the status of a process that Ctrl-C ended
 TRACEBACK = "LOOPED_TRACEBACK"  # set to 1, an environment variable that shows where an error came from
 
@@ -163,7 +165,7 @@ def check_counts(args: argparse.Namespace, names: Iterable[str]):
 
 
 def folder(text: str) -> Path:
-    """The type of an option: a folder to write to. A file in its way would be met when all is measured."""
+    """The type of an option: a folder to write to. A file in its place is refused now, not after all was measured."""
     path = Path(text)
     for place in (path, *path.parents):
         if place.exists() and not place.is_dir():
@@ -172,9 +174,10 @@ def folder(text: str) -> Path:
 
 
 def run_command(main: Callable | str, parse: Callable | None = None):
-    """A command: an error that the user can mend is one line.
+    """Run a command and end the process with its status. An error that the user can mend is printed in one line.
 
-    main: takes the arguments; or the name of the module that has it, which is imported when `parse` has taken them.
+    main: a function of the arguments, or the name of the module that has a `main`, which is imported after `parse`, if
+    it is given, has accepted the arguments.
     """
     end_on_sigterm()
     try:
@@ -198,7 +201,8 @@ def run_command(main: Callable | str, parse: Callable | None = None):
 
 
 def end_on_sigterm():
-    """As an exception, so that what a command has started, processes and folders for a while, ends with it."""
+    """Turn SIGTERM into an exception, so that a command ends the processes that it started and removes its temporary
+    folders."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
@@ -216,8 +220,8 @@ def told(error: Exception) -> str | None:
 
 
 def speaks_for_all() -> bool:
-    """Whether this process of a launch is to say what went wrong: before the processes know of each other, all meet
-    the same error and the first tells it; later `peers.one_message` has chosen one."""
+    """Whether this process of a launch prints the error: until the processes are connected, all meet the same one and
+    rank 0 prints it; after that, `peers.one_message` has chosen who does."""
     distributed = sys.modules.get("torch.distributed")
     knows_others = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return knows_others or os.environ.get("RANK", "0") == "0"

@@ -36,7 +36,7 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
 
 
 def save_tokenizer(tokenizer, folder: Path):
-    """What the disk said is a plain Exception of the Rust library: as the error of the system that it is."""
+    """Save a tokenizer. An error of the disk, which the Rust library raises as a plain Exception, becomes OSError."""
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
@@ -79,7 +79,7 @@ def sync(path: str | Path):
 
 
 def remove(path: str | Path):
-    """A file, a folder, or a link, of which the target stays: parts of runs are moved to other disks and linked."""
+    """Remove a file, a folder or a link. The target of a link stays: parts of runs may lie on other disks."""
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

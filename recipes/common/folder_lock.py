@@ -9,7 +9,8 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def exclusive(folder: Path, when_taken: Callable[[FileLock], None]):
-    """`when_taken` waits for the lock or raises; the operating system frees the lock of a process that was killed."""
+    """Hold the lock of a folder. when_taken: called if another process has it; waits for the lock, or raises. The
+    operating system frees the lock of a process that was killed."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)

@@ -20,6 +20,7 @@ PEAK_FLOPS = {  # in 16 bits, by words of a GPU's name
 
 
 def reference_rate(accelerator) -> float:
+    """The rate of this process's device in the precision of its launch."""
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return device_rate(accelerator.device, halves.get(accelerator.mixed_precision, torch.float32))
 

@@ -35,7 +35,8 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 
 def read_lines(path: str | Path) -> tuple[list[dict], list[int]]:
-    """Its records, and the numbers of the lines that are none; these are said, but for a last one that was cut off."""
+    """Its records, and the numbers of the lines that are none. Such lines are named on standard error, but for a last
+    line that was cut off."""
     if not Path(path).exists():
         return [], []
     changed = change_of(Path(path))
@@ -54,6 +55,14 @@ def read_lines(path: str | Path) -> tuple[list[dict], list[int]]:
         listed = ", ".join(map(str, said[:8])) + (", ..." if len(said) > 8 else "")
         print(f"{path}: left out what is no record: line {listed}", file=sys.stderr)
     return records, damaged
+
+
+def last_values(records: list[dict]) -> dict:
+    """The last value of each metric, whichever record holds it."""
+    last = {}
+    for record in records:
+        last.update(record)
+    return last
 
 
 def last_validation(records: list[dict], measure: str) -> dict[int, float]:

@@ -1,4 +1,4 @@
-"""A process that another one started does not go on writing when that one was killed."""
+"""Processes that end with the process that started them, so that they do not go on writing after it was killed."""
 
 import os
 import signal
@@ -12,7 +12,8 @@ INTERVAL = 0.5  # seconds between looks
 
 @cache
 def end_with(parent: int):
-    """From now on, SIGTERM to this process once `parent`, which started it, is gone."""
+    """From now on, send this process SIGTERM once `parent`, which started it, is gone. Cached: called again for the
+    same parent, it starts no second thread."""
 
     def watch():
         while os.getppid() == parent:

@@ -1,15 +1,15 @@
-"""How far a long piece of work is: a bar on a terminal, now and then a line in a file."""
+"""Progress of long work: a bar on a terminal; in a file or a pipe, a line every half minute."""
 
 import sys
 
 from tqdm import tqdm
 
 
-RARELY = 30  # seconds between lines of a file
+RARELY = 30  # seconds between lines where there is no terminal
 
 
 class ByLines:
-    """Standard error, on which what tqdm would write over another time is a line of its own."""
+    """Standard error for tqdm, where each update is a line of its own instead of overwriting the one before."""
 
     def write(self, text: str):
         if text.strip():
@@ -20,7 +20,7 @@ class ByLines:
 
 
 def progress_bar(*args, **options) -> tqdm:
-    """As tqdm; where nobody sees it move, in a file or a pipe, it tells how far it is every half minute."""
+    """tqdm's bar on a terminal; where standard error is a file or a pipe, its text as a line every half minute."""
     if sys.stderr.isatty():
         return tqdm(*args, dynamic_ncols=True, **options)
     return tqdm(*args, file=ByLines(), mininterval=RARELY, maxinterval=RARELY, **options)

@@ -82,7 +82,7 @@ def write_json(path: str | Path, result: dict, command: str | None = None, digit
 
 
 def finite(value):
-    """JSON has no infinities: null in their place."""
+    """The same with null for infinities and NaN, which JSON has not, and with keys as text."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -47,7 +47,7 @@ def best_fit(
 
 
 def document_positions(tokens: np.ndarray, mark: int, after: bool = False) -> np.ndarray:
-    """Positions in each row [rows, length] that begin at 0 again at every mark, or after it."""
+    """Position ids [rows, length] that count from 0 again at every `mark`, or with `after` at the token behind it."""
     places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
     begins = tokens == mark
     if after:
@@ -56,18 +56,18 @@ def document_positions(tokens: np.ndarray, mark: int, after: bool = False) -> np
 
 
 class PackedRows:
-    """Rows of a stream that lies in memory-mapped shards."""
+    """Rows of one split: windows of the stream of tokens that its memory-mapped shards hold together."""
 
     def __init__(
         self,
         shards: Sequence[np.ndarray],
         sequence_length: int,
         stride: int,
-        start: int,
+        start: int,  # the token that begins documents, or ends them, see start_ends
         token_bytes: torch.Tensor,  # [vocabulary]
-        learn_start: bool = False,  # the start token also ends the document before it
+        learn_start: bool = False,  # predict it: it is not certain after the token before, as it is after an end token
         document_masking: bool = False,
-        start_ends: bool = False,  # the start token stands at the end of documents, not at their beginning
+        start_ends: bool = False,  # it stands at the end of documents, which have no token at their beginning
     ):
         self.shards = list(shards)
         # where each shard begins in the stream, and last where the stream ends

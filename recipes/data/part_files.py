@@ -41,7 +41,7 @@ LARGEST_PART = 32_768  # a hundred billion tokens are a few thousand shards, eac
 class HeldOut:
     """Which documents are not for training, by their hash: equal documents always fall on one side."""
 
-    fraction: float = 0.0
+    fraction: float = 0.0  # of all documents; 1 is all of them
     hashes: frozenset[int] = frozenset()  # of a validation source of its own
 
     def __contains__(self, document: Document) -> bool:
@@ -64,14 +64,14 @@ def is_blank(document: Document | None) -> bool:
 
 @dataclass(frozen=True)
 class PartMaker:
-    """Documents of one part to shards: tokens of each split, and a json with what they are."""
+    """Makes a part of its documents: a shard of tokens for each split, and a .json that says what is in them."""
 
     folder: Path
     encode: Encoder | TokensAsTheyAre
     held_out: HeldOut
-    outside: str | None  # the split of documents that are held out; None: they are in validation already
+    held_out_split: str | None  # where documents that are held out go; None: nowhere, they are in validation already
     row_length: int | None  # of best fit; None concatenates
-    keep: bool
+    keep_cropped: bool  # best fit: what is cropped off is packed as another document
     dtype: str
     tokenizer: str  # its hash
 
@@ -93,7 +93,7 @@ class PartMaker:
             if is_blank(document):
                 num_empty += 1
             else:
-                of_splits[self.outside if document in self.held_out else "train"].append(document)
+                of_splits[self.held_out_split if document in self.held_out else "train"].append(document)
         counts, shards = {}, {}
         for split in SPLITS:
             tokens = [np.array(ids, dtype=self.dtype) for ids in self.encode(of_splits[split])]
@@ -112,7 +112,7 @@ class PartMaker:
         """What is packed, and what is left for the rows that are made of the remainders of all parts."""
         if self.row_length is None:
             return documents, []
-        return best_fit(documents, self.row_length, self.keep, num_starts=len(self.encode.starts))
+        return best_fit(documents, self.row_length, self.keep_cropped, num_starts=len(self.encode.starts))
 
 
 def make_parts(maker: PartMaker, kind: str, documents: Documents, source: Source, num_proc: int | None) -> list[str]:
@@ -169,7 +169,8 @@ def _call_inherited(number: int):
 
 
 def _stream_parts(maker: PartMaker, kind: str, documents: IterableDataset, source: Source) -> list[str]:
-    """A stream is read once; where a part ended is kept with it, so that what is done is not read again."""
+    """Parts of a stream, of so many documents each. The state of the stream after a part is kept with it, so that a
+    preparation that goes on does not read the stream from its beginning."""
     parts: list[str] = []
     rows = None
     for number in tqdm(count(), desc=f"tokenise {source.name}", unit="part", disable=None):

@@ -57,7 +57,7 @@ __all__ = ["Prepared", "PackedRows", "open_prepared", "prepare"]
 
 FORMAT = 1  # raised when the same settings give other shards
 MANIFEST = "manifest.json"
-WRITTEN = {"written": "by workers"}  # a source that is nowhere else
+WRITTEN = {"written": "by workers"}  # settings of a source that workers wrote as shards (written.py)
 TOKENIZER = "tokenizer"
 
 
@@ -177,19 +177,20 @@ def _build(folder: Path, data: DataConfig, settings: dict, training: Source, val
     maker = _maker(folder, data, tokenizer, held_out, "validation" if validation is None else None)
     parts = make_parts(maker, "part", documents, training, data.num_proc)
     if validation is not None:
-        maker = dataclasses.replace(maker, held_out=HeldOut(fraction=2.0), outside="validation")
+        # every document of the validation source
+        maker = dataclasses.replace(maker, held_out=HeldOut(fraction=1.0), held_out_split="validation")
         parts += make_parts(maker, "validation", validation_documents, validation, data.num_proc)
     _write_manifest(folder, settings, tokenizer, maker, parts)
 
 
-def _maker(folder: Path, data: DataConfig, tokenizer, held_out: HeldOut, outside: str | None) -> PartMaker:
+def _maker(folder: Path, data: DataConfig, tokenizer, held_out: HeldOut, held_out_split: str | None) -> PartMaker:
     return PartMaker(
         folder=folder,
         encode=encoder(data, tokenizer),
         held_out=held_out,
-        outside=outside,
+        held_out_split=held_out_split,
         row_length=data.sequence_length if data.packing == "best_fit" else None,
-        keep=data.cropped == "keep",
+        keep_cropped=data.cropped == "keep",
         dtype="uint16" if len(tokenizer) <= 2**16 else "uint32",
         tokenizer=tokenizer_hash(tokenizer),
     )

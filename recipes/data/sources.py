@@ -145,7 +145,7 @@ class Source:
         return documents
 
     def unused_splits(self) -> list[str]:
-        """Those of a folder that are not read."""
+        """Splits of a folder that `split` leaves out."""
         if self.name == "embedded" or not expanded(self.name).is_dir():
             return []
         if is_saved(self.name):
@@ -174,7 +174,7 @@ class Source:
 
     @property
     def column(self) -> str:
-        """The one that holds documents."""
+        """The column that holds documents: their texts, or their tokens."""
         return self.text_field if self.token_field is None else self.token_field
 
     def _rename(self, documents: Documents) -> Documents:
@@ -256,7 +256,7 @@ def what_is_wrong(source: Source, error: Exception) -> str:
 
 
 def why_unreadable(source: Source) -> Exception | None:
-    """The error of reading all of its rows."""
+    """The error that reading all rows of a source raises; None if it raises none."""
     try:
         for _ in source._open():
             pass
@@ -301,7 +301,7 @@ def local_files(name: str) -> list[Path] | None:
 
 
 def is_hidden(file: Path, folder: Path) -> bool:
-    """`datasets` leaves these out of a folder: what editors, notebooks and copies from a Mac leave behind."""
+    """Whether `datasets` leaves a file of a folder out, as what editors, notebooks and copies from a Mac leave."""
     *folders, name = file.relative_to(folder).parts
     return name.startswith(".") or any(inner.startswith((".", "__")) for inner in folders)
 
@@ -318,7 +318,8 @@ def looks_like_path(name: str) -> bool:
 
 
 def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
-    """Where some names of a folder say a split, `datasets` takes no file whose name says none."""
+    """An error for files that would not be read: where some names in a folder say a split, `datasets` takes no file
+    whose name says none."""
     if (expanded(name) / "README.md").exists():  # it says which files are whose
         return
     taken = {os.path.realpath(path) for paths in (reader.config.data_files or {}).values() for path in paths}
@@ -331,7 +332,7 @@ def refuse_left_out(name: str, files: list[Path], reader: DatasetBuilder):
 
 
 def is_saved(name: str) -> bool:
-    """By `save_to_disk` of `datasets`."""
+    """Whether a folder was written by `save_to_disk` of `datasets`."""
     return any((expanded(name) / state).exists() for state in ("state.json", "dataset_dict.json"))
 
 
@@ -340,7 +341,7 @@ def splits_of(reader: DatasetBuilder) -> list[str]:
 
 
 def split_names(split: str) -> list[str]:
-    """In a split as `datasets` writes it, such as train[:10%]+test."""
+    """The names in a split as `datasets` takes it: train and test in train[:10%]+test."""
     return [] if split == "all" else [part.partition("[")[0].strip() for part in split.split("+")]
 
 

@@ -13,11 +13,12 @@ from pyarrow.types import is_large_string, is_null, is_string
 
 NULL_LINE = re.compile(rb"(?:^(?:\xef\xbb\xbf)?|\n)[ \t\r]*null(?![ \t\r]*[,\]}])")
 BLOCK = 2**24  # bytes
-LONGEST = 2**10  # bytes of such a line, blanks and all
+LONGEST = 2**10  # bytes at the end of a block that are looked at together with the next one
 
 
 class StrictJson(Json):
-    """`datasets` decides by the first rows that a column is text, and writes later numbers and dates as it likes."""
+    """`datasets` takes the type of a column from its first rows, and converts numbers and dates that come later to
+    text as it likes. Here such a column is an error."""
 
     text_column = "text"
 

@@ -103,9 +103,7 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
     limit = DEFAULT_CHARACTERS if data.tokenizer_max_characters is None else data.tokenizer_max_characters
     tokenizer = TRAINERS[data.tokenizer](_up_to(documents, limit), data.tokenizer_vocab_size)
     if data.joined_by is not None:  # prompts have no bos either
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="$A", pair="$A $B", special_tokens=[]
-        )
+        _begin_prompts(tokenizer, with_bos=False)
     if len(tokenizer) > data.tokenizer_vocab_size:
         raise RecipeError(
             f"data.tokenizer_vocab_size={data.tokenizer_vocab_size} is too small: special tokens and single bytes "
@@ -115,9 +113,10 @@ def make_tokenizer(data: DataConfig, documents: Iterable[str]) -> PreTrainedToke
 
 
 def mark_documents(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> PreTrainedTokenizerBase:
-    """One token for both ends where documents have one, and prompts that begin as documents do.
+    """Set bos and eos, and what prompts begin with, as documents have them by `document_tokens` and `start_token`.
 
-    So whoever reads the tokenizer later, to score or to generate, joins and ends texts as in training.
+    Where documents have one special token, it is bos and eos. So whoever uses the saved tokenizer, to score or to
+    generate, begins and ends texts as in training.
     """
     if data.start_token is None and data.document_tokens == "both":
         return tokenizer
@@ -155,8 +154,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token is None and tokenizer.bos_token is None:
         raise RecipeError(
             f"tokenizer {name!r} has neither a bos nor an eos token, so nothing separates documents: set its "
-            "eos_token "
-            "and save it anew"
+            "eos_token and save it anew"
         )
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.bos_token
     tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
@@ -284,7 +282,7 @@ def _finished(tokenizer: Tokenizer, **special) -> PreTrainedTokenizerFast:
 
 
 def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
-    """Prompts begin as documents do, with bos, unless add_special_tokens=False."""
+    """Prompts begin with bos, or without; with add_special_tokens=False always without."""
     bos = [tokenizer.bos_token] if with_bos else []
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=[*bos, "$A"], pair=[*bos, "$A", *bos, "$B"], special_tokens=[(b, tokenizer.bos_token_id) for b in bos]
@@ -292,6 +290,7 @@ def _begin_prompts(tokenizer: PreTrainedTokenizerBase, with_bos: bool = True):
 
 
 def _up_to(documents: Iterable[str], num_characters: int) -> Iterator[str]:
+    """The first documents, until they have so many characters."""
     for text in documents:
         if num_characters <= 0:
             return

@@ -23,7 +23,7 @@ WORKER = re.compile(r"worker-(\d+)\.json")
 
 
 def is_written(source: str) -> bool:
-    """Whether workers write, or have written, to the folder of this name."""
+    """Whether `source` is a folder to which workers write their shards, or have written them."""
     try:
         return (expanded(source) / SETTINGS).is_file()
     except OSError:  # no name of a file
@@ -31,7 +31,7 @@ def is_written(source: str) -> bool:
 
 
 def check_written(data: DataConfig):
-    """What shards that are written elsewhere cannot have."""
+    """Refuse settings that shards which workers write cannot have."""
     reasons = {
         "validation_source": "documents are held out by data.validation_fraction",
         "validation_split": "documents are held out by data.validation_fraction",
@@ -71,7 +71,7 @@ class Worker:
         self.tell(self.parts)
 
     def tell(self, parts: list[str] | None):
-        """None: not all of them are written."""
+        """Write down the parts of this worker; None while it has not ended."""
         told = {"parts": parts, "world_size": self.world_size}
         write_facts(self.maker.folder / f"worker-{self.rank:05}.json", told)
 
@@ -85,7 +85,7 @@ def worker(maker: PartMaker, rank: int, world_size: int) -> Iterator[Worker]:
 
 
 def parts_of_workers(folder: Path) -> list[str]:
-    """Of all of them, in order; an error if one has not ended."""
+    """The parts of all workers, in order; an error if a worker has not ended."""
     told = {}
     for path in sorted(folder.iterdir()):
         if match := WORKER.fullmatch(path.name):

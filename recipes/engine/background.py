@@ -1,4 +1,7 @@
-"""Work beside the training: one piece at a time, in a thread of every process, which speak to each other apart."""
+"""Work while the training goes on: one piece at a time, in a thread of every process.
+
+The threads of all processes communicate in a group of their own, apart from the training's collectives.
+"""
 
 import threading
 from collections.abc import Callable
@@ -13,7 +16,7 @@ class Background:
         self.error: BaseException | None = None
 
     def start(self, work: Callable[[], object]):
-        """When what was started before is done; its error is raised here."""
+        """Run `work` in a thread, after the work that was started before is done; an error of that is raised here."""
         self.wait()
         self.thread = threading.Thread(target=self.attempt, args=(work,), name="looped-background")
         self.thread.start()
@@ -25,6 +28,7 @@ class Background:
             self.error = error
 
     def wait(self):
+        """Until the work is done; its error is raised here."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None

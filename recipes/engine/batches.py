@@ -21,6 +21,8 @@ from .tensor_parallel import data_rank
 
 
 class MicroBatch(NamedTuple):
+    """Rows of one forward pass, on the device."""
+
     number: int  # what dropout is seeded with
     batch: dict[str, torch.Tensor]
     loss_positions: np.ndarray  # where the next token has a label
@@ -29,9 +31,11 @@ class MicroBatch(NamedTuple):
 
 
 class ReadAhead(NamedTuple):
+    """What this process computes in a step, read before the step begins."""
+
     step: int
-    depths: list[int]  # of the rows of the global batch
-    groups: list[tuple[int, list[int]]]  # of this process's micro batches
+    depths: list[int]  # of all rows of the global batch
+    groups: list[tuple[int, list[int]]]  # number and rows of each of this process's micro batches
     batches: list[dict[str, torch.Tensor]]  # on the CPU, pinned where a GPU copies them without waiting
     loss_positions: list[np.ndarray]
 
@@ -42,7 +46,7 @@ class ReadAhead(NamedTuple):
 
 
 class Batches:
-    """`model` is the bare one."""
+    """The micro batches of this process for any step. `model` is not wrapped in DDP."""
 
     def __init__(self, recipe: Recipe, model: LoopedForCausalLM, rows: PackedRows, accelerator: Accelerator):
         self.recipe, self.model, self.rows, self.accelerator = recipe, model, rows, accelerator
@@ -63,14 +67,14 @@ class Batches:
         return any(getattr(self.model.config, f"{place}_dropout") for place in ("attention", "residual", "embedding"))
 
     def of_step(self, step: int) -> Iterator[MicroBatch]:
-        """This process's rows of a step; every process makes equally many micro batches."""
+        """This process's micro batches of a step, as many as on every other process."""
         _, depths, groups, batches, loss_positions = self.read(step)
         for (number, rows), batch, positions in zip(groups, batches, loss_positions):
             batch = {key: value.to(self.accelerator.device, non_blocking=True) for key, value in batch.items()}
             yield MicroBatch(number, batch, positions, [depths[row] for row in rows], self.noise(step, rows))
 
     def read(self, step: int) -> ReadAhead:
-        """This process's rows of a step."""
+        """This process's rows of a step, which are kept until another step is asked for."""
         if self.read_ahead.step != step:
             pin = self.accelerator.device.type == "cuda"
             data_rows, depths, batches, loss_positions = self.data_rows(step), self.depths(step), [], []
@@ -83,12 +87,12 @@ class Batches:
         return self.read_ahead
 
     def data_rows(self, step: int) -> list[int]:
-        """Of the training rows, those of the global batch."""
+        """Numbers of the training rows that make the global batch of a step."""
         training = self.recipe.training
         return rows_of_step(training.seed, step, training.rows_per_step, len(self.rows))
 
     def depths(self, step: int) -> list[int]:
-        """Of every row of the step."""
+        """The number of loops of every row of the global batch."""
         depth, training = self.recipe.depth, self.recipe.training
         mean, window = self.recipe.depths_at(self.model.config, step)
         return depths_of_step(

@@ -1,11 +1,11 @@
-"""Numbers that a device computes are read when they are there, while it is busy with the next step."""
+"""Reading the numbers of a step while the GPU already computes the next one."""
 
 import torch
 
 
 class Behind:
-    """The numbers of a tensor, on their way to the CPU: only who reads them waits. Beside CUDA nothing tells when they
-    are there, and they are waited for at once."""
+    """The numbers of a tensor, copied to the CPU without waiting for the GPU; `read` waits. On other devices than CUDA
+    nothing says when a copy is done, so it is waited for at once."""
 
     def __init__(self, tensor: torch.Tensor):
         on_cuda = tensor.device.type == "cuda"

@@ -36,7 +36,7 @@ from looped_recipes.common.files import remove, remove_leftovers, save_tokenizer
 from looped_recipes.common.provenance import provenance
 
 from .background import Background
-from .distributed import bare, to_shards
+from .distributed import bare, bare_optimizer, to_shards
 from .resume import comparable, refuse_other_config
 from .safe_reading import TensorPlanner, TensorReader
 from .saving import (
@@ -159,16 +159,15 @@ def begin(folder: Path, step: int, model: nn.Module, optimizers: list[torch.opti
     """An empty folder to write to, and its name once it is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
-    later = [path.name for path in whole_checkpoints(folder) if step_of(path)[0] > step]
+    later = [path.name for path in whole_checkpoints(folder) if step_of(path) > step]
     if later:
         raise CheckpointError(
             f"{folder} holds {later[-1]} of another run, which would be taken for the newest when this one, now at "
             f"step {step}, resumes: remove it, or choose another training.output_dir"
         )
     check_space(folder, model, optimizers)
-    attempts = [
-        step_of(path)[1] for path in folder.iterdir() if NAME.fullmatch(path.name) and step_of(path)[0] == step
-    ]
+    named = [step_and_attempt(path) for path in named_checkpoints(folder)]
+    attempts = [attempt for other, attempt in named if other == step]
     name = step_name(step) + (f".{max(attempts) + 1}" if attempts else "")
     temporary = folder / f".saving-{name}"
     temporary.mkdir()
@@ -202,7 +201,7 @@ def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as
     is saved does not, and it is removed.
     """
     to_shards(model)
-    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]  # inside accelerate's
+    optimizers = [bare_optimizer(optimizer) for optimizer in optimizers]
     fresh = [not optimizer.state for optimizer in optimizers]
     model_state, optimizer_state = get_state_dict(model, optimizers)
     groups = iter(optimizer_state["param_groups"])
@@ -232,7 +231,7 @@ def remove_old(folder: Path, saved: str, keep_last: int):
     best = [path for path in found if markers[path]["is_best"]]
     kept = {saved, *(path.name for path in found[-keep_last:] + best[-1:])}
     for path in found:
-        is_again = path.name != saved and step_of(path)[0] == step_of(folder / saved)[0]
+        is_again = path.name != saved and step_of(path) == step_of(folder / saved)
         if path.name not in kept or is_again:
             gone = folder / f".deleting-{path.name}"
             os.rename(path, gone)  # first, so that what is half deleted has no name
@@ -242,8 +241,13 @@ def remove_old(folder: Path, saved: str, keep_last: int):
 # Finding
 
 
-def step_of(path: Path) -> tuple[int, int]:
-    """(step, attempt) in the name of a checkpoint."""
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return step_and_attempt(path)[0]
+
+
+def step_and_attempt(path: Path) -> tuple[int, int]:
+    """The step, and how often it was saved by then: (500, 1) for step-00000500, (500, 2) for step-00000500.2."""
     step, attempt = NAME.fullmatch(path.name).groups()
     return int(step), int(attempt or 1)
 
@@ -253,7 +257,7 @@ def read_marker(path: Path) -> dict | None:
     try:
         marker = read_sealed(path / MARKER)
         sizes = {name: (path / name).stat().st_size for name in marker["files"]}
-        is_whole = sizes == marker["files"] and marker["step"] == step_of(path)[0] and "config" in marker
+        is_whole = sizes == marker["files"] and marker["step"] == step_of(path) and "config" in marker
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return marker if is_whole else None
@@ -278,7 +282,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
     """All that have the name of one, whole or not, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_of)
+    return sorted((path for path in folder.iterdir() if NAME.fullmatch(path.name)), key=step_and_attempt)
 
 
 def sound_checkpoint(folder: str | Path, refused: dict[Path, str] | None = None) -> Path | None:
@@ -365,7 +369,7 @@ def load_checkpoint(
         reason = (str(root_cause(error)).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} does not fit this model and these optimizers: {reason}") from error
     state["optimizers"] = {"state": {**moments, **state["optimizers"]["state"]}, "param_groups": groups_of_template}
-    optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+    optimizers = [bare_optimizer(optimizer) for optimizer in optimizers]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])

@@ -77,7 +77,7 @@ def is_set(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() == "true"
 
 
-def prepare(
+def distribute(
     accelerator: Accelerator, model: nn.Module, build: Callable[[nn.Module], list[torch.optim.Optimizer]]
 ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The model on its device(s), and the optimizers that `build` makes of it."""
@@ -111,7 +111,7 @@ def shard(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def check_units(accelerator: Accelerator, recipe: Recipe):
-    """Blocks that are gathered by themselves are gathered in every loop, by all processes together."""
+    """Refuse what does not go with an FSDP unit for every block, which all processes gather together in every loop."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.auto_wrap_policy is None:
         return
@@ -128,7 +128,7 @@ def check_units(accelerator: Accelerator, recipe: Recipe):
 
 
 def check_split(accelerator: Accelerator, recipe: Recipe):
-    """What takes whole matrices, or has not been tried with parts of them."""
+    """Refuse, with tensor parallelism, what takes whole matrices or has not been tried with parts of them."""
     if split_over(accelerator) == 1:
         return
     if not can_split():
@@ -159,6 +159,11 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def bare_optimizer(optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def to_shards(model: nn.Module):
     """Under FSDP2, free the gathered weights that an evaluation leaves, so that parameters are what the optimizers
     hold."""
@@ -168,7 +173,11 @@ def to_shards(model: nn.Module):
 
 
 def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: int | None) -> bool:
-    """Whether a backward pass may leave a parameter without gradient, here or on another process."""
+    """Whether a backward pass may leave a parameter without gradient, here or on another process: DDP must then be
+    told to look for such parameters, or it waits for their gradients.
+
+    sampled_depth: depths differ between steps or rows.
+    """
     shallow = sampled_depth or model_config.num_loops == 1 or backprop_loops == 1
     between_loops = (
         model_config.loop_damping
@@ -177,7 +186,8 @@ def gradients_may_be_missing(model_config, sampled_depth: bool, backprop_loops: 
         or (model_config.injection == "residual_all" and model_config.injection_norm)
     )
     return (
-        (model_config.injection == "none" and backprop_loops is not None)  # the embedding, beyond the window
+        # without an injection the embedding enters before the first loop alone, which then has no gradients
+        (model_config.injection == "none" and backprop_loops is not None)
         or (model_config.exit_gate != "none" and model_config.loop_loss in ("terminal", "per_loop", "last_third"))
         or model_config.loop_loss == "gate"
         or (between_loops and shallow)
@@ -208,7 +218,7 @@ def _check_launcher():
 
 
 def _check_options(accelerator: Accelerator):
-    """What accelerate would do beside the training: divide every gradient, or wrap the model once more."""
+    """Refuse options of accelerate that interfere: accumulation divides gradients, dynamo wraps the model again."""
     if (steps := accelerator.gradient_accumulation_steps) != 1:
         raise RecipeError(
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}: a step has training.rows_per_step rows, in parts of "

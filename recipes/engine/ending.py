@@ -2,18 +2,17 @@
 
 from pathlib import Path
 
-from looped_recipes.common.metrics import last_validation, read_metrics
+from looped_recipes.common.metrics import last_validation, last_values, read_metrics
 from looped_recipes.common.words import counted
 
 
-LEAST_GAIN = 0.0005  # bits per byte that are worth another word
+LEAST_GAIN = 0.0005  # bits per byte by which another depth must be better to be named
 
 
 def ending(metrics: Path, trained_loops: int) -> str:
-    """Loss and held-out bits per byte of the last lines of metrics.jsonl."""
-    records, last = read_metrics(metrics), {}
-    for record in records:
-        last.update(record)
+    """How many steps, with which loss, and which held-out bits per byte at the trained depth and at the best one."""
+    records = read_metrics(metrics)
+    last = last_values(records)
     said = f"trained {last.get('step', -1) + 1:,} steps"
     if "loss" in last:
         said += f": loss {last['loss']:.3f}"

@@ -30,6 +30,8 @@ class Trained(NamedTuple):
 
 def read_training_checkpoint(source: str | Path, num_loops: int | None = None) -> Trained:
     """num_loops: depth of its config, by default that of training."""
+    if num_loops is not None and num_loops < 1:
+        raise ValueError(f"num_loops must be at least 1, got {num_loops}")
     files = files_of_fully_looped(source)
     trained = readout(file_of_readout(source)) if files is None else fully_looped(*files)
     config = trained.model.config
@@ -49,9 +51,9 @@ def filled(config: LoopedConfig, tensors: Tensors, source: Path) -> LoopedForCau
     model = LoopedForCausalLM(config)
     if config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    missing = sorted(model.state_dict().keys() ^ tensors.keys())
-    if missing:
-        raise ValueError(f"{source} and its settings do not agree on {', '.join(missing)}")
+    different = sorted(model.state_dict().keys() ^ tensors.keys())
+    if different:
+        raise ValueError(f"{source} and its settings do not agree on {', '.join(different)}")
     model.load_state_dict(tensors)
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Divergence monitor: what grows or vanishes before a looped model fails, watched while it trains."""
+"""Warnings of divergence: norms and spectra that grow or vanish before a looped model fails, watched in training."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ from looped_recipes.common.measures import (
 from modeling_looped.tensors import on_device
 
 
-LIMITS = {  # metric: (absolute limit, factor over the median of its last measurements)
+LIMITS = {  # metric: (limit of its value, largest factor over the median of its last measurements), None for none
     "residual_norm": (1e4, 20),
     "state_change": (1e4, 20),
     "first_mlp_gradient_norm": (None, 50),
     "spectral_radius": (1.0, None),
 }
 RECENT = 5  # measurements that make the reference; not the first, from which norms grow far in a sound run too
-SETTLED = 0.01  # of the state: below it, how little a last loop changes is chance, and no reference
+SETTLED = 0.01  # part of the state: smaller changes by the last loop are chance, and growth from them is no warning
 
 
 class StateNorms:
-    """Mean norms of the states of a step: those of one batch of all its rows, however they are cut and spread.
+    """Mean norms of the states of a step, over all its rows, whatever micro batches and processes they are split into.
 
-    States of a row that ran fewer loops than the deepest of the step stay what they were; `change` is that of the last
-    loop of each, and `likeness` that of the tokens of a row after it.
+    The state of a row that runs fewer loops than the deepest of the step counts as unchanged after its last loop.
+    change: how far the last loop of each row moves its state. likeness: correlation of the tokens of a row after it.
     """
 
     def __init__(self, deepest: int, device):
@@ -64,7 +64,7 @@ class StateNorms:
 
 
 class Monitor:
-    """Collects the metrics and warns, once per metric and time it leaves its range."""
+    """Keeps the last measurements of each metric, and warns once whenever a metric leaves its range."""
 
     def __init__(self):
         self.history: dict[str, list[float]] = {}
@@ -86,7 +86,7 @@ class Monitor:
         return {key: value for key, value in metrics.items() if value is not None}
 
     def warnings(self, metrics: dict[str, float]) -> list[str]:
-        """Messages about metrics that have just left their range."""
+        """Record the metrics of a step; messages about those that have just left their range."""
         messages = []
         for name, (limit, factor) in LIMITS.items():
             if name not in metrics:

@@ -33,7 +33,7 @@ SMALLEST = 1e-10  # of what is divided by
 
 
 class SharedMuon(torch.optim.Muon):
-    """Of several processes, too, every one iterates over whole matrices: over a share of them."""
+    """torch's Muon, whose iterations several processes share: each works on some of the matrices, gathered whole."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -41,22 +41,14 @@ class SharedMuon(torch.optim.Muon):
             return super().step(closure)
         for group in self.param_groups:
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
-            averages = (self.averaged(matrix, group) for matrix in matrices)
+            averages = (with_momentum(self.state[matrix], matrix.grad, group["momentum"]) for matrix in matrices)
             rule = {name: group[name] for name in ("ns_coefficients", "ns_steps", "eps")}
             updates = shared_out(averages, partial(newton_schulz, **rule), torch.bfloat16)
             for matrix, update in zip(matrices, updates):
-                rows, columns = matrix.shape
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
                 update = sharded_as(matrix, update.to(matrix.dtype))
-                matrix.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+                matrix.add_(update, alpha=-group["lr"] * factor_of_shape(matrix))
         return None
-
-    def averaged(self, matrix: torch.Tensor, group: dict) -> torch.Tensor:
-        state = self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-        average = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-        return matrix.grad.lerp(average, group["momentum"])
 
 
 class NorMuon(torch.optim.Optimizer):
@@ -79,7 +71,7 @@ class NorMuon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
-            averages = (self.averaged(matrix, group) for matrix in matrices)
+            averages = (with_momentum(self.state[matrix], matrix.grad, group["momentum"]) for matrix in matrices)
             for matrix, update in zip(matrices, self.made_orthogonal(averages, matrices)):
                 self.move(matrix, update.to(matrix.dtype), group)
 
@@ -88,21 +80,28 @@ class NorMuon(torch.optim.Optimizer):
         dtype = self.dtype or (torch.float32 if on_cpu else torch.bfloat16)
         return shared_out(updates, lambda update: orthogonal(update.to(dtype)), dtype)
 
-    def averaged(self, matrix: torch.Tensor, group: dict) -> torch.Tensor:
-        """The gradient with what is left of those before."""
-        gradient, state = matrix.grad, self.state[matrix]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-            state["second_moment"] = torch.zeros(factored_shape(matrix), dtype=gradient.dtype, device=gradient.device)
-        average = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(average, group["momentum"])
-
     def move(self, matrix: torch.Tensor, update: torch.Tensor, group: dict):
-        update = sharded_as(matrix, evened(update, self.state[matrix]["second_moment"], group["beta"]))
-        rows, columns = matrix.shape
-        rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+        state, gradient = self.state[matrix], matrix.grad
+        if "second_moment" not in state:
+            state["second_moment"] = torch.zeros(factored_shape(matrix), dtype=gradient.dtype, device=gradient.device)
+        update = sharded_as(matrix, evened(update, state["second_moment"], group["beta"]))
+        rate = group["lr"] * factor_of_shape(matrix)
         decay = group["weight_decay"] * matrix * (update * matrix >= 0)
         matrix.sub_(rate * (update + decay))
+
+
+def with_momentum(state: dict, gradient: torch.Tensor, momentum: float) -> torch.Tensor:
+    """The gradient mixed with the running average of gradients, which `state` keeps (Nesterov's momentum)."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(gradient)
+    average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+    return gradient.lerp(average, momentum)
+
+
+def factor_of_shape(matrix: torch.Tensor) -> float:
+    """What the rate of a matrix is multiplied with: the root of rows over columns where there are more rows."""
+    rows, columns = matrix.shape
+    return max(1.0, rows / columns) ** 0.5
 
 
 def num_processes() -> int:

@@ -20,13 +20,13 @@ from looped_recipes.settings.recipe import OptimizerConfig, RecipeError, Schedul
 from looped_recipes.settings.relations import check_schedule, decay_steps_of
 from modeling_looped.loop_parameters import parameters_by_loop
 
+from .distributed import bare_optimizer
 from .muon import NorMuon, SharedMuon
 from .stable_adamw import StableAdamW
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig, total_steps: int) -> list[torch.optim.Optimizer]:
-    """[AdamW] or [Muon, AdamW]; without the one that has nothing to train."""
-    model = getattr(model, "module", model)  # inside DDP
+    """[AdamW] or [Muon, AdamW], without one that has nothing to train. `model` is not wrapped in DDP yet."""
     check_head(model, config)
     groups = adamw_groups(model, config)
     optimizers = []
@@ -162,7 +162,7 @@ def build_schedulers(
     decay_steps = decay_steps_of(config, total_steps)
     schedulers = []
     for optimizer in optimizers:
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's
+        optimizer = bare_optimizer(optimizer)
         if config.name == "constant":
             scheduler = get_constant_schedule_with_warmup(optimizer, config.warmup_steps)
         elif config.name == "cosine":

@@ -1,4 +1,4 @@
-"""The other processes of a launch: waiting for one of them without a time limit, and what is said when one is gone."""
+"""The other processes of a launch: waiting for the main one without a time limit, and one error message for all."""
 
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,8 +13,9 @@ from looped_recipes.settings.recipe import RecipeError
 
 
 FOREVER = timedelta(days=365)
-PREPARED, SAID = "looped/prepared", "looped/said"
-CALLS = count()  # of this process: all processes make the same ones
+PREPARED, SAID = "looped/prepared", "looped/said"  # keys in the store that all processes share
+CALLS = count()  # numbers the calls of main_process_first, in the same order on every process
+# parts of messages of errors that a process meets because another one is gone
 LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "ProcessGroup", "TCPStore")
 
 

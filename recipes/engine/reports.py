@@ -1,4 +1,4 @@
-"""What steps say of themselves: read, logged, and the end of a run whose numbers are none."""
+"""Reports of steps: read, logged, and the end of a run whose loss or gradients are no longer numbers."""
 
 import math
 import time
@@ -24,11 +24,12 @@ class StepReports:
     log: Callable[[int, dict], None]
     bar: tqdm
     operations: Operations
-    signals: int = 0  # processes that were told to end
-    held: Report | None = None  # that was not read yet
-    since: int = 0  # steps, since the clock started
-    flops: float = 0.0  # of a token of each of them, in sum
-    clock: float = field(default_factory=time.perf_counter)
+    signals: float = 0  # sum of the signals that came to the processes; above 0, the run is to end
+    held: Report | None = None  # the last one, which is not read yet
+    # since the clock started
+    clock: float = field(init=False)
+    timed_steps: int = field(init=False)
+    timed_flops: float = field(init=False)  # of one token, added up over these steps
 
     def __post_init__(self):
         self.recipe, self.accelerator = self.steps.recipe, self.steps.accelerator
@@ -36,7 +37,7 @@ class StepReports:
         self.start_clock()
 
     def hold(self, report: Report):
-        """Read the one before: that step is done, or about to be."""
+        """Keep a report for later, and read the one before, whose numbers are there by now, or soon."""
         self.read_held()
         self.held = report
 
@@ -46,7 +47,7 @@ class StepReports:
             self.read(held)
 
     def read(self, report: Report) -> bool:
-        """Whether the step came to numbers."""
+        """Log a report. Whether loss and gradients of the step are numbers."""
         loss, self.signals, norm = report.read()
         metrics = {"loss": loss / self.accelerator.num_processes, **report.known}
         if self.recipe.optimizer.clip is not None:
@@ -61,7 +62,7 @@ class StepReports:
         return is_finite
 
     def count_skipped(self, step: int, loss: float, gradient_norm: float):
-        """No update from what is no number: the run stops, or leaves the step out if the recipe says so."""
+        """Count a step whose loss or gradients are no numbers; an error if these are more than the recipe allows."""
         limit, skipped = self.recipe.training.skip_nonfinite_steps, self.progress.num_skipped
         what = f"the gradient norm of step {step} is {gradient_norm}"
         if not math.isfinite(loss):
@@ -79,14 +80,15 @@ class StepReports:
                 self.bar.write(f"step {step}: {message}")
         if self.recipe.training.skip_nonfinite_steps:
             metrics["skipped_steps"] = self.progress.num_skipped
-        self.since += 1
-        self.flops += self.operations.per_token(step)
+        self.timed_steps += 1
+        self.timed_flops += self.operations.per_token(step)
         done, logging = step + 1, self.recipe.logging
         is_timed = step == 0 or done % logging.every == 0 or done == self.steps.total_steps
         if is_timed:  # not at each monitored step too: the one between two of these is no measure of speed
-            flops_per_token = self.flops / self.since
-            speed = self.tokens_per_second()
-            metrics.update(tokens_per_second=speed, mfu=speed * flops_per_token / self.peak)
+            seconds = time.perf_counter() - self.clock
+            speed = self.timed_steps * self.operations.tokens_per_step / seconds
+            metrics.update(tokens_per_second=speed, mfu=speed * self.timed_flops / self.timed_steps / self.peak)
+            self.start_clock()
             self.bar.set_postfix_str(
                 f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
                 f"{metrics['loops']:.1f} loops",
@@ -96,12 +98,5 @@ class StepReports:
             self.log(step, metrics)
         self.bar.update(1)
 
-    def tokens_per_second(self) -> float:
-        """Since this was asked last."""
-        tokens = self.since * self.operations.tokens_per_step
-        seconds = time.perf_counter() - self.clock
-        self.start_clock()
-        return tokens / seconds
-
     def start_clock(self):
-        self.clock, self.since, self.flops = time.perf_counter(), 0, 0.0
+        self.clock, self.timed_steps, self.timed_flops = time.perf_counter(), 0, 0.0

@@ -19,15 +19,16 @@ import yaml
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.provenance import commit, versions
 from looped_recipes.settings.recipe import Recipe
+from looped_recipes.settings.sections import LENGTHS
 
 from .saving import CheckpointError
 
 
 NUM_SAMPLED_ROWS = 64
-LENGTH = ("steps", "tokens", "epochs", "flops", "tokens_per_parameter", "count_embedding")
+OF_LENGTH = (*LENGTHS, "count_embedding")  # settings of `training` that say how long a run is
 VALIDATION = "validation"  # the section of what a run is scored on
 VOLATILE = {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype"}  # of a model's config
-TRAINING = (
+COMPARED_TRAINING = (  # settings of `training` that decide what a step computes, or how many there are
     "seed",
     "rows_per_step",
     "initialize_from",
@@ -35,7 +36,7 @@ TRAINING = (
     "float8",
     "taper_start",
     "taper_end",
-    *LENGTH,
+    *OF_LENGTH,
 )
 
 
@@ -56,7 +57,7 @@ def compared_settings(recipe: Recipe, model_config: dict, data) -> dict:
         "depth": dataclasses.asdict(recipe.depth),
         "optimizer": dataclasses.asdict(recipe.optimizer),
         "schedule": dataclasses.asdict(recipe.schedule),
-        "training": {name: getattr(recipe.training, name) for name in TRAINING},
+        "training": {name: getattr(recipe.training, name) for name in COMPARED_TRAINING},
         VALIDATION: {
             "rows": min(recipe.evaluation.rows, len(data.validation)),
             "sampled_rows": sample_of_rows(data.validation),
@@ -74,14 +75,14 @@ def sample_of_rows(rows) -> str:
 
 def may_change(name: str, resume: bool | str) -> bool:
     """Whether a run may go on although this setting, of a dotted name, is another."""
-    if name in {f"training.{key}" for key in LENGTH} or name.startswith(VALIDATION):
+    if name in {f"training.{key}" for key in OF_LENGTH} or name.startswith(VALIDATION):
         return True
     on_purpose = name.startswith(("optimizer.", "schedule.")) and name != "optimizer.name"
     return on_purpose and resume == "changed"
 
 
 def comparable(config: dict) -> dict:
-    """As JSON gives it back, without what depends on how and with what the model was loaded."""
+    """As JSON gives it back, without fields that depend on how and with which version the model was loaded."""
     config = {key: value for key, value in config.items() if key not in VOLATILE}
     if config.get("trained_num_loops") == config.get("num_loops"):  # as older checkpoints have it
         config.pop("trained_num_loops", None)
@@ -105,7 +106,7 @@ def refuse_lost_run(output: Path):
     try:
         recipe = yaml.safe_load((output / "recipe.yaml").read_text())
         first = int(recipe["training"]["save_every"])
-        # one that is written in the background is whole when the next one begins, and may never become so before
+        # in the background the first is sure to be whole only when the second is due
         first *= 2 if recipe["training"].get("save_in_background") else 1
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         first = 0  # whatever was logged may have been saved
@@ -118,7 +119,7 @@ def refuse_lost_run(output: Path):
 
 
 def other_versions(made_by: dict) -> str:
-    """What of code and libraries was another when a checkpoint was made, in words; empty if nothing was."""
+    """Versions of code and libraries with which a checkpoint was made and that are others here, in words."""
     here, there = {**versions(), "commit": commit()}, {**made_by.get("versions", {}), "commit": made_by.get("commit")}
     names = ("torch", "transformers", "modeling-looped", "commit")
     return ", ".join(

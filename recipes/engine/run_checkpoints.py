@@ -38,12 +38,12 @@ from .saving import from_all_processes, on_main_process
 class Progress:
     """How far a run has come."""
 
-    step: int = 0
-    num_skipped: int = 0
-    best: float = math.inf  # validation loss, of the checkpoints at whose step there is one
+    step: int = 0  # steps that are done
+    num_skipped: int = 0  # steps that were left out because they came to no numbers
+    best: float = math.inf  # the least validation loss of a checkpoint; not every checkpoint has one
     last_validation: float = math.inf
-    evaluated_at: int | None = None
-    total_steps: int | None = None  # when it was saved, if that is known
+    evaluated_at: int | None = None  # steps that were done then
+    total_steps: int | None = None  # of the whole run; unknown of checkpoints that older versions made
 
 
 class RunCheckpoints:
@@ -79,13 +79,14 @@ class RunCheckpoints:
         return Progress(), None
 
     def write_beginning(self, step: int, checkpoint: Path | None):
+        """The files of the run as they are at `step`, before it begins or goes on from a checkpoint."""
         remove_leftovers(self.output)
         self.metrics.start(step, None if checkpoint is None else checkpoint / METRICS)
         self.recipe.save(self.output / "recipe.yaml")
         append_line(self.output / "provenance.jsonl", json.dumps({"step": step, **provenance()}))  # each launch
 
     def load_newest(self, found: Path) -> tuple[Progress, Path]:
-        """The newest checkpoint whose numbers are numbers, and where it lies."""
+        """Load the newest checkpoint whose weights and moments are finite; how far it had come, and where it lies."""
         refused = {}
         while True:
             progress, changes = self.load(found)
@@ -98,14 +99,14 @@ class RunCheckpoints:
             found = sound_checkpoint(self.folder, refused)
 
     def nonfinite_part(self) -> str | None:
-        """Of the weights and moments on all processes."""
+        """Which weight or moment is not finite, on any of the processes; None if all are."""
         parts = from_all_processes(lambda: nonfinite_part(self.model, self.optimizers), self.output)
         return next((part for part in parts if part is not None), None)
 
     def load(self, checkpoint: Path) -> tuple[Progress, list]:
-        """How far the run had come there, and which settings were others."""
+        """Load a checkpoint; how far the run had come there, and which settings have changed since."""
         own, marker = dict(self.compared), read_marker(checkpoint)
-        # not written down by older versions
+        # older versions did not save these settings, so they are not compared
         for name in {"precision", "rows_of_dropout", VALIDATION} - marker["config"].keys():
             own.pop(name)
         changes = differing(marker["config"], own)
@@ -145,7 +146,8 @@ class RunCheckpoints:
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:  # of fp16
             extra["scaler"] = scaler.state_dict()
         for tracker in self.accelerator.trackers:
-            getattr(tracker.tracker, "flush", int)()
+            if hasattr(tracker.tracker, "flush"):  # as TensorBoard's writer has
+                tracker.tracker.flush()
         save_checkpoint(
             self.folder,
             progress.step,

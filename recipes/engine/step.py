@@ -1,8 +1,9 @@
 """One step: forward, backward and update on all its rows.
 
-Nothing in a step waits for the device, but where the monitor measures: what it says of itself (`Report`) is read when
-the next one is on its way. A step that must be left out if it came to no numbers is read before the update, as all are
-under fp16, whose scale may be too high; so is every one on a CPU, which has computed a number when it returns it.
+Except where the monitor measures, nothing in a step waits for a GPU: what is logged of it (`Report`) is read when the
+next step is on its way. It is read before the update where a step may have to be left out: with
+training.skip_nonfinite_steps, and under fp16, whose scale may be too high; and on a CPU, which has computed a number
+when it returns it.
 """
 
 import math
@@ -27,13 +28,14 @@ from .validation import depths_in_one_pass
 
 
 class Report(NamedTuple):
-    """Of a step: what is known of it, and what is still computed."""
+    """What is logged of a step: numbers that are known when it is on its way, and those that a GPU still computes."""
 
     step: int
     known: dict[str, float]
-    numbers: Behind  # sum of the processes' losses, how many were told to end, gradient norm
+    numbers: Behind  # sums over processes of their losses and of the signals that came to them; the gradient norm
 
     def read(self) -> tuple[float, float, float]:
+        """(loss, signals, gradient norm); waits until they are computed."""
         loss, signals, norm = self.numbers.read()
         return loss, signals, norm
 
@@ -44,10 +46,11 @@ class Steps:
     def __init__(self, recipe: Recipe, accelerator, model, optimizers, schedulers, batches: Batches, total_steps: int):
         self.recipe, self.accelerator, self.model, self.batches = recipe, accelerator, model, batches
         self.optimizers, self.schedulers, self.total_steps = optimizers, schedulers, total_steps
-        self.labels: tuple[int, torch.Tensor | None] = (-1, None)  # of a step, on all processes
+        self.labels: tuple[int, torch.Tensor | None] = (-1, None)  # a step, and its number of labels on all processes
 
     @property
     def reads_behind(self) -> bool:
+        """Whether a step is updated before its report is read."""
         may_be_left_out = self.recipe.training.skip_nonfinite_steps or self.scaler is not None
         return self.accelerator.device.type != "cpu" and not may_be_left_out
 
@@ -112,7 +115,7 @@ class Steps:
         return total
 
     def labels_of(self, step: int) -> torch.Tensor:
-        """Labels of all processes; the step before has added them up."""
+        """The number of labels of a step on all processes, which the step before has added up, if there was one."""
         known, labels = self.labels
         if known != step or labels is None:
             mine = torch.tensor(self.batches.read(step).num_labels, device=self.accelerator.device)
@@ -135,7 +138,7 @@ class Steps:
         self.end()
 
     def end(self):
-        """Without an update before it, the step is left out."""
+        """Make ready for the next step; called without `update`, this one is left out."""
         if self.scaler is not None:
             self.scaler.update()
         for optimizer in self.optimizers:
@@ -143,5 +146,5 @@ class Steps:
 
     @property
     def scaler(self):
-        """Of fp16."""
+        """accelerate's, of the loss; None but under fp16."""
         return getattr(self.accelerator, "scaler", None)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from looped_recipes.common.chart import Chart, Line, on_one_scale, ordered, save_charts
 from looped_recipes.common.checksums import change_of
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_values, read_metrics
 from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.peers import one_message
-from looped_recipes.engine.resume import TRAINING, comparable, differing, shown
+from looped_recipes.engine.resume import COMPARED_TRAINING, comparable, differing, shown
 from looped_recipes.engine.saving import is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.paths import named_in
@@ -27,6 +27,7 @@ from modeling_looped.optimization import depth_correction
 
 DIVERGED = "diverged.txt"
 OUTCOME = ("loss", "diverged", "metrics")
+WITHOUT_EFFECT = ("cache_dir", "num_proc", "expected_tokens")  # settings of data on which no loss depends
 
 
 class Run(NamedTuple):
@@ -69,8 +70,8 @@ def described(recipe: str | None, settings: dict) -> str:
 
 
 def computation(recipe: Recipe) -> str:
-    """What a run computes: equal for recipes that differ only in where they write, or in how they name the factors of
-    the residual scaling."""
+    """A text that is equal for recipes that compute the same: where they write does not matter, nor under which name
+    they have the same factors of the residual scaling."""
     content, config = recipe.to_dict(), recipe.model_config()
     content["training"]["output_dir"] = None
     model = config.to_dict()
@@ -85,11 +86,11 @@ def computation(recipe: Recipe) -> str:
 
 
 def refuse_other_recipe(run: Run):
-    """What lies in the folder of a run that is done is the result of this recipe."""
+    """An error if the folder of a run that is done holds the result of another recipe."""
     saved = Path(run.recipe.training.output_dir) / "recipe.yaml"
     if not saved.is_file():
         return
-    others = differing(*(decides(recipe) for recipe in (load_recipe(saved, finished=True), run.recipe)))
+    others = differing(deciding_settings(load_recipe(saved, finished=True)), deciding_settings(run.recipe))
     if others:
         raise RecipeError(
             f"{saved.parent} holds the result of another recipe: {shown(others)}. Go back to that recipe, give the "
@@ -97,17 +98,17 @@ def refuse_other_recipe(run: Run):
         )
 
 
-def decides(recipe: Recipe) -> dict:
+def deciding_settings(recipe: Recipe) -> dict:
     """The settings on which the loss at the end of a run depends."""
     content = recipe.to_dict()
-    data = {key: value for key, value in content["data"].items() if key not in ("cache_dir", "num_proc")}
+    data = {key: value for key, value in content["data"].items() if key not in WITHOUT_EFFECT}
     evaluation = {key: content["evaluation"][key] for key in ("rows", "loops")}
     return comparable(
         {
             **{name: content[name] for name in ("dense", "depth", "optimizer", "schedule")},
             "model": comparable(recipe.model_config().to_dict()),
             "data": data,
-            "training": {key: content["training"][key] for key in TRAINING},
+            "training": {key: content["training"][key] for key in COMPARED_TRAINING},
             "evaluation": evaluation,
         }
     )
@@ -137,10 +138,7 @@ def outcome(run: Run) -> dict | None:
             result["diverged"] = f"the run ended at {loss:.4f}, above training.max_loss={limit}"
         else:
             result["loss"] = loss
-    last = {}
-    for record in records:
-        last.update(record)
-    return {**result, "metrics": last}
+    return {**result, "metrics": last_values(records)}
 
 
 def train(run: Run):
@@ -153,6 +151,7 @@ def train(run: Run):
 
 
 def run_all(runs: list[Run]) -> list[dict]:
+    """Train the runs that are not done, one after the other; the results of all."""
     results = {}
     for run in runs:
         if run.same_as is not None:
@@ -236,7 +235,7 @@ def run_sweep(path: str, overrides: list[str], train_elsewhere: Callable[[list[R
 
 
 def write_results(sweep: SweepFile, folder: Path, results: list[dict]):
-    """And what they show, where the sweep is drawn."""
+    """Write the results of all runs and, where the sweep has a plot, the charts and the best values of x."""
     folder.mkdir(parents=True, exist_ok=True)
     made_by = provenance()
     write_whole(folder / "results.jsonl", "".join(json.dumps({**result, **made_by}) + "\n" for result in results))

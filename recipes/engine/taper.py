@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from looped_recipes.data.packing import IGNORE_INDEX
 from looped_recipes.settings.recipe import Recipe
 
 from .saving import CheckpointError
 
 
-LEAST, MOST = 1e-6, 1e6  # of the fitted constant
+LEAST, MOST = 1e-6, 1e6  # limits of the fitted constant
 
 
 class Taper:
@@ -25,7 +26,10 @@ class Taper:
         self.end = round(recipe.training.taper_end * total_steps)
 
     def check_length(self, step: int, total_steps: int):
-        """total_steps: of the run until now, which has come to `step`."""
+        """An error if a run of another length goes on after the norm has begun to go away: its gate would jump.
+
+        step, total_steps: how far the run has come, and its length until now.
+        """
         began = round(self.training.taper_start * total_steps)
         if total_steps != self.total_steps and step > min(began, self.start):
             raise CheckpointError(
@@ -34,6 +38,7 @@ class Taper:
             )
 
     def gate(self, step: int) -> float:
+        """How much of the norm is left, from 1 to 0."""
         if step < self.start:
             return 1.0
         if step >= self.end:
@@ -41,7 +46,10 @@ class Taper:
         return 0.5 * (1 + math.cos(math.pi * (step - self.start) / (self.end - self.start)))
 
     def move_to(self, step: int, terms: Callable[[], torch.Tensor]):
-        """Before anything is computed at `step`. terms: what `fit_terms` adds up to over the rows of the step."""
+        """Set the gate before anything is computed at `step`, and fit the linear map when the norm begins to go away.
+
+        terms: returns the sum of `fit_terms` over the rows of the step.
+        """
         if step == self.start:
             above, below = terms().tolist()
             self.norm.linearise(min(max(above / below, LEAST), MOST) if below > 0 else 1.0)
@@ -49,5 +57,5 @@ class Taper:
 
     def fit_terms(self, readouts: Iterable[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
         """Sums over what the norm reads after every loop, [rows, length, hidden], where a label is to be predicted."""
-        labelled = torch.nn.functional.pad(labels[:, 1:] != -100, (0, 1))
+        labelled = torch.nn.functional.pad(labels[:, 1:] != IGNORE_INDEX, (0, 1))
         return sum(self.norm.fit_terms(state[labelled]).double() for state in readouts)

@@ -33,13 +33,13 @@ class DataRank(NamedTuple):
 
 
 def split_over(accelerator: Accelerator) -> int:
-    """Processes that a model is split over."""
+    """How many processes a model is split over."""
     config = accelerator.parallelism_config
     return 1 if config is None else config.tp_size
 
 
 def data_rank(accelerator: Accelerator) -> DataRank:
-    """Processes that a model is split over stand beside each other."""
+    """This process's share of the rows: processes that share a model have neighbouring ranks and read the same."""
     size = split_over(accelerator)
     return DataRank(accelerator.process_index // size, accelerator.num_processes // size)
 
@@ -54,7 +54,7 @@ def can_split() -> bool:
 
 
 def split(model: nn.Module, mesh: DeviceMesh):
-    """Its matrices, in place. Before it is sharded."""
+    """Split the matrices of a model, in place, before it is sharded."""
     check_heads(model.config, mesh.size())
     plan = model._resolve_parallel_plans(settings_of_split(tp_size=mesh.size()))[0]
     here = dict(model.named_modules()).keys() | dict(model.named_parameters()).keys()  # a tied head has no own weight
@@ -66,7 +66,7 @@ def split(model: nn.Module, mesh: DeviceMesh):
 
 
 def check_heads(config: LoopedConfig, size: int):
-    """A head is on one process."""
+    """An error if heads would have to be cut: each is on one process as a whole."""
     for section in existing_sections(config):
         heads = config.block_sizes(section).num_key_value_heads
         if heads % size:
@@ -77,7 +77,8 @@ def check_heads(config: LoopedConfig, size: int):
 
 
 def add_up_gradients(model: nn.Module):
-    """Of what each process knows from its own heads alone. After the backward passes of a step."""
+    """Sum, over processes that share a model, the gradients that each computes from its own heads alone. After the
+    backward passes of a step."""
     mesh = getattr(model, "mesh_of_parts", None)
     if mesh is None:
         return
@@ -88,7 +89,7 @@ def add_up_gradients(model: nn.Module):
 
 
 def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
-    """To a norm of all of them, which is returned as it was."""
+    """Scale all gradients so that their norm is `limit` at most; the norm before."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = total_norm(parameter.grad for parameter in parameters)
     for each in by_mesh(parameters):

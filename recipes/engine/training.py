@@ -13,7 +13,6 @@ import torch
 from accelerate.utils import set_seed
 
 from looped_recipes.common.checksums import write_checksums
-from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import MetricsLog
 from looped_recipes.common.orphans import end_with
 from looped_recipes.common.progress import progress_bar
@@ -23,8 +22,13 @@ from looped_recipes.engine.batches import Batches
 from looped_recipes.engine.beginning import build_model, check_launch, precision_of
 from looped_recipes.engine.checkpoint import step_name
 from looped_recipes.engine.compiling import begin_step, take_options
-from looped_recipes.engine.distributed import bare, gradients_may_be_missing, make_accelerator, to_shards
-from looped_recipes.engine.distributed import prepare as distribute
+from looped_recipes.engine.distributed import (
+    bare,
+    distribute,
+    gradients_may_be_missing,
+    make_accelerator,
+    to_shards,
+)
 from looped_recipes.engine.ending import ending
 from looped_recipes.engine.export import export_model
 from looped_recipes.engine.finite import ADVICE, Divergence
@@ -71,7 +75,7 @@ class Pretraining:
         self.config = self.model.config
         self.data.tokenizer.model_max_length = self.config.max_position_embeddings
         self.operations = Operations(recipe, self.config)
-        self.total_steps = recipe.num_steps(sizes(self.config), self.operations.steps_within, len(self.data.train))
+        self.total_steps = self.operations.num_steps(len(self.data.train))
         self.batches = Batches(recipe, self.model, self.data.train, self.accelerator)
         self.model.train()
         take_options(self.model, training, self.accelerator.mixed_precision)
@@ -110,7 +114,7 @@ class Pretraining:
         return self.progress.step
 
     def go_to(self, step: int):
-        """What of the model follows the number of steps that are done."""
+        """Set the number of steps that are done, and what in the model depends on it."""
         self.progress.step = step
         if self.taper is not None:
             self.taper.move_to(step, self.taper_terms)
@@ -188,25 +192,36 @@ class Pretraining:
         """Every so many steps, and at the end."""
         return self.step % every == 0 or self.step == self.total_steps
 
+    @property
+    def exports(self) -> bool:
+        """Whether a model of this step is kept beside final/."""
+        every = self.recipe.training.export_every
+        return every is not None and self.step > 0 and self.step % every == 0
+
+    @property
+    def export_folder(self) -> Path:
+        return self.output / step_name(self.step)
+
     def take_steps(self, bar):
         recipe = self.recipe
         reports = StepReports(self.steps, self.monitor, self.progress, self.log, bar, self.operations)
         first = self.step + recipe.logging.profile_from
         profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
+        if self.exports and not on_main_process((self.export_folder / "config.json").is_file, self.output):
+            self.export_to(self.export_folder)  # the run was stopped after its checkpoint and before this
         while self.step < self.total_steps and not self.leaves_off:
             with profile.of_step(self.step):
                 self.take_step(self.step, reports)
             evaluates = self.is_due(recipe.evaluation.every)
-            exports = recipe.training.export_every is not None and self.step % recipe.training.export_every == 0
-            if evaluates or exports or self.leaves_off or self.is_due(recipe.training.save_every):
+            if evaluates or self.exports or self.leaves_off or self.is_due(recipe.training.save_every):
                 reports.read_held()
                 self.hear(reports)
                 if evaluates:
                     self.evaluate()
                 if self.leaves_off or self.is_due(recipe.training.save_every):
                     self.save()
-                if exports:
-                    self.export_to(self.output / step_name(self.step))
+                if self.exports:
+                    self.export_to(self.export_folder)
                 reports.start_clock()
         profile.write()
 
@@ -226,7 +241,7 @@ class Pretraining:
         self.go_to(step + 1)
 
     def hear(self, reports: StepReports):
-        """Of signals: alone at once, of other processes with the reports."""
+        """Take note of signals: of one process at once, of several with their reports, so that all end together."""
         told = reports.signals if self.accelerator.num_processes > 1 else self.interruption.number
         self.signal = (self.interruption.number or SIGTERM) if told else 0
 

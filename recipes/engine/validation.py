@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from looped_recipes.common.ratios import ratio, standard_error
 from looped_recipes.common.token_losses import next_token_losses
-from looped_recipes.data.packing import PackedRows
+from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
 from looped_recipes.settings.recipe import Recipe
 
 from .compiling import begin_step
@@ -31,13 +31,13 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
     for i in range(equal_batches(accelerator, count, size)):
         begin_step(recipe.training.compile == "cuda_graphs")
         rows = mine[i * size : (i + 1) * size]
-        # a process without rows left still takes part, FSDP gathers in every pass
+        # a process that has no rows left still takes part, with row 0 that is not counted: FSDP gathers in every pass
         batch = validation.batch(rows or [0])
         num_bytes = validation.num_bytes(batch["labels"]).to(accelerator.device)
         batch = {key: value.to(accelerator.device) for key, value in batch.items()}
         losses = losses_at(model, config, loops, batch)
         labelled = torch.zeros_like(losses[0])
-        labelled[:, :-1] = (batch["labels"][:, 1:] != -100).double()
+        labelled[:, :-1] = (batch["labels"][:, 1:] != IGNORE_INDEX).double()
         has_bytes = labelled * (num_bytes > 0)
         if rows:
             sums += (losses * labelled).sum((1, 2))
@@ -62,7 +62,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
 
 
 def depths_in_one_pass(config) -> bool:
-    """Whether the states of a pass are those of shallower passes."""
+    """Whether the states that a pass leaves after each loop are those of a pass that ends there."""
     return config.reads_run_depth is None
 
 
@@ -77,6 +77,6 @@ def losses_at(model, config, loops: list[int], batch: dict) -> torch.Tensor:
 
 
 def equal_batches(accelerator: Accelerator, count: int, size: int) -> int:
-    """Forward passes of `size` rows that every process makes over `count` rows."""
+    """How many passes of `size` rows every process makes so that all together see `count` rows."""
     per_process = -(-count // data_rank(accelerator).world)
     return -(-per_process // size)

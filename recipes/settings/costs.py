@@ -9,8 +9,8 @@ from looped_recipes.common.flops import (
     sizes,
 )
 from looped_recipes.settings.estimates import kept_by_layers
-from looped_recipes.settings.operations import Operations, drawn_depth
-from looped_recipes.settings.recipe import Recipe, RecipeError, UnknownEpoch
+from looped_recipes.settings.operations import Operations, UnknownEpoch, drawn_depth
+from looped_recipes.settings.recipe import Recipe, RecipeError
 from looped_recipes.settings.run_checks import check_run
 
 
@@ -38,7 +38,7 @@ def plan(recipe: Recipe) -> dict:
         result[without] = round(effective_parameters(config, depth, value_tables=False))
         result[with_tables] = operations.per_token(value_tables=True)
     try:
-        steps = recipe.num_steps(n, operations.steps_within, recipe.data.expected_rows())
+        steps = operations.num_steps(recipe.data.expected_rows())
     except UnknownEpoch:
         return {**result, "steps": "an epoch is as long as the data are: say it in data.expected_tokens"}
     tokens = steps * operations.tokens_per_step

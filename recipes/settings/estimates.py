@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from looped_recipes.common.activation_memory import kept_of_token, numbers
+from looped_recipes.common.activation_memory import kept_of_token, numbers_in_fp32
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.hardware import PEAK_FLOPS, device_rate
 from looped_recipes.common.words import counted
@@ -14,7 +14,7 @@ from .operations import drawn_depth
 from .recipe import Recipe
 
 
-UTILISATION = 0.4  # of the operations that a processor can do, while it trains
+UTILISATION = 0.4  # assumed: the part of a processor's operations per second that training reaches
 FLOAT = 4  # bytes: weights, gradients and moments are fp32; activations too, or half of it under bf16
 GPU = "H100"
 
@@ -42,7 +42,7 @@ def own_rate() -> tuple[float, str]:
 
 
 def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
-    """Bytes of one process that keeps all by itself."""
+    """Bytes of each kind, of one process that shards nothing."""
     n, only_gate = sizes(config), recipe.training.freeze_all_but_gate
     trained = 0 if only_gate else n.total  # a gate is next to nothing
     of_blocks = n.total - n.embedding - n.value_tables - (0 if config.tie_word_embeddings else n.head)
@@ -57,13 +57,13 @@ def memory(recipe: Recipe, config: LoopedConfig) -> dict[str, float]:
     }
 
 
-def kept_by_layers(recipe: Recipe, config: LoopedConfig, of_layer: Callable = numbers) -> float:
-    """What the backward pass needs of a token, without logits: of each layer that is applied with gradients; where
-    the gate alone is trained, the states that it reads."""
+def kept_by_layers(recipe: Recipe, config: LoopedConfig, of_layer: Callable = numbers_in_fp32) -> float:
+    """What is kept of a token for the backward pass, without logits: by every layer that is applied with gradients,
+    or, where the gate alone is trained, the states that it reads. of_layer: in numbers or in bytes."""
     mean, window = recipe.mean_depth(config), recipe.backprop_loops(config)
     depth = drawn_depth(recipe, mean, window)
     if recipe.training.freeze_all_but_gate or config.loop_loss == "gate":
-        return depth * of_layer(config, "core")[-1]
+        return depth * of_layer(config, "core").input
     loops = depth if window is None else min(window, depth)
     readouts = 1 if config.loop_loss == "terminal" else loops
     return kept_of_token(config, loops, readouts, recipe.training.gradient_checkpointing, of_layer)

@@ -58,18 +58,24 @@ def meanings() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def default_of(key: ast.AnnAssign) -> str:
+    """The default of a key as a recipe would say it."""
     value = key.value
     if isinstance(value, ast.Call):  # field(default_factory=lambda: [...])
         factory = value.keywords[0].value
         return ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else "[]"
-    return {"None": "null", "True": "true", "False": "false"}.get(said := str(ast.literal_eval(value)), said)
+    said = str(ast.literal_eval(value))
+    return {"None": "null", "True": "true", "False": "false"}.get(said, said)  # as YAML writes them
 
 
 def meaning_of(key: ast.AnnAssign, lines: list[str]) -> str:
+    """The choices of a key, and the comments above and beside it. lines: those of the file."""
     first = key.lineno - 1
     while lines[first - 1].strip().startswith("#"):
         first -= 1
     own = io.StringIO("\n".join(line.strip() for line in lines[first : key.end_lineno]))
     words = " ".join(token.string.lstrip("# ") for token in generate_tokens(own.readline) if token.type == COMMENT)
-    choices = re.search(r"Literal\[(.*?)\]", ast.unparse(key.annotation))
-    return " | ".join(re.findall(r"'(.*?)'", choices[1])) + "; " * bool(words) + words if choices else words
+    literal = re.search(r"Literal\[(.*?)\]", ast.unparse(key.annotation))
+    if literal is None:
+        return words
+    choices = " | ".join(re.findall(r"'(.*?)'", literal[1]))
+    return f"{choices}; {words}" if words else choices

@@ -13,9 +13,9 @@ from .sections import RecipeError
 from .yaml_files import refuse_unknown, shortly
 
 
-MOST = 1e9  # of any number
+LARGEST_NUMBER = 1e9  # of any field
 MOST_LAYERS = 512
-MOST_SLOTS = 2**14  # of keys and values, layers times loops: each is made for a plan, which takes no second
+MOST_SLOTS = 2**14  # slots of keys and values, layers times loops: so many are still made within a second
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -39,7 +39,7 @@ LARGEST = {
 }
 OWN_FIELDS = [name for name in LoopedConfig.__annotations__ if name != "format_version"]
 OF_OTHER_USES = ("use_cache", "classifier_dropout")  # fields that training does not read
-TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+SET_BY_TOKENIZER = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def has_rotary_layer(config: LoopedConfig) -> bool:
@@ -51,7 +51,7 @@ def has_weighted_norm(config: LoopedConfig) -> bool:
     return config.norm_affine or config.qk_norm in ("learned", "all_heads")
 
 
-# fields that act only where the config says so; of a config that has them and does not, the condition in words
+# fields that act only under a condition on the rest of the config: the condition in words, and as a function
 CONDITIONS = {
     "residual_scale": ("a residual_scaling", lambda c: c.residual_scaling != "none"),
     "residual_reference_layers": ("residual_scaling 'factored'", lambda c: c.residual_scaling == "factored"),
@@ -90,8 +90,10 @@ def check_model_fields(fields: dict, where: str):
         refuse_foreign(name, where)
         if name in LARGEST and isinstance(value, (int, float)) and not value <= LARGEST[name]:
             raise RecipeError(f"{where}: model.{name} must be at most {LARGEST[name]}, got {shortly(value)}")
-        if isinstance(value, (int, float)) and not abs(value) <= MOST:
-            raise RecipeError(f"{where}: model.{name} must be a number of at most {MOST:g}, got {shortly(value)}")
+        if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # NaN is not either
+            raise RecipeError(
+                f"{where}: model.{name} must be a number of at most {LARGEST_NUMBER:g}, got {shortly(value)}"
+            )
         if isinstance(value, str) and len(value) > 2 * MOST_LAYERS:
             raise RecipeError(f"{where}: model.{name} is longer than any name or pattern, got {shortly(value)}")
     preset = fields.get("preset")
@@ -104,7 +106,8 @@ def check_model_fields(fields: dict, where: str):
 
 
 def refuse_foreign(name: str, where: str):
-    if name in TOKENS:
+    """An error for a field of the config that a recipe has no say in."""
+    if name in SET_BY_TOKENIZER:
         raise RecipeError(f"{where}: model.{name} would have no effect, the tokenizer says it: leave it out")
     if name in OF_OTHER_USES or name not in (*OWN_FIELDS, "preset"):
         raise RecipeError(
@@ -135,7 +138,7 @@ def check_rope(parameters, where: str):
 
 
 def check_model(given: dict, config: LoopedConfig):
-    """Sizes of the whole, and fields of the recipe that have no effect in its config."""
+    """Refuse a model that is too large as a whole, and fields of the recipe that have no effect in its config."""
     slots = config.num_prelude_layers + config.num_coda_layers + config.num_core_layers * config.num_loops
     if config.num_layers > MOST_LAYERS or slots > MOST_SLOTS:
         raise RecipeError(

@@ -1,15 +1,21 @@
-"""Operations of a run, by the papers' formulas (common/flops.py) at the depths that its recipe draws."""
+"""How many steps a run has, and its floating-point operations, by the papers' formulas (common/flops.py) at the depths
+that its recipe draws."""
 
+import math
 from functools import cache
 from statistics import fmean
 
-from looped_recipes.common.flops import training_flops_per_token
+from looped_recipes.common.flops import sizes, training_flops_per_token
 from modeling_looped import LoopedConfig, depths_of_step
 
-from .recipe import Recipe
+from .recipe import Recipe, RecipeError
 
 
-DRAWS = 4096
+DRAWS = 4096  # of which the mean depth is taken where no formula gives it
+
+
+class UnknownEpoch(RecipeError):
+    """The length of a run is given in epochs, and nothing says how many rows an epoch has."""
 
 
 class Operations:
@@ -17,10 +23,30 @@ class Operations:
         self.recipe, self.config = recipe, config
         self.tokens_per_step = recipe.training.rows_per_step * recipe.data.sequence_length
         self.ramp = recipe.depth.curriculum_steps or 0  # steps in which depths grow
-        self.at_depth = cache(self.at_depth)
+        self.at_depth = cache(self.at_depth)  # for this recipe and config: few depths are asked for, again and again
+
+    def num_steps(self, num_rows: int | None) -> int:
+        """Steps of the run, from whichever setting says its length. num_rows: rows of an epoch, if they are known."""
+        training = self.recipe.training
+        if training.steps is not None:
+            return training.steps
+        if training.tokens is not None:
+            return max(1, math.ceil(training.tokens / self.tokens_per_step))
+        if training.flops is not None:
+            return self.steps_within(training.flops)
+        if training.tokens_per_parameter is not None:
+            n = sizes(self.config)
+            parameters = n.total if training.count_embedding else n.without_embedding
+            # whole steps within the budget, as the public code of the Fully Looped Transformer counts
+            return max(1, int(training.tokens_per_parameter * parameters // self.tokens_per_step))
+        if training.epochs is not None:
+            if num_rows is None:
+                raise UnknownEpoch("how long an epoch is, prepared data or data.expected_tokens must tell")
+            return max(1, math.ceil(training.epochs * num_rows / training.rows_per_step))
+        raise RecipeError("say how long to train: training.steps, tokens, flops, tokens_per_parameter or epochs")
 
     def per_token(self, step: int | None = None, value_tables: bool = False) -> float:
-        """At a step; by default where depths no longer grow."""
+        """Training operations for one token at a step; by default after the steps in which depths grow."""
         mean, window = self.recipe.depths_at(self.config, self.ramp if step is None else min(step, self.ramp))
         return self.at_depth(mean, window, value_tables)
 
@@ -35,11 +61,13 @@ class Operations:
         )
 
     def of_run(self, steps: int, value_tables: bool = False) -> float:
+        """Training operations of a run of so many steps."""
         growing = min(steps, self.ramp)
         sum_per_token = sum(self.per_token(step, value_tables) for step in range(growing))
         return self.tokens_per_step * (sum_per_token + (steps - growing) * self.per_token(value_tables=value_tables))
 
     def steps_within(self, flops: float) -> int:
+        """Steps that take so many training operations, rounded to the nearest."""
         steps, left = 0, flops / self.tokens_per_step
         while steps < self.ramp and left > 0:
             left -= self.per_token(steps)

@@ -39,13 +39,14 @@ def named_in(file: Path, name: str) -> Path:
 
 
 def installed(path: Path) -> Path | None:
+    """The file of that name that comes with this package, with or without recipes/ before it."""
     parts = path.parts[1:] if path.parts[:1] == ("recipes",) else path.parts
     own = INSTALLED.joinpath(*parts)
     return own if own.is_file() else None
 
 
 def installed_recipes() -> list[str]:
-    """By the names under which they are found; files of accelerate are none."""
+    """The names under which they are found. The files in accelerate/ are settings of launches, not recipes."""
     return [name for name in installed_files() if not name.startswith("accelerate/") and ".sweep." not in name]
 
 

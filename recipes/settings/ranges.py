@@ -16,7 +16,8 @@ MOST_STEPS, MOST_DEPTH, MOST_TOKENS = 10**12, 4096, 1e18
 
 
 class Range(NamedTuple):
-    """From `low` to `high`, both within; `above`: `low` itself is not. words: what to say of a number outside."""
+    """The numbers from `low` to `high`. above: without `low` itself. words: the error of a number outside, if not made
+    from the ends."""
 
     low: float
     high: float
@@ -24,12 +25,13 @@ class Range(NamedTuple):
     words: str | None = None
 
     def problem(self, value: float) -> str | None:
-        low = self.low < value if self.above else self.low <= value
-        if low and value <= self.high:
+        """What is wrong with a number outside; None for one inside. NaN is outside."""
+        is_above_low = self.low < value if self.above else self.low <= value
+        if is_above_low and value <= self.high:
             return None
         if self.words is not None:
             return self.words
-        if low and value < math.inf:
+        if is_above_low and value < math.inf:
             return f"must be at most {self.high:g}"
         return f"must be above {self.low} and finite" if self.above else f"must be at least {self.low}"
 
@@ -109,7 +111,7 @@ RANGES: dict[str, dict[str, Range]] = {
         "profile_from": Range(0, MOST_STEPS),
     },
 }
-# texts that are more than a name or a path
+# texts that may hold line breaks or be white space: patterns and separators, not names or paths
 FREE_TEXTS = ("joined_by", "document_start", "start_token")
 
 
@@ -117,12 +119,12 @@ def check_ranges(section: str, settings, where: str):
     """The numbers and texts of one section."""
     for field in dataclasses.fields(settings):
         name, value = field.name, getattr(settings, field.name)
-        for one in value if isinstance(value, list) else [value]:
+        for item in value if isinstance(value, list) else [value]:
             problem = None
-            if isinstance(one, str):
-                problem = text_problem(one, name in FREE_TEXTS)
-            elif isinstance(one, (int, float)) and not isinstance(one, bool):
-                problem = RANGES[section][name].problem(one)
+            if isinstance(item, str):
+                problem = text_problem(item, name in FREE_TEXTS)
+            elif isinstance(item, (int, float)) and not isinstance(item, bool):
+                problem = RANGES[section][name].problem(item)
             if problem:
                 raise RecipeError(f"{where}: {section}.{name} {problem}, got {shortly(value)}")
 

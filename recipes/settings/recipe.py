@@ -1,7 +1,8 @@
-"""What a recipe may say: one dataclass per section, filled from YAML and `key=value` arguments.
+"""A recipe: read from YAML and `section.key=value` arguments into one dataclass per section (sections.py), checked.
 
-A recipe holds only what differs from the defaults of sections.py, may start from another with `extends: other.yaml`,
-and an unknown key is an error that names the nearest known one. `model` holds a preset name and `LoopedConfig` fields.
+The YAML holds only what differs from the defaults of sections.py, and may start from another recipe with `extends:
+other.yaml`. An unknown key is an error that names the nearest known one. `model` holds a preset name and fields of
+`LoopedConfig`.
 """
 
 import dataclasses
@@ -18,7 +19,6 @@ from transformers import AutoConfig
 
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from looped_recipes.common.flops import Sizes
 from modeling_looped import LoopedConfig, curriculum
 from modeling_looped.foreign_names import FIELD_OF, meant
 from modeling_looped.formats.dense import start_from_dense
@@ -26,7 +26,7 @@ from modeling_looped.formats.dense import start_from_dense
 from .model_fields import check_model_fields
 from .paths import expanded, named_in, recipe_file
 from .ranges import check_ranges
-from .relations import check_relations, refuse_idle
+from .relations import check_relations, decay_of_product, refuse_idle
 from .sections import (
     LENGTHS,
     SECTIONS,
@@ -49,10 +49,6 @@ PATHS = {
     "training": ("output_dir", "initialize_from"),
 }
 LONGEST_CHAIN = 20  # of recipes that extend each other
-
-
-class UnknownEpoch(RecipeError):
-    """The length of a run in epochs, of which nobody has said how long they are."""
 
 
 @dataclass
@@ -110,26 +106,6 @@ class Recipe:
             settings.curriculum, settings.curriculum_target, settings.curriculum_steps, step, mean, window
         )
 
-    def num_steps(self, sizes: Sizes, steps_within: typing.Callable[[float], int], num_rows: int | None) -> int:
-        """steps_within: of so many operations."""
-        training = self.training
-        tokens_per_step = training.rows_per_step * self.data.sequence_length
-        if training.steps is not None:
-            return training.steps
-        if training.tokens is not None:
-            return max(1, math.ceil(training.tokens / tokens_per_step))
-        if training.flops is not None:
-            return steps_within(training.flops)
-        if training.tokens_per_parameter is not None:
-            parameters = sizes.total if training.count_embedding else sizes.without_embedding
-            # whole steps within the budget, as the public code of the Fully Looped Transformer counts
-            return max(1, int(training.tokens_per_parameter * parameters // tokens_per_step))
-        if training.epochs is not None:
-            if num_rows is None:
-                raise UnknownEpoch("how long an epoch is, prepared data or data.expected_tokens must tell")
-            return max(1, math.ceil(training.epochs * num_rows / training.rows_per_step))
-        raise RecipeError("say how long to train: training.steps, tokens, flops, tokens_per_parameter or epochs")
-
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
 
@@ -145,7 +121,7 @@ def load_recipe(
 ) -> Recipe:
     """A recipe from YAML, changed by `changes` and then by overrides: section.key=value, where values are YAML too.
 
-    finished: of a run that was trained, perhaps when settings without effect were not yet refused.
+    finished: the recipe is that of a run that is done; settings without effect are accepted, since older versions did.
     """
     raw = _read(path)
     if raw.keys() & {"grid", "runs"}:
@@ -184,6 +160,8 @@ def recipe_from_dict(raw: dict, where: str = "the recipe", finished: bool = Fals
         check_ranges(name, getattr(recipe, name), where)
     _expand_paths(recipe, where)
     check_relations(recipe, where)
+    if recipe.optimizer.decay_product is not None:
+        recipe.optimizer.weight_decay = decay_of_product(recipe.optimizer)
     if not finished:
         refuse_idle(recipe, where)
     return recipe
@@ -208,7 +186,7 @@ def _expand_paths(recipe: Recipe, where: str):
 
 
 def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
-    """The sections of a recipe and of those that it extends; an empty section leaves the base's as it is."""
+    """The sections of a recipe over those of the recipe that it extends; an empty section changes nothing."""
     raw = read_yaml(path)
     path = recipe_file(path)
     if path.resolve() in seen:
@@ -231,7 +209,7 @@ def _read(path: str | Path, seen: tuple[Path, ...] = ()) -> dict:
 
 
 def _over(section: str, values: dict, by: dict) -> dict:
-    """A section and what is said over it: a length of the run takes the place of any other."""
+    """A section, changed by what is said later: a length of the run then replaces the one that was said before."""
     if section == "training" and any(by.get(name) is not None for name in LENGTHS):
         values = {name: value for name, value in values.items() if name not in LENGTHS}
     return {**values, **by}
@@ -252,7 +230,7 @@ DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 def as_number(value):
-    """YAML reads 3e-4 as text."""
+    """A number for a text such as 3e-4, which YAML does not read as one; other values as they are."""
     if isinstance(value, str) and len(value) < 100 and DECIMAL.fullmatch(value):
         return float(value)
     return value

@@ -17,7 +17,7 @@ from .sections import (
 )
 
 
-# and their least vocabulary: special tokens, and single bytes of bpe
+# tokenizers that are trained on the documents, with their least vocabulary: special tokens, and single bytes of bpe
 TRAINED_TOKENIZERS = {"bpe": 259, "word": 5, "symbols": 5}
 MUON = [field.name for field in dataclasses.fields(OptimizerConfig) if field.name.startswith("muon_")]
 
@@ -26,15 +26,15 @@ MUON = [field.name for field in dataclasses.fields(OptimizerConfig) if field.nam
 
 
 def refuse_idle(recipe, where: str):
-    """Settings that are not at their default although others make that they change nothing."""
+    """An error if a setting differs from its default although others leave it without effect."""
     for section, names, reason in idle(recipe):
         defaults = SECTIONS[section]()
         given = getattr(recipe, section)
         names = [name for name in names if getattr(given, name) != getattr(defaults, name)]
         if names:
-            set_ = ", ".join(f"{section}.{name}={as_yaml(getattr(given, name))}" for name in names)
+            said = ", ".join(f"{section}.{name}={as_yaml(getattr(given, name))}" for name in names)
             back = " ".join(f"{section}.{name}={as_yaml(getattr(defaults, name))}" for name in names)
-            raise RecipeError(f"{where}: {set_} would have no effect with {reason}: leave it out ({back})")
+            raise RecipeError(f"{where}: {said} would have no effect with {reason}: leave it out ({back})")
 
 
 def as_yaml(value) -> str:
@@ -124,7 +124,7 @@ def check_relations(recipe, where: str):
     check_data(recipe.data, where)
     check_joined(recipe.data, where)
     check_depth(recipe.depth, where)
-    check_draws(recipe.depth, where)
+    check_curriculum(recipe.depth, where)
     check_optimizer(recipe.optimizer, where)
     check_training(recipe.training, where)
     check_kernels(recipe, where)
@@ -134,8 +134,8 @@ def check_relations(recipe, where: str):
     trackers = recipe.logging.trackers
     if len(set(trackers)) < len(trackers):
         raise RecipeError(f"{where}: logging.trackers must name each once, got {trackers}")
-    needs = (recipe.schedule.decay_steps is None) == (recipe.schedule.decay_fraction is None)
-    if recipe.schedule.name == "wsd" and needs:
+    schedule = recipe.schedule
+    if schedule.name == "wsd" and (schedule.decay_steps is None) == (schedule.decay_fraction is None):
         raise RecipeError(f"{where}: schedule 'wsd' needs one of schedule.decay_steps and schedule.decay_fraction")
 
 
@@ -161,15 +161,15 @@ def check_dense(recipe, dense: DenseConfig, where: str):
 
 
 def check_optimizer(optimizer: OptimizerConfig, where: str):
-    """`decay_product` becomes the weight decay that it stands for."""
     if len(optimizer.betas) != 2:
         raise RecipeError(f"{where}: optimizer.betas must be two numbers from 0 to below 1, got {optimizer.betas}")
-    if optimizer.decay_product is None:
-        return
-    decay = optimizer.decay_product / optimizer.lr
-    if optimizer.weight_decay not in (0, decay):
+    if optimizer.decay_product is not None and optimizer.weight_decay not in (0, decay_of_product(optimizer)):
         raise RecipeError(f"{where}: set optimizer.weight_decay or optimizer.decay_product, not both")
-    optimizer.weight_decay = decay
+
+
+def decay_of_product(optimizer: OptimizerConfig) -> float:
+    """The weight decay that `decay_product` stands for."""
+    return optimizer.decay_product / optimizer.lr
 
 
 def check_data(data: DataConfig, where: str):
@@ -211,7 +211,7 @@ def check_data(data: DataConfig, where: str):
 
 
 def check_tokens(data: DataConfig, where: str):
-    """Of a dataset that is tokenised already."""
+    """What goes with a column of token ids, of data that is tokenised already."""
     if data.tokenizer in TRAINED_TOKENIZERS:
         raise RecipeError(
             f"{where}: data.token_field={data.token_field!r} holds tokens already, but data.tokenizer="
@@ -226,7 +226,7 @@ def check_tokens(data: DataConfig, where: str):
 
 
 def check_joined(data: DataConfig, where: str):
-    """One text has no documents to hold out, to mask, to pack, or to begin anew."""
+    """What goes with `joined_by`: rows that are one text have no documents to hold out, to mask, or to pack."""
     if data.joined_by is None:
         return
     if not data.joined_by.isspace():
@@ -254,14 +254,14 @@ def check_depth(depth: DepthConfig, where: str):
         raise RecipeError(
             f"{where}: depth.split='prefix' draws the loops before the last backprop_loops: set backprop_loops"
         )
-
-
-def check_draws(depth: DepthConfig, where: str):
     if (depth.per == "micro_batch") != (depth.rows_per_draw is not None):
         raise RecipeError(
             f"{where}: depth.rows_per_draw says how many rows share a depth, for depth.per='micro_batch' and nothing "
             f"else; got per={depth.per!r} and rows_per_draw={depth.rows_per_draw}"
         )
+
+
+def check_curriculum(depth: DepthConfig, where: str):
     if (depth.curriculum is None) != (depth.curriculum_steps is None):
         raise RecipeError(
             f"{where}: depth.curriculum needs depth.curriculum_steps, and the other way round; got "
@@ -286,7 +286,7 @@ def check_training(training: TrainingConfig, where: str):
 
 
 def check_kernels(recipe, where: str):
-    """Recorded graphs are of one shape, and products in float8 of sizes that GPUs have them for."""
+    """A recorded CUDA graph has one shape, and GPUs multiply in float8 only where sizes are multiples of 16."""
     length = recipe.data.sequence_length
     if recipe.training.float8 is not None and length % 16:
         raise RecipeError(
@@ -301,7 +301,7 @@ def check_kernels(recipe, where: str):
 
 
 def check_schedule(schedule: ScheduleConfig, total_steps: int):
-    """Of a run of so many steps: warm-up and decay fit into it."""
+    """Warm-up and decay fit into a run of so many steps."""
     decay_steps = decay_steps_of(schedule, total_steps)
     if schedule.warmup_steps + decay_steps > total_steps:
         raise RecipeError(

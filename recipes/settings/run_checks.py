@@ -1,4 +1,4 @@
-"""What can be known of a run before its data are prepared: `recipes.plan` and a launch refuse the same."""
+"""What is refused of a run before its data are prepared: the same by `looped plan` and by a launch."""
 
 import math
 import tempfile
@@ -8,14 +8,14 @@ from looped_recipes.common.flops import sizes
 from modeling_looped import LoopedConfig, depths_of_step
 
 from .model_fields import check_model
-from .operations import Operations
+from .operations import Operations, UnknownEpoch
 from .paths import nearest_existing
-from .recipe import Recipe, RecipeError, UnknownEpoch
+from .recipe import Recipe, RecipeError
 from .relations import TRAINED_TOKENIZERS, check_schedule
 
 
 def check_run(recipe: Recipe) -> LoopedConfig:
-    """The model's config, of a recipe that can be run as far as its own words tell."""
+    """The model's config; an error if the recipe alone shows that it can not be run."""
     config = recipe.model_config()
     check_model(recipe.model, config)
     try:
@@ -44,8 +44,7 @@ def check_run(recipe: Recipe) -> LoopedConfig:
 def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:
     """Steps of the run; None where only the prepared data can tell."""
     try:
-        within = Operations(recipe, config).steps_within
-        return recipe.num_steps(sizes(config), within, recipe.data.expected_rows())
+        return Operations(recipe, config).num_steps(recipe.data.expected_rows())
     except UnknownEpoch:
         return None
 
@@ -62,7 +61,7 @@ def note_on_windows(recipe: Recipe, config: LoopedConfig) -> str | None:
 
 
 def check_within(recipe: Recipe, steps: int):
-    """What would be done at a step that the run does not reach is not done."""
+    """An error for settings that name a step which the run does not reach."""
     logging = recipe.logging
     for name in ("stop_after", "export_every"):
         value = getattr(recipe.training, name)
@@ -78,6 +77,7 @@ def check_within(recipe: Recipe, steps: int):
 
 
 def check_against_model(recipe: Recipe, config: LoopedConfig):
+    """An error for settings outside of `model` that have no effect with this model, or do not fit it."""
     optimizer, training, data = recipe.optimizer, recipe.training, recipe.data
     needs = {
         "training.freeze_all_but_gate": (
@@ -143,13 +143,14 @@ def check_depths(recipe: Recipe, config: LoopedConfig):
 
 
 def check_keys(recipe: Recipe, config: LoopedConfig):
-    """A loop with gradients makes keys and values at every depth: where it does not, a step would fail midway."""
+    """An error if at some depth no loop with gradients computes keys and values, where loops share them: the backward
+    pass of such a step would fail."""
     window, mean, depth = recipe.backprop_loops(config), recipe.mean_depth(config), recipe.depth
-    deepest = depth.maximum or math.inf if recipe.depths_vary else mean
+    deepest = (depth.maximum or math.inf) if recipe.depths_vary else mean
     if window is None or window >= deepest or not config.shares_keys:
         return
     most = math.inf if config.num_key_value_loops is None else config.num_key_value_loops
-    last = config.key_value_interval * (most - 1)  # that makes any
+    last = config.key_value_interval * (most - 1)  # the last loop that computes keys and values
     if window < config.key_value_interval or deepest - window > last:
         raise RecipeError(
             f"depth.backprop_loops={depth.backprop_loops} leaves steps in which no loop with gradients computes keys "

@@ -206,7 +206,7 @@ def exported_unheard(runs: Runs, place: Path) -> str | None:
         for checkpoint in (whole / "run" / "checkpoints").glob(f"{found.name}*"):
             expected = runs.folder / "exported" / checkpoint.name
             if not expected.is_dir():
-                exported(whole, expected.parent, "--step", str(step_of(checkpoint)[0]))
+                exported(whole, expected.parent, "--step", str(step_of(checkpoint)))
             before, after = (load_file(each / "model.safetensors") for each in (expected, found))
             if any(not torch.equal(after[name], tensor) for name, tensor in before.items()):
                 return f"the export of {checkpoint.name} is another model"
