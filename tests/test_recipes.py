@@ -680,10 +680,17 @@ def test_a_recipe_that_is_named_is_found_from_every_folder(tmp_path, monkeypatch
             load_recipe(path / "b.yaml")
 
 
-def test_saved_recipe_opens_again(tmp_path):
-    recipe = load_recipe(RECIPES / "parcae/small.yaml")
+@pytest.mark.parametrize("name", ["parcae/small.yaml", "smoke/rdm.yaml"])
+def test_saved_recipe_opens_again(tmp_path, name):
+    recipe = load_recipe(RECIPES / name)
     recipe.save(tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml") == recipe
+
+
+def test_the_weight_decay_of_a_saved_recipe_follows_another_rate(tmp_path):
+    load_recipe(RECIPES / "smoke/rdm.yaml").save(tmp_path / "recipe.yaml")
+    again = load_recipe(tmp_path / "recipe.yaml", ["optimizer.lr=1e-3"])
+    assert again.optimizer.weight_decay == pytest.approx(4.0e-5 / 1e-3)
 
 
 @pytest.mark.parametrize(

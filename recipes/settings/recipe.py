@@ -110,7 +110,10 @@ class Recipe:
         return dataclasses.asdict(self)
 
     def save(self, path: str | Path):
-        write_whole(path, yaml.safe_dump(self.to_dict(), sort_keys=False))
+        content = self.to_dict()
+        if self.optimizer.decay_product is not None:  # the weight decay follows from it, also at another rate
+            del content["optimizer"]["weight_decay"]
+        write_whole(path, yaml.safe_dump(content, sort_keys=False))
 
 
 def load_recipe(
