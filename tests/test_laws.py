@@ -653,6 +653,22 @@ def test_every_law_from_the_command_line(tmp_path, capsys):
     assert "predicted" not in capsys.readouterr().out  # row by row in the JSON alone
 
 
+def test_a_part_without_held_out_runs_is_said(tmp_path, capsys, monkeypatch):
+    seen = []
+
+    def run(law, part, held_out, args):
+        seen.append(held_out)
+        return {"converged": False}, None
+
+    monkeypatch.setattr(laws, "run", run)
+    write_table(training_rows(SMALL) + training_rows(MEDIUM), tmp_path / "runs.csv")
+    write_table(training_rows(SMALL, held_out=True), tmp_path / "more.csv")
+    arguments = ["parametric", str(tmp_path / "runs.csv"), "--output", str(tmp_path), "--by", "parameters"]
+    assert laws.main([*arguments, "--held-out", str(tmp_path / "more.csv")]) == 1
+    assert "more.csv holds no runs of parameters=2.34e+08: nothing is predicted" in capsys.readouterr().out
+    assert [held_out is None for held_out in seen] == [False, True]
+
+
 def test_the_columns_that_count_as_parameters_and_operations(tmp_path):
     """Other columns, named by the command and in the result; runs of depth 1 are in no law."""
     rows = with_fixed_depth(training_rows(SMALL), {1e18: 9.0})

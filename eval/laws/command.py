@@ -159,6 +159,8 @@ def main(arguments: list[str]) -> int:
     failed = False
     for value, part in parts.items():
         name = args.law if args.by is None else f"{args.law}_{args.by}={number(value)}"
+        if held_out is not None and value not in others:
+            print(f"{args.held_out} holds no runs of {args.by}={number(value)}: nothing is predicted for these")
         result, fitted = run(args.law, part, others.get(value), args)
         result["columns"] = {"N": args.effective_parameters, "C": args.flops}
         result |= {"seed": args.seed}
