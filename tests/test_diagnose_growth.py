@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from looped_eval.common.hooks import trace
-from looped_eval.diagnose import growth, transfer
+from looped_eval.diagnose import growth, sentences, transfer
 from looped_recipes.common.measures import increment_products, power_law
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers import random_ids, tiny_config, tiny_model
@@ -189,6 +189,13 @@ def test_lr_transfer_with_and_without_the_rates_of_depth(monkeypatch):
     used.clear()
     transfer.lr_transfer(config, BATCH, **options, correct_for_depth=False)
     assert [rates["blocks"] / rates["base"] for rates in used] == pytest.approx([1.0] * 6)
+
+
+def test_the_sentence_on_rates_says_why_there_is_no_best_one():
+    few = {"lr": None, "why": "only 2 of 5 learning rates trained, and 3 are needed"}
+    curves = {"1": {"optimum": few}, "4": {"optimum": {"lr": 1e-3}}}
+    said = sentences.lr_transfer({"panels": [{"rule": "linear", "layers": 2, "curves": curves}]})
+    assert said == f"1/N, 2 layers: best rates cannot be compared (N = 1: {few['why']})."
 
 
 def test_lr_transfer_leaves_out_runs_above_max_loss():

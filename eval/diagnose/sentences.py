@@ -197,7 +197,8 @@ def lr_transfer(result: dict) -> str:
         known = {n: rate for n, rate in best.items() if rate is not None}
         where = f"{RULE_NAMES[panel['rule']]}, {counted(panel['layers'], 'layer')}"
         if len(known) < 2:
-            parts.append(f"{where}: the best rates lie at the ends of those tried, so they cannot be compared")
+            why = "; ".join(f"N = {n}: {panel['curves'][n]['optimum']['why']}" for n in best if n not in known)
+            parts.append(f"{where}: best rates cannot be compared ({why})")
             continue
         moved = abs(math.log2(max(known.values()) / min(known.values())))
         parts.append(f"{where}: the best rate moves by {moved:.1f} octaves over N = {', '.join(known)}")
