@@ -13,7 +13,7 @@ from looped_recipes.common.metrics import read_metrics
 
 from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of, losses_by_name
 from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, over_seeds, share
-from .sweeps import runs_of, sweep_alone
+from .sweeps import commands_of, runs_of
 
 
 SOURCE = "twelve_loops"
@@ -330,8 +330,8 @@ def charts(content: dict) -> list[Chart]:
 FULLY_LOOPED = Paper(
     "Simply Stabilizing the Loop via Fully Looped Transformer",
     [
-        Measurement("attention", sweep_alone("attention"), runs_of, SIX_SEEDS),
-        Measurement("gradients", sweep_alone("gradients"), read_gradients, SIX_SEEDS),
+        Measurement("attention", commands_of("attention"), runs_of, SIX_SEEDS),
+        Measurement("gradients", commands_of("gradients"), read_gradients, SIX_SEEDS),
     ],
     [
         *collapse_claims(),

@@ -5,8 +5,7 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
-from .definition import Claim, Figure, Measurement, Paper, Setting, each_seed
-from .functions import by_function
+from .definition import Claim, Figure, Measurement, Paper, each_seed
 from .parcae_depths import DEPTH_MEASUREMENTS, gradient_charts, gradient_claims, sampling_charts, sampling_claims
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
 from .parcae_parts import (
@@ -19,7 +18,7 @@ from .parcae_parts import (
     read_with_frequencies,
 )
 from .rules import AtMost, Effect, Near
-from .sweeps import by_sweep
+from .sweeps import commands_of
 
 
 SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"
@@ -31,11 +30,6 @@ HIGHEST = {BASE: 2e-4, NORMED: 4e-4, DIAGONAL: 1e-3}  # rates that train in tabl
 
 
 # table 2 and figure 3
-
-
-def rates_of(setting: Setting, seed: int) -> list[list[str]]:
-    folder = setting.of("rates", seed)
-    return [by_sweep("rates", folder, setting.text, seed), by_function("frequencies", folder, seed)]
 
 
 def of_system(content: dict, system: tuple[str, str]) -> list[dict]:
@@ -125,7 +119,7 @@ def rate_claims() -> list[Claim]:
 PARCAE_PAPER = Paper(
     "Parcae: Scaling Laws for Stable Looped Language Models",
     [
-        Measurement("rates", rates_of, read_with_frequencies),
+        Measurement("rates", commands_of("rates", "frequencies"), read_with_frequencies),
         *PART_MEASUREMENTS,
         *DEPTH_MEASUREMENTS,
         *LAW_MEASUREMENTS,

@@ -11,7 +11,7 @@ from looped_recipes.common.words import counted
 
 from .definition import Claim, Measurement, each_seed, losses_by_name
 from .rules import AtMost, Effect, Estimate
-from .sweeps import runs_of, sweep_alone
+from .sweeps import commands_of, runs_of
 
 
 SAMPLING = "width 64, 1 + 1 + 1 layers, mean depth 8, English text, 2,000 steps of 1,024 tokens"
@@ -199,6 +199,6 @@ def gradient_claims() -> list[Claim]:
 
 
 DEPTH_MEASUREMENTS = [
-    Measurement("sampling", sweep_alone("sampling"), read_sampling),
-    Measurement("gradient_loops", sweep_alone("gradient_loops"), runs_of),
+    Measurement("sampling", commands_of("sampling"), read_sampling),
+    Measurement("gradient_loops", commands_of("gradient_loops"), runs_of),
 ]

@@ -7,10 +7,10 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, ordered
 
-from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed, losses_by_name
-from .functions import by_function, result_of
+from .definition import SIX_SEEDS, Claim, Measurement, each_seed, losses_by_name
+from .functions import result_of
 from .rules import AtMost, Effect, Near
-from .sweeps import by_sweep, runs_of, sweep_alone
+from .sweeps import commands_of, runs_of
 
 
 WIDTHS = (64, 96, 128)
@@ -59,11 +59,6 @@ def size_charts(content: dict) -> list[Chart]:
 
 
 # laws
-
-
-def laws_of(setting: Setting, seed: int) -> list[list[str]]:
-    folder = setting.of("isoflop", seed)
-    return [by_sweep("isoflop", folder, setting.text, seed), by_function("laws", folder, seed)]
 
 
 def read_laws(folder: Path) -> dict | None:
@@ -137,8 +132,8 @@ def law_charts(content: dict) -> list[Chart]:
 
 
 LAW_MEASUREMENTS = [
-    Measurement("sizes", sweep_alone("sizes"), runs_of),
-    Measurement("epoch", sweep_alone("epoch"), runs_of, SIX_SEEDS),
-    Measurement("epoch_sizes", sweep_alone("epoch_sizes"), runs_of),
-    Measurement("isoflop", laws_of, read_laws),
+    Measurement("sizes", commands_of("sizes"), runs_of),
+    Measurement("epoch", commands_of("epoch"), runs_of, SIX_SEEDS),
+    Measurement("epoch_sizes", commands_of("epoch_sizes"), runs_of),
+    Measurement("isoflop", commands_of("isoflop", "laws"), read_laws),
 ]

@@ -6,11 +6,11 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line
 
-from .definition import BETTER_THAN_FREQUENCIES, Claim, Measurement, Setting, each_seed, loss_of
-from .functions import by_function, result_of
+from .definition import BETTER_THAN_FREQUENCIES, Claim, Measurement, each_seed, loss_of
+from .functions import result_of
 from .parcae_depths import less_at, loss_at, run_named
 from .rules import AtMost, Effect, Estimate, Near, share
-from .sweeps import by_sweep, runs_of, sweep_alone
+from .sweeps import commands_of, runs_of
 
 
 PARTS = "width 64, 1 + 1 + 1 layers, mean depth 8, English text, 2,000 steps of 1,024 tokens, rate 8e-3"
@@ -135,12 +135,7 @@ def rdm_charts(content: dict) -> list[Chart]:
     return [Chart("Ours: loss over learning rates", "learning rate", "loss", lines, log_x=True)]
 
 
-def parts_of(setting: Setting, seed: int) -> list[list[str]]:
-    folder = setting.of("parts", seed)
-    return [by_sweep("parts", folder, setting.text, seed), by_function("frequencies", folder, seed)]
-
-
 PART_MEASUREMENTS = [
-    Measurement("parts", parts_of, read_with_frequencies),
-    Measurement("against_rdm", sweep_alone("against_rdm"), runs_of),
+    Measurement("parts", commands_of("parts", "frequencies"), read_with_frequencies),
+    Measurement("against_rdm", commands_of("against_rdm"), runs_of),
 ]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 
-from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, Setting
-from .functions import by_function, result_of
+from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper
+from .functions import result_of
 from .readout_numbers import (
     Trained,
     change_beyond_trained_depth,
@@ -31,7 +31,7 @@ from .readout_numbers import (
     radial_fractions_of_loops,
 )
 from .rules import AtMost, Effect
-from .sweeps import by_sweep, runs_of
+from .sweeps import commands_of, runs_of
 
 
 # frequencies: of the same text and tokens; the first is also that of claims/rates.json
@@ -51,15 +51,6 @@ NEXT_TO_NOTHING = 0.01  # nats: 1 % of perplexity, which is what the paper lets 
 
 
 # the probes
-
-
-def commands_of(sweep: str) -> Callable[[Setting, int], list[list[str]]]:
-    def commands(setting: Setting, seed: int) -> list[list[str]]:
-        folder = setting.of(sweep, seed)
-        functions = [by_function(name, folder, seed) for name in ("probes", "frequencies")]
-        return [by_sweep(sweep, folder, setting.text, seed), *functions]
-
-    return commands
 
 
 def read(folder: Path) -> dict | None:
@@ -311,9 +302,9 @@ def charts_of(trained: Trained, systems: tuple[str, ...]) -> Callable[[dict], li
 READOUT = Paper(
     "The readout blind spot",
     [
-        Measurement("core", commands_of("core"), read, SIX_SEEDS),
-        Measurement("table_2", commands_of("table_2"), read, SIX_SEEDS),
-        Measurement("table_2_rest", commands_of("table_2_rest"), read, beside="table_2"),
+        Measurement("core", commands_of("core", "probes", "frequencies"), read, SIX_SEEDS),
+        Measurement("table_2", commands_of("table_2", "probes", "frequencies"), read, SIX_SEEDS),
+        Measurement("table_2_rest", commands_of("table_2_rest", "probes", "frequencies"), read, beside="table_2"),
     ],
     [  # each at the longer training, if that has its models
         *about_four(LONG),

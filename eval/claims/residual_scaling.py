@@ -13,7 +13,7 @@ from .functions import function
 from .learning_rates import BEST_RATES, PANELS, TRANSFER, panel_charts, panel_claims, transfer_charts, transfer_claims
 from .rules import AtMost, Effect, Estimate, Near
 from .slope import slope, with_interval_of_fit
-from .sweeps import runs_of, sweep_alone
+from .sweeps import commands_of, runs_of
 from .trained_loops import AFTER_TRAINING, TRAINED, after_training_charts, after_training_claims
 
 
@@ -235,7 +235,7 @@ def claims_after_steps() -> list[Claim]:
     ]  # fmt: skip
 
 
-AFTER_STEPS = Measurement("growth_on_text", sweep_alone("growth", "growth_on_text"), runs_of, SIX_SEEDS)
+AFTER_STEPS = Measurement("growth_on_text", commands_of("growth", name="growth_on_text"), runs_of, SIX_SEEDS)
 
 
 # charts

@@ -8,6 +8,7 @@ from looped_recipes.common.files import lines_of
 from looped_recipes.common.metrics import last_validation
 
 from .definition import MADE_BY, Setting
+from .functions import by_function
 
 
 KEPT = ("spectral_radius", "residual_norm/", "state_norm/")
@@ -19,9 +20,14 @@ def by_sweep(sweep: str, folder: Path, text: str, seed: int) -> list[str]:
     return ["looped_recipes.sweep", f"claims/{sweep}.sweep.yaml", *settings]
 
 
-def sweep_alone(sweep: str, name: str | None = None) -> Callable[[Setting, int], list[list[str]]]:
-    """name: of the measurement, if it has another than its sweep."""
-    return lambda setting, seed: [by_sweep(sweep, setting.of(name or sweep, seed), setting.text, seed)]
+def commands_of(sweep: str, *functions: str, name: str | None = None) -> Callable[[Setting, int], list[list[str]]]:
+    """A sweep, and then functions of its folder. name: of the measurement, if it has another than its sweep."""
+
+    def commands(setting: Setting, seed: int) -> list[list[str]]:
+        folder = setting.of(name or sweep, seed)
+        return [by_sweep(sweep, folder, setting.text, seed), *(by_function(each, folder, seed) for each in functions)]
+
+    return commands
 
 
 def runs_of(folder: Path) -> dict | None:

@@ -5,19 +5,14 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, Matrix
 
-from .definition import SIX_SEEDS, Claim, Measurement, Setting, each_seed
-from .functions import by_function, result_of
+from .definition import SIX_SEEDS, Claim, Measurement, each_seed
+from .functions import result_of
 from .rules import AtMost, Effect, Near
-from .sweeps import by_sweep, runs_of
+from .sweeps import commands_of, runs_of
 
 
 SIZE = "width 96, 2 layers, 2 to 8 loops, 300 steps of 1,024 tokens"
 TRAINED = "claims/after_training"
-
-
-def commands(setting: Setting, seed: int) -> list[list[str]]:
-    folder = setting.of("after_training", seed)
-    return [by_sweep("after_training", folder, setting.text, seed), by_function("after_training", folder, seed)]
 
 
 def read(folder: Path) -> dict | None:
@@ -68,4 +63,4 @@ def after_training_charts(content: dict) -> list:
     return [*cosines, Chart("After training: norm of the state", "loop", "norm", lines, whole_x=True)]
 
 
-AFTER_TRAINING = Measurement("after_training", commands, read, SIX_SEEDS)
+AFTER_TRAINING = Measurement("after_training", commands_of("after_training", "after_training"), read, SIX_SEEDS)
