@@ -110,29 +110,32 @@ class WholeStream(BaseStreamer):
     """A stream of transformers, which by itself never tells the end of an answer that is no whole character."""
 
     def __init__(self, streamer, asked: Asked):
-        self.streamer, self.asked, self.told = streamer, asked, ""
-        self.tokens: list[int] | None = None  # before the prompt was put
+        self.streamer, self.asked = streamer, asked
+        self.told: list[str] = []
+        self.tokens: list[int] = []
+        self.has_prompt = False
         self._cancelled, self._enqueue = streamer._cancelled, streamer._enqueue
         streamer._enqueue = self.enqueue
 
     def put(self, value):
         self.streamer.put(value)
-        self.tokens = [] if self.tokens is None else self.tokens + value.tolist()
+        if self.has_prompt:
+            self.tokens.extend(value.tolist())
+        self.has_prompt = True
 
     def put_loops(self, loops):
         self.asked.loops.extend(loops.tolist())
 
     def enqueue(self, item):
         if isinstance(item, str):
-            self.told += item
+            self.told.append(item)
         self._enqueue(item)
 
     def end(self):
-        tokens = self.tokens or []
-        self.asked.note_end(tokens)
-        whole = self.streamer._tokenizer.decode(tokens, skip_special_tokens=True)
-        if self.streamer._parser is None and whole.startswith(self.told) and whole != self.told:
-            self._enqueue(whole[len(self.told) :])
+        self.asked.note_end(self.tokens)
+        whole, told = self.streamer._tokenizer.decode(self.tokens, skip_special_tokens=True), "".join(self.told)
+        if self.streamer._parser is None and whole.startswith(told) and whole != told:
+            self._enqueue(whole[len(told) :])
         self.streamer.end()
 
 
