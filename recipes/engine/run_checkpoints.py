@@ -121,10 +121,13 @@ class RunCheckpoints:
                 f"{checkpoint} was made with {other}: steps may be rounded differently from here on"
             )
         is_other_text = any(name.startswith(VALIDATION) for name, _, _ in changes)
-        best = math.inf if is_other_text else extra["best"]
-        return Progress(
-            extra["step"], extra.get("skipped_steps", 0), best, total_steps=extra.get("total_steps")
-        ), changes
+        progress = Progress(
+            step=extra["step"],
+            num_skipped=extra.get("skipped_steps", 0),
+            best=math.inf if is_other_text else extra["best"],
+            total_steps=extra.get("total_steps"),
+        )
+        return progress, changes
 
     def save(self, progress: Progress):
         bad = self.nonfinite_part()

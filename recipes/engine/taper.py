@@ -22,15 +22,19 @@ LEAST, MOST = 1e-6, 1e6  # limits of the fitted constant
 class Taper:
     def __init__(self, norm, recipe: Recipe, total_steps: int):
         self.norm, self.training, self.total_steps = norm, recipe.training, total_steps
-        self.start = round(recipe.training.taper_start * total_steps)
+        self.start = self.start_of(total_steps)
         self.end = round(recipe.training.taper_end * total_steps)
+
+    def start_of(self, total_steps: int) -> int:
+        """The step at which the norm begins to go away in a run of this length."""
+        return round(self.training.taper_start * total_steps)
 
     def check_length(self, step: int, total_steps: int):
         """An error if a run of another length goes on after the norm has begun to go away: its gate would jump.
 
         step, total_steps: how far the run has come, and its length until now.
         """
-        began = round(self.training.taper_start * total_steps)
+        began = self.start_of(total_steps)
         if total_steps != self.total_steps and step > min(began, self.start):
             raise CheckpointError(
                 f"this run of {total_steps} steps takes its readout norm away from step {began} on, a run of "
