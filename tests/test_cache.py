@@ -1,13 +1,14 @@
 """Keys and values under a loop: every cache of transformers, depths that change in mid-sequence, shared slots."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, QuantizedCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from modeling_looped import LoopedCache
 from modeling_looped.borrowed import CACHE
@@ -251,6 +252,8 @@ def llama_like(llama):
 def test_offloaded_cache(system, is_static, device):
     if device == "cpu":
         pytest.skip("offloaded caches move between the CPU and an accelerator")
+    if "prefetch_stream.wait_stream" not in inspect.getsource(Cache.update):
+        pytest.skip("transformers before 5.20 reads back what has not been written yet")
     model, ids = model_of(system).to(device), random_ids(2, LENGTH).to(device)
     for num_loops in (2, 3, 5):
         if is_static:

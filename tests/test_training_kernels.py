@@ -56,11 +56,18 @@ def test_cut_cross_entropy(device):
         pytest.skip("its kernel is for GPUs")
     model = tiny_model(loop_loss="per_loop", num_loops=3, hidden_size=64, vocab_size=512).to(device).train()
     ids = random_ids(4, 64).to(device)
-    with torch.autocast(device, torch.bfloat16):
-        expected = loss_and_gradients(model, input_ids=ids, labels=ids)
-        model.loss_kernel = LOSS_KERNELS["cut_cross_entropy"]
-        found = loss_and_gradients(model, input_ids=ids, labels=ids)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+    exact_loss, exact = loss_and_gradients(model, input_ids=ids, labels=ids)
+    errors = []
+    for kernel in (None, LOSS_KERNELS["cut_cross_entropy"]):
+        model.loss_kernel = kernel
+        with torch.autocast(device, torch.bfloat16):
+            loss, gradients = loss_and_gradients(model, input_ids=ids, labels=ids)
+        torch.testing.assert_close(loss, exact_loss, rtol=1e-2, atol=0)
+        assert gradients.keys() == exact.keys()
+        errors.append({name: (gradients[name] - exact[name]).norm() / exact[name].norm() for name in exact})
+    ours, its = errors
+    # it sums the gradients of the states in bf16, which loses some more
+    assert all(its[name] < max(3 * ours[name], 0.02) for name in exact), errors
 
 
 class Scalar(float):
