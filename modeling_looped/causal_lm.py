@@ -58,6 +58,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         self.lm_head = linear(config.hidden_size, config.vocab_size, "head")
         gate = linear(config.state_size, 1, "gate", bias=True) if config.exit_gate != "none" else None
         self.loss_kernel: Callable | None = None  # one of loss_kernels.py
+        self.compiled_cross_entropy: Callable | None = None  # of cross_entropy.py
         self.exit_gate: nn.Module = gate  # pyrefly: ignore[bad-assignment]  without a gate nothing asks for it
         self.post_init()
         # of the trunk's own, which has no gate: here a gate that has no place is an error
@@ -293,7 +294,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             decode, read = (lambda hidden, loop: self.logits(hidden)), (lambda hidden, loop: hidden)
         kernel, softcap = self.loss_kernel, self.config.logit_softcap
         losses = kernel and (lambda hidden, loop, of: kernel(read(hidden, loop), self.lm_head.weight, of, softcap))
-        return Head(decode, self._decode_parameters(with_readout=not is_read_out), losses)
+        return Head(decode, self._decode_parameters(with_readout=not is_read_out), losses, self.compiled_cross_entropy)
 
     def _latent_targets(self, labels):
         """Embeddings of the labels, [batch, length, hidden], where a loss compares states with them."""

@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .tensors import at_least_fp32, may_be_transformed
+from .tensors import at_least_fp32, may_be_transformed, wide_dtype
 
 
 IGNORE_INDEX = -100
-LOGITS_PER_CHUNK = 2**25
+LOGITS_PER_CHUNK = {"cpu": 2**25, "cuda": 2**27}  # a GPU adds up the head's gradients as long as it multiplies
 MIN_CHUNK = 256  # tokens
 LOGITS_PER_BLOCK_ON_CPU = 2**20  # this number in fp32 stays in the processor's cache from one operation to the next
 
@@ -23,6 +23,7 @@ class Head(NamedTuple):
     decode: Callable  # (hidden [tokens, d], k) -> logits [tokens, vocabulary]
     parameters: list[torch.Tensor] | None  # what `decode` reads; None leaves them to autograd
     kernel: Callable | None = None  # (hidden [tokens, d], k, labels [tokens]) -> CE [tokens], see loss_kernels.py
+    cross_entropy: Callable | None = None  # in place of `cross_entropy_of`, with the same arguments
 
 
 def shift(labels: torch.Tensor) -> torch.Tensor:
@@ -41,13 +42,27 @@ def cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> 
     losses = torch.empty_like(weights)
     for start in range(0, len(logits), rows):
         block = slice(start, start + rows)
-        log_p = F.log_softmax(at_least_fp32(logits[block]), dim=-1)
+        # a GPU widens the logits as it reads them
+        log_p = F.log_softmax(logits[block], dim=-1, dtype=wide_dtype(logits))
         target = labels[block].unsqueeze(-1)
-        losses[block] = -log_p.gather(-1, target).squeeze(-1)
+        of_target = log_p.gather(-1, target)
+        losses[block] = -of_target.squeeze(-1)
         if gradient is not None:
             weight = weights[block].detach().unsqueeze(-1).to(log_p.dtype)
-            gradient[block] = log_p.exp_().mul_(weight).scatter_add_(-1, target, -weight)
+            to_logits = torch.mul(log_p.exp_(), weight, out=gradient[block])
+            to_logits.scatter_(-1, target, (of_target.exp() * weight - weight).to(to_logits.dtype))
     return losses
+
+
+def fusible_cross_entropy_of(logits, labels, weights, gradient: torch.Tensor | None) -> torch.Tensor:
+    """The same, in steps that a compiler makes one of: it reads the logits twice and writes the gradient once."""
+    log_p = F.log_softmax(logits.to(wide_dtype(logits)), dim=-1)
+    target = labels.unsqueeze(-1)
+    if gradient is not None:
+        weight = weights.detach().unsqueeze(-1).to(log_p.dtype)
+        is_target = torch.arange(logits.shape[-1], device=logits.device) == target
+        gradient.copy_((log_p.exp() - is_target.to(log_p.dtype)) * weight)
+    return -log_p.gather(-1, target).squeeze(-1).to(weights.dtype)
 
 
 class _WeightedCrossEntropy(torch.autograd.Function):
@@ -58,7 +73,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, decode, num_states, chunk_size, positions, labels, weights, compared, *tensors):
+    def forward(ctx, decode, cross_entropy, num_states, chunk_size, positions, labels, weights, compared, *tensors):
         states, parameters = tensors[:num_states], tensors[num_states:]
         needed = ctx.needs_input_grad[-len(tensors) :]
         trained = [p for p, need in zip(parameters, needed[num_states:]) if need]
@@ -78,7 +93,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                     if buffer is None or len(buffer) < len(logits):
                         buffer = torch.empty_like(logits)
                     to_logits = buffer[: len(logits)]
-                losses[k, chunk] = cross_entropy_of(logits.detach(), labels[chunk], weights[k, chunk], to_logits)
+                losses[k, chunk] = cross_entropy(logits.detach(), labels[chunk], weights[k, chunk], to_logits)
                 if not wanted:
                     del logits  # before the next chunk's
                     continue
@@ -107,7 +122,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
             )
         losses, *gradients = ctx.saved_tensors
         scaled = [None if g is None else g * grad_total.to(g.dtype) for g in gradients]
-        return None, None, None, None, None, losses * grad_total, None, *scaled
+        return None, None, None, None, None, None, losses * grad_total, None, *scaled
 
 
 def is_traced() -> bool:
@@ -129,7 +144,7 @@ def weighted_cross_entropy(
     vocab_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum w_ki CE_ki with gradients, and the CE_ki [loops, tokens] without."""
-    decode, parameters, kernel = head
+    decode, parameters, kernel, cross_entropy = head
     if kernel is not None:
         losses = []
         for k, state in enumerate(states):
@@ -140,19 +155,29 @@ def weighted_cross_entropy(
         return (losses * weights).sum(), losses.detach()
     if parameters is None or is_traced():
 
-        def cross_entropy(state, k):
+        def traceable(state, k):
             logits = at_least_fp32(decode(state.flatten(0, 1)[positions], k))
             return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
 
         if not is_traced():  # a compiler plans by itself what to keep, and torch.func knows no checkpoints
-            cross_entropy = partial(checkpoint, cross_entropy, use_reentrant=False)
-        losses = torch.stack([cross_entropy(state, k) for k, state in enumerate(states)])
+            traceable = partial(checkpoint, traceable, use_reentrant=False)
+        losses = torch.stack([traceable(state, k) for k, state in enumerate(states)])
         return (losses * weights).sum(), losses.detach()
     if not torch.is_grad_enabled():  # torch.autograd.Function does not see no_grad
         states, parameters = detached(states), detached(parameters)
     # with half of the tokens the chunks stay small beside the logits that a model returns; with fewer than
     # MIN_CHUNK, adding up the head's gradients would cost more than the products
-    chunk_size = max(1, min(LOGITS_PER_CHUNK // vocab_size, max(MIN_CHUNK, -(-len(labels) // 2))))
+    most = LOGITS_PER_CHUNK.get(labels.device.type, LOGITS_PER_CHUNK["cpu"]) // vocab_size
+    chunk_size = max(1, min(most, max(MIN_CHUNK, -(-len(labels) // 2))))
     return _WeightedCrossEntropy.apply(
-        decode, len(states), chunk_size, positions, labels, weights, compared, *states, *parameters
+        decode,
+        cross_entropy or cross_entropy_of,
+        len(states),
+        chunk_size,
+        positions,
+        labels,
+        weights,
+        compared,
+        *states,
+        *parameters,
     )

@@ -3,8 +3,13 @@
 import torch
 
 
+def wide_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """float32, or its own where that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(wide_dtype(tensor))
 
 
 def on_device(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:

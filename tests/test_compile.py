@@ -15,10 +15,10 @@ from torch._guards import TracingContext
 from transformers import CompileConfig
 
 from looped_recipes.data.packing import PackedRows
-from looped_recipes.engine.compiling import blocks_of, compile_blocks
+from looped_recipes.engine.compiling import blocks_of, compile_blocks, compile_parts
 from looped_recipes.engine.validation import validate
 from looped_recipes.settings.recipe import load_recipe
-from modeling_looped import compiled_blocks
+from modeling_looped import compiled_blocks, cross_entropy
 from tests.helpers import LIKE_GEMMA2, LIKE_OLMO2, Graphs, quick_and_slow, random_ids, tiny_model
 from tests.helpers_pretrain import SMOKE
 
@@ -139,6 +139,22 @@ def test_blocks_are_compiled_once_for_all_loops_and_layers(system):
         model(random_ids(2, 7), labels=random_ids(2, 7), use_cache=False).loss.backward()
         counts.add(graphs.count)
     assert len(counts) == 1 and counts.pop() <= 4
+
+
+def test_chunks_of_any_number_of_tokens_are_one_graph(monkeypatch):
+    model, graphs = build("plain", vocab_size=99).train(), Graphs()
+    monkeypatch.setitem(cross_entropy.LOGITS_PER_CHUNK, "cpu", 7 * 99)
+    compile_parts(model, backend=graphs)
+    before, counts = model.compiled_cross_entropy, []
+
+    def counted(*given):
+        found = before(*given)
+        counts.append((len(given[0]), graphs.count))
+        return found
+
+    model.compiled_cross_entropy = counted
+    model(random_ids(2, 9), labels=random_ids(2, 9), use_cache=False, output_logits=False).loss.backward()
+    assert [rows for rows, _ in counts] == [7, 7, 2] and len({of_all for _, of_all in counts}) == 1
 
 
 @pytest.mark.slow

@@ -359,11 +359,32 @@ def test_small_chunks_give_the_same(loss, monkeypatch):
         return decode(self, hidden, k)
 
     monkeypatch.setattr(LoopedForCausalLM, "logits_after_loop", spy)
-    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 2 * model.config.vocab_size)
+    monkeypatch.setitem(cross_entropy.LOGITS_PER_CHUNK, "cpu", 2 * model.config.vocab_size)
     chunked = gradients(model, model(ids, labels=labels).loss)
     assert max(calls) == 2 and sum(calls) == model.config.num_loops * int((labels[:, 1:] != IGNORE).sum())
     for name in whole:
         torch.testing.assert_close(chunked[name], whole[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["cross_entropy_of", "fusible_cross_entropy_of"])
+def test_cross_entropy_of_logits(way, dtype):
+    """Rows that are near to sure of their label too, whose gradient is a small difference."""
+    rows, vocab_size = 40, 99
+    logits, labels = 4 * torch.randn(rows, vocab_size, dtype=torch.float64), torch.randint(vocab_size, (rows,))
+    logits[torch.arange(10), labels[:10]] += 20
+    logits, weights = logits.to(dtype), torch.rand(rows, dtype=torch.promote_types(dtype, torch.float32))
+    exact = logits.double().clone().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none")
+    (expected * weights).sum().backward()
+    gradient = torch.full_like(logits, torch.nan)
+    losses = getattr(cross_entropy, way)(logits, labels, weights, gradient)
+    assert losses.dtype == weights.dtype
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    # of a sure row w p - w is a difference of numbers near to 1, in float32
+    rounding = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-7} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(gradient, exact.grad.to(dtype), **rounding)
+    assert torch.equal(getattr(cross_entropy, way)(logits, labels, weights, None), losses)
 
 
 # transformers' conventions
@@ -779,7 +800,7 @@ def test_head_with_hooks_makes_its_logits_again(loss):
 
 def test_chunks_bound_the_memory(monkeypatch):
     """Without returned logits, a step holds the logits of a chunk, however many tokens there are."""
-    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 32 * 8192)
+    monkeypatch.setitem(cross_entropy.LOGITS_PER_CHUNK, "cpu", 32 * 8192)
     for rows in (1, 4):
         live = memory_of_a_step(random_ids(rows, 128, vocab_size=8192), False, loop_loss="per_loop")
         assert live.largest <= 32 * 8192
@@ -842,7 +863,7 @@ def test_exit_weighted_logits_take_the_head_once_and_in_chunks(monkeypatch):
         return logits_of(self, hidden)
 
     monkeypatch.setattr(LoopedForCausalLM, "logits", spy)
-    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 4 * model.config.vocab_size)
+    monkeypatch.setitem(cross_entropy.LOGITS_PER_CHUNK, "cpu", 4 * model.config.vocab_size)
     chunked = gradients(model, model(ids, labels=labels, output_logits=False).loss)
     assert max(rows) == 4 and sum(rows) == int((labels[:, 1:] != IGNORE).sum())
     for name in whole:

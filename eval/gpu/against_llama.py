@@ -7,7 +7,7 @@ import torch
 
 from looped_eval.benchmark.models import build, looped_config, tokens, unrolled_llama
 from looped_eval.common.timing import in_turns
-from looped_recipes.engine.compiling import compile_blocks
+from looped_recipes.engine.compiling import compile_blocks, compile_parts
 
 from .pieces import Measurement, Setting
 
@@ -32,7 +32,9 @@ def speedup(layers: int, num_loops: int, width: int, setting: Setting) -> dict:
     args = shaped(setting, layers, num_loops, width)
     looped, llama = build(args, looped_config(args)).train(), unrolled_llama(args).train()
     if not setting.tiny:
-        compile_blocks([*looped.model.core, *llama.model.layers])
+        compile_parts(looped)
+        compile_blocks(llama.model.layers)
+        llama.loss_function = torch.compile(llama.loss_function)
     batch = tokens(args)
     ours = training_step(looped, batch, setting, output_logits=False)
     seconds, llama_seconds = in_turns(ours, training_step(llama, batch, setting), 2 if setting.tiny else 10)

@@ -1,7 +1,7 @@
 """Utilisation of training steps: tokens per second times the operations of a token, over the peak of the device.
 
 Operations are those of the model (Parcae, appendix D), nothing that is computed twice; causal attention counts half of
-its square. bf16 products under autocast, fp32 weights, compiled blocks, fused AdamW, tokens at random.
+its square. bf16 products under autocast, fp32 weights, compiled blocks and losses, fused AdamW, tokens at random.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from looped_recipes.common.activation_memory import bytes_under_bf16, kept_of_to
 from looped_recipes.common.flops import sizes, training_flops_per_token
 from looped_recipes.common.hardware import device_rate
 from looped_recipes.common.provenance import ROOT
-from looped_recipes.engine.compiling import blocks_of, compile_blocks
+from looped_recipes.engine.compiling import compile_parts
 from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
 
@@ -47,7 +47,7 @@ def utilisation(path: str, setting: Setting) -> dict:
         model = LoopedForCausalLM(config)
     model = model.to(setting.device).train()
     if not setting.tiny:  # a compiler takes a minute of a CPU
-        compile_blocks(blocks_of(model))
+        compile_parts(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(ids):

@@ -1,5 +1,6 @@
 """Blocks compiled each by itself: one graph serves all loops and all layers of a kind, so that compiling takes
-no longer for a deeper model.
+no longer for a deeper model. Beside them, what meets whole streams or logits: the injection, where it has weights, and
+the cross-entropy of a chunk of logits.
 
 As CUDA graphs, every pass through a block of a step is recorded once and replayed: for shapes that never change. What
 a block returned in one loop stays until the step is over.
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from looped_recipes.settings.recipe import TrainingConfig
+from modeling_looped.cross_entropy import fusible_cross_entropy_of
 
 from .activations import keep_fewer_activations
 from .float8 import take_float8
@@ -29,7 +31,23 @@ def take_options(model, training: TrainingConfig, precision: str):
     if training.gradient_checkpointing:
         keep_fewer_activations(model, training.gradient_checkpointing)
     if training.compile:
-        compile_blocks(blocks_of(model), cuda_graphs=training.compile == "cuda_graphs")
+        compile_parts(model, cuda_graphs=training.compile == "cuda_graphs")
+
+
+def compile_parts(model, cuda_graphs: bool = False, **options):
+    """options: of torch.compile. What is not a block is no CUDA graph: a buffer for gradients has no fixed place."""
+    compile_blocks(blocks_of(model), cuda_graphs, **options)
+    if any(True for _ in model.model.injection.parameters()):
+        model.model.injection.compile(**options)
+    compiled = torch.compile(fusible_cross_entropy_of, **options)
+
+    def cross_entropy_of(logits, *others):
+        for tensor in (logits, *others):  # the last chunk is shorter, and no graph of its own
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(logits, *others)
+
+    model.compiled_cross_entropy = cross_entropy_of
 
 
 def compile_blocks(blocks: Iterable[nn.Module], cuda_graphs: bool = False, **options):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from looped_recipes.engine.compiling import begin_step, blocks_of, compile_blocks
+from looped_recipes.engine.compiling import begin_step, compile_parts
 from modeling_looped import compiled_blocks
 from tests.helpers import random_ids, tiny_model
 
@@ -61,6 +61,28 @@ def test_blocks_in_training(mode, device):
             torch.testing.assert_close(gradient, of_depth[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("system", ["parcae", "ouro"])
+def test_parts_in_training(system, device):
+    """Injection, blocks and the cross-entropy of chunks, the last of which is shorter."""
+    outer = {"num_prelude_layers": 1, "num_coda_layers": 1} if system == "parcae" else {}
+    model = tiny_model(preset=system, **outer).to(device).train()
+    ids = random_ids(3, 300).to(device)
+
+    def loss_and_gradients():
+        model.zero_grad()
+        loss = model(ids, labels=ids, num_loops=2, use_cache=False, output_logits=False).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected, gradients = loss_and_gradients()
+    compile_parts(model, **({} if device == "cuda" else {"backend": "aot_eager"}))
+    for _ in range(2):
+        found, found_gradients = loss_and_gradients()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 1])
 def test_blocks_as_cuda_graphs_in_training(window, device):
     """Several loops, layers and steps replay what was recorded; gradients of two micro batches add up."""
@@ -77,7 +99,7 @@ def test_blocks_as_cuda_graphs_in_training(window, device):
 
     expected = [gradients(step) for step in range(4)]
     options = {} if device == "cuda" else {"backend": "aot_eager"}
-    compile_blocks(blocks_of(model), cuda_graphs=device == "cuda", **options)
+    compile_parts(model, cuda_graphs=device == "cuda", **options)
     for step, of_step in enumerate(expected):
         for name, gradient in gradients(step).items():
             torch.testing.assert_close(gradient, of_step[name], rtol=1e-3, atol=1e-4)
