@@ -8,6 +8,7 @@ import torch
 
 from .compiled_blocks import run_as_region, slot_of_region
 from .depth import take_rows
+from .tensors import first_rows
 
 
 @dataclass
@@ -47,7 +48,7 @@ class PassContext:
             self.value_embeddings.get(block.layer),
             time,
             loop_set,
-            *(None if states is None else states[: self.num_rows] for states in kept),
+            *(None if states is None else first_rows(states, self.num_rows) for states in kept),
         )
         kwargs = {
             "makes_keys": makes_keys,

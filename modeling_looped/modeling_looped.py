@@ -78,7 +78,7 @@ from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .samplers import truncated_normal_
 from .serving_engines import check_for_engine
-from .tensors import at_least_fp32
+from .tensors import at_least_fp32, first_rows
 
 
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
@@ -389,10 +389,10 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
         """H after each row's last loop, and H after every tick if `every_loop`; rows sorted by depth."""
-        running, finished, states = state[: plan.ticks[0].rows], [], []
+        running, finished, states = first_rows(state, plan.ticks[0].rows), [], []
         for tick in plan.ticks:
             # outside of no_grad, whose views torch's FLOP counter refuses
-            embedded_rows, context_of_rows = embedded[: tick.rows], context.of_first_rows(tick.rows)
+            embedded_rows, context_of_rows = first_rows(embedded, tick.rows), context.of_first_rows(tick.rows)
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
@@ -408,7 +408,7 @@ class LoopedModel(LoopedPreTrainedModel):
                 if tick.next_rows < tick.rows:
                     finished.append(x[tick.next_rows :])
                 if tick.next_rows:
-                    running = self.to_next_loop(x[: tick.next_rows])
+                    running = self.to_next_loop(first_rows(x, tick.next_rows))
         return (finished[0] if len(finished) == 1 else torch.cat(finished[::-1])), states
 
     def loop_with_exits(self, embedded, state, plan: DepthPlan, context: PassContext, watch):

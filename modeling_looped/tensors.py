@@ -20,6 +20,11 @@ def on_device(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """A slice of all rows would be copied in the backward pass."""
+    return tensor if count == len(tensor) else tensor[:count]
+
+
 def rows_of(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:
     """These, in ascending order, of all rows of a tensor."""
     return tensor if len(rows) == len(tensor) else tensor[on_device(rows, tensor.device)]
