@@ -11,6 +11,14 @@ from .depth import take_rows
 from .tensors import first_rows
 
 
+def rotary_by_kind(trunk, stacked: torch.Tensor | None) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The tables of `trunk.rotary`, of [rows, length, tables, head_dim]."""
+    if stacked is None:
+        return {}
+    tables = stacked.unbind(2)
+    return dict(zip(trunk.ropes, zip(tables[::2], tables[1::2])))
+
+
 @dataclass
 class PassContext:
     num_rows: int

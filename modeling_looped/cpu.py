@@ -10,7 +10,6 @@ gain. Of torch's time each takes, with 1 to 8 rows, on AMD (Zen 5) and Intel (AV
 - attention of single queries in bfloat16: AMD .10 to .63 with one row, Intel a third
 """
 
-import os
 import platform
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
@@ -24,6 +23,7 @@ from transformers.utils import logging
 
 from .borrowed import found
 from .overrides import has_global_hooks, has_hooks
+from .switches import is_switched_on
 from .tensors import may_be_transformed
 
 
@@ -40,13 +40,7 @@ MIN_ORDERED_FP32_SIZE = 2**17
 READS_BEFORE_ORDERING = 8  # to order weights takes as long as some ten products with them
 
 
-def is_switched_on(value: str) -> bool:
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH}={value!r} is not known: choose 1, with faster ways on CPUs, or 0, without")
-    return value == "1"
-
-
-_is_on = is_switched_on(os.environ.get(SWITCH, "1"))
+_is_on = is_switched_on(SWITCH, "faster ways on CPUs")
 
 
 def fast_paths_are_on() -> bool:

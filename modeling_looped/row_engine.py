@@ -16,11 +16,12 @@ from .borrowed import CACHE, found, named_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
-from .context import PassContext
+from .context import PassContext, rotary_by_kind
 from .depth import check_depths, one_or_each
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .overrides import has_hooks, is_as_written
+from .row_graphs import LoopGraphs, can_have_graphs
 from .row_pages import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
 from .tensors import members_by_number, on_device
@@ -159,6 +160,9 @@ def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
 
 def run_loop(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """From h_t to H_{t+1}. loops: t of each row."""
+    graphs = tokens.engine.graphs if len(tokens.batches) == 1 else None
+    if graphs is not None and (found := graphs.run(tokens, loops, state)) is not None:
+        return found
     depths = one_or_each([batch.engine.limits[row] for batch in tokens.batches for row in batch.rows])
     context = pass_context(tokens, loops)
     return tokens.engine.trunk.core_pass(state, tokens.embedded, one_or_each(loops), depths, context)
@@ -193,7 +197,7 @@ def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
         num_rows=len(loops),
         masks=dict.fromkeys(trunk.layer_types) if attend else view.masks(trunk.dtype if eager else None),
         position_ids=None,
-        position_embeddings=tokens.engine.rotary_by_kind(tokens.rotary),
+        position_embeddings=rotary_by_kind(trunk, tokens.rotary),
         value_embeddings=trunk.value_embeddings(tokens.ids) if trunk.config.value_embeddings else {},
         cache=view,
         site=trunk.site,
@@ -258,6 +262,7 @@ class RowEngine:
         self.held_before = self.prompt_length - input_ids.shape[1]  # tokens that were in the cache beforehand
         self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
         self.shifts = self.shifts_of(model_kwargs.get("position_ids"))
+        self.graphs = LoopGraphs(self) if can_have_graphs(self) else None
         if logits is not None:
             self.emit_first(logits)
 
@@ -364,13 +369,6 @@ class RowEngine:
 
     def stacked_rotary(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return torch.stack([table for pair in self.trunk.rotary(x, positions).values() for table in pair], dim=2)
-
-    def rotary_by_kind(self, stacked: torch.Tensor | None) -> dict[str, tuple[torch.Tensor, ...]]:
-        """What was stacked, as `trunk.rotary` gives it."""
-        if stacked is None:
-            return {}
-        tables = stacked.unbind(2)
-        return dict(zip(self.trunk.ropes, zip(tables[::2], tables[1::2])))
 
     def compute_ends(self, end: int):
         """Up to a place in the cache, the last token and the padding of rows that ended before others: as deep as a

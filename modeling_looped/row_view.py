@@ -77,6 +77,17 @@ def causal_mask(before: int, count: int, window: int | None) -> torch.Tensor | N
     return mask if window is None else mask & (seen > places - window)
 
 
+def visible(rows, places, length: int, window: int | None, padding: Padding) -> torch.Tensor:
+    """Which of the first `length` places a token of each row sees, from its own place, [tokens, 1, 1, length]."""
+    places, seen = places[:, None, None], torch.arange(length, device=places.device)
+    mask = seen <= places
+    if window is not None:
+        mask &= seen > places - window
+    if (has_token := padding.has_token(rows, length)) is not None:
+        mask &= has_token
+    return mask[:, None]
+
+
 class RowView:
     """A pass over tokens of rows of a cache, each at its own loop and place.
 
@@ -160,7 +171,7 @@ class RowView:
         if window not in self.masks_by_window:
             ends = places.new_full((num_rows * num_loops,), self.end - 1).index_copy_(0, cells, places)
             rows = torch.arange(num_rows).repeat_interleave(num_loops)
-            self.masks_by_window[window] = self.mask_at(rows, ends, window)
+            self.masks_by_window[window] = visible(rows, ends, self.end, window, self.padding)
         buffer = buffer.flatten(0, 1)  # [cells, heads, 2, capacity, head_dim]
         if keys is not None and self.writing:
             buffer[cells[self.writing], :, :, places[self.writing]] = self.stored(keys, values)
@@ -267,17 +278,7 @@ class RowView:
             return None
         device = self.cache.buffers[0].device
         rows, places = on_device([self.rows, self.places], device).unbind(0)
-        return self.mask_at(rows, places, window)
-
-    def mask_at(self, rows: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
-        """The same of any rows and places, [n] each."""
-        places, seen = places[:, None, None], torch.arange(self.end, device=places.device)
-        mask = seen <= places
-        if window is not None:
-            mask &= seen > places - window
-        if (has_token := self.padding.has_token(rows, self.end)) is not None:
-            mask &= has_token
-        return mask[:, None]
+        return visible(rows, places, self.end, window, self.padding)
 
 
 def attend_row_by_row(views: list[RowView], queries, keys, values, slot: int, scaling: float) -> torch.Tensor:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from modeling_looped import LoopedForCausalLM, cpu, cpu_gradients
+from modeling_looped import LoopedForCausalLM, cpu, cpu_gradients, row_graphs
 from modeling_looped.cpu import decoding, fast_paths, project
 from modeling_looped.layers import attend_on_cpu
 from modeling_looped.presets import PRESETS
+from modeling_looped.switches import is_switched_on
 
 from .helpers import random_ids, tiny_config, tiny_model
 from .test_cpu import OPERATORS, stand_in
@@ -99,10 +100,16 @@ def test_switched_off_everything_is_torchs(monkeypatch):
         assert attend_on_cpu(queries[:, :, :1], queries, queries, None, 1.0) is None
 
 
-def test_the_environment_sets_the_switch():
-    assert cpu.is_switched_on("1") and not cpu.is_switched_on("0")
-    with pytest.raises(ValueError, match="LOOPED_CPU_FAST_PATHS='no' is not known: choose 1.* or 0"):
-        cpu.is_switched_on("no")
+@pytest.mark.parametrize("name", [cpu.SWITCH, row_graphs.SWITCH])
+def test_the_environment_sets_the_switches(name, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    assert is_switched_on(name, "it")
+    for value in ("1", "0"):
+        monkeypatch.setenv(name, value)
+        assert is_switched_on(name, "it") == (value == "1")
+    monkeypatch.setenv(name, "no")
+    with pytest.raises(ValueError, match=f"{name}='no' is not known: choose 1, with it, or 0"):
+        is_switched_on(name, "it")
 
 
 @FAST

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from modeling_looped import SharedPasses
+from modeling_looped import SharedPasses, row_graphs
 from tests.helpers import random_ids, tiny_model
 from tests.test_shared_passes import together
 
@@ -46,6 +46,29 @@ def test_tokens_are_those_of_the_cpu(way, device):
     if "exit_criterion" in WAYS[way]:
         assert torch.equal(found.token_loops.cpu(), expected.token_loops)
         assert len(expected.token_loops.unique()) > 1  # else nothing exited
+
+
+@pytest.mark.parametrize("system", [{}, {"preset": "parcae", "num_prelude_layers": 1}, {"preset": "flt"}], ids=str)
+def test_loops_of_rows_are_graphs(system, device, monkeypatch):
+    """Replayed, they give the tokens that single kernels give."""
+    if device != "cuda":
+        pytest.skip("CUDA has graphs; tests/test_row_graphs.py shows the same without them")
+    model, replays = exiting_model(**system).to(device), []
+    replay = row_graphs.Recording.replay
+    monkeypatch.setattr(row_graphs.Recording, "replay", lambda self: replays.append(1) or replay(self))
+    monkeypatch.setattr(row_graphs, "LENGTH_STEP", 8)
+    how = {"max_new_tokens": 24, "exit_criterion": "latent_diff", "exit_threshold": 0.3}
+    for rows in (slice(None), slice(1)):
+        prompt = random_ids(3, 6)[rows].to(device)
+        how |= {"do_sample": False, "return_dict_in_generate": True, "attention_mask": torch.ones_like(prompt)}
+        monkeypatch.delenv(row_graphs.SWITCH, raising=False)
+        found = model.generate(prompt, **how)
+        assert len(replays) > 20
+        monkeypatch.setenv(row_graphs.SWITCH, "0")
+        replays.clear()
+        expected = model.generate(prompt, **how)
+        assert not replays and torch.equal(found.sequences, expected.sequences)
+        assert torch.equal(found.token_loops, expected.token_loops)
 
 
 def test_requests_that_share_passes(device):

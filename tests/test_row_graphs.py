@@ -1,0 +1,137 @@
+"""Loops of rows as graphs: here a graph is its function, called again on the tensors that it reads.
+
+tests/gpu records them: all its decoding runs through graphs.
+"""
+
+import pytest
+import torch
+
+from modeling_looped import row_graphs
+from tests.helpers import random_ids, tiny_model
+
+
+SYSTEMS = {
+    "plain": {},
+    "grouped_windows": {"num_key_value_heads": 2, "window_pattern": "SL", "sliding_window": 4},
+    "flt": {"preset": "flt"},
+    "flt_res": {"injection": "residual_all", "injection_norm": True},
+    "parcae": {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1},
+    "huginn": {"preset": "huginn", "num_prelude_layers": 1, "num_coda_layers": 1},
+    "gated_change": {"loop_change_gate": True, "injection": "add"},
+    "latent": {"kv_latent_size": 8},
+}
+WAYS = {
+    "latent": {"exit_criterion": "latent_diff", "exit_threshold": 0.5},
+    "margin": {"exit_criterion": "logit_margin", "exit_threshold": 0.3},
+    "mixed_depths": {"num_loops": [1, 4, 2], "exit_criterion": "latent_diff", "exit_threshold": 0.5},
+    "warm": {"exit_criterion": "latent_diff", "exit_threshold": 0.5, "warm_start": True},
+    "shared_slots": {"cache_sharing": "cyclic-2", "exit_criterion": "latent_diff", "exit_threshold": 0.5},
+}
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Graphs on the CPU; the number of times that one was run."""
+    counts, repeated = [], row_graphs.Repeated
+
+    class Counted(repeated):
+        def __init__(self, function):
+            super().__init__(lambda: counts.append(1) or function())
+
+    monkeypatch.setattr(row_graphs, "DEVICES", {"cpu"})
+    monkeypatch.setattr(row_graphs, "Repeated", Counted)
+    monkeypatch.setattr(row_graphs, "LENGTH_STEP", 8)  # so that a generation outgrows its graphs
+    return counts
+
+
+def model_of(system: str, **fields):
+    exits = {"num_loops": 4, "loop_loss": "per_loop", "eos_token_id": None, "pad_token_id": 0}
+    return tiny_model(**{**exits, **fields, **SYSTEMS[system]}).double().eval()
+
+
+def decode(model, prompt, mask, **how):
+    settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, **how}
+    return model.generate(prompt, attention_mask=mask, **settings)
+
+
+def padded_prompt():
+    prompt = random_ids(3, 6)
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0
+    return prompt, mask
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_tokens_are_those_without_graphs(system, way, replays, monkeypatch):
+    model, (prompt, mask) = model_of(system), padded_prompt()
+    if way == "warm" and (model.config.state_init == "embedding" or model.model.looks_at_first):
+        pytest.skip("this model always begins from its input")
+    found = decode(model, prompt, mask, **WAYS[way])
+    assert replays or model.model.looks_at_first
+    monkeypatch.setenv(row_graphs.SWITCH, "0")
+    replays.clear()
+    expected = decode(model, prompt, mask, **WAYS[way])
+    assert not replays
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.token_loops, expected.token_loops)
+    for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+        torch.testing.assert_close(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_one_row_always_runs_as_a_graph(system, replays):
+    """Rows of models whose first loop differs do so while all or none are there: one always."""
+    model, loops = model_of(system), []
+    watched = row_graphs.LoopGraphs.run
+
+    def run(self, tokens, at, state):
+        loops.append(watched(self, tokens, at, state))
+        return loops[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_graphs.LoopGraphs, "run", run)
+        decode(model, random_ids(1, 6), None, **WAYS["latent"])
+    without = sum(found is None for found in loops)
+    assert len(loops) - without == len(replays) > 0
+    # the first loops of a kind, for each of the lengths 8, 16, 24 and 26
+    assert without <= 4 * (2 if model.model.looks_at_first else 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.model.core[0].mlp.register_forward_hook(lambda *args: None),
+        lambda model: model.model.core[0].compile(backend="eager"),
+        lambda model: model.train(),
+        lambda model: model.set_attn_implementation("eager"),
+        lambda model: setattr(model.model.core[0].mlp, "forward", model.model.core[0].mlp.forward),
+    ],
+    ids=["hook", "compiled", "training", "eager", "forward"],
+)
+def test_changed_models_run_kernel_by_kernel(change, replays):
+    model = model_of("plain")
+    change(model)
+    decode(model, *padded_prompt(), **WAYS["latent"])
+    assert not replays
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"loop_embedding": "learned"},
+        {"loop_lora_rank": 2},
+        {"num_key_value_loops": 1, "injection": "add"},
+        {"attention_softcap": 5.0, "attn_implementation": "eager"},
+    ],
+    ids=str,
+)
+def test_models_whose_loops_differ_run_kernel_by_kernel(fields, replays):
+    decode(model_of("plain", **fields), *padded_prompt(), **WAYS["latent"])
+    assert not replays
+
+
+def test_int8_keys_run_kernel_by_kernel(replays):
+    decode(model_of("plain"), *padded_prompt(), cache_dtype="int8", **WAYS["latent"])
+    assert not replays
