@@ -31,6 +31,7 @@ from .depth import check_depths
 from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
 from .foreign_names import refuse_foreign
+from .in_step import decode_in_step, goes_in_step
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .row_engine import RowEngine, obstacle_to_row_engine
 from .samplers import generator_of
@@ -253,6 +254,11 @@ class LoopedGenerationMixin(Generative):
         if shared is not None and obstacle is None:
             return shared.decode(make_engine, len(input_ids), generation_config.max_length)
         if not options.changes_decoding:
+            if goes_in_step(self, len(input_ids), generation_config, model_kwargs) and (
+                obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs) is None
+            ):
+                with room_beside(self, len(input_ids), generation_config.max_length):
+                    return decode_in_step(make_engine())
             if hasattr(streamer, "put_loops"):
                 streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
             settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}

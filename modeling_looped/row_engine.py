@@ -262,7 +262,8 @@ class RowEngine:
         self.held_before = self.prompt_length - input_ids.shape[1]  # tokens that were in the cache beforehand
         self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
         self.shifts = self.shifts_of(model_kwargs.get("position_ids"))
-        self.graphs = LoopGraphs(self) if can_have_graphs(self) else None
+        has_graphs = not self.is_paged and can_have_graphs(model, self.options.is_int8) and LoopGraphs.serve(self)
+        self.graphs = LoopGraphs(self) if has_graphs else None
         if logits is not None:
             self.emit_first(logits)
 

@@ -1,12 +1,13 @@
-"""One loop of rows that decode apart, as a CUDA graph: recorded once, replayed for all loops of all tokens.
+"""Passes of rows that decode apart as CUDA graphs: recorded once, replayed for other tokens.
 
-A loop of a few rows is dozens of small kernels in every layer, and a GPU computes them faster than a processor can
-launch them. A graph launches them at once. All that it reads stays where it is: the state, what the tokens are, and
-where each row stands (its row in the cache, its loop and its place). So that many tokens share a graph, it attends to
-more places than are filled, under a mask.
+A pass of a few rows is dozens of small kernels in every layer, and a GPU computes them faster than a processor can
+launch them. A graph launches them at once. All that it reads stays where it is: what the tokens are, and where each
+row stands (its row in the cache, its loop and its place). So that many tokens share a graph, it attends to more places
+than are filled, under a mask.
 
-Graphs live as long as a generation. Models whose loops differ in more than what they read, and those that others watch
-or have changed, run kernel by kernel, as all do with LOOPED_CUDA_GRAPHS=0 in the environment.
+Two kinds of pass are recorded: one loop of rows that may be at different loops, and all of a token where rows of one
+depth go in step. Graphs live as long as a generation. Models that others watch or have changed run kernel by kernel,
+as all do with LOOPED_CUDA_GRAPHS=0 in the environment.
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .cache import index_of_loop
 from .context import PassContext, rotary_by_kind
 from .overrides import has_global_hooks, is_changed
 from .row_view import attend_to_all, visible
@@ -25,24 +27,22 @@ from .tensors import on_device
 DEVICES = {"cuda"}
 SWITCH = "LOOPED_CUDA_GRAPHS"
 LENGTH_STEP = 256  # places by which the attention of a graph is longer than that of the one before
-AFTER = 1  # loops of a kind that run without a graph: most calls that end soon need none
+AFTER = 1  # passes of a kind that run without a graph: a call that ends soon needs none
 KNOWN_PACKAGES = {"torch", "transformers", "peft", __name__.partition(".")[0]}
 
 
-def can_have_graphs(engine) -> bool:
-    """Whether loops of this engine's rows are the same kernels on other numbers."""
-    trunk, cache = engine.trunk, engine.cache
-    config, device = trunk.config, engine.model.device.type
-    if device not in DEVICES or not is_switched_on(SWITCH, "loops as CUDA graphs"):
+def can_have_graphs(model, is_int8: bool) -> bool:
+    """Whether passes of this model are the same kernels on other numbers."""
+    config, device = model.config, model.device.type
+    if device not in DEVICES or not is_switched_on(SWITCH, "passes of rows as CUDA graphs"):
         return False
-    has_plain_rows = config._attn_implementation == "sdpa" and not engine.is_paged and not cache.is_int8
-    loops_are_alike = trunk.loop_embedding is None and trunk.num_loop_sets is None and not config.shares_keys
-    one_factor = len(set(map(trunk._residual_factor, engine.limits))) == 1
-    is_watched = engine.model.training or has_global_hooks() or torch.is_autocast_enabled(device)
-    if not (has_plain_rows and loops_are_alike and one_factor and config.attention_softcap is None) or is_watched:
+    if config._attn_implementation != "sdpa" or config.attention_softcap is not None or is_int8:
         return False
-    sections = [trunk.injection, trunk.change_gate, *trunk.core, *(table for _, table in trunk._value_tables())]
-    return all(is_plain(part, device) for section in sections if section is not None for part in section.modules())
+    # numbers of the host, which are read once
+    if config.shares_keys or model.model.loop_embedding is not None:
+        return False
+    is_watched = model.training or has_global_hooks() or torch.is_autocast_enabled(device)
+    return not is_watched and all(is_plain(module, device) for module in model.modules())
 
 
 def is_plain(module: nn.Module, device: str) -> bool:
@@ -61,56 +61,123 @@ def is_plain(module: nn.Module, device: str) -> bool:
 class StaticView:
     """What the blocks see of the cache: as `RowView`, but where rows stand is known to the device alone.
 
-    length: of the places that attention reads.
+    rows, loops, places: of each token, as for `RowView`. rows are None where the tokens are of all rows, one each;
+    loops one number where all are at one. length: of the places that attention reads.
     """
 
-    def __init__(self, cache, padding, where: torch.Tensor, length: int):
+    def __init__(self, cache, padding, rows: torch.Tensor | None, loops, places: torch.Tensor, length: int):
         self.cache, self.padding, self.length = cache, padding, length
-        self.rows, self.loops, self.places = where.unbind()  # in the cache, at which stored loop, at which place
+        self.every_row = torch.arange(len(places), device=places.device) if rows is None else rows
+        self.rows, self.loops, self.places = rows, loops, places
         self.masks_by_window = {}
 
     def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
-        loops = self.loops % buffer.shape[1]  # as `index_of_loop`
-        buffer[self.rows, loops, :, :, self.places] = torch.cat([keys, values], dim=2)
+        new = torch.cat([keys, values], dim=2)
+        if isinstance(self.loops, int):
+            of_loop = buffer[:, index_of_loop(self.loops, buffer.shape[1])]
+            of_loop[self.every_row, :, :, self.places] = new
+            seen = of_loop[..., : self.length, :]
+            seen = seen if self.rows is None else seen[self.rows]
+        else:
+            loops = self.loops % buffer.shape[1]  # as `index_of_loop`
+            buffer[self.every_row, loops, :, :, self.places] = new
+            seen = buffer[..., : self.length, :][self.every_row, loops]
         if window not in self.masks_by_window:
-            self.masks_by_window[window] = visible(self.rows, self.places, self.length, window, self.padding)
-        keys, values = buffer[..., : self.length, :][self.rows, loops].unbind(2)
+            mask = visible(self.every_row, self.places, self.length, window, self.padding)
+            self.masks_by_window[window] = mask
+        keys, values = seen.unbind(2)
         return attend_to_all(queries, keys, values, self.masks_by_window[window], scaling)
 
 
-class LoopGraphs:
-    """Of the rows of one engine, as many as run now."""
+class RowGraphs:
+    """Of one engine, for as many rows as run now."""
 
     def __init__(self, engine):
-        self.trunk, self.cache, self.padding, self.depth = engine.trunk, engine.cache, engine.padding, engine.limits[0]
+        self.model, self.trunk, self.cache, self.padding = engine.model, engine.trunk, engine.cache, engine.padding
         self.made_for: tuple | None = None
         self.inputs: dict[str, torch.Tensor] = {}  # of all graphs
         self.graphs: dict[int, Recording | Repeated] = {}  # by the loop that they were recorded at
         self.runs: Counter[int] = Counter()
 
-    def run(self, tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor | None:
-        """H_{t+1} of rows at `loops`; None where they do not run as a graph, or not yet."""
-        (batch,) = tokens.batches
-        loop = self.loop_like_all(loops)
-        if loop is None or len(set(batch.rows)) < len(batch.rows):
+    def replay(
+        self, kind: int, rows: list[int], places: list[int], inputs: dict, run: Callable[[StaticView], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """What `run` returns, of a view of these rows; None where it is to run without a graph.
+
+        inputs: what it reads in `self.inputs`, beside where the rows stand.
+        """
+        if len(set(rows)) < len(rows):
             return None
-        cache, end = self.cache, max(batch.places) + 1
+        cache, end = self.cache, max(places) + 1
         cache.reserve(end)
         length = min(-(-end // LENGTH_STEP) * LENGTH_STEP, cache.capacity)
-        made_for = len(loops), length, cache.buffers[0].data_ptr()
+        are_all = rows == list(range(len(cache.buffers[0])))
+        made_for = len(rows), are_all, length, cache.buffers[0].data_ptr()
         if made_for != self.made_for:
             self.made_for = made_for
             self.inputs.clear(), self.graphs.clear(), self.runs.clear()
-        self.runs[loop] += 1
-        if self.runs[loop] <= AFTER:
+        self.runs[kind] += 1
+        if self.runs[kind] <= AFTER:
             return None
-        stored = [cache.model_config.stored_loop(each) for each in loops]
+        for name, given in inputs.items():
+            if given is not None and name in self.inputs:
+                self.inputs[name].copy_(given)
+            elif given is not None:
+                self.inputs[name] = given.clone()
+        if kind not in self.graphs:
+
+            def of_view() -> torch.Tensor:
+                its_rows, loops, its_places = self.inputs["where"].unbind()
+                view = StaticView(cache, self.padding, None if are_all else its_rows, loops, its_places, length)
+                return run(view)
+
+            self.graphs[kind] = record(of_view, self.inputs["where"].device)
+        return self.graphs[kind].replay()
+
+    def context(self, view: StaticView) -> PassContext:
+        held, trunk = self.inputs, self.trunk
+        return PassContext(
+            num_rows=len(view.places),
+            masks=dict.fromkeys(trunk.layer_types),
+            position_ids=None,
+            position_embeddings=rotary_by_kind(trunk, held.get("rotary")),
+            value_embeddings=trunk.value_embeddings(held["ids"]) if trunk.config.value_embeddings else {},
+            cache=view,
+            site=trunk.site,
+            options={"row_attention": view.attend},
+        )
+
+
+class LoopGraphs(RowGraphs):
+    """One loop, of rows that may be at different loops."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.depth = engine.limits[0]
+
+    @staticmethod
+    def serve(engine) -> bool:
+        """Whether all loops are alike, or all but the first."""
+        one_factor = len(set(map(engine.trunk._residual_factor, engine.limits))) == 1
+        return one_factor and engine.trunk.num_loop_sets is None
+
+    def run(self, tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor | None:
+        """H_{t+1} of rows at `loops`, as `run_loop`."""
+        (batch,) = tokens.batches
+        loop = self.loop_like_all(loops)
+        if loop is None:
+            return None
+        stored = list(map(self.cache.model_config.stored_loop, loops))
         where = on_device([batch.rows, stored, batch.places], state.device)
-        self.take(state=state, embedded=tokens.embedded, ids=tokens.ids, rotary=tokens.rotary, where=where)
-        if loop not in self.graphs:
-            self.graphs[loop] = record(lambda: self.run_loop(loop, length), state.device)
-        return self.graphs[loop].replay()
+        inputs = {"where": where, "state": state, "embedded": tokens.embedded}
+        inputs |= {"ids": tokens.ids, "rotary": tokens.rotary}
+
+        def run(view: StaticView) -> torch.Tensor:
+            state, embedded = self.inputs["state"], self.inputs["embedded"]
+            return self.trunk.core_pass(state, embedded, loop, self.depth, self.context(view))
+
+        return self.replay(loop, batch.rows, batch.places, inputs, run)
 
     def loop_like_all(self, loops: list[int]) -> int | None:
         """One that runs as these do; None if they differ."""
@@ -119,27 +186,28 @@ class LoopGraphs:
         are_first = {loop == 0 for loop in loops}
         return None if len(are_first) == 2 else int(not are_first.pop())
 
-    def take(self, **inputs: torch.Tensor | None):
-        for name, given in inputs.items():
-            if given is not None and name in self.inputs:
-                self.inputs[name].copy_(given)
-            elif given is not None:
-                self.inputs[name] = given.clone()
 
-    def run_loop(self, loop: int, length: int) -> torch.Tensor:
-        state, embedded, ids, where = (self.inputs[name] for name in ("state", "embedded", "ids", "where"))
-        trunk, view = self.trunk, StaticView(self.cache, self.padding, where, length)
-        context = PassContext(
-            num_rows=len(state),
-            masks=dict.fromkeys(trunk.layer_types),
-            position_ids=None,
-            position_embeddings=rotary_by_kind(trunk, self.inputs.get("rotary")),
-            value_embeddings=trunk.value_embeddings(ids) if trunk.config.value_embeddings else {},
-            cache=view,
-            site=trunk.site,
-            options={"row_attention": view.attend},
-        )
-        return trunk.core_pass(state, embedded, loop, self.depth, context)
+class TokenGraphs(RowGraphs):
+    """All of a token, of rows in step: from its id to the logits of the next."""
+
+    def run(self, rows: list[int], places: list[int], depth: int, inputs: dict) -> torch.Tensor | None:
+        """Logits, [rows, 1, vocabulary]. inputs: ids and positions, [rows, 1], and rotary tables."""
+        where = on_device([rows, [0] * len(rows), places], inputs["ids"].device)
+
+        def run(view: StaticView) -> torch.Tensor:
+            trunk, context = self.trunk, self.context(view)
+            view.loops = 0
+            embedded = trunk.run_prelude(
+                trunk.embed(trunk.embed_tokens(self.inputs["ids"]), self.inputs["positions"]), context
+            )
+            state = trunk.initial_state(embedded, None)
+            for loop in range(depth):
+                view.loops = trunk.config.stored_loop(loop)
+                state = trunk.core_pass(trunk.to_next_loop(state) if loop else state, embedded, loop, depth, context)
+            view.loops = 0
+            return self.model.logits(trunk.readout(trunk.run_coda(state, context), depth))
+
+        return self.replay(depth, rows, places, {"where": where, **inputs}, run)
 
 
 class Recording:

@@ -80,6 +80,65 @@ def test_tokens_are_those_without_graphs(system, way, replays, monkeypatch):
         torch.testing.assert_close(ours.values, theirs.values)
 
 
+PLAIN_WAYS = {
+    "greedy": {},
+    "shallow": {"num_loops": 2},
+    "sampled": {"do_sample": True, "top_k": 5},
+    "processed": {"repetition_penalty": 1.5, "output_scores": True, "output_logits": True},
+    "ends": {"eos_token_id": list(range(12, 18))},
+}
+
+
+@pytest.mark.parametrize("way", PLAIN_WAYS)
+@pytest.mark.parametrize("system", [*SYSTEMS, "of_loops", "learned_positions", "scaled"])
+def test_plain_decoding_in_step_is_that_of_transformers(system, way, replays, monkeypatch):
+    more = {
+        "of_loops": {"loop_lora_rank": 2, "loop_norms": True},
+        "learned_positions": {"position_embedding": "learned"},
+        "scaled": {"residual_scaling": "sqrt"},
+    }
+    model = tiny_model(num_loops=4, eos_token_id=None, pad_token_id=0, **(more | SYSTEMS)[system]).double().eval()
+    outputs = []
+    for value in ("1", "0"):
+        monkeypatch.setenv(row_graphs.SWITCH, value)
+        torch.manual_seed(0)
+        outputs.append(decode(model, *padded_prompt(), **PLAIN_WAYS[way]))
+        assert bool(replays) == (value == "1")
+        replays.clear()
+    found, expected = outputs
+    assert type(found) is type(expected)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.token_loops, expected.token_loops)
+    for name in ("scores", "logits"):
+        for ours, theirs in zip(getattr(found, name) or (), getattr(expected, name) or (), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    if way != "ends":  # rows that have ended are not computed again
+        for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys)
+            torch.testing.assert_close(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"cache_implementation": "static", "disable_compile": True},
+        {"num_loops": [1, 4, 2]},
+        {"use_cache": False},
+        {"num_beams": 2},
+        {"output_hidden_states": True},
+        {"state_seed": 0},
+        {"exit_criterion": "latent_diff", "exit_threshold": 0.5, "exit_selection": "after"},
+    ],
+    ids=str,
+)
+def test_other_plain_decoding_is_left_to_transformers(how, monkeypatch):
+    monkeypatch.setattr(row_graphs, "DEVICES", {"cpu"})
+    monkeypatch.setattr("modeling_looped.generation.decode_in_step", None)
+    fields = {"preset": "huginn", "num_prelude_layers": 1, "num_coda_layers": 1} if "state_seed" in how else {}
+    model = tiny_model(num_loops=4, eos_token_id=None, pad_token_id=0, loop_loss="per_loop", **fields).eval()
+    decode(model, *padded_prompt(), **how)
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_one_row_always_runs_as_a_graph(system, replays):
     """Rows of models whose first loop differs do so while all or none are there: one always."""

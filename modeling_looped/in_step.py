@@ -1,0 +1,46 @@
+"""Plain decoding of rows of one depth where passes are graphs: a whole token of all rows at a time.
+
+Elsewhere transformers' own loop does this, pass by pass.
+"""
+
+import torch
+
+from .borrowed import CACHE
+from .cache import LoopedCache
+from .checks import check_length
+from .depth import check_depths
+from .row_engine import IN_TICKS, RowEngine, RowsOfEngine, enter, read_logits, run_all_loops
+from .row_graphs import TokenGraphs, can_have_graphs
+from .tensors import on_device
+
+
+def goes_in_step(model, num_rows: int, config, model_kwargs: dict) -> bool:
+    """Whether this call, which asks for nothing that changes decoding, is run here."""
+    options, depths = config.depth_options, model_kwargs.get("num_loops", model.config.num_loops)
+    others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS
+    is_plain = not others and not options.runs_all_loops and type(model_kwargs.get(CACHE)) is LoopedCache
+    return is_plain and can_have_graphs(model, options.is_int8) and len(set(check_depths(depths, num_rows))) == 1
+
+
+def decode_in_step(engine: RowEngine):
+    """`_sample` of transformers."""
+    depth, graphs = engine.limits[0], TokenGraphs(engine)
+    while rows := engine.selector.running():
+        logits = next_logits(engine, graphs, rows, depth)
+        engine.cache.leave_in_deeper_loops(rows, [depth] * len(rows), engine.last_places(rows))
+        engine.selector.emit(rows, logits[:, -1], [depth] * len(rows))
+    return engine.output()
+
+
+def next_logits(engine: RowEngine, graphs: TokenGraphs, rows: list[int], depth: int) -> torch.Tensor:
+    ids, places = engine.selector.last_tokens(rows), engine.last_places(rows)
+    check_length(engine.trunk.config, max(places) + 1)
+    on_host = [place + engine.shifts[row] for row, place in zip(rows, places)]
+    positions = on_device(on_host, ids.device)[:, None]
+    rotary = engine.rotary(engine.trunk.embed_tokens.weight, positions, max(on_host))
+    logits = graphs.run(rows, places, depth, {"ids": ids, "positions": positions, "rotary": rotary})
+    if logits is not None:
+        return logits
+    tokens = enter([RowsOfEngine(engine, rows, places)], ids)
+    state = run_all_loops(tokens, engine.trunk.initial_state(tokens.embedded, None), depth)
+    return read_logits(tokens, [depth] * len(rows), state)
