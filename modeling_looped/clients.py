@@ -74,8 +74,18 @@ def refuse_adapters_of_rows(model: torch.nn.Module):
 
 def has_prefix(model) -> bool:
     """Whether PEFT, which is then in charge of what a pass is given, puts a prefix in the place of the cache."""
+    return getattr(config_in_charge(model), "peft_type", None) == "PREFIX_TUNING"
+
+
+def adds_virtual_tokens(model) -> bool:
+    """Whether PEFT puts tokens of its own before a prompt."""
+    return getattr(config_in_charge(model), "is_prompt_learning", False)
+
+
+def config_in_charge(model):
+    """Of PEFT, where a model is generated with through it."""
     peft = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    return getattr(getattr(peft, "active_peft_config", None), "peft_type", None) == "PREFIX_TUNING"
+    return getattr(peft, "active_peft_config", None)
 
 
 def warn_of_another_policy(fields: dict):

@@ -248,15 +248,12 @@ class LoopedGenerationMixin(Generative):
         # under autocast, this thread would run passes of others in its precision
         is_alone = not options.shares_passes or torch.is_autocast_enabled(input_ids.device.type)
         shared = None if is_alone else shared_passes_of(self)
-        runs_rows_apart = options.changes_decoding or shared is not None
-        obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs) if runs_rows_apart else None
+        obstacle = obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs)
         make_engine = partial(RowEngine, self, input_ids, *rules, streamer, model_kwargs)
         if shared is not None and obstacle is None:
             return shared.decode(make_engine, len(input_ids), generation_config.max_length)
         if not options.changes_decoding:
-            if goes_in_step(self, len(input_ids), generation_config, model_kwargs) and (
-                obstacle_to_row_engine(self, *rules, synced_gpus, model_kwargs) is None
-            ):
+            if obstacle is None and goes_in_step(self, len(input_ids), *rules, model_kwargs):
                 with room_beside(self, len(input_ids), generation_config.max_length):
                     return decode_in_step(make_engine())
             if hasattr(streamer, "put_loops"):

@@ -8,18 +8,23 @@ import torch
 from .borrowed import CACHE
 from .cache import LoopedCache
 from .checks import check_length
+from .clients import adds_virtual_tokens
 from .depth import check_depths
 from .row_engine import IN_TICKS, RowEngine, RowsOfEngine, enter, read_logits, run_all_loops
 from .row_graphs import TokenGraphs, can_have_graphs
 from .tensors import on_device
+from .token_selector import first_batchwise_part
 
 
-def goes_in_step(model, num_rows: int, config, model_kwargs: dict) -> bool:
+def goes_in_step(model, num_rows: int, processors, criteria, config, model_kwargs: dict) -> bool:
     """Whether this call, which asks for nothing that changes decoding, is run here."""
     options, depths = config.depth_options, model_kwargs.get("num_loops", model.config.num_loops)
     others = {name for name, value in model_kwargs.items() if value is not None} - IN_TICKS
-    is_plain = not others and not options.runs_all_loops and type(model_kwargs.get(CACHE)) is LoopedCache
-    return is_plain and can_have_graphs(model, options.is_int8) and len(set(check_depths(depths, num_rows))) == 1
+    if others or options.runs_all_loops or type(model_kwargs.get(CACHE)) is not LoopedCache:
+        return False
+    if adds_virtual_tokens(model) or first_batchwise_part(processors, criteria):
+        return False
+    return can_have_graphs(model, options.is_int8) and len(set(check_depths(depths, num_rows))) == 1
 
 
 def decode_in_step(engine: RowEngine):

@@ -12,6 +12,7 @@ as all do with LOOPED_CUDA_GRAPHS=0 in the environment.
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -90,23 +91,36 @@ class StaticView:
         return attend_to_all(queries, keys, values, self.masks_by_window[window], scaling)
 
 
+class Standing(NamedTuple):
+    """Where rows stand, one entry for each."""
+
+    rows: list[int]
+    loops: list[int]
+    places: list[int]
+
+
 class RowGraphs:
     """Of one engine, for as many rows as run now."""
+
+    moves = ""  # which of where rows stand a pass moves on by one
 
     def __init__(self, engine):
         self.model, self.trunk, self.cache, self.padding = engine.model, engine.trunk, engine.cache, engine.padding
         self.made_for: tuple | None = None
         self.inputs: dict[str, torch.Tensor] = {}  # of all graphs
+        self.given: dict[str, torch.Tensor] = {}  # what was last copied there
+        self.standing: Standing | None = None  # as inputs["where"] says it
         self.graphs: dict[int, Recording | Repeated] = {}  # by the loop that they were recorded at
         self.runs: Counter[int] = Counter()
 
     def replay(
-        self, kind: int, rows: list[int], places: list[int], inputs: dict, run: Callable[[StaticView], torch.Tensor]
+        self, kind: int, standing: Standing, inputs: dict, run: Callable[[StaticView], torch.Tensor]
     ) -> torch.Tensor | None:
         """What `run` returns, of a view of these rows; None where it is to run without a graph.
 
         inputs: what it reads in `self.inputs`, beside where the rows stand.
         """
+        rows, _, places = standing
         if len(set(rows)) < len(rows):
             return None
         cache, end = self.cache, max(places) + 1
@@ -115,25 +129,43 @@ class RowGraphs:
         are_all = rows == list(range(len(cache.buffers[0])))
         made_for = len(rows), are_all, length, cache.buffers[0].data_ptr()
         if made_for != self.made_for:
-            self.made_for = made_for
-            self.inputs.clear(), self.graphs.clear(), self.runs.clear()
+            self.made_for, self.standing = made_for, None
+            self.inputs.clear(), self.given.clear(), self.graphs.clear(), self.runs.clear()
         self.runs[kind] += 1
         if self.runs[kind] <= AFTER:
             return None
-        for name, given in inputs.items():
-            if given is not None and name in self.inputs:
-                self.inputs[name].copy_(given)
-            elif given is not None:
-                self.inputs[name] = given.clone()
+        for name, tensor in inputs.items():
+            self.take(name, tensor)
         if kind not in self.graphs:
 
             def of_view() -> torch.Tensor:
-                its_rows, loops, its_places = self.inputs["where"].unbind()
-                view = StaticView(cache, self.padding, None if are_all else its_rows, loops, its_places, length)
-                return run(view)
+                where = self.inputs["where"]
+                its_rows, loops, its_places = where.clone().unbind()
+                found = run(StaticView(cache, self.padding, None if are_all else its_rows, loops, its_places, length))
+                where[Standing._fields.index(self.moves)] += 1
+                return found
 
-            self.graphs[kind] = record(of_view, self.inputs["where"].device)
-        return self.graphs[kind].replay()
+            self.stand(standing)
+            self.graphs[kind] = record(of_view, cache.buffers[0].device)
+            self.standing = None  # recording has moved on, too
+        if standing != self.standing:
+            self.stand(standing)
+        found = self.graphs[kind].replay()
+        self.standing = standing._replace(**{self.moves: [number + 1 for number in getattr(standing, self.moves)]})
+        return found
+
+    def stand(self, standing: Standing):
+        self.take("where", on_device(list(standing), self.cache.buffers[0].device))
+
+    def take(self, name: str, tensor: torch.Tensor | None):
+        """None of these tensors is written in place."""
+        if tensor is None or self.given.get(name) is tensor:
+            return
+        self.given[name] = tensor
+        if name in self.inputs:
+            self.inputs[name].copy_(tensor)
+        else:
+            self.inputs[name] = tensor.clone()
 
     def context(self, view: StaticView) -> PassContext:
         held, trunk = self.inputs, self.trunk
@@ -152,6 +184,8 @@ class RowGraphs:
 class LoopGraphs(RowGraphs):
     """One loop, of rows that may be at different loops."""
 
+    moves = "loops"
+
     def __init__(self, engine):
         super().__init__(engine)
         self.depth = engine.limits[0]
@@ -168,16 +202,13 @@ class LoopGraphs(RowGraphs):
         loop = self.loop_like_all(loops)
         if loop is None:
             return None
-        stored = list(map(self.cache.model_config.stored_loop, loops))
-        where = on_device([batch.rows, stored, batch.places], state.device)
-        inputs = {"where": where, "state": state, "embedded": tokens.embedded}
-        inputs |= {"ids": tokens.ids, "rotary": tokens.rotary}
+        inputs = {"state": state, "embedded": tokens.embedded, "ids": tokens.ids, "rotary": tokens.rotary}
 
         def run(view: StaticView) -> torch.Tensor:
             state, embedded = self.inputs["state"], self.inputs["embedded"]
             return self.trunk.core_pass(state, embedded, loop, self.depth, self.context(view))
 
-        return self.replay(loop, batch.rows, batch.places, inputs, run)
+        return self.replay(loop, Standing(batch.rows, loops, batch.places), inputs, run)
 
     def loop_like_all(self, loops: list[int]) -> int | None:
         """One that runs as these do; None if they differ."""
@@ -190,9 +221,10 @@ class LoopGraphs(RowGraphs):
 class TokenGraphs(RowGraphs):
     """All of a token, of rows in step: from its id to the logits of the next."""
 
+    moves = "places"
+
     def run(self, rows: list[int], places: list[int], depth: int, inputs: dict) -> torch.Tensor | None:
         """Logits, [rows, 1, vocabulary]. inputs: ids and positions, [rows, 1], and rotary tables."""
-        where = on_device([rows, [0] * len(rows), places], inputs["ids"].device)
 
         def run(view: StaticView) -> torch.Tensor:
             trunk, context = self.trunk, self.context(view)
@@ -202,12 +234,12 @@ class TokenGraphs(RowGraphs):
             )
             state = trunk.initial_state(embedded, None)
             for loop in range(depth):
-                view.loops = trunk.config.stored_loop(loop)
+                view.loops = loop
                 state = trunk.core_pass(trunk.to_next_loop(state) if loop else state, embedded, loop, depth, context)
             view.loops = 0
             return self.model.logits(trunk.readout(trunk.run_coda(state, context), depth))
 
-        return self.replay(depth, rows, places, {"where": where, **inputs}, run)
+        return self.replay(depth, Standing(rows, [0] * len(rows), places), inputs, run)
 
 
 class Recording:

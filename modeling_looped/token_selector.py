@@ -123,7 +123,7 @@ class TokenSelector:
             tokens = self.choose(scores, None if noise is None else noise[members])
             if len(seen) > len(group):
                 scores, tokens = scores[group], tokens[group]
-            all_scores[members], all_tokens[members] = scores, tokens
+            all_scores[members], all_tokens[members] = scores.to(all_scores.dtype), tokens
         return all_scores, all_tokens
 
     def guess(self, rows: list[int], lengths: list[int], logits: torch.Tensor, noise: torch.Tensor | None):

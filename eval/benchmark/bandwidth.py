@@ -80,6 +80,8 @@ def bytes_per_second(device: str, size: int | None = None, repeats: int = 5) -> 
 class Clock(StoppingCriteria):
     """Stops nothing, and notes when each token is there."""
 
+    reads_rows_apart = True  # as all that does not read them
+
     def __init__(self):
         self.times: list[float] = []
 

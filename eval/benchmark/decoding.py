@@ -18,9 +18,10 @@ from looped_eval.common.timing import least_seconds, now
 from looped_eval.halting.calibration import never
 from looped_eval.halting.scoring import measure
 from looped_recipes.common.flops import count_in_a_loop
-from modeling_looped import LoopedCache, LoopedForCausalLM, continuous
+from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, in_step
 from modeling_looped.exit_criteria import CRITERIA, exit_rule
 from modeling_looped.proposals import PassSeconds
+from modeling_looped.row_graphs import can_have_graphs
 
 from .models import build, looped_config, tokens
 from .wider import widened
@@ -125,25 +126,53 @@ class Decoding(NamedTuple):
 
 def timed(model, prompt, **how) -> Decoding:
     """Without the prompt's pass, in which the given cache is copied."""
-    passes, ticks = [], []
-
-    def begin_of_pass(table, arguments):  # the first is the prompt's
-        passes.append(now())
-
-    def tick(block, arguments):
-        if len(passes) > 1 and arguments[0].shape[:2] == (len(prompt), 1):
-            ticks.append(now())
-
-    trunk = model.model
-    watching = [
-        trunk.embed_tokens.register_forward_pre_hook(begin_of_pass),
-        trunk.core[0].register_forward_pre_hook(tick),
-    ]
-    with hooks(*watching), watched_checks() as checks:
+    with watched_loops(model, len(prompt)) as begun, watched_checks() as checks:
         result = model.generate(prompt, **how)
         end = now()
-    per_tick = (ticks[-1] - ticks[0]) / (len(ticks) - 1) if len(ticks) > 1 else math.nan
-    return Decoding(end - ticks[0], sum(checks), per_tick, result.token_loops[:, 1:])
+    (first, _), (last, _) = begun[0], begun[-1]
+    loops = sum(number for _, number in begun[:-1])
+    return Decoding(end - first, sum(checks), (last - first) / loops if loops else math.nan, result.token_loops[:, 1:])
+
+
+@contextmanager
+def watched_loops(model, num_rows: int):
+    """When loops of all rows begin, after the prompt's, and how many of them."""
+    begun: list[tuple[float, int]] = []
+    if not can_have_graphs(model, is_int8=False):  # or hooks would be what keeps passes from being graphs
+        passes = []
+
+        def begin_of_pass(table, arguments):
+            passes.append(1)
+
+        def begin_of_loop(block, arguments):
+            if len(passes) > 1 and arguments[0].shape[:2] == (num_rows, 1):
+                begun.append((now(), 1))
+
+        trunk = model.model
+        watching = [
+            trunk.embed_tokens.register_forward_pre_hook(begin_of_pass),
+            trunk.core[0].register_forward_pre_hook(begin_of_loop),
+        ]
+        with hooks(*watching):
+            yield begun
+        return
+
+    def watched_loop(tokens, loops, state):
+        if len(loops) == num_rows:
+            begun.append((now(), 1))
+        return run_loop(tokens, loops, state)
+
+    def watched_token(engine, graphs, rows, depth):
+        if len(rows) == num_rows:
+            begun.append((now(), depth))
+        return next_logits(engine, graphs, rows, depth)
+
+    run_loop, next_logits = continuous.run_loop, in_step.next_logits
+    continuous.run_loop, in_step.next_logits = watched_loop, watched_token
+    try:
+        yield begun
+    finally:
+        continuous.run_loop, in_step.next_logits = run_loop, next_logits
 
 
 @contextmanager
