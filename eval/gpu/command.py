@@ -24,7 +24,7 @@ GRACE = 25  # seconds in which a training saves its step after it was told to en
 
 def main(arguments: list[str]):
     args = parse(arguments)
-    setting = Setting(args.out.absolute(), args.device, args.tiny, args.text)
+    setting = Setting(args.out.absolute(), args.device, args.tiny, args.text, args.named)
     setting.out.mkdir(parents=True, exist_ok=True)
     ledger = Ledger(setting.out)
     if args.piece:
@@ -53,7 +53,7 @@ def run_here(piece: Piece, setting: Setting, ledger: Ledger) -> bool:
     torch.manual_seed(0)
     measured, whole = ledger.measured(piece.name), True
     for measurement in piece.measurements(setting):
-        if measurement.name in measured:
+        if measurement.name in measured or (setting.named and measurement.name not in setting.named):
             continue
         try:
             result = measurement.run()
@@ -78,6 +78,7 @@ def run_apart(piece: Piece, setting: Setting, limit: float) -> Ended:
     """In a process group of its own, which ends with its limit; what it says goes to logs/."""
     command = [sys.executable, "-m", "looped_eval.gpu", str(setting.out), "--piece", piece.name]
     command += ["--device", setting.device, "--text", setting.text, *(["--tiny"] if setting.tiny else [])]
+    command += ["--named", *setting.named] if setting.named else []
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if setting.device == "cpu" else {})}
     log, start = setting.out / "logs" / f"{piece.name}.txt", time.monotonic()
     log.parent.mkdir(exist_ok=True)
@@ -92,7 +93,7 @@ def run_apart(piece: Piece, setting: Setting, limit: float) -> Ended:
             return Ended("stopped by its limit", time.monotonic() - start)
     seconds = time.monotonic() - start
     if status == 0:
-        return Ended("done", seconds)
+        return Ended("stopped after what was named" if setting.named else "done", seconds)
     return Ended("failed", seconds, last_words(log))
 
 

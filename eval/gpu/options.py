@@ -32,6 +32,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", default="embedded", help="what the trainings read, a data.source of a recipe")
     parser.add_argument("--minutes", type=float, default=30.0, help="no piece runs beyond that; the next call goes on")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--named", nargs="+", default=[], help="of the pieces, the measurements of these names alone")
     parser.add_argument("--list", action=ListPieces, nargs=0, help="the pieces, and what each is expected to take")
     parser.add_argument("--piece", choices=NAMES, help="run this one here, without a limit")
     return parser.parse_args(arguments)

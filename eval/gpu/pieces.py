@@ -15,6 +15,7 @@ class Setting:
     device: str = "cuda"
     tiny: bool = False  # sizes at which a CPU runs all of it in minutes: the numbers tell nothing
     text: str = "embedded"  # data.source of the trainings
+    named: list[str] = field(default_factory=list)  # the measurements to make; all where there are none
 
     @property
     def dtype(self) -> str:
