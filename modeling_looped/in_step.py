@@ -11,7 +11,7 @@ from .checks import check_length
 from .clients import adds_virtual_tokens
 from .depth import check_depths
 from .row_engine import IN_TICKS, RowEngine, RowsOfEngine, enter, read_logits, run_all_loops
-from .row_graphs import TokenGraphs, can_have_graphs
+from .row_graphs import can_have_graphs
 from .tensors import on_device
 from .token_selector import first_batchwise_part
 
@@ -29,23 +29,24 @@ def goes_in_step(model, num_rows: int, processors, criteria, config, model_kwarg
 
 def decode_in_step(engine: RowEngine):
     """`_sample` of transformers."""
-    depth, graphs = engine.limits[0], TokenGraphs(engine)
+    depth = engine.limits[0]
     while rows := engine.selector.running():
-        logits = next_logits(engine, graphs, rows, depth)
+        logits = next_logits(engine, rows, depth)
         engine.cache.leave_in_deeper_loops(rows, [depth] * len(rows), engine.last_places(rows))
         engine.selector.emit(rows, logits[:, -1], [depth] * len(rows))
     return engine.output()
 
 
-def next_logits(engine: RowEngine, graphs: TokenGraphs, rows: list[int], depth: int) -> torch.Tensor:
-    ids, places = engine.selector.last_tokens(rows), engine.last_places(rows)
-    check_length(engine.trunk.config, max(places) + 1)
-    on_host = [place + engine.shifts[row] for row, place in zip(rows, places)]
+def next_logits(engine: RowEngine, rows: list[int], depth: int) -> torch.Tensor:
+    batch = RowsOfEngine(engine, rows, engine.last_places(rows))
+    check_length(engine.trunk.config, max(batch.places) + 1)
+    on_host = [place + engine.shifts[row] for row, place in zip(rows, batch.places)]
+    ids = engine.selector.last_tokens(rows)
     positions = on_device(on_host, ids.device)[:, None]
     rotary = engine.rotary(engine.trunk.embed_tokens.weight, positions, max(on_host))
-    logits = graphs.run(rows, places, depth, {"ids": ids, "positions": positions, "rotary": rotary})
-    if logits is not None:
+    graphs = engine.graphs
+    if graphs is not None and (logits := graphs.token(batch, ids, positions, rotary)) is not None:
         return logits
-    tokens = enter([RowsOfEngine(engine, rows, places)], ids)
+    tokens = enter([batch], ids)
     state = run_all_loops(tokens, engine.trunk.initial_state(tokens.embedded, None), depth)
     return read_logits(tokens, [depth] * len(rows), state)

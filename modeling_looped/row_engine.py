@@ -21,7 +21,7 @@ from .depth import check_depths, one_or_each
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .overrides import has_hooks, is_as_written
-from .row_graphs import LoopGraphs, can_have_graphs
+from .row_graphs import RowGraphs, can_have_graphs
 from .row_pages import PagedRows, PagedView, Pages
 from .row_view import JointView, Padding, RowView
 from .tensors import members_by_number, on_device
@@ -141,6 +141,11 @@ def joined(all_tokens: list[Tokens]) -> Tokens:
     return Tokens(batches, ids, embedded, torch.cat(tables) if tables else None)
 
 
+def graphs_of(batches: list[RowsOfEngine]) -> RowGraphs | None:
+    """Of passes over tokens of one engine."""
+    return batches[0].engine.graphs if len(batches) == 1 else None
+
+
 def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     """New tokens, [rows, 1], through embedding and prelude."""
     trunk = batches[0].engine.trunk
@@ -154,14 +159,16 @@ def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     ]
     rotary = torch.cat([table for table in tables if table is not None]) if trunk.ropes else None
     tokens = Tokens(batches, ids, x, rotary)
+    if (graphs := graphs_of(batches)) and (found := graphs.enter(batches[0], ids, positions, rotary)) is not None:
+        tokens.embedded = found
+        return tokens
     tokens.embedded = trunk.run_prelude(x, pass_context(tokens, [0] * len(ids)) if len(trunk.prelude) else None)
     return tokens
 
 
 def run_loop(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """From h_t to H_{t+1}. loops: t of each row."""
-    graphs = tokens.engine.graphs if len(tokens.batches) == 1 else None
-    if graphs is not None and (found := graphs.run(tokens, loops, state)) is not None:
+    if (graphs := graphs_of(tokens.batches)) and (found := graphs.loop(tokens, loops, state)) is not None:
         return found
     depths = one_or_each([batch.engine.limits[row] for batch in tokens.batches for row in batch.rows])
     context = pass_context(tokens, loops)
@@ -180,6 +187,8 @@ def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.
 
 def read_logits(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
+    if (graphs := graphs_of(tokens.batches)) and (found := graphs.read(tokens, state)) is not None:
+        return found
     model = tokens.engine.model
     return model.logits(model.model.readout(run_coda(tokens, state), loops))
 
@@ -262,8 +271,7 @@ class RowEngine:
         self.held_before = self.prompt_length - input_ids.shape[1]  # tokens that were in the cache beforehand
         self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
         self.shifts = self.shifts_of(model_kwargs.get("position_ids"))
-        has_graphs = not self.is_paged and can_have_graphs(model, self.options.is_int8) and LoopGraphs.serve(self)
-        self.graphs = LoopGraphs(self) if has_graphs else None
+        self.graphs = RowGraphs(self) if can_have_graphs(model, self.options.is_int8) else None
         if logits is not None:
             self.emit_first(logits)
 

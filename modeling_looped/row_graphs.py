@@ -5,12 +5,10 @@ launch them. A graph launches them at once. All that it reads stays where it is:
 row stands (its row in the cache, its loop and its place). So that many tokens share a graph, it attends to more places
 than are filled, under a mask.
 
-Two kinds of pass are recorded: one loop of rows that may be at different loops, and all of a token where rows of one
-depth go in step. Graphs live as long as a generation. Models that others watch or have changed run kernel by kernel,
-as all do with LOOPED_CUDA_GRAPHS=0 in the environment.
+Graphs live as long as a generation. Models that others watch or have changed run kernel by kernel, as all do with
+LOOPED_CUDA_GRAPHS=0 in the environment.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ import torch
 from torch import nn
 
 from .cache import index_of_loop
+from .configuration_looped import READOUTS
 from .context import PassContext, rotary_by_kind
 from .overrides import has_global_hooks, is_changed
 from .row_view import attend_to_all, visible
@@ -28,7 +27,7 @@ from .tensors import on_device
 DEVICES = {"cuda"}
 SWITCH = "LOOPED_CUDA_GRAPHS"
 LENGTH_STEP = 256  # places by which the attention of a graph is longer than that of the one before
-AFTER = 1  # passes of a kind that run without a graph: a call that ends soon needs none
+AFTER = 2  # passes of a kind that run without a graph: a call that ends soon needs none
 KNOWN_PACKAGES = {"torch", "transformers", "peft", __name__.partition(".")[0]}
 
 
@@ -92,70 +91,22 @@ class StaticView:
 
 
 class Standing(NamedTuple):
-    """Where rows stand, one entry for each."""
+    """Where tokens stand, one entry for each."""
 
     rows: list[int]
     loops: list[int]
     places: list[int]
 
 
-class RowGraphs:
-    """Of one engine, for as many rows as run now."""
+class Pass:
+    """A kind of pass over so many tokens: what it reads, and its graph once it has one."""
 
-    moves = ""  # which of where rows stand a pass moves on by one
-
-    def __init__(self, engine):
-        self.model, self.trunk, self.cache, self.padding = engine.model, engine.trunk, engine.cache, engine.padding
-        self.made_for: tuple | None = None
-        self.inputs: dict[str, torch.Tensor] = {}  # of all graphs
+    def __init__(self):
+        self.runs = 0
+        self.inputs: dict[str, torch.Tensor] = {}
         self.given: dict[str, torch.Tensor] = {}  # what was last copied there
         self.standing: Standing | None = None  # as inputs["where"] says it
-        self.graphs: dict[int, Recording | Repeated] = {}  # by the loop that they were recorded at
-        self.runs: Counter[int] = Counter()
-
-    def replay(
-        self, kind: int, standing: Standing, inputs: dict, run: Callable[[StaticView], torch.Tensor]
-    ) -> torch.Tensor | None:
-        """What `run` returns, of a view of these rows; None where it is to run without a graph.
-
-        inputs: what it reads in `self.inputs`, beside where the rows stand.
-        """
-        rows, _, places = standing
-        if len(set(rows)) < len(rows):
-            return None
-        cache, end = self.cache, max(places) + 1
-        cache.reserve(end)
-        length = min(-(-end // LENGTH_STEP) * LENGTH_STEP, cache.capacity)
-        are_all = rows == list(range(len(cache.buffers[0])))
-        made_for = len(rows), are_all, length, cache.buffers[0].data_ptr()
-        if made_for != self.made_for:
-            self.made_for, self.standing = made_for, None
-            self.inputs.clear(), self.given.clear(), self.graphs.clear(), self.runs.clear()
-        self.runs[kind] += 1
-        if self.runs[kind] <= AFTER:
-            return None
-        for name, tensor in inputs.items():
-            self.take(name, tensor)
-        if kind not in self.graphs:
-
-            def of_view() -> torch.Tensor:
-                where = self.inputs["where"]
-                its_rows, loops, its_places = where.clone().unbind()
-                found = run(StaticView(cache, self.padding, None if are_all else its_rows, loops, its_places, length))
-                where[Standing._fields.index(self.moves)] += 1
-                return found
-
-            self.stand(standing)
-            self.graphs[kind] = record(of_view, cache.buffers[0].device)
-            self.standing = None  # recording has moved on, too
-        if standing != self.standing:
-            self.stand(standing)
-        found = self.graphs[kind].replay()
-        self.standing = standing._replace(**{self.moves: [number + 1 for number in getattr(standing, self.moves)]})
-        return found
-
-    def stand(self, standing: Standing):
-        self.take("where", on_device(list(standing), self.cache.buffers[0].device))
+        self.graph: Recording | Repeated | None = None
 
     def take(self, name: str, tensor: torch.Tensor | None):
         """None of these tensors is written in place."""
@@ -167,8 +118,131 @@ class RowGraphs:
         else:
             self.inputs[name] = tensor.clone()
 
-    def context(self, view: StaticView) -> PassContext:
-        held, trunk = self.inputs, self.trunk
+
+class RowGraphs:
+    """Of one engine. A pass is asked for by what the host knows of its tokens; the answer is None where it is to run
+    without a graph."""
+
+    def __init__(self, engine):
+        self.model, self.trunk, self.cache, self.padding = engine.model, engine.trunk, engine.cache, engine.padding
+        trunk, config = self.trunk, self.trunk.config
+        self.depth = engine.limits[0]
+        one_factor = len(set(map(trunk._residual_factor, engine.limits))) == 1
+        self.loops_are_alike = one_factor and trunk.num_loop_sets is None  # but for the first, maybe
+        self.readouts_are_alike = set(READOUTS[config.readout_norm]) in ({"raw"}, {"norm"})
+        self.made_for: tuple | None = None
+        self.passes: dict[tuple, Pass] = {}
+
+    def enter(self, batch, ids, positions, rotary) -> torch.Tensor | None:
+        """From ids and positions, [tokens, 1], to what every loop reads."""
+        if not len(self.trunk.prelude):
+            return None
+        standing = Standing(batch.rows, [0] * len(ids), batch.places)
+        inputs = {"ids": ids, "positions": positions, "rotary": rotary}
+        return self.run("enter", standing, inputs, self._enter)
+
+    def loop(self, tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor | None:
+        """H_{t+1} of tokens at `loops`, which may differ."""
+        like_all = 1  # a loop that runs as these do
+        if self.trunk.looks_at_first:
+            if len({loop == 0 for loop in loops}) == 2:
+                return None
+            like_all = min(loops[0], 1)
+        if not self.loops_are_alike:
+            return None
+
+        def one_loop(held: dict, view: StaticView) -> torch.Tensor:
+            context = self.context(held, view)
+            return self.trunk.core_pass(held["state"], held["embedded"], like_all, self.depth, context)
+
+        inputs = {"state": state, "embedded": tokens.embedded, "ids": tokens.ids, "rotary": tokens.rotary}
+        (batch,) = tokens.batches
+        return self.run(f"loop {like_all}", Standing(batch.rows, loops, batch.places), inputs, one_loop, moves="loops")
+
+    def read(self, tokens, state: torch.Tensor) -> torch.Tensor | None:
+        """Logits, [tokens, 1, vocabulary]."""
+        if not len(self.trunk.coda) or not self.readouts_are_alike:
+            return None
+
+        def logits(held: dict, view: StaticView) -> torch.Tensor:
+            after_coda = self.trunk.run_coda(held["state"], self.context(held, view))
+            return self.model.logits(self.trunk.readout(after_coda, 1))
+
+        (batch,) = tokens.batches
+        standing = Standing(batch.rows, [0] * len(state), batch.places)
+        return self.run("read", standing, {"state": state, "ids": tokens.ids, "rotary": tokens.rotary}, logits)
+
+    def token(self, batch, ids, positions, rotary) -> torch.Tensor | None:
+        """All of a token, of rows in step: from its id to the logits of the next, [rows, 1, vocabulary]."""
+
+        def logits(held: dict, view: StaticView) -> torch.Tensor:
+            trunk, context = self.trunk, self.context(held, view)
+            embedded = self._enter(held, view)
+            state = trunk.initial_state(embedded, None)
+            for loop in range(self.depth):
+                view.loops = loop
+                state = state if loop == 0 else trunk.to_next_loop(state)
+                state = trunk.core_pass(state, embedded, loop, self.depth, context)
+            view.loops = 0
+            return self.model.logits(trunk.readout(trunk.run_coda(state, context), self.depth))
+
+        standing = Standing(batch.rows, [0] * len(ids), batch.places)
+        inputs = {"ids": ids, "positions": positions, "rotary": rotary}
+        return self.run("token", standing, inputs, logits, moves="places")
+
+    def _enter(self, held: dict, view: StaticView) -> torch.Tensor:
+        view.loops = 0
+        x = self.trunk.embed(self.trunk.embed_tokens(held["ids"]), held["positions"])
+        return self.trunk.run_prelude(x, self.context(held, view))
+
+    def run(
+        self,
+        kind: str,
+        standing: Standing,
+        inputs: dict[str, torch.Tensor | None],
+        compute: Callable[[dict, StaticView], torch.Tensor],
+        moves: str = "",
+    ) -> torch.Tensor | None:
+        """What `compute` returns, of its inputs and a view of these tokens. moves: which of where tokens stand goes on
+        by one with every pass, if any, which is then known to the device."""
+        rows, _, places = standing
+        cache, end = self.cache, max(places) + 1
+        cache.reserve(end)
+        length = min(-(-end // LENGTH_STEP) * LENGTH_STEP, cache.capacity)
+        if self.made_for != (length, cache.buffers[0].data_ptr()):
+            self.made_for = length, cache.buffers[0].data_ptr()
+            self.passes.clear()
+        are_all = rows == list(range(len(cache.buffers[0])))
+        its = self.passes.setdefault((kind, len(rows), are_all), Pass())
+        its.runs += 1
+        if its.runs <= AFTER:
+            return None
+        for name, tensor in inputs.items():
+            its.take(name, tensor)
+        device = cache.buffers[0].device
+        if its.graph is None:
+
+            def of_view() -> torch.Tensor:
+                where = its.inputs["where"]
+                its_rows, loops, its_places = where.clone().unbind()
+                view = StaticView(cache, self.padding, None if are_all else its_rows, loops, its_places, length)
+                found = compute(its.inputs, view)
+                if moves:
+                    where[Standing._fields.index(moves)] += 1
+                return found
+
+            its.take("where", on_device(list(standing), device))
+            its.graph = record(of_view, device)
+            its.standing = None  # recording has moved on, too
+        if its.standing != standing:
+            its.take("where", on_device(list(standing), device))
+        found = its.graph.replay()
+        moved = {moves: [number + 1 for number in getattr(standing, moves)]} if moves else {}
+        its.standing = standing._replace(**moved)
+        return found
+
+    def context(self, held: dict, view: StaticView) -> PassContext:
+        trunk = self.trunk
         return PassContext(
             num_rows=len(view.places),
             masks=dict.fromkeys(trunk.layer_types),
@@ -179,67 +253,6 @@ class RowGraphs:
             site=trunk.site,
             options={"row_attention": view.attend},
         )
-
-
-class LoopGraphs(RowGraphs):
-    """One loop, of rows that may be at different loops."""
-
-    moves = "loops"
-
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.depth = engine.limits[0]
-
-    @staticmethod
-    def serve(engine) -> bool:
-        """Whether all loops are alike, or all but the first."""
-        one_factor = len(set(map(engine.trunk._residual_factor, engine.limits))) == 1
-        return one_factor and engine.trunk.num_loop_sets is None
-
-    def run(self, tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor | None:
-        """H_{t+1} of rows at `loops`, as `run_loop`."""
-        (batch,) = tokens.batches
-        loop = self.loop_like_all(loops)
-        if loop is None:
-            return None
-        inputs = {"state": state, "embedded": tokens.embedded, "ids": tokens.ids, "rotary": tokens.rotary}
-
-        def run(view: StaticView) -> torch.Tensor:
-            state, embedded = self.inputs["state"], self.inputs["embedded"]
-            return self.trunk.core_pass(state, embedded, loop, self.depth, self.context(view))
-
-        return self.replay(loop, Standing(batch.rows, loops, batch.places), inputs, run)
-
-    def loop_like_all(self, loops: list[int]) -> int | None:
-        """One that runs as these do; None if they differ."""
-        if not self.trunk.looks_at_first:
-            return 1
-        are_first = {loop == 0 for loop in loops}
-        return None if len(are_first) == 2 else int(not are_first.pop())
-
-
-class TokenGraphs(RowGraphs):
-    """All of a token, of rows in step: from its id to the logits of the next."""
-
-    moves = "places"
-
-    def run(self, rows: list[int], places: list[int], depth: int, inputs: dict) -> torch.Tensor | None:
-        """Logits, [rows, 1, vocabulary]. inputs: ids and positions, [rows, 1], and rotary tables."""
-
-        def run(view: StaticView) -> torch.Tensor:
-            trunk, context = self.trunk, self.context(view)
-            view.loops = 0
-            embedded = trunk.run_prelude(
-                trunk.embed(trunk.embed_tokens(self.inputs["ids"]), self.inputs["positions"]), context
-            )
-            state = trunk.initial_state(embedded, None)
-            for loop in range(depth):
-                view.loops = loop
-                state = trunk.core_pass(trunk.to_next_loop(state) if loop else state, embedded, loop, depth, context)
-            view.loops = 0
-            return self.model.logits(trunk.readout(trunk.run_coda(state, context), depth))
-
-        return self.replay(depth, Standing(rows, [0] * len(rows), places), inputs, run)
 
 
 class Recording:

@@ -140,22 +140,16 @@ def test_other_plain_decoding_is_left_to_transformers(how, monkeypatch):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_one_row_always_runs_as_a_graph(system, replays):
-    """Rows of models whose first loop differs do so while all or none are there: one always."""
-    model, loops = model_of(system), []
-    watched = row_graphs.LoopGraphs.run
-
-    def run(self, tokens, at, state):
-        loops.append(watched(self, tokens, at, state))
-        return loops[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_graphs.LoopGraphs, "run", run)
-        decode(model, random_ids(1, 6), None, **WAYS["latent"])
-    without = sum(found is None for found in loops)
-    assert len(loops) - without == len(replays) > 0
-    # the first loops of a kind, for each of the lengths 8, 16, 24 and 26
-    assert without <= 4 * (2 if model.model.looks_at_first else 1)
+def test_passes_are_recorded_once_for_a_length(system, replays, monkeypatch):
+    """One row: a loop (and one for the first, where it differs), and where there are some, prelude and coda."""
+    model, recorded = model_of(system), []
+    record = row_graphs.record
+    monkeypatch.setattr(row_graphs, "record", lambda *given: recorded.append(1) or record(*given))
+    decode(model, random_ids(1, 6), None, **WAYS["latent"])
+    kinds = 1 + model.model.looks_at_first + bool(len(model.model.prelude)) + bool(len(model.model.coda))
+    lengths = 4  # 8, 16, 24 and 26
+    assert 0 < len(recorded) <= kinds * lengths
+    assert len(replays) > 3 * len(recorded)
 
 
 @pytest.mark.parametrize(

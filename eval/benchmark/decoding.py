@@ -162,10 +162,10 @@ def watched_loops(model, num_rows: int):
             begun.append((now(), 1))
         return run_loop(tokens, loops, state)
 
-    def watched_token(engine, graphs, rows, depth):
+    def watched_token(engine, rows, depth):
         if len(rows) == num_rows:
             begun.append((now(), depth))
-        return next_logits(engine, graphs, rows, depth)
+        return next_logits(engine, rows, depth)
 
     run_loop, next_logits = continuous.run_loop, in_step.next_logits
     continuous.run_loop, in_step.next_logits = watched_loop, watched_token
