@@ -80,8 +80,13 @@ def one_or_each(numbers: list[int]) -> int | list[int]:
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
-def one_or_rows(value: Callable[[int], Any], numbers: int | list[int], device, ndim: int = 1, dtype=None) -> Any:
-    """What follows from each row's loop or depth: one value where all rows agree, else [rows, 1, ...] of `ndim`."""
+def one_or_rows(
+    value: Callable[[Any], Any], numbers: int | list[int] | torch.Tensor, device, ndim: int = 1, dtype=None
+) -> Any:
+    """What follows from each row's loop or depth: one value where all rows agree, else [rows, 1, ...] of `ndim`; the
+    latter too of a tensor, whose numbers the host does not know."""
+    if torch.is_tensor(numbers):
+        return value(numbers).view(-1, *[1] * (ndim - 1))
     values = [value(number) for number in ([numbers] if isinstance(numbers, int) else numbers)]
     if len(set(values)) == 1:
         return values[0]

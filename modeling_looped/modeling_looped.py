@@ -423,9 +423,10 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.to_next_loop(state)
         return watch.final
 
-    def core_pass(self, state, embedded, loop: int | list[int], depth: int | list[int], context: PassContext):
+    def core_pass(self, state, embedded, loop: Any, depth: int | list[int], context: PassContext):
         """One loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the loops of the run that it is part of. Each
-        is one int for all rows, or one per row."""
+        is one int for all rows, or one per row; a tensor where models ask of a loop no more than whether it is the
+        first."""
         # where each row has its own loop (a list) there is no cache, or a view that knows the loop of each row
         slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
         device, sets = embedded.device, self.num_loop_sets

@@ -71,9 +71,13 @@ class Planner:
     """Chooses the plan of least time per token, or none where that is not worthwhile.
 
     first: the depth that was asked for, or None. most_ahead: tokens. readout_cost: of the head, in tokens of a pass.
+    has_graphs: without drafts a token is one graph, and takes less time than so many passes.
     """
 
-    def __init__(self, num_loops: int, first: int | None, most_ahead: int, readout_cost: float):
+    def __init__(
+        self, num_loops: int, first: int | None, most_ahead: int, readout_cost: float, has_graphs: bool = False
+    ):
+        self.has_graphs = has_graphs
         self.num_loops, self.first, self.most_ahead, self.readout_cost = num_loops, first, most_ahead, readout_cost
         self.seconds = PassSeconds()
         self.plain = (0.0, 0)  # seconds in which rows in step said tokens, and how many
@@ -83,7 +87,8 @@ class Planner:
     def add_passes(self, count: int, work: int, seconds: float, emitted: int):
         """`count` passes over so much work took so long. Several at once are those of rows in step, which then said so
         many tokens."""
-        self.seconds.add(work, seconds / count)
+        if count == 1 or not self.has_graphs:
+            self.seconds.add(work, seconds / count)
         if count > 1:
             spent, tokens = self.plain
             self.plain = spent + seconds, tokens + emitted
@@ -93,9 +98,12 @@ class Planner:
             self.plan = self.choose(rows)
 
     def needs_trial(self, rows: int) -> bool:
-        """Whether how fast several rows are without drafts is still to be seen: the line of passes with many tokens is
-        too high for those with few, of which drafts leave none."""
-        return rows > 1 and self.plain[1] < FEWEST_PLAIN * rows
+        """Whether how fast rows are without drafts is still to be seen: of several rows, the line of passes with many
+        tokens is too high for those with few, of which drafts leave none."""
+        return self.tries_plain(rows) and self.plain[1] < FEWEST_PLAIN * rows
+
+    def tries_plain(self, rows: int) -> bool:
+        return rows > 1 or self.has_graphs
 
     def choose(self, rows: int) -> Plan | None:
         if self.needs_trial(rows):
@@ -124,7 +132,7 @@ class Planner:
 
     def plain_time(self, line: tuple[float, float], rows: int) -> float:
         seconds, tokens = self.plain
-        if rows > 1 and tokens:
+        if self.tries_plain(rows) and tokens:
             return rows * seconds / tokens
         per_pass, per_token = line
         return per_pass * self.num_loops + per_token * rows * (self.num_loops + self.readout_cost)

@@ -143,21 +143,16 @@ class RowGraphs:
 
     def loop(self, tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor | None:
         """H_{t+1} of tokens at `loops`, which may differ."""
-        like_all = 1  # a loop that runs as these do
-        if self.trunk.looks_at_first:
-            if len({loop == 0 for loop in loops}) == 2:
-                return None
-            like_all = min(loops[0], 1)
         if not self.loops_are_alike:
             return None
 
         def one_loop(held: dict, view: StaticView) -> torch.Tensor:
             context = self.context(held, view)
-            return self.trunk.core_pass(held["state"], held["embedded"], like_all, self.depth, context)
+            return self.trunk.core_pass(held["state"], held["embedded"], view.loops, self.depth, context)
 
         inputs = {"state": state, "embedded": tokens.embedded, "ids": tokens.ids, "rotary": tokens.rotary}
         (batch,) = tokens.batches
-        return self.run(f"loop {like_all}", Standing(batch.rows, loops, batch.places), inputs, one_loop, moves="loops")
+        return self.run("loop", Standing(batch.rows, loops, batch.places), inputs, one_loop, moves="loops")
 
     def read(self, tokens, state: torch.Tensor) -> torch.Tensor | None:
         """Logits, [tokens, 1, vocabulary]."""

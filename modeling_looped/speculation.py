@@ -18,8 +18,10 @@ from time import perf_counter
 import torch
 from transformers.utils import logging
 
+from .in_step import next_logits
 from .proposals import FEWEST_RECORDS, SURE, Planner, ProbeReading
 from .row_engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
+from .row_graphs import AFTER
 from .tensors import on_device
 
 
@@ -71,7 +73,8 @@ class Pipeline:
         self.num_loops, options, config = engine.limits[0], engine.options, engine.model.config
         most_ahead = options.draft_tokens or self.num_loops - 1
         first = None if options.draft_loops == "auto" else options.draft_loops
-        self.planner = Planner(self.num_loops, first, most_ahead, readout_cost(config))
+        has_graphs = engine.graphs is not None
+        self.planner = Planner(self.num_loops, first, most_ahead, readout_cost(config), has_graphs)
         self.flight: list[InFlight] = []
         self.held: dict[str, torch.Tensor] = {}  # of the tokens in flight: state, ids, embedded, rotary
         self.of_row: list[list[InFlight]] = [[] for _ in range(engine.num_rows)]  # oldest first
@@ -81,10 +84,14 @@ class Pipeline:
         if config.position_embedding == "learned":
             self.end = min(self.end, config.max_position_embeddings)
         self.entries = self.row_passes = self.verified = self.compared = self.accepted = 0
+        self.taken_together = 0  # tokens of all rows without proposals, as graphs
         self.stopped_drafting = False
 
     def tick(self):
         """One loop of every token in flight; what is verified is emitted, what is proposed starts with the next."""
+        if self.planner.has_graphs and self.planner.plan is None and not self.flight and not self.probes_next:
+            self.take_tokens()
+            return
         start, verified = perf_counter(), self.verified
         self.enter_tokens()
         everything = list(range(len(self.flight)))
@@ -110,12 +117,29 @@ class Pipeline:
         self.held["state"] = self.trunk.to_next_loop(state)
         self.keep([i for i in everything if not self.flight[i].is_dropped])
 
+    def take_tokens(self):
+        """The next of every row, without a proposal."""
+        start, rows = perf_counter(), self.selector.running()
+        tokens = [InFlight(row, place, -1, False) for row, place in zip(rows, self.engine.last_places(rows))]
+        logits, loops = next_logits(self.engine, rows, self.num_loops), [self.num_loops] * len(rows)
+        self.engine.cache.leave_in_deeper_loops(rows, loops, [token.place for token in tokens])
+        self.selector.emit(rows, logits[:, -1], loops, self.noise_of(tokens))
+        self.noises.clear()
+        self.entries, self.verified = self.entries + 1, self.verified + len(rows)
+        self.row_passes += self.num_loops * len(rows)
+        self.taken_together += 1
+        if self.taken_together > AFTER + 1:  # its graph was there before
+            self.planner.add_passes(self.num_loops, len(rows), perf_counter() - start, len(rows))
+
     # Tokens that come and go
+
+    @property
+    def probes_next(self) -> bool:
+        return len(self.planner.records) < FEWEST_RECORDS or (self.entries + 1) % PROBE_EVERY == 0
 
     def enter_tokens(self):
         """Of each row its last token, or the one that was proposed last. Without a plan rows are in step."""
-        new, plan = [], self.planner.plan
-        is_probe = len(self.planner.records) < FEWEST_RECORDS or (self.entries + 1) % PROBE_EVERY == 0
+        new, plan, is_probe = [], self.planner.plan, self.probes_next
         for row in self.selector.running() if plan is not None or not self.flight else ():
             before = self.of_row[row][-1] if self.of_row[row] else None
             if before is None:

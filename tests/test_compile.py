@@ -3,6 +3,9 @@
 The quick tests trace whole graphs and run them as they are; the slow ones run what inductor makes of them.
 """
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -155,6 +158,40 @@ def test_chunks_of_any_number_of_tokens_are_one_graph(monkeypatch):
     model.compiled_cross_entropy = counted
     model(random_ids(2, 9), labels=random_ids(2, 9), use_cache=False, output_logits=False).loss.backward()
     assert [rows for rows, _ in counts] == [7, 7, 2] and len({of_all for _, of_all in counts}) == 1
+
+
+INTERRUPTED = """
+import os, signal, time
+from looped_recipes.engine.compiling import start_compile_workers
+
+if __name__ == "__main__":
+    start_compile_workers()
+    from torch._inductor.async_compile import AsyncCompile
+
+    workers = AsyncCompile.process_pool()
+    workers.submit(os.getpid).result(100)
+    job = workers.submit(time.sleep, 1)
+    signal.signal(signal.SIGTERM, lambda *given: print("told to end", flush=True))
+    os.kill(0, signal.SIGTERM)
+    job.result(20)
+    print("compiled")
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_does_not_end_the_compilers_of_torch(tmp_path):
+    """Without its workers torch would wait forever, and the run would not save its step."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "interrupted.py"],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+    )
+    assert done.stdout.split("\n")[:2] == ["told to end", "compiled"], done.stderr
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_tokens_are_those_without_graphs(system, way, replays, monkeypatch):
     if way == "warm" and (model.config.state_init == "embedding" or model.model.looks_at_first):
         pytest.skip("this model always begins from its input")
     found = decode(model, prompt, mask, **WAYS[way])
-    assert replays or model.model.looks_at_first
+    assert replays
     monkeypatch.setenv(row_graphs.SWITCH, "0")
     replays.clear()
     expected = decode(model, prompt, mask, **WAYS[way])
@@ -141,12 +141,12 @@ def test_other_plain_decoding_is_left_to_transformers(how, monkeypatch):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_passes_are_recorded_once_for_a_length(system, replays, monkeypatch):
-    """One row: a loop (and one for the first, where it differs), and where there are some, prelude and coda."""
+    """One row: a loop, and where there are some, prelude and coda."""
     model, recorded = model_of(system), []
     record = row_graphs.record
     monkeypatch.setattr(row_graphs, "record", lambda *given: recorded.append(1) or record(*given))
     decode(model, random_ids(1, 6), None, **WAYS["latent"])
-    kinds = 1 + model.model.looks_at_first + bool(len(model.model.prelude)) + bool(len(model.model.coda))
+    kinds = 1 + bool(len(model.model.prelude)) + bool(len(model.model.coda))
     lengths = 4  # 8, 16, 24 and 26
     assert 0 < len(recorded) <= kinds * lengths
     assert len(replays) > 3 * len(recorded)
@@ -188,3 +188,22 @@ def test_models_whose_loops_differ_run_kernel_by_kernel(fields, replays):
 def test_int8_keys_run_kernel_by_kernel(replays):
     decode(model_of("plain"), *padded_prompt(), cache_dtype="int8", **WAYS["latent"])
     assert not replays
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "top_k": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("system", ["plain", "flt", "parcae"])
+def test_drafts_give_the_tokens_without_graphs(system, rows, how, replays, monkeypatch):
+    """Passes over tokens in flight, and tokens of all rows where drafts do not pay."""
+    model, (prompt, mask) = model_of(system), padded_prompt()
+    prompt, mask, outputs = prompt[:rows], mask[:rows], []
+    for value in ("1", "0"):
+        monkeypatch.setenv(row_graphs.SWITCH, value)
+        torch.manual_seed(0)
+        how = {"max_new_tokens": 60, "draft_loops": 2, "draft_tokens": 1, **how}
+        outputs.append(decode(model, prompt, mask, **how))
+        assert bool(replays) == (value == "1")
+        replays.clear()
+    if "do_sample" not in how:  # which noise a token meets depends on when it is asked for
+        assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[0].sequences.shape == outputs[1].sequences.shape

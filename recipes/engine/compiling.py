@@ -6,6 +6,7 @@ As CUDA graphs, every pass through a block of a step is recorded once and replay
 a block returned in one loop stays until the step is over.
 """
 
+import signal
 from collections.abc import Iterable
 
 import torch
@@ -31,7 +32,21 @@ def take_options(model, training: TrainingConfig, precision: str):
     if training.gradient_checkpointing:
         keep_fewer_activations(model, training.gradient_checkpointing)
     if training.compile:
+        if torch.cuda.is_available():
+            start_compile_workers()
         compile_parts(model, cuda_graphs=training.compile == "cuda_graphs")
+
+
+def start_compile_workers():
+    """Torch's own, before it would: a signal to all processes of a run, as schedulers and `timeout` send it, must not
+    reach them, since torch waits forever for those that are gone. They end with this process."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # what is blocked is inherited
+    try:
+        AsyncCompile.warm_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ours)
 
 
 def compile_parts(model, cuda_graphs: bool = False, **options):
