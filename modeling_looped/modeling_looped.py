@@ -479,6 +479,11 @@ class LoopedModel(LoopedPreTrainedModel):
         shallower = [unrecorded(self.run_coda, state, context) for state in states[:-1]]
         return plan.spread([*shallower, self.run_coda(states[-1], context)])
 
+    @property
+    def reads_alike(self) -> bool:
+        """Whether the readout is the same after every loop."""
+        return set(READOUTS[self.config.readout_norm]) in ({"raw"}, {"norm"})
+
     def readout(self, x, depth: int | list[int] | torch.Tensor):
         """What the head reads at loop `depth`: an int, one per row, or a tensor with one per token, [rows, length]."""
         below, from_there_on = READOUTS[self.config.readout_norm]

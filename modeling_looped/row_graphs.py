@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from .cache import index_of_loop
-from .configuration_looped import READOUTS
 from .context import PassContext, rotary_by_kind
 from .overrides import has_global_hooks, is_changed
 from .row_view import attend_to_all, visible
@@ -125,11 +124,9 @@ class RowGraphs:
 
     def __init__(self, engine):
         self.model, self.trunk, self.cache, self.padding = engine.model, engine.trunk, engine.cache, engine.padding
-        trunk, config = self.trunk, self.trunk.config
         self.depth = engine.limits[0]
-        one_factor = len(set(map(trunk._residual_factor, engine.limits))) == 1
-        self.loops_are_alike = one_factor and trunk.num_loop_sets is None  # but for the first, maybe
-        self.readouts_are_alike = set(READOUTS[config.readout_norm]) in ({"raw"}, {"norm"})
+        one_factor = len(set(map(self.trunk._residual_factor, engine.limits))) == 1
+        self.loops_are_alike = one_factor and self.trunk.num_loop_sets is None  # but for the first, maybe
         self.made_for: tuple | None = None
         self.passes: dict[tuple, Pass] = {}
 
@@ -156,7 +153,7 @@ class RowGraphs:
 
     def read(self, tokens, state: torch.Tensor) -> torch.Tensor | None:
         """Logits, [tokens, 1, vocabulary]."""
-        if not len(self.trunk.coda) or not self.readouts_are_alike:
+        if not len(self.trunk.coda) or not self.trunk.reads_alike:
             return None
 
         def logits(held: dict, view: StaticView) -> torch.Tensor:

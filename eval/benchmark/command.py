@@ -14,6 +14,7 @@ from looped_recipes.common.hardware import measured_rate
 
 from .bandwidth import bandwidth
 from .decoding import exits, sharing, speculation
+from .graphs import graphs
 from .harness import harness
 from .kept_tokens import cache
 from .long_prompt import long_prompt
@@ -145,6 +146,7 @@ BENCHMARKS = {
     "depths": depths,
     "llama": llama,
     "bandwidth": bandwidth,
+    "graphs": graphs,
     "exits": exits,
     "speculation": speculation,
     "sharing": sharing,

@@ -6,6 +6,7 @@ depths   time of one pass that gives the logits of every depth over one full-dep
 decode   all of the following, the last two if there is a --model
 llama    tokens/s of cached greedy decoding over transformers' Llama of the same unrolled depth
 bandwidth   tokens/s of greedy decoding of one row over both limits of bandwidth, of memory and of the cache
+graphs   speed of decoding on a GPU whose passes are CUDA graphs, over that kernel by kernel
 exits    speed of decoding with early exit over what the FLOPs of the loops and checks that ran predict
 speculation   speed of self-speculation over full depth, on the trained model --model
 sharing  bytes of the cache and loss of decoding under each cache_sharing, on the trained model --model
@@ -30,7 +31,7 @@ from looped_recipes.common.command_line import Parser
 
 RENAMED = {"--loops": "--num-loops", "--batch": "--batch-size"}
 BENCHMARKS = ["train", "memory", "depths", "decode", "llama", "bandwidth", "exits", "speculation", "sharing"]
-BENCHMARKS += ["cache", "serving", "long_prompt", "pages", "products", "harness", "_memory"]
+BENCHMARKS += ["graphs", "cache", "serving", "long_prompt", "pages", "products", "harness", "_memory"]
 
 
 def add_arguments(parser, layers: int, loops: int, batch: int):
@@ -54,7 +55,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--continuation", type=int, default=32, help="positions whose logits loglikelihood needs")
     parser.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[1, 8], help="exits, speculation, cache, products: rows"
+        "--batch-sizes", type=int, nargs="+", default=[1, 8], help="graphs, exits, speculation, cache, products: rows"
     )
     parser.add_argument("--criteria", nargs="+", default=["logit_margin", "latent_diff", "gate"], help="exits")
     parser.add_argument("--exit-interval", type=int, default=1, help="exits: loops between checks")

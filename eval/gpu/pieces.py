@@ -124,6 +124,17 @@ PIECES = [
         [Aim("share of the bandwidth limit", "best_over_memory_limit", least=0.6)],
     ),
     Piece(
+        "graphs",
+        "graphs",
+        "decoding whose passes are CUDA graphs, over the same kernel by kernel",
+        40,
+        180,
+        [
+            Aim("speed of graphs in plain decoding", "plain_speedup", least=1.0),
+            Aim("speed of graphs in decoding with exits", "exits_speedup", least=1.0),
+        ],
+    ),
+    Piece(
         "exits",
         "exits",
         "decoding with early exit over what FLOPs predict",

@@ -1,0 +1,47 @@
+"""Decoding whose passes are CUDA graphs, over the same kernel by kernel, by `looped benchmark graphs`."""
+
+import os
+from contextlib import contextmanager
+
+import torch
+
+from looped_eval.common.timing import in_turns
+from modeling_looped.row_graphs import DEVICES, SWITCH
+
+from .decoding import exiting_model, passing_threshold
+from .models import tokens
+
+
+def graphs(args) -> dict:
+    """Per number of rows: plain decoding, and with exits."""
+    if args.device not in DEVICES:
+        raise SystemExit(f"--device {args.device}: passes are graphs on {' and '.join(DEVICES)} alone")
+    model = exiting_model(args)
+    prompts = {rows: tokens(args, batch=rows, length=args.prompt) for rows in args.batch_sizes}
+    return {f"rows_{rows}": of_rows(model, prompt, args) for rows, prompt in prompts.items()}
+
+
+def of_rows(model, prompt: torch.Tensor, args) -> dict:
+    exits = {"exit_criterion": "latent_diff", "exit_threshold": passing_threshold(model, prompt, "latent_diff")}
+    settings = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    result = {}
+    for name, how in {"plain": {}, "exits": exits}.items():
+
+        def decode(value: str, how=how):
+            with switched(value):
+                model.generate(prompt, max_new_tokens=args.new_tokens, **settings, **how)
+
+        with_graphs, without = in_turns(lambda: decode("1"), lambda: decode("0"), args.repeats)
+        result[f"{name}_speedup"] = without / with_graphs
+        result[f"{name}_milliseconds_of_a_token"] = 1e3 * with_graphs / args.new_tokens
+    return result
+
+
+@contextmanager
+def switched(value: str):
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(SWITCH) if before is None else os.environ.update({SWITCH: before})
