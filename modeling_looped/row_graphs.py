@@ -9,11 +9,13 @@ Graphs live as long as a generation. Models that others watch or have changed ru
 LOOPED_CUDA_GRAPHS=0 in the environment.
 """
 
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from .cache import index_of_loop
 from .context import PassContext, rotary_by_kind
@@ -22,6 +24,8 @@ from .row_view import attend_to_all, visible
 from .switches import is_switched_on
 from .tensors import on_device
 
+
+logger = logging.get_logger(__name__)
 
 DEVICES = {"cuda"}
 SWITCH = "LOOPED_CUDA_GRAPHS"
@@ -129,6 +133,7 @@ class RowGraphs:
         self.loops_are_alike = one_factor and self.trunk.num_loop_sets is None  # but for the first, maybe
         self.made_for: tuple | None = None
         self.passes: dict[tuple, Pass] = {}
+        self.is_refused = False
 
     def enter(self, batch, ids, positions, rotary) -> torch.Tensor | None:
         """From ids and positions, [tokens, 1], to what every loop reads."""
@@ -197,6 +202,8 @@ class RowGraphs:
     ) -> torch.Tensor | None:
         """What `compute` returns, of its inputs and a view of these tokens. moves: which of where tokens stand goes on
         by one with every pass, if any, which is then known to the device."""
+        if self.is_refused:
+            return None
         rows, _, places = standing
         cache, end = self.cache, max(places) + 1
         cache.reserve(end)
@@ -224,7 +231,12 @@ class RowGraphs:
                 return found
 
             its.take("where", on_device(list(standing), device))
-            its.graph = record(of_view, device)
+            try:
+                its.graph = record(of_view, device)
+            except RuntimeError as error:  # a kernel of others that waits for the device, say
+                self.is_refused = True
+                logger.warning_once(f"Passes run kernel by kernel, as they cannot be CUDA graphs here: {error}")
+                return None
             its.standing = None  # recording has moved on, too
         if its.standing != standing:
             its.take("where", on_device(list(standing), device))
@@ -247,24 +259,58 @@ class RowGraphs:
         )
 
 
+class Room(NamedTuple):
+    """Where the graphs of a stream are recorded, and have their memory, the same for all of them: no two are replayed at
+    the same time."""
+
+    lock: threading.RLock
+    stream: torch.cuda.Stream
+    handle: Any  # of the memory
+    holder: torch.cuda.CUDAGraph  # as long as one graph is there, torch keeps the memory for the next
+
+
+_rooms: dict[tuple[int, int], Room] = {}
+_rooms_lock = threading.Lock()
+
+
+def room_of_current_stream() -> Room:
+    here = torch.cuda.current_stream()
+    with _rooms_lock:
+        key = here.device_index, here.cuda_stream
+        if key not in _rooms:
+            room = Room(threading.RLock(), torch.cuda.Stream(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph())
+            capture(room, room.holder, lambda: torch.zeros(1, device=here.device))
+            _rooms[key] = room
+        return _rooms[key]
+
+
+def capture(room: Room, graph: torch.cuda.CUDAGraph, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `function` returns; its tensor is filled by every replay."""
+    here = torch.cuda.current_stream()
+    room.stream.wait_stream(here)
+    with torch.cuda.stream(room.stream):
+        function()  # what kernels set up when they first run is not part of a graph
+        graph.capture_begin(pool=room.handle, capture_error_mode="thread_local")
+        try:
+            output = function()
+        finally:
+            graph.capture_end()
+    here.wait_stream(room.stream)
+    return output
+
+
 class Recording:
     """What a function launches on the tensors that it reads, launched again at once."""
 
     def __init__(self, function: Callable[[], torch.Tensor]):
-        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # of the current device
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function()  # what kernels set up when they first run is not part of a graph
-            self.graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self.output = function()
-            finally:
-                self.graph.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
+        self.room, self.graph = room_of_current_stream(), torch.cuda.CUDAGraph()
+        with self.room.lock:
+            self.output = capture(self.room, self.graph, function)
 
     def replay(self) -> torch.Tensor:
-        self.graph.replay()
-        return self.output.clone()
+        with self.room.lock:  # another graph may write where this one leaves its output
+            self.graph.replay()
+            return self.output.clone()
 
 
 class Repeated:

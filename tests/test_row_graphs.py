@@ -207,3 +207,20 @@ def test_drafts_give_the_tokens_without_graphs(system, rows, how, replays, monke
     if "do_sample" not in how:  # which noise a token meets depends on when it is asked for
         assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     assert outputs[0].sequences.shape == outputs[1].sequences.shape
+
+
+def test_what_cannot_be_recorded_runs_kernel_by_kernel(replays, monkeypatch):
+    model, (prompt, mask), said = model_of("plain"), padded_prompt(), []
+    expected = decode(model, prompt, mask, **WAYS["latent"])
+    assert replays
+    replays.clear()
+
+    def refuse(function, device):
+        function()  # as far as it got
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(row_graphs, "record", refuse)
+    monkeypatch.setattr(row_graphs.logger, "warning_once", said.append)
+    found = decode(model, prompt, mask, **WAYS["latent"])
+    assert torch.equal(found.sequences, expected.sequences)
+    assert not replays and len(said) == 1 and "not permitted when stream is capturing" in said[0]
