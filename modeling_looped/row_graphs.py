@@ -260,8 +260,8 @@ class RowGraphs:
 
 
 class Room(NamedTuple):
-    """Where the graphs of a stream are recorded, and have their memory, the same for all of them: no two are replayed at
-    the same time."""
+    """Where the graphs of a stream are recorded, and have their memory, the same for all: no two are replayed at the
+    same time."""
 
     lock: threading.RLock
     stream: torch.cuda.Stream
