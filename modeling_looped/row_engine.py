@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +142,24 @@ def joined(all_tokens: list[Tokens]) -> Tokens:
     return Tokens(batches, ids, embedded, torch.cat(tables) if tables else None)
 
 
+def by_graphs(batches: list[RowsOfEngine]) -> bool:
+    """Whether several batches run one after the other, each by its graphs: to launch their kernels together, and those
+    of the attention of each, takes longer."""
+    graphs = [batch.engine.graphs for batch in batches]
+    return len(graphs) > 1 and all(each is not None and each.serve_loops for each in graphs)
+
+
+def one_by_one(run: Callable, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
+    """What `run` returns of all batches, which it is given alone."""
+    ends = list(accumulate(len(batch.rows) for batch in tokens.batches))
+    found = []
+    for batch, start, end in zip(tokens.batches, [0, *ends], ends):
+        rotary = None if tokens.rotary is None else tokens.rotary[start:end]
+        part = Tokens([batch], tokens.ids[start:end], tokens.embedded[start:end], rotary)
+        found.append(run(part, loops[start:end], state[start:end]))
+    return torch.cat(found)
+
+
 def graphs_of(batches: list[RowsOfEngine]) -> RowGraphs | None:
     """Of passes over tokens of one engine."""
     return batches[0].engine.graphs if len(batches) == 1 else None
@@ -148,6 +167,9 @@ def graphs_of(batches: list[RowsOfEngine]) -> RowGraphs | None:
 
 def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
     """New tokens, [rows, 1], through embedding and prelude."""
+    if by_graphs(batches):
+        its_ids = ids.split([len(batch.rows) for batch in batches])
+        return joined([enter([batch], its) for batch, its in zip(batches, its_ids)])
     trunk = batches[0].engine.trunk
     check_length(trunk.config, max(max(batch.places) for batch in batches) + 1)
     on_host = [[place + batch.engine.shifts[row] for row, place in zip(batch.rows, batch.places)] for batch in batches]
@@ -168,6 +190,8 @@ def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
 
 def run_loop(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """From h_t to H_{t+1}. loops: t of each row."""
+    if by_graphs(tokens.batches):
+        return one_by_one(run_loop, tokens, loops, state)
     if (graphs := graphs_of(tokens.batches)) and (found := graphs.loop(tokens, loops, state)) is not None:
         return found
     depths = one_or_each([batch.engine.limits[row] for batch in tokens.batches for row in batch.rows])
@@ -187,6 +211,8 @@ def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.
 
 def read_logits(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
     """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
+    if by_graphs(tokens.batches) and len(tokens.engine.trunk.coda):
+        return one_by_one(read_logits, tokens, loops, state)
     if (graphs := graphs_of(tokens.batches)) and (found := graphs.read(tokens, state)) is not None:
         return found
     model = tokens.engine.model

@@ -137,6 +137,10 @@ class RowGraphs:
         self.passes: dict[tuple, Pass] = {}
         self.is_refused = False
 
+    @property
+    def serve_loops(self) -> bool:
+        return self.loops_are_alike and not self.is_refused
+
     def enter(self, batch, ids, positions, rotary) -> torch.Tensor | None:
         """From ids and positions, [tokens, 1], to what every loop reads."""
         if not len(self.trunk.prelude):

@@ -6,8 +6,9 @@ tests/gpu records them: all its decoding runs through graphs.
 import pytest
 import torch
 
-from modeling_looped import row_graphs
+from modeling_looped import SharedPasses, row_graphs
 from tests.helpers import random_ids, tiny_model
+from tests.test_shared_passes import together
 
 
 SYSTEMS = {
@@ -224,3 +225,23 @@ def test_what_cannot_be_recorded_runs_kernel_by_kernel(replays, monkeypatch):
     found = decode(model, prompt, mask, **WAYS["latent"])
     assert torch.equal(found.sequences, expected.sequences)
     assert not replays and len(said) == 1 and "not permitted when stream is capturing" in said[0]
+
+
+@pytest.mark.parametrize("system", ["plain", "flt", "parcae", "huginn"])
+def test_requests_that_share_passes_run_by_the_graphs_of_each(system, replays, monkeypatch):
+    model = model_of(system)
+    requests = [
+        {"input_ids": random_ids(rows, length, seed=length), "max_new_tokens": 16, "do_sample": False, **WAYS[way]}
+        for rows, length, way in ((2, 6, "latent"), (1, 4, "margin"), (1, 9, "latent"))
+    ]
+    for request in requests:
+        request["attention_mask"] = torch.ones_like(request["input_ids"])
+    monkeypatch.setenv(row_graphs.SWITCH, "0")
+    alone = [model.generate(**request) for request in requests]
+    assert not replays
+    monkeypatch.setenv(row_graphs.SWITCH, "1")
+    with SharedPasses(model, max_rows=4) as passes:
+        found = together(passes, requests)
+    assert len(replays) > passes.ticks
+    for ours, expected in zip(found, alone, strict=True):
+        assert torch.equal(ours, expected)
