@@ -4,13 +4,22 @@ Elsewhere transformers' own loop does this, pass by pass.
 """
 
 import torch
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from .borrowed import CACHE
 from .cache import LoopedCache
 from .checks import check_length
 from .clients import adds_virtual_tokens
 from .depth import check_depths
-from .row_engine import IN_TICKS, RowEngine, RowsOfEngine, enter, read_logits, run_all_loops
+from .row_engine import (
+    IN_TICKS,
+    RowEngine,
+    RowsOfEngine,
+    enter,
+    read_logits,
+    rope_type_by_length,
+    run_all_loops,
+)
 from .row_graphs import can_have_graphs
 from .tensors import on_device
 from .token_selector import first_batchwise_part
@@ -24,16 +33,32 @@ def goes_in_step(model, num_rows: int, processors, criteria, config, model_kwarg
         return False
     if adds_virtual_tokens(model) or first_batchwise_part(processors, criteria):
         return False
+    # rows that have ended are computed on by transformers, which shows there
+    shows = config.output_scores or config.output_logits or any(map(is_by_strings, criteria))
+    if num_rows > 1 and (shows or rope_type_by_length(model.model) is not None):
+        return False
+    # buffers hold all places, and the cache of transformers no more than the window
+    if model.config.has_windows and 2 * model.config.sliding_window < config.max_length:
+        return False
     return can_have_graphs(model, options.is_int8) and len(set(check_depths(depths, num_rows))) == 1
+
+
+def is_by_strings(criterion) -> bool:
+    return isinstance(criterion, StopStringCriteria)
 
 
 def decode_in_step(engine: RowEngine):
     """`_sample` of transformers."""
-    depth = engine.limits[0]
-    while rows := engine.selector.running():
-        logits = next_logits(engine, rows, depth)
-        engine.cache.leave_in_deeper_loops(rows, [depth] * len(rows), engine.last_places(rows))
-        engine.selector.emit(rows, logits[:, -1], [depth] * len(rows))
+    depth, running = engine.limits[0], engine.selector.running
+    try:
+        while rows := running():
+            logits = next_logits(engine, rows, depth)
+            engine.cache.leave_in_deeper_loops(rows, [depth] * len(rows), engine.last_places(rows))
+            engine.selector.emit(rows, logits[:, -1], [depth] * len(rows))
+    except BaseException:  # of a streamer, say: the caller's cache holds what was computed
+        if engine.config.cache_is_given and running():
+            engine.store_back(max(engine.last_places(running())))
+        raise
     return engine.output()
 
 

@@ -421,13 +421,17 @@ class RowEngine:
                 run_coda(tokens, state)
                 self.cache.leave_in_deeper_loops(batch.rows, [depth] * len(batch.rows), batch.places)
 
+    def store_back(self, length: int):
+        """So many tokens of every row, into the cache that was given."""
+        self.compute_ends(length)
+        self.cache.store_back(self.given_cache, length)
+
     def output(self):
         """What `_sample` of transformers returns."""
         sequences, loops = self.selector.finish()
         if self.returns_cache:
             new_tokens = sequences.shape[1] - self.selector.prompt_length - 1  # nothing was computed from the last
-            self.compute_ends(self.prompt_length + new_tokens)
-            self.cache.store_back(self.given_cache, self.prompt_length + new_tokens)
+            self.store_back(self.prompt_length + new_tokens)
         if not self.config.return_dict_in_generate:
             return sequences
         return LoopedGenerateOutput(

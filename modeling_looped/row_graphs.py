@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .cache import index_of_loop
@@ -31,15 +33,20 @@ DEVICES = {"cuda"}
 SWITCH = "LOOPED_CUDA_GRAPHS"
 LENGTH_STEP = 256  # places by which the attention of a graph is longer than that of the one before
 AFTER = 2  # passes of a kind that run without a graph: a call that ends soon needs none
-KNOWN_PACKAGES = {"torch", "transformers", "peft", __name__.partition(".")[0]}
+KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", __name__.partition(".")[0] + "."
+
+
+class CannotRecord(RuntimeError):
+    pass
 
 
 def can_have_graphs(model, is_int8: bool) -> bool:
     """Whether passes of this model are the same kernels on other numbers."""
     config, device = model.config, model.device.type
-    if device not in DEVICES or not is_switched_on(SWITCH, "passes of rows as CUDA graphs"):
+    if device not in DEVICES or _failed or not is_switched_on(SWITCH, "passes of rows as CUDA graphs"):
         return False
-    if config._attn_implementation != "sdpa" or config.attention_softcap is not None or is_int8:
+    has_other_kernel = ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+    if has_other_kernel or config._attn_implementation != "sdpa" or config.attention_softcap is not None or is_int8:
         return False
     # numbers of the host, which are read once
     if config.shares_keys or model.model.loop_embedding is not None:
@@ -50,7 +57,7 @@ def can_have_graphs(model, is_int8: bool) -> bool:
 
 def is_plain(module: nn.Module, device: str) -> bool:
     """Nobody watches its calls, and its kernels are launched where torch is told to."""
-    is_known = type(module).__module__.partition(".")[0] in KNOWN_PACKAGES and module._compiled_call_impl is None
+    is_known = type(module).__module__.startswith(KNOWN_PACKAGES) and module._compiled_call_impl is None
     return (
         is_known
         and not is_changed(module)
@@ -213,10 +220,12 @@ class RowGraphs:
         rows, _, places = standing
         cache, end = self.cache, max(places) + 1
         cache.reserve(end)
-        length = min(-(-end // LENGTH_STEP) * LENGTH_STEP, cache.capacity)
-        if self.made_for != (length, cache.buffers[0].data_ptr()):
-            self.made_for = length, cache.buffers[0].data_ptr()
+        address = cache.buffers[0].data_ptr()
+        if self.made_for is None or self.made_for[0] < end or self.made_for[1] != address:
+            length = min(-(-end // LENGTH_STEP) * LENGTH_STEP, cache.capacity)
+            self.made_for = length, address
             self.passes.clear()
+        length, _ = self.made_for
         are_all = rows == list(range(len(cache.buffers[0])))
         its = self.passes.setdefault((kind, len(rows), are_all), Pass())
         its.runs += 1
@@ -239,13 +248,14 @@ class RowGraphs:
             its.take("where", on_device(list(standing), device))
             try:
                 its.graph = record(of_view, device)
-            except RuntimeError as error:  # a kernel of others that waits for the device, say
+            except CannotRecord as error:  # a kernel that waits for the device, say
+                refuse_graphs(str(error))
                 self.is_refused = True
-                logger.warning_once(f"Passes run kernel by kernel, as they cannot be CUDA graphs here: {error}")
                 return None
             its.standing = None  # recording has moved on, too
         if its.standing != standing:
             its.take("where", on_device(list(standing), device))
+        its.standing = None  # as long as it is not sure how far the device has got
         found = its.graph.replay()
         moved = {moves: [number + 1 for number in getattr(standing, moves)]} if moves else {}
         its.standing = standing._replace(**moved)
@@ -263,6 +273,15 @@ class RowGraphs:
             site=trunk.site,
             options={"row_attention": view.attend},
         )
+
+
+_failed: list[str] = []  # why no more graphs are recorded in this process
+
+
+def refuse_graphs(reason: str):
+    """A recording that failed leaves torch in a state in which the next ones would too."""
+    _failed.append(reason)
+    logger.warning(f"Passes run kernel by kernel from here on, as one could not be recorded as a CUDA graph: {reason}")
 
 
 class Room(NamedTuple):
@@ -294,15 +313,19 @@ def capture(room: Room, graph: torch.cuda.CUDAGraph, function: Callable[[], torc
     """What `function` returns; its tensor is filled by every replay."""
     here = torch.cuda.current_stream()
     room.stream.wait_stream(here)
-    with torch.cuda.stream(room.stream):
-        function()  # what kernels set up when they first run is not part of a graph
-        graph.capture_begin(pool=room.handle, capture_error_mode="thread_local")
-        try:
-            output = function()
-        finally:
-            graph.capture_end()
-    here.wait_stream(room.stream)
-    return output
+    try:
+        with torch.cuda.stream(room.stream):
+            function()  # what kernels set up when they first run is not part of a graph
+            try:
+                graph.capture_begin(pool=room.handle, capture_error_mode="thread_local")
+                try:
+                    return function()
+                finally:
+                    graph.capture_end()
+            except RuntimeError as error:
+                raise CannotRecord(str(error)) from error
+    finally:
+        here.wait_stream(room.stream)
 
 
 class Recording:

@@ -4,6 +4,7 @@ The quick tests trace whole graphs and run them as they are; the slow ones run w
 """
 
 import os
+import pickle
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -158,6 +159,14 @@ def test_chunks_of_any_number_of_tokens_are_one_graph(monkeypatch):
     model.compiled_cross_entropy = counted
     model(random_ids(2, 9), labels=random_ids(2, 9), use_cache=False, output_logits=False).loss.backward()
     assert [rows for rows, _ in counts] == [7, 7, 2] and len({of_all for _, of_all in counts}) == 1
+
+
+def test_a_compiled_model_can_be_pickled():
+    model, ids = build("parcae").train(), random_ids(2, 9)
+    compile_parts(model, backend="eager")
+    copied = pickle.loads(pickle.dumps(model))
+    found, expected = (each(ids, labels=ids, use_cache=False, output_logits=False).loss for each in (copied, model))
+    torch.testing.assert_close(found, expected)
 
 
 INTERRUPTED = """

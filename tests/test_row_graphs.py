@@ -5,15 +5,16 @@ tests/gpu records them: all its decoding runs through graphs.
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_looped import SharedPasses, row_graphs
+from modeling_looped import LoopedCache, SharedPasses, row_graphs
 from tests.helpers import random_ids, tiny_model
 from tests.test_shared_passes import together
 
 
 SYSTEMS = {
     "plain": {},
-    "grouped_windows": {"num_key_value_heads": 2, "window_pattern": "SL", "sliding_window": 4},
+    "grouped_windows": {"num_key_value_heads": 2, "window_pattern": "SL", "sliding_window": 14},
     "flt": {"preset": "flt"},
     "flt_res": {"injection": "residual_all", "injection_norm": True},
     "parcae": {"preset": "parcae", "num_prelude_layers": 1, "num_coda_layers": 1},
@@ -85,7 +86,7 @@ PLAIN_WAYS = {
     "greedy": {},
     "shallow": {"num_loops": 2},
     "sampled": {"do_sample": True, "top_k": 5},
-    "processed": {"repetition_penalty": 1.5, "output_scores": True, "output_logits": True},
+    "processed": {"repetition_penalty": 1.5},
     "ends": {"eos_token_id": list(range(12, 18))},
 }
 
@@ -122,6 +123,7 @@ def test_plain_decoding_in_step_is_that_of_transformers(system, way, replays, mo
 @pytest.mark.parametrize(
     "how",
     [
+        {"output_scores": True},
         {"cache_implementation": "static", "disable_compile": True},
         {"num_loops": [1, 4, 2]},
         {"use_cache": False},
@@ -186,6 +188,16 @@ def test_models_whose_loops_differ_run_kernel_by_kernel(fields, replays):
     assert not replays
 
 
+def test_a_kernel_that_was_registered_as_sdpa_is_called(replays, monkeypatch):
+    called, sdpa = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", lambda *given, **how: called.append(1) or sdpa(*given, **how))
+    try:
+        decode(model_of("plain"), *padded_prompt())
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa)
+    assert called and not replays
+
+
 def test_int8_keys_run_kernel_by_kernel(replays):
     decode(model_of("plain"), *padded_prompt(), cache_dtype="int8", **WAYS["latent"])
     assert not replays
@@ -218,13 +230,66 @@ def test_what_cannot_be_recorded_runs_kernel_by_kernel(replays, monkeypatch):
 
     def refuse(function, device):
         function()  # as far as it got
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise row_graphs.CannotRecord("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(row_graphs, "record", refuse)
-    monkeypatch.setattr(row_graphs.logger, "warning_once", said.append)
-    found = decode(model, prompt, mask, **WAYS["latent"])
-    assert torch.equal(found.sequences, expected.sequences)
+    monkeypatch.setattr(row_graphs, "_failed", [])
+    monkeypatch.setattr(row_graphs.logger, "warning", said.append)
+    for _ in range(2):  # the second does not try
+        found = decode(model, prompt, mask, **WAYS["latent"])
+        assert torch.equal(found.sequences, expected.sequences)
     assert not replays and len(said) == 1 and "not permitted when stream is capturing" in said[0]
+
+
+@pytest.mark.parametrize("fails_at", [9, 10, 20])
+def test_a_replay_that_fails_does_not_move_rows(fails_at, replays, monkeypatch):
+    """Where requests that share passes are run again, each alone, the device may have gone on."""
+    model = model_of("plain")
+    requests = [
+        {"input_ids": random_ids(rows, 6), "max_new_tokens": 16, "do_sample": False, **WAYS["latent"]}
+        for rows in (2, 1)
+    ]
+    for request in requests:
+        request["attention_mask"] = torch.ones_like(request["input_ids"])
+    alone, calls = [model.generate(**request) for request in requests], []
+
+    class FailsOnce(row_graphs.Repeated):
+        def __init__(self, function):
+            super().__init__(lambda: self.fail_after(function()))
+
+        def fail_after(self, found):
+            calls.append(1)
+            if len(calls) == fails_at:
+                raise torch.OutOfMemoryError("once")
+            return found
+
+    monkeypatch.setattr(row_graphs, "Repeated", FailsOnce)
+    with SharedPasses(model, max_rows=3) as passes:
+        for found, expected in zip(together(passes, requests), alone, strict=True):
+            assert torch.equal(found, expected)
+    assert len(calls) > fails_at
+
+
+@pytest.mark.parametrize("system", ["plain", "parcae"])
+def test_a_stopped_generation_leaves_the_tokens_in_the_cache_of_the_caller(system, replays, monkeypatch):
+    model, prompt, lengths = model_of(system), random_ids(2, 6), []
+
+    class Gone:
+        tokens = 0
+
+        def put(self, ids):
+            self.tokens += 1
+            if self.tokens > 6:
+                raise ConnectionError("gone")
+
+    for value in ("1", "0"):
+        monkeypatch.setenv(row_graphs.SWITCH, value)
+        cache = LoopedCache(model.config)
+        how = {"past_key_values": cache, "max_new_tokens": 12, "do_sample": False}
+        with pytest.raises(ConnectionError):
+            model.generate(prompt[:1], streamer=Gone(), attention_mask=torch.ones(1, 6, dtype=torch.long), **how)
+        lengths.append(cache.get_seq_length())
+    assert replays and lengths[0] == lengths[1] > 6
 
 
 @pytest.mark.parametrize("system", ["plain", "flt", "parcae", "huginn"])

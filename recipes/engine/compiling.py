@@ -54,15 +54,23 @@ def compile_parts(model, cuda_graphs: bool = False, **options):
     compile_blocks(blocks_of(model), cuda_graphs, **options)
     if any(True for _ in model.model.injection.parameters()):
         model.model.injection.compile(**options)
-    compiled = torch.compile(fusible_cross_entropy_of, **options)
+    model.compiled_cross_entropy = CompiledCrossEntropy(options)
 
-    def cross_entropy_of(logits, *others):
-        for tensor in (logits, *others):  # the last chunk is shorter, and no graph of its own
+
+class CompiledCrossEntropy:
+    """Of chunks of logits, whose last is shorter, and no graph of its own."""
+
+    def __init__(self, options: dict):
+        self.options, self.compiled = options, torch.compile(fusible_cross_entropy_of, **options)
+
+    def __call__(self, *tensors: torch.Tensor | None):
+        for tensor in tensors:
             if tensor is not None:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(logits, *others)
+        return self.compiled(*tensors)
 
-    model.compiled_cross_entropy = cross_entropy_of
+    def __reduce__(self):
+        return type(self), (self.options,)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], cuda_graphs: bool = False, **options):
