@@ -32,6 +32,7 @@ logger = logging.get_logger(__name__)
 DEVICES = {"cuda"}
 SWITCH = "LOOPED_CUDA_GRAPHS"
 LENGTH_STEP = 256  # places by which the attention of a graph is longer than that of the one before
+MOST = 64  # graphs of an engine: each takes some memory of the device
 AFTER = 2  # passes of a kind that run without a graph: a call that ends soon needs none
 KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", __name__.partition(".")[0] + "."
 
@@ -142,11 +143,10 @@ class RowGraphs:
         self.loops_are_alike = one_factor and self.trunk.num_loop_sets is None  # but for the first, maybe
         self.made_for: tuple | None = None
         self.passes: dict[tuple, Pass] = {}
-        self.is_refused = False
 
     @property
     def serve_loops(self) -> bool:
-        return self.loops_are_alike and not self.is_refused
+        return self.loops_are_alike and not _failed
 
     def enter(self, batch, ids, positions, rotary) -> torch.Tensor | None:
         """From ids and positions, [tokens, 1], to what every loop reads."""
@@ -215,7 +215,7 @@ class RowGraphs:
     ) -> torch.Tensor | None:
         """What `compute` returns, of its inputs and a view of these tokens. moves: which of where tokens stand goes on
         by one with every pass, if any, which is then known to the device."""
-        if self.is_refused:
+        if _failed:
             return None
         rows, _, places = standing
         cache, end = self.cache, max(places) + 1
@@ -229,7 +229,7 @@ class RowGraphs:
         are_all = rows == list(range(len(cache.buffers[0])))
         its = self.passes.setdefault((kind, len(rows), are_all), Pass())
         its.runs += 1
-        if its.runs <= AFTER:
+        if its.runs <= AFTER or (its.graph is None and self.num_graphs == MOST):
             return None
         for name, tensor in inputs.items():
             its.take(name, tensor)
@@ -250,7 +250,6 @@ class RowGraphs:
                 its.graph = record(of_view, device)
             except CannotRecord as error:  # a kernel that waits for the device, say
                 refuse_graphs(str(error))
-                self.is_refused = True
                 return None
             its.standing = None  # recording has moved on, too
         if its.standing != standing:
@@ -260,6 +259,10 @@ class RowGraphs:
         moved = {moves: [number + 1 for number in getattr(standing, moves)]} if moves else {}
         its.standing = standing._replace(**moved)
         return found
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(each.graph is not None for each in self.passes.values())
 
     def context(self, held: dict, view: StaticView) -> PassContext:
         trunk = self.trunk

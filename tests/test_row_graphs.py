@@ -82,6 +82,21 @@ def test_tokens_are_those_without_graphs(system, way, replays, monkeypatch):
         torch.testing.assert_close(ours.values, theirs.values)
 
 
+def test_no_more_graphs_than_some(replays, monkeypatch):
+    """Rows that exit apart make passes of many sizes."""
+    model, made = model_of("parcae"), []
+    record = row_graphs.record
+    monkeypatch.setattr(row_graphs, "record", lambda *given: made.append(1) or record(*given))
+    monkeypatch.setattr(row_graphs, "LENGTH_STEP", 64)
+    prompt, mask = padded_prompt()
+    expected = decode(model, prompt, mask, **WAYS["latent"])
+    assert len(made) > 2
+    made.clear()
+    monkeypatch.setattr(row_graphs, "MOST", 2)
+    assert torch.equal(decode(model, prompt, mask, **WAYS["latent"]).sequences, expected.sequences)
+    assert len(made) == 2
+
+
 PLAIN_WAYS = {
     "greedy": {},
     "shallow": {"num_loops": 2},
