@@ -124,7 +124,8 @@ class TrainingConfig:
     count_embedding: bool = True  # among the parameters of tokens_per_parameter
     rows_per_step: int = 64  # sequences per optimizer step, over all processes
     micro_batch_size: int = 8  # sequences per process and forward pass
-    # compile the blocks, once for all loops; cuda_graphs: and record what they do, for a GPU that waits for the CPU
+    # compile blocks, once for all loops, injection and loss; cuda_graphs: and record what blocks do, for a GPU that
+    # waits for the CPU
     compile: bool | Literal["cuda_graphs"] = False
     # a kernel of another package, on a GPU; None is our own, which works on a chunk of logits at a time
     cross_entropy: Literal["cut_cross_entropy", "liger_kernel"] | None = None
