@@ -3,6 +3,8 @@
 tests/gpu records them: all its decoding runs through graphs.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -325,3 +327,67 @@ def test_requests_that_share_passes_run_by_the_graphs_of_each(system, replays, m
     assert len(replays) > passes.ticks
     for ours, expected in zip(found, alone, strict=True):
         assert torch.equal(ours, expected)
+
+
+class StandInStream:
+    device_index, cuda_stream, device = 0, 7, "cpu"
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def wait_stream(self, other):
+        self.calls.append("wait")
+
+
+class StandInGraph:
+    """Of torch.cuda: writes down what it is told."""
+
+    calls: list
+    fails = False
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.calls.append(f"begin in {pool}, {capture_error_mode}")
+
+    def capture_end(self):
+        self.calls.append("end")
+        if StandInGraph.fails:
+            raise RuntimeError("the stream waited for the host")
+
+    def replay(self):
+        self.calls.append("replay")
+
+
+@pytest.fixture
+def cuda_calls(monkeypatch):
+    """In place of the functions of torch.cuda that recording calls, on machines without it."""
+    calls = StandInGraph.calls = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: StandInStream(calls))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: StandInStream(calls))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "memory 1")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    monkeypatch.setattr(row_graphs, "_rooms", {})
+    monkeypatch.setattr(StandInGraph, "fails", False)
+    return calls
+
+
+def test_graphs_of_a_stream_have_their_memory_in_one_place(cuda_calls):
+    recorded = ["wait", "begin in memory 1, thread_local", "end", "wait"]
+    runs = []
+    first, second = (row_graphs.Recording(lambda: runs.append(1) or torch.ones(2)) for _ in range(2))
+    assert cuda_calls == 3 * recorded  # the empty graph that keeps the memory, and two more
+    assert len(runs) == 4  # each once before it is recorded
+    assert first.room is second.room and first.graph is not second.graph
+    found = first.replay()
+    assert cuda_calls[-1] == "replay" and found is not first.output and torch.equal(found, first.output)
+
+
+def test_a_recording_that_fails_waits_and_says_why(cuda_calls, monkeypatch):
+    row_graphs.Recording(lambda: torch.ones(2))
+    monkeypatch.setattr(StandInGraph, "fails", True)
+    with pytest.raises(row_graphs.CannotRecord, match="waited for the host"):
+        row_graphs.Recording(lambda: torch.ones(2))
+    assert cuda_calls[-2:] == ["end", "wait"]
+    with pytest.raises(ZeroDivisionError):  # of the function itself, before anything is recorded
+        row_graphs.Recording(lambda: torch.ones(1 // 0))
+    assert cuda_calls[-2:] == ["wait", "wait"]
