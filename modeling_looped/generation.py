@@ -255,7 +255,7 @@ class LoopedGenerationMixin(Generative):
         if not options.changes_decoding:
             if obstacle is None and goes_in_step(self, len(input_ids), *rules, model_kwargs):
                 with room_beside(self, len(input_ids), generation_config.max_length):
-                    return decode_in_step(make_engine())
+                    return decode_in_step(make_engine(has_graphs=True))
             if hasattr(streamer, "put_loops"):
                 streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
             settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}

@@ -34,17 +34,14 @@ def goes_in_step(model, num_rows: int, processors, criteria, config, model_kwarg
     if adds_virtual_tokens(model) or first_batchwise_part(processors, criteria):
         return False
     # rows that have ended are computed on by transformers, which shows there
-    shows = config.output_scores or config.output_logits or any(map(is_by_strings, criteria))
+    ends_by_strings = any(isinstance(criterion, StopStringCriteria) for criterion in criteria)
+    shows = config.output_scores or config.output_logits or ends_by_strings
     if num_rows > 1 and (shows or rope_type_by_length(model.model) is not None):
         return False
     # buffers hold all places, and the cache of transformers no more than the window
     if model.config.has_windows and 2 * model.config.sliding_window < config.max_length:
         return False
     return can_have_graphs(model, options.is_int8) and len(set(check_depths(depths, num_rows))) == 1
-
-
-def is_by_strings(criterion) -> bool:
-    return isinstance(criterion, StopStringCriteria)
 
 
 def decode_in_step(engine: RowEngine):

@@ -262,6 +262,7 @@ class PassesOfOthers(NamedTuple):
 class RowEngine:
     """Runs the prompt, then single loops for chosen rows. `model` is the causal LM; arguments: of its `_sample`.
 
+    has_graphs: of `can_have_graphs`, which looks at every module, where it has been asked.
     others: where other batches share passes with this one. A prompt that can go through the loops beside their rows
     is left to `row_prompts.py`.
     """
@@ -276,6 +277,7 @@ class RowEngine:
         streamer,
         model_kwargs: dict,
         others: PassesOfOthers | None = None,
+        has_graphs: bool | None = None,
     ):
         self.model, self.trunk, self.config, self.options = model, model.model, config, config.depth_options
         self.selector = TokenSelector(input_ids, processors, criteria, config, streamer)
@@ -297,7 +299,9 @@ class RowEngine:
         self.held_before = self.prompt_length - input_ids.shape[1]  # tokens that were in the cache beforehand
         self.cache: Any = self.hold(None if others is None else others.pages)  # LoopedCache or PagedRows
         self.shifts = self.shifts_of(model_kwargs.get("position_ids"))
-        self.graphs = RowGraphs(self) if can_have_graphs(model, self.options.is_int8) else None
+        if has_graphs is None:
+            has_graphs = can_have_graphs(model, self.options.is_int8)
+        self.graphs = RowGraphs(self) if has_graphs else None
         if logits is not None:
             self.emit_first(logits)
 

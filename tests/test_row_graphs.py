@@ -153,10 +153,12 @@ def test_plain_decoding_in_step_is_that_of_transformers(system, way, replays, mo
 )
 def test_other_plain_decoding_is_left_to_transformers(how, monkeypatch):
     monkeypatch.setattr(row_graphs, "DEVICES", {"cpu"})
-    monkeypatch.setattr("modeling_looped.generation.decode_in_step", None)
+    called = []
+    monkeypatch.setattr("modeling_looped.generation.decode_in_step", called.append)
     fields = {"preset": "huginn", "num_prelude_layers": 1, "num_coda_layers": 1} if "state_seed" in how else {}
     model = tiny_model(num_loops=4, eos_token_id=None, pad_token_id=0, loop_loss="per_loop", **fields).eval()
     decode(model, *padded_prompt(), **how)
+    assert not called
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -1,7 +1,7 @@
 """Decoding whose passes are CUDA graphs, over the same kernel by kernel, by `looped benchmark graphs`."""
 
 import os
-from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
@@ -28,20 +28,10 @@ def of_rows(model, prompt: torch.Tensor, args) -> dict:
     for name, how in {"plain": {}, "exits": exits}.items():
 
         def decode(value: str, how=how):
-            with switched(value):
+            with patch.dict(os.environ, {SWITCH: value}):
                 model.generate(prompt, max_new_tokens=args.new_tokens, **settings, **how)
 
         with_graphs, without = in_turns(lambda: decode("1"), lambda: decode("0"), args.repeats)
         result[f"{name}_speedup"] = without / with_graphs
         result[f"{name}_milliseconds_of_a_token"] = 1e3 * with_graphs / args.new_tokens
     return result
-
-
-@contextmanager
-def switched(value: str):
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(SWITCH) if before is None else os.environ.update({SWITCH: before})

@@ -54,7 +54,7 @@ def start_compile_workers():
 def compile_parts(model, cuda_graphs: bool = False, **options):
     """options: of torch.compile. What is not a block is no CUDA graph: a buffer for gradients has no fixed place."""
     compile_blocks(blocks_of(model), cuda_graphs, **options)
-    if any(True for _ in model.model.injection.parameters()):
+    if list(model.model.injection.parameters()):
         model.model.injection.compile(**options)
     model.compiled_cross_entropy = CompiledCrossEntropy(options)
 
