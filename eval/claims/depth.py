@@ -48,7 +48,7 @@ LOW_RATES = ("optimizer.muon_lr=0.005", "optimizer.lr=1.0e-3")  # at higher ones
 TRAININGS = {
     "p_hop": Training(["hops=4"], 35, 96, seeds=SIX_SEEDS),
     "permutation": Training(["swaps=4", "symbols=5", "questions=5"], 23, 128, 1200, BY_PLACE, SIX_SEEDS),
-    "addition": Training(["digits=8"], 29, 112, 1200, LOW_RATES),  # of four digits one loop answers nearly all
+    "addition": Training(["digits=8"], 29, 112, 1200, LOW_RATES, SIX_SEEDS),  # of 4 digits one loop answers nearly all
     "row": Training(["moves=3"], 34, 128, 1800, (*BY_PLACE, *LOW_RATES)),
 }
 DOCUMENTS = 200_000
