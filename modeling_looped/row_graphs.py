@@ -141,7 +141,7 @@ class RowGraphs:
         self.depth = engine.limits[0]
         one_factor = len(set(map(self.trunk._residual_factor, engine.limits))) == 1
         self.loops_are_alike = one_factor and self.trunk.num_loop_sets is None  # but for the first, maybe
-        self.made_for: tuple | None = None
+        self.made_for = 0, 0  # the length of attention, and the capacity of the buffers, which move when it grows
         self.passes: dict[tuple, Pass] = {}
 
     @property
@@ -220,12 +220,11 @@ class RowGraphs:
         rows, _, places = standing
         cache, end = self.cache, max(places) + 1
         cache.reserve(end)
-        address = cache.buffers[0].data_ptr()
-        if self.made_for is None or self.made_for[0] < end or self.made_for[1] != address:
+        length, capacity = self.made_for
+        if length < end or capacity != cache.capacity:
             length = min(-(-end // LENGTH_STEP) * LENGTH_STEP, cache.capacity)
-            self.made_for = length, address
+            self.made_for = length, cache.capacity
             self.passes.clear()
-        length, _ = self.made_for
         are_all = rows == list(range(len(cache.buffers[0])))
         its = self.passes.setdefault((kind, len(rows), are_all), Pass())
         its.runs += 1

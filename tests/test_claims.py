@@ -329,9 +329,7 @@ def test_every_claim_reads_what_some_measurement_or_file_gives():
     names = [measurement.name for paper in PAPERS for measurement in paper.measurements]
     assert len(names) == len(set(names))
     sources = {claim.source for paper in PAPERS for claim in paper.claims if isinstance(claim, Claim)}
-    earlier = {"twelve_loops"} | {
-        f"diagnose/{name}/lr_transfer" for name in ("transfer", "transfer_two_seeds", "factored")
-    }
+    earlier = {f"diagnose/{name}/lr_transfer" for name in ("transfer", "transfer_two_seeds", "factored")}
     earlier |= {
         "diagnose/theorems/theorem_1",
         "diagnose/pre_norm_block/residual_norm",
@@ -441,13 +439,15 @@ def test_sampling_says_something_only_where_depth_is_used(after_one, spikes, gai
 
 
 def test_runs_of_the_same_seed_are_compared():
-    runs = [
-        {"model.preset": system, "model.num_loops": 12, "training.seed": seed, "loss": loss}
-        for system, seed, loss in (("lt", 0, 6.0), ("lt", 1, 9.0), ("flt", 1, 4.5), ("flt", 0, 4.0), ("lt", 2, 1.0))
-    ]
-    read = fully_looped.between(fully_looped.excess, ("lt", 12), ("flt", 12))
-    estimate = read({"runs": runs})
-    assert estimate.value == pytest.approx(75.0) and estimate.seeds == 2  # of 50 % and 100 %
+    def run(system, loss):
+        return {"model.preset": system, "model.num_loops": 12, "loss": loss}
+
+    by_seed = ([("lt", 6.0), ("flt", 4.0)], [("flt", 4.5), ("lt", 9.0)], [("lt", None), ("flt", None)])
+    content = {"seeds": {str(seed): {"runs": [run(*each) for each in runs]} for seed, runs in enumerate(by_seed)}}
+    estimate = fully_looped.between(fully_looped.excess, ("lt", 12), ("flt", 12))(content)
+    assert (
+        estimate.value == pytest.approx(75.0) and estimate.seeds == 2
+    )  # of 50 % and 100 %; both collapsed in the last
 
 
 def test_seeds_without_a_system_or_a_probe_are_left_out():
@@ -560,33 +560,28 @@ def test_models_of_two_sweeps_of_a_seed_are_compared(tmp_path):
 
 
 def test_gradients_that_swing_and_runs_that_collapse():
-    runs = [
-        {
-            "model.preset": "lt",
-            "model.num_loops": loops,
-            "training.seed": seed,
-            "collapsed": loops == 12 and seed == 0,
-            "first_mlp_gradient_norm_by_step": {"0": 1e-9, "10": 0.1, "20": 10.0},
-        }
-        for loops in (3, 6, 9, 12)
-        for seed in (0, 1)
-    ]
-    assert fully_looped.swing(runs[0]) == pytest.approx(2.0)  # the first step, without a trained MLP, is left out
-    at_all = fully_looped.share_of_runs(fully_looped.collapses, ("lt",), (3, 6, 9, 12))
-    assert at_all({"runs": runs}).value == pytest.approx(0.125) and at_all({"runs": runs}).seeds == 8
+    def seed(*losses: float | None) -> dict:
+        runs = [{"model.preset": "lt", "model.num_loops": k, "loss": loss} for k, loss in zip((3, 6, 9, 12), losses)]
+        return {"runs": runs, "loss_of_frequencies": 6.6}
+
+    run = {"gradient_norms": {"core.0.mlp": [1e-9, 0.1, 10.0], "lm_head": [5.0, 1.0, 1.0]}}
+    assert fully_looped.swing(run, "core.0.mlp") == pytest.approx(
+        2.0
+    )  # the first step, before the MLP learns, is left out
+    content = {
+        "seeds": {"0": seed(5.0, 5.0, 5.0, 6.55), "1": seed(5.0, 6.49, 5.0, 5.0), "2": seed(5.0, 5.0, 5.0, None)}
+    }
+    collapsed = fully_looped.share_of_runs(False, ("lt",), (3, 6, 9, 12))(content)
+    assert collapsed.value == pytest.approx(2 / 12) and collapsed.seeds == 12
     # of three of three runs, by hand: the lowest share is the third root of 0.025
-    at_three = fully_looped.share_of_runs(fully_looped.trains, ("lt",), (3,))
-    assert at_three({"runs": runs + [runs[0] | {"training.seed": 2}]}).low == pytest.approx(0.025 ** (1 / 3))
-    ends = {"0": 6.6, "1": 6.55, "2": None}
-    seeds = {seed: {"runs": [{"model.preset": "lt", "loss": loss}]} for seed, loss in ends.items()}
-    assert fully_looped.share_of_seeds(fully_looped.trains, "lt")({"seeds": seeds}).value == pytest.approx(1 / 3)
+    assert fully_looped.share_of_runs(True, ("lt",), (3,))(content).low == pytest.approx(0.025 ** (1 / 3))
 
 
 def test_what_loops_gain_where_they_are_used():
     def content(after_three: float) -> dict:
         losses = {"1": 5.5, "3": after_three, "9": 5.0, "12": 5.0}
         runs = [{"model.preset": "flt", "model.num_loops": k, "loss_at": losses} for k in (9, 12)]
-        return {"runs": [run | {"training.seed": seed} for run in runs for seed in (0, 1)]}
+        return {"seeds": {"0": {"runs": runs}, "1": {"runs": runs}}}
 
     pairs = {9: (3, 9), 12: (3, 12)}
     assert fully_looped.gained(pairs, 0.001)(content(5.0005)) is None

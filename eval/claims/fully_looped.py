@@ -13,10 +13,10 @@ from looped_recipes.common.metrics import read_metrics
 
 from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of, losses_by_name
 from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, over_seeds, share
-from .sweeps import commands_of, runs_of
+from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
 
 
-SOURCE = "twelve_loops"
+SYSTEMS = "claims/twelve_loops"  # all five with 3, 6, 9 and 12 loops
 WITH_GRADIENTS = "claims/gradients"  # LT and FLT with 12 loops, six seeds
 SIZE = "width 96, 3 layers, 120 steps of 1,024 tokens"
 NAMES = {"lt": "LT", "lt_input": "LT_i", "lt_attention": "LT_ai", "flt": "FLT", "flt_residual": "FLT_res"}
@@ -26,101 +26,82 @@ BITS = {  # bits per byte of the small models at 3, 6 and 9 loops in table 1; LT
     "lt_attention": (1.046, math.nan, 1.047),
     "flt": (1.044, 1.039, 1.040),
 }
-COLLAPSED_FROM = 6.56  # a loss that is 0.1 below that of the tokens' frequencies in twelve_loops.json
 SELDOM = AtMost(0.5, 0.0)  # a share of runs: none in the paper, which has one run of each; here not most
 LEAST_CHANGE = 0.001  # nats; loops that change every loss by less are not used
 
 
-def runs_at(content: dict, system: str, loops: int) -> dict[int, dict]:
-    """By seed."""
-    runs = (run for run in content["runs"] if run["model.preset"] == system and run["model.num_loops"] == loops)
-    return {run["training.seed"]: run for run in runs}
+def run_at(found: dict, system: str, loops: int = 12) -> dict:
+    """Of what one seed has; all runs of figure 7 have twelve loops."""
+    return next(
+        run for run in found["runs"] if run["model.preset"] == system and run.get("model.num_loops", 12) == loops
+    )
 
 
-def between(number: Callable[[dict, dict], float], *pair: tuple[str, int]) -> Callable[[dict], Estimate]:
+def runs_at(content: dict, system: str, loops: int) -> list[dict]:
+    """Of all seeds."""
+    return [run_at(found, system, loops) for found in content["seeds"].values()]
+
+
+def between(number: Callable[[dict, dict], float], *pair: tuple[str, int]) -> Callable[[dict], Estimate | None]:
     """A number of two runs of the same seed."""
+    return each_seed(lambda found: number(*(run_at(found, *one) for one in pair)))
+
+
+def share_of_runs(trained: bool, systems: tuple[str, ...], loops: tuple[int, ...]) -> Callable[[dict], Estimate]:
+    """That train, or that do not, of all seeds of these systems at these loops."""
 
     def read(content: dict) -> Estimate:
-        first, second = (runs_at(content, *one) for one in pair)
-        return over_seeds(number(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys()))
-
-    return read
-
-
-def collapses(run: dict) -> bool:
-    return run["collapsed"] if "collapsed" in run else loss_of(run) >= COLLAPSED_FROM
-
-
-def trains(run: dict) -> bool:
-    return not collapses(run)
-
-
-def share_of_runs(is_counted: Callable[[dict], bool], systems: tuple[str, ...], loops: tuple[int, ...]):
-    """Of all seeds of these systems at these loops."""
-
-    def read(content: dict) -> Estimate:
-        runs = [run for system in systems for k in loops for run in runs_at(content, system, k).values()]
-        return share(sum(map(is_counted, runs)), len(runs))
-
-    return read
-
-
-def share_of_seeds(is_counted: Callable[[dict], bool], system: str) -> Callable[[dict], Estimate]:
-    """Of a measurement with one run of the system in each seed."""
-
-    def read(content: dict) -> Estimate:
-        runs = [run_of(found, system) for found in content["seeds"].values()]
-        return share(sum(map(is_counted, runs)), len(runs))
+        found = [
+            has_trained(run_at(of_seed, system, k), of_seed)
+            for of_seed in content["seeds"].values()
+            for system in systems
+            for k in loops
+        ]
+        return share(found.count(trained), len(found))
 
     return read
 
 
 def excess(first: dict, second: dict) -> float:
     """Loss of the first over that of the second, less 1, in percent."""
-    return 100 * (first["loss"] / second["loss"] - 1)
-
-
-def first_state_ratio(first: dict, second: dict) -> float:
-    """Logarithm to base 10, of the norms after the first loop."""
-    return math.log10(first["residual_norm_by_loop"][0] / second["residual_norm_by_loop"][0])
-
-
-def swing(run: dict) -> float:
-    """Logarithm to base 10, of the largest gradient of the first MLP over the least, after the first step."""
-    return decades([norm for step, norm in run["first_mlp_gradient_norm_by_step"].items() if int(step)])
-
-
-def decades(norms: list[float]) -> float:
-    return math.log10(max(norms) / min(norms))
+    return 100 * (loss_of(first) / loss_of(second) - 1)
 
 
 WATCHED = {"the head": "lm_head", "the middle MLP": "core.1.mlp", "the middle attention": "core.1.self_attn"}
+FIRST_MLP = "core.0.mlp"
+BLOCKS = (*WATCHED.values(), FIRST_MLP)
 
 
-def read_gradients(folder: Path) -> dict | None:
-    """Of every run, norms of gradients at the steps where they were measured."""
-    found = runs_of(folder)
-    if found is None:
-        return None
-    for run in found["runs"]:
-        records = read_metrics(folder / run["name"] / "metrics.jsonl")
-        norms = {block: [record.get(f"gradient_norm/{block}") for record in records] for block in WATCHED.values()}
-        run["gradient_norms"] = {block: [norm for norm in each if norm is not None] for block, each in norms.items()}
-    return found
+def swing(run: dict, block: str) -> float:
+    """Logarithm to base 10, of the largest gradient of a block over the least, after the first step."""
+    norms = run["gradient_norms"][block][1:]
+    return math.log10(max(norms) / min(norms))
 
 
-def run_of(content: dict, system: str) -> dict:
-    return next(run for run in content["runs"] if run["model.preset"] == system)
+def swings_more(system: str, block: str) -> Callable[[dict], Estimate | None]:
+    """Than in FLT."""
+    return between(lambda first, second: swing(first, block) - swing(second, block), (system, 12), ("flt", 12))
 
 
-def swing_of(content: dict, system: str, block: str) -> float:
-    """As `swing`, of one block."""
-    return decades(run_of(content, system)["gradient_norms"][block][1:])
+def with_gradients(read: Callable[[Path], dict | None]) -> Callable[[Path], dict | None]:
+    """Of every run, norms of gradients at the steps where they were measured, too."""
+
+    def read_both(folder: Path) -> dict | None:
+        found = read(folder)
+        for run in found["runs"] if found is not None else ():
+            records = read_metrics(folder / run["name"] / "metrics.jsonl")
+            blocks = {name: [each.get(f"gradient_norm/{name}") for each in records] for name in BLOCKS}
+            run["gradient_norms"] = {
+                name: [norm for norm in norms if norm is not None] for name, norms in blocks.items()
+            }
+        return found
+
+    return read_both
 
 
 def state(content: dict, system: str, loop: int) -> float:
     """Logarithm to base 10, of its norm after a loop."""
-    return math.log10(run_of(content, system)[f"residual_norm/loop_{loop}"])
+    return math.log10(run_at(content, system)[f"residual_norm/loop_{loop}"])
 
 
 def larger_state(content: dict, loops: tuple[int, ...]) -> float:
@@ -145,8 +126,8 @@ def state_claims() -> list[Claim]:
         claim("figure 6", "FLT's state stays", "log10 of the norm after loop 12 over that after loop 1",
               lambda c: state(c, "flt", 12) - state(c, "flt", 1), Near(0.0, 0.15)),
         Claim("figure 3", "FLT_res's state is smaller than LT's after the first loop",
-              "log10 of LT's norm over that of FLT_res", f"{SIZE}, 12 loops", SOURCE,
-              between(first_state_ratio, ("lt", 12), ("flt_residual", 12)), Effect()),
+              "log10 of LT's norm over that of FLT_res", f"{SIZE}, 12 loops", SYSTEMS,
+              each_seed(lambda c: state(c, "lt", 1) - state(c, "flt_residual", 1)), Effect()),
     ]  # fmt: skip
 
 
@@ -158,7 +139,7 @@ def gradient_claims() -> list[Claim]:
             "log10 of the largest over the least during training: LT less FLT",
             f"{SIZE}, 12 loops",
             WITH_GRADIENTS,
-            each_seed(lambda content, block=block: swing_of(content, "lt", block) - swing_of(content, "flt", block)),
+            swings_more("lt", block),
             Effect(),
         )
         for name, block in WATCHED.items()
@@ -170,13 +151,15 @@ def gained(between_loops: dict[int, tuple[int, int]], least: float = 0.0) -> Cal
     all k; None where no run changes by `least`."""
 
     def read(content: dict) -> Estimate | None:
-        by_seed: dict[int, list[float]] = {}
-        for trained, (fewer, more) in between_loops.items():
-            for seed, run in runs_at(content, "flt", trained).items():
-                by_seed.setdefault(seed, []).append(run["loss_at"][str(fewer)] - run["loss_at"][str(more)])
-        if all(abs(gain) < least for gains in by_seed.values() for gain in gains):
+        of_seeds = []
+        for found in content["seeds"].values():
+            losses = {trained: run_at(found, "flt", trained)["loss_at"] for trained in between_loops}
+            of_seeds.append(
+                [losses[k][str(fewer)] - losses[k][str(more)] for k, (fewer, more) in between_loops.items()]
+            )
+        if all(abs(gain) < least for gains in of_seeds for gain in gains):
             return None
-        return over_seeds(fmean(gains) for gains in by_seed.values())
+        return over_seeds(map(fmean, of_seeds))
 
     return read
 
@@ -189,7 +172,7 @@ def percent(system: str, loops: int, other: str, other_loops: int) -> float:
 def bits_claim(says: str, number: str, first: tuple[str, int], second: tuple[str, int]) -> Claim:
     """That the first of two systems at their loops has so much the greater loss."""
     rule = Effect(percent(*first, *second))
-    return Claim("table 1", says, number, SIZE, SOURCE, between(excess, first, second), rule)
+    return Claim("table 1", says, number, SIZE, SYSTEMS, between(excess, first, second), rule)
 
 
 def bits_claims() -> list[Claim]:
@@ -215,13 +198,12 @@ def bits_claims() -> list[Claim]:
 def collapse_claims() -> list[Claim]:
     def claim(where: str, says: str, collapsed: bool, systems: tuple[str, ...], loops: tuple[int, ...]) -> Claim:
         """Of runs of which the paper has all collapsed, or none."""
-        number, is_counted = ("that train", trains) if collapsed else ("that collapse", collapses)
-        read = share_of_runs(is_counted, systems, loops)
-        return Claim(where, says, f"share of the runs {number}", SIZE, SOURCE, read, SELDOM)
+        number = "that train" if collapsed else "that collapse"
+        read = share_of_runs(collapsed, systems, loops)
+        return Claim(where, says, f"share of the runs {number}", SIZE, SYSTEMS, read, SELDOM)
 
     return [
-        Claim("figure 2", "with 12 loops LT collapses, 6 layers", "share of the runs that train", SIZE,
-              WITH_GRADIENTS, share_of_seeds(trains, "lt"), SELDOM),
+        claim("figure 2", "with 12 loops LT collapses, 6 layers", True, ("lt",), (12,)),
         claim("figure 4", "with 12 loops LT_i, LT_ai and FLT_res collapse too, base size", True,
               ("lt_input", "lt_attention", "flt_residual"), (12,)),
         claim("table 1, figures 2 and 4", "FLT trains with 3, 6, 9 and 12 loops, small and base size", False,
@@ -235,19 +217,16 @@ def training_claims() -> list[Claim]:
     """Figures 2 and 3, but for the state."""
 
     def claim(where: str, says: str, number: str, read: Callable[[dict], Estimate]) -> Claim:
-        return Claim(where, says, number, SIZE, SOURCE, read, Effect())
-
-    def swings_more(system: str) -> Callable[[dict], Estimate]:
-        return between(lambda first, second: swing(first) - swing(second), (system, 12), ("flt", 12))
+        return Claim(where, says, number, SIZE, SYSTEMS, read, Effect())
 
     swings = "log10 of the largest over the least during training"
     return [
         claim("figure 2", "LT's loss with 9 loops is above that with 6", "loss of LT at 9 over that at 6, %",
               between(excess, ("lt", 9), ("lt", 6))),
         claim("figures 2 and 3", "with 12 loops LT's gradients of the first MLP swing more than FLT's",
-              f"{swings}: LT less FLT", swings_more("lt")),
+              f"{swings}: LT less FLT", swings_more("lt", FIRST_MLP)),
         claim("figure 3", "FLT_res's gradients of the first MLP swing more than FLT's",
-              f"{swings}, 12 loops: FLT_res less FLT", swings_more("flt_residual")),
+              f"{swings}, 12 loops: FLT_res less FLT", swings_more("flt_residual", FIRST_MLP)),
     ]  # fmt: skip
 
 
@@ -256,7 +235,7 @@ def budget_claims() -> list[Claim]:
 
     def claim(says: str, number: str, read: Callable[[dict], Estimate | None], rule: Rule) -> Claim:
         unused = f"loops beyond the third change the loss by less than {LEAST_CHANGE:g} nats in every run"
-        return Claim("figure 5", says, number, SIZE, SOURCE, read, rule, without=unused)
+        return Claim("figure 5", says, number, SIZE, SYSTEMS, read, rule, without=unused)
 
     return [
         claim("FLT trained with 9 or 12 loops gains from loops", "loss after 1 loop less that after all",
@@ -301,16 +280,16 @@ def variant_claims() -> list[Claim]:
 def charts(content: dict) -> list[Chart]:
     ours = []
     for i, (system, name) in enumerate(NAMES.items()):
-        points = [(k, fmean(run["loss"] for run in runs_at(content, system, k).values())) for k in (3, 6, 9, 12)]
+        points = [(k, fmean(run["loss"] for run in runs_at(content, system, k))) for k in (3, 6, 9, 12)]
         ours.append(Line(name, points, f"c{i}"))
     deeper = [
-        Line(f"trained with {k}", [(n, fmean(run["loss_at"][str(n)] for run in runs_at(content, "flt", k).values()))
+        Line(f"trained with {k}", [(n, fmean(run["loss_at"][str(n)] for run in runs_at(content, "flt", k)))
                                    for n in (1, 3, 6, 9, 12)], ordered(i, 4))
         for i, k in enumerate((3, 6, 9, 12))
     ]  # fmt: skip
     norms = [
-        Line(NAMES[system], [(k + 1, fmean(run["residual_norm_by_loop"][k] for run in runs_at(content, system, 12)
-                                           .values())) for k in range(12)], f"c{i}")
+        Line(NAMES[system], [(k, fmean(run[f"residual_norm/loop_{k}"] for run in runs_at(content, system, 12)))
+                             for k in range(1, 13)], f"c{i}")
         for i, system in enumerate(NAMES)
     ]  # fmt: skip
     colors = {system: f"c{i}" for i, system in enumerate(NAMES)}
@@ -318,7 +297,7 @@ def charts(content: dict) -> list[Chart]:
         Line(NAMES[system], [(k, value) for k, value in zip((3, 6, 9), bits) if value == value], colors[system])
         for system, bits in BITS.items()
     ]
-    levels = {"frequencies of tokens": content["loss_of_word_frequencies"]}
+    levels = {"frequencies of tokens": fmean(found["loss_of_frequencies"] for found in content["seeds"].values())}
     return [
         Chart("Ours: loss over trained loops", "loops", "loss", ours, levels=levels, x_ticks=[3, 6, 9, 12]),
         Chart("FLT: loss after other numbers of loops", "loops", "loss", deeper, x_ticks=[1, 3, 6, 9, 12]),
@@ -331,7 +310,13 @@ FULLY_LOOPED = Paper(
     "Simply Stabilizing the Loop via Fully Looped Transformer",
     [
         Measurement("attention", commands_of("attention"), runs_of, SIX_SEEDS),
-        Measurement("gradients", commands_of("gradients"), read_gradients, SIX_SEEDS),
+        Measurement("gradients", commands_of("gradients"), with_gradients(runs_of), SIX_SEEDS),
+        Measurement(
+            "twelve_loops",
+            commands_of("twelve_loops", "frequencies"),
+            with_gradients(read_with_frequencies),
+            SIX_SEEDS,
+        ),
     ],
     [
         *collapse_claims(),
@@ -347,5 +332,5 @@ FULLY_LOOPED = Paper(
             "models of this size and training answer none of the six tasks above chance",
         ),
     ],
-    [Figure(SOURCE, charts)],
+    [Figure(SYSTEMS, charts)],
 )

@@ -8,17 +8,9 @@ from looped_recipes.common.chart import Bars, Chart, Line, on_one_scale
 from .definition import Claim, Figure, Measurement, Paper, each_seed
 from .parcae_depths import DEPTH_MEASUREMENTS, gradient_charts, gradient_claims, sampling_charts, sampling_claims
 from .parcae_laws import LAW_MEASUREMENTS, law_charts, law_claims, size_charts, size_claims
-from .parcae_parts import (
-    PART_MEASUREMENTS,
-    has_trained,
-    part_charts,
-    part_claims,
-    rdm_charts,
-    rdm_claims,
-    read_with_frequencies,
-)
+from .parcae_parts import PART_MEASUREMENTS, part_charts, part_claims, rdm_charts, rdm_claims
 from .rules import AtMost, Effect, Near
-from .sweeps import commands_of
+from .sweeps import commands_of, has_trained, read_with_frequencies
 
 
 SIZE = "width 96, 1 + 1 + 1 layers, mean depth 8, English text"

@@ -1,16 +1,14 @@
 """What each part of Parcae is good for, and all beside a recurrent-depth model: tables 3 and 4, figures 23 and 24."""
 
 import math
-from pathlib import Path
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line
 
-from .definition import BETTER_THAN_FREQUENCIES, Claim, Measurement, each_seed, loss_of
-from .functions import result_of
+from .definition import Claim, Measurement, each_seed, loss_of
 from .parcae_depths import less_at, loss_at, run_named
 from .rules import AtMost, Effect, Estimate, Near, share
-from .sweeps import commands_of, runs_of
+from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
 
 
 PARTS = "width 64, 1 + 1 + 1 layers, mean depth 8, English text, 2,000 steps of 1,024 tokens, rate 8e-3"
@@ -28,16 +26,6 @@ PAPER_LOSSES = {  # table 4, by loops
 }
 ALIKE = 0.02  # nats; the paper's 0.01 is the last digit that it prints
 PAPER_GAIN = 100 * (1 - 13.59 / 14.23)  # % of perplexity, 100M, table 3
-
-
-def read_with_frequencies(folder: Path) -> dict | None:
-    """Runs of a sweep, and the loss of the frequencies of the tokens of their text."""
-    found, without = runs_of(folder), result_of("frequencies")(folder)
-    return found and without and {**found, "loss_of_frequencies": without["loss"]}
-
-
-def has_trained(run: dict, content: dict) -> bool:
-    return run["loss"] is not None and run["loss"] < content["loss_of_frequencies"] - BETTER_THAN_FREQUENCIES
 
 
 def failures(name: str):

@@ -7,8 +7,8 @@ from pathlib import Path
 from looped_recipes.common.files import lines_of
 from looped_recipes.common.metrics import last_validation
 
-from .definition import MADE_BY, Setting
-from .functions import by_function
+from .definition import BETTER_THAN_FREQUENCIES, MADE_BY, Setting, loss_of
+from .functions import by_function, result_of
 
 
 KEPT = ("spectral_radius", "residual_norm/", "state_norm/")
@@ -48,3 +48,13 @@ def shortened(line: dict) -> dict:
         found["diverged"] = line["diverged"]
     loss_at = {str(depth): loss for depth, loss in last_validation([metrics], "loss").items()}
     return {**found, "loss_at": loss_at, **{key: value for key, value in metrics.items() if key.startswith(KEPT)}}
+
+
+def read_with_frequencies(folder: Path) -> dict | None:
+    """Runs of a sweep, and the loss of the frequencies of the tokens of their text."""
+    found, without = runs_of(folder), result_of("frequencies")(folder)
+    return found and without and {**found, "loss_of_frequencies": without["loss"]}
+
+
+def has_trained(run: dict, content: dict) -> bool:
+    return loss_of(run) < content["loss_of_frequencies"] - BETTER_THAN_FREQUENCIES
