@@ -6,6 +6,7 @@ from .auto_classes import AUTO_CLASSES
 from .cache import LoopedCache
 from .causal_lm import LoopedForCausalLM
 from .configuration_looped import LoopedConfig, LoopedConfigError
+from .exit_criteria import ExitRule
 from .formats import register_public_formats, save_public
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
@@ -21,6 +22,7 @@ for auto_name, model_class in AUTO_CLASSES.items():
 del auto_name, model_class
 
 __all__ = [
+    "ExitRule",
     "LoopedCache",
     "LoopedConfig",
     "LoopedConfigError",

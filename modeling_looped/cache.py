@@ -114,14 +114,13 @@ class LoopedCache(DynamicCache):
     (but for sliding ones, which hold their window alone). What lies beyond a row's position is of no consequence: no
     query sees it, and it is overwritten when the row gets there. So a check that does not exit, or a draft that is
     rejected, needs no undoing.
-
-    is_int8: the buffers hold keys and values in 8 bits, and so do the layers until the rows have been decoded.
     """
 
     layers: list[DynamicLayer]
 
-    def __init__(self, config, sharing: str = "none", num_loops: int | None = None, is_int8: bool = False):
-        self.model_config, self.sharing, self.is_int8 = config, sharing, is_int8
+    def __init__(self, config, sharing: str = "none", num_loops: int | None = None):
+        self.model_config, self.sharing = config, sharing
+        self.is_int8 = False  # the buffers, and so the layers until the rows have been decoded, hold 8 bits
         loops = config.num_loops if num_loops is None else num_loops
         shared = loops_with_slots(sharing)
         if shared is not None and config.shares_keys:

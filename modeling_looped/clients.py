@@ -47,11 +47,11 @@ def tuner_of_weights(tuner: type) -> type:
             super()._prepare_model(peft_config, model)
             names = [name for name, _ in model.named_modules()]
             named = [name for name in names if super(NormTuner, self)._check_target_module_exists(peft_config, name)]
-            refuse_if(
-                named != [] and not any(map(self.has_weight, named)),
-                f"LNTuningConfig trains the weights of norms, but those of this model have none ({named[0]} and "
-                f"{len(named) - 1} more), as norm_affine=False says: use another method, such as LoraConfig",
-            )
+            if named and not any(map(self.has_weight, named)):
+                raise ValueError(
+                    f"LNTuningConfig trains the weights of norms, but those of this model have none ({named[0]} and "
+                    f"{len(named) - 1} more), as norm_affine=False says: use another method, such as LoraConfig"
+                )
 
     return NormTuner
 

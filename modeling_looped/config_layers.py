@@ -109,6 +109,17 @@ class LayersAndSlots(PreTrainedConfig):
         """Attention type of every slot. Absent without windows, so that no consumer sees any."""
         if not self.has_windows:
             raise AttributeError("layer_types exists only with a window_pattern or a sliding_window")
+        return self._type_of_slots()
+
+    @layer_types.setter
+    def layer_types(self, value: list[str]):
+        if list(value) != self._type_of_slots():
+            raise LoopedConfigError(
+                f"layer_types={value} does not fit: it is derived from window_pattern={self.window_pattern!r} and "
+                f"sliding_window={self.sliding_window}. Set those fields instead."
+            )
+
+    def _type_of_slots(self) -> list[str]:
         prelude, core, coda = self.section_layer_types()
         return prelude + coda + core * self.num_stored_loops(self.num_loops)
 

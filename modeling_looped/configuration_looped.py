@@ -303,6 +303,8 @@ class LoopedConfig(RopeOfLayers):
         # beside a depth of training, that many slots may have been saved before num_loops was edited
         if num_hidden_layers is not None and num_hidden_layers != self.num_slots(self.trained_depth):
             self.num_hidden_layers = num_hidden_layers
+        if layer_types is not None:
+            self.layer_types = layer_types
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "LoopedConfig":

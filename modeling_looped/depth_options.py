@@ -7,7 +7,7 @@ import torch
 from .cache import LoopedCache, loops_with_slots, sharing_of
 from .checks import check_starts_from_noise, refuse_if
 from .depth import check_count, check_depths, numpy_as_python
-from .exit_criteria import ExitRule, ExitSelection, exit_rule
+from .exit_criteria import ExitRule, ExitSelection
 
 
 CRITERION_FIELDS = ("exit_threshold",)
@@ -102,16 +102,14 @@ class DepthOptions:
         if self.exit_criterion is None:
             return None
         depth = self.deepest(model_config)
-        rule = exit_rule(
-            model_config,
+        rule = ExitRule(
             self.exit_criterion,
             self.exit_threshold,
             self.min_loops,
             self.exit_interval,
-            num_loops=depth,
             selection=self.exit_selection,
             read_interval=self.exit_read_interval,
-        )
+        ).checked(model_config, depth)
         refuse_if(
             self.runs_all_loops and self.prompt_loops is not None,
             f"prompt_loops={self.prompt_loops} says where the loops of the prompt end, but with "

@@ -21,6 +21,7 @@ a function here, its line in `CRITERIA`, its name in `ExitCriterion`, and what i
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -157,11 +158,12 @@ CRITERIA = {
 ExitSelection = Literal["stop", "after", "weighted"]
 
 
-class ExitRule(NamedTuple):
+@dataclass(frozen=True)
+class ExitRule:
     """A criterion with its threshold: which loops are read, and who exits."""
 
     name: str
-    threshold: float
+    threshold: Any = None  # a number; None is the published one of the criterion, if it has one
     min_loops: int = 1
     interval: int = 1  # check at min_loops and at every n-th loop after it
     per_sequence: bool = False  # whole sequences exit, by the mean score of their tokens
@@ -169,6 +171,12 @@ class ExitRule(NamedTuple):
     # read out, each with the probability of its exit
     selection: ExitSelection = "stop"
     read_interval: int = 1  # of rows that decode apart: every n-th check is read back from the device
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or self.name not in CRITERIA:
+            raise ValueError(f"exit_criterion={self.name!r} is not known: choose one of {', '.join(CRITERIA)}")
+        if self.threshold is None:
+            object.__setattr__(self, "threshold", self.criterion.default)
 
     @property
     def criterion(self) -> Criterion:
@@ -200,9 +208,10 @@ class ExitRule(NamedTuple):
             return torch.zeros_like(score, dtype=torch.bool)
         return score >= self.threshold if self.criterion.exits_above else score <= self.threshold
 
-    def check(self, config, num_loops: int):
-        """Refuses what does not fit the model, or a pass of this depth."""
+    def checked(self, config, num_loops: int | None = None) -> "ExitRule":
+        """This rule, if it fits the model and a pass of this depth, by default the model's own."""
         criterion, threshold, min_loops, selection = self.name, self.threshold, self.min_loops, self.selection
+        num_loops = config.num_loops if num_loops is None else num_loops
         if unknown := [name for name in self.criterion.remembers if name not in INITIAL]:
             raise ValueError(
                 f"exit_criterion={criterion!r} remembers {', '.join(unknown)}, whose value before a token's first "
@@ -250,22 +259,4 @@ class ExitRule(NamedTuple):
                 "exit_selection='weighted' weighs loops by the probabilities of the exit gate: pass "
                 f"exit_criterion='gate' instead of {criterion!r}, or another exit_selection"
             )
-
-
-def exit_rule(
-    config,
-    criterion: str,
-    threshold=None,
-    min_loops: int = 1,
-    interval: int = 1,
-    num_loops: int | None = None,
-    selection: ExitSelection = "stop",
-    read_interval: int = 1,
-) -> ExitRule:
-    """A rule that fits the model, or an error that says why not. num_loops: the depth of the pass."""
-    if not isinstance(criterion, str) or criterion not in CRITERIA:
-        raise ValueError(f"exit_criterion={criterion!r} is not known: choose one of {', '.join(CRITERIA)}")
-    reached: Any = CRITERIA[criterion].default if threshold is None else threshold
-    rule = ExitRule(criterion, reached, min_loops, interval, selection=selection, read_interval=read_interval)
-    rule.check(config, config.num_loops if num_loops is None else num_loops)
-    return rule
+        return self

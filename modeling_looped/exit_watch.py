@@ -94,12 +94,12 @@ def forward_with_exits(
     model, rule: ExitRule, inputs: dict, depths: int | list[int], logits_to_keep, output_logits: bool, options: dict
 ):
     """A pass of the causal LM in which tokens, or sequences, stop at loops of their own."""
-    if not (isinstance(rule, ExitRule) and rule.name in CRITERIA):
-        example, known = "ExitRule('max_prob', 0.9)", ", ".join(CRITERIA)
-        raise TypeError(f"exit_rule={rule!r}: make one of {known}, as modeling_looped.exit_criteria.{example}")
+    if not isinstance(rule, ExitRule):
+        example = "modeling_looped.ExitRule('max_prob', 0.9)"
+        raise TypeError(f"exit_rule={rule!r}: make one of {', '.join(CRITERIA)}, as {example}")
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
-    rule.check(model.config, deepest(depths))
+    rule = rule.checked(model.config, deepest(depths))
     if rule.selection == "weighted":
         token_loops = on_device(of_rows, given.device)[:, None].expand(given.shape[:2])
         return weighted_over_all(model, inputs, token_loops, logits_to_keep, output_logits, options)
@@ -107,7 +107,9 @@ def forward_with_exits(
         return chosen_after(model, rule, inputs, of_rows, keep if output_logits else None, options)
     inputs = {**inputs, "num_loops": deepest(depths)}
     if rule.per_sequence:
-        refuse_with_exits({"cache": inputs["cache"], "attention_mask": inputs["attention_mask"], **options})
+        mask = inputs["attention_mask"]  # tokenizers give one, also where nothing is padded
+        hides = mask is not None and not (torch.is_tensor(mask) and mask.ndim == 2 and bool(mask.all()))
+        refuse_with_exits({"cache": inputs["cache"], "an attention_mask with padding": hides, **options})
         watch = SequenceExits(model, rule, of_rows, given.shape[1], given.device)
         states = model.model(**{**inputs, "use_cache": False}, exit_watch=watch).last_hidden_state
         logits = None

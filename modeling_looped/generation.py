@@ -220,7 +220,7 @@ class LoopedGenerationMixin(Generative):
         if is_given or not is_dynamic or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         options = generation_config.depth_options
-        cache = LoopedCache(self.config, options.cache_sharing, options.deepest(self.config), options.is_int8)
+        cache = LoopedCache(self.config, options.cache_sharing, options.deepest(self.config))
         model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -321,9 +321,10 @@ class LoopedGenerationMixin(Generative):
         per prompt), rows at their own loop and token share every pass: see `shared_passes.py`, also for `max_rows` and
         `max_tokens`. Its results have `token_loops`.
         """
-        given = {name: value for name in DEPTH_FIELDS if (value := kwargs.pop(name, None)) is not None}
-        asked = given or beside_defaults(generation_config)
-        saved = beside_defaults(self.generation_config)
+        given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
+        asked = {name: value for name, value in given.items() if value is not None}
+        asked = asked or beside_defaults(generation_config)
+        saved = {name: value for name, value in beside_defaults(self.generation_config).items() if name not in given}
         if saved.get("num_loops") == self.config.num_loops:
             del saved["num_loops"]
         if kwargs.get("cache_implementation") == "paged" and asked:  # generate calls this method, which calls it

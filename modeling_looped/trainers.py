@@ -49,7 +49,7 @@ class DrawnDepths:
 
 class OwnLoss:
     depths: DrawnDepths | None = None  # of training; None is the model's num_loops
-    _place = (-1, 0)  # step, and batches of it that have been trained on
+    _place = (-1, 0)  # step, and rows of it, of all processes, that have been trained on
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         assert isinstance(self, Trainer)  # it is mixed into one
@@ -77,9 +77,9 @@ class OwnLoss:
     def _drawn(self: Any, model, inputs: dict) -> dict[str, Any]:
         """A function of seed and place, so that a run that goes on draws as one that was never stopped."""
         step, given = self.state.global_step, inputs["input_ids"]
-        batch = self._place[1] if self._place[0] == step else 0
-        self._place = step, batch + 1
-        first = (batch * self.args.world_size + self.args.process_index) * len(given)
+        before = self._place[1] if self._place[0] == step else 0
+        self._place = step, before + self.args.world_size * len(given)
+        first = before + self.args.process_index * len(given)
         rows = list(range(first, first + len(given)))
         plain = self.accelerator.unwrap_model(model)
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)

@@ -380,6 +380,23 @@ def test_fine_tuning_at_drawn_depths(per, tmp_path):
     assert not torch.equal(noise[0][:, :3], noise[1][:, :3]) and torch.equal(rest[0]["initial_state"], noise[4])
 
 
+def test_no_two_rows_of_a_step_draw_alike():
+    """Also where the last micro-batch of a step is smaller, in each of two processes."""
+    from modeling_looped.trainers import OwnLoss
+
+    class OfRows(OwnLoss):
+        state = SimpleNamespace(global_step=3)
+        accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+        depths = SimpleNamespace(of_step=lambda model, seed, step, rows, length, device: rows)
+
+    drawn = []
+    for process in (0, 1):
+        trainer = OfRows()
+        trainer.args = SimpleNamespace(seed=0, world_size=2, process_index=process)
+        drawn += [row for size in (4, 4, 1) for row in trainer._drawn(None, {"input_ids": random_ids(size, 2)})]
+    assert sorted(drawn) == list(range(18))
+
+
 def fused_head_or_skip():
     """How TRL multiplies the trunk's state with the head; without it, its trainers pass labels to the model."""
     from trl.trainer import utils
@@ -544,6 +561,8 @@ def test_norms_without_weights_are_not_tuned(tmp_path):
     llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SIZES))
     tuned = peft.get_peft_model(llama, peft.LNTuningConfig(task_type="CAUSAL_LM"))
     assert sum(parameter.requires_grad for parameter in tuned.parameters()) == 5
+    with pytest.raises(ValueError, match="nonexistent"):  # PEFT's own words
+        peft.get_peft_model(llama, peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["nonexistent"]))
 
 
 # Graphs for batches of any size

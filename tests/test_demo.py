@@ -18,7 +18,6 @@ from looped_recipes.demo import command, hops, options
 from looped_recipes.demo.page import finding, page, path_of, text_finding
 from looped_recipes.demo.picture import picture
 from looped_recipes.demo.text import by_depth
-from tests.helpers import tiny_config
 
 
 ROOT = Path(__file__).parent.parent
@@ -147,7 +146,7 @@ def test_a_mistake_in_the_settings_is_told_before_anything_is_trained(tmp_path, 
 
 def test_exits_are_at_the_first_certain_loop():
     answerer = hops.Answerer.__new__(hops.Answerer)
-    answerer.rule = hops.exit_rule(tiny_config(), "max_prob", 0.9)
+    answerer.rule = hops.ExitRule("max_prob", 0.9)
     sure, unsure = torch.tensor([9.0, 0, 0]), torch.tensor([1.0, 0, 0])
     logits = [torch.stack(rows) for rows in ((sure, unsure, unsure), (unsure, sure, unsure), (sure, sure, unsure))]
     assert answerer.exits(logits).tolist() == [1, 2, 3]

@@ -11,7 +11,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from modeling_looped import LoopedForCausalLM, LoopedModel, generation
-from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion, ExitCriterion, ExitRule, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion, ExitCriterion, ExitRule
 from modeling_looped.row_table import AT_FIRST
 
 from .helpers import random_ids, tiny_config, tiny_model
@@ -228,10 +228,10 @@ def test_published_thresholds():
     config = tiny_config(exit_gate="raw")
     for name in CRITERIA:
         if name in published:
-            assert exit_rule(config, name) == ExitRule(name, published[name])
+            assert ExitRule(name).checked(config) == ExitRule(name, published[name])
         else:
             with pytest.raises(ValueError, match=f"'{name}' has no published threshold: pass exit_threshold"):
-                exit_rule(config, name)
+                ExitRule(name).checked(config)
 
 
 # What is refused
@@ -280,7 +280,7 @@ def test_bad_rules_are_refused_by_generate(error, message, arguments):
 def test_a_model_whose_residuals_follow_the_run_cannot_exit():
     config = tiny_config(residual_depth="run", residual_scaling="linear")
     with pytest.raises(ValueError, match="residual_depth='run' .* early exit means nothing"):
-        exit_rule(config, "kl")
+        ExitRule("kl").checked(config)
 
 
 @pytest.mark.parametrize(("loop_loss", "warns"), [("terminal", True), ("per_loop", False)])

@@ -458,6 +458,30 @@ def test_continuous_batching_says_what_it_passes_over(monkeypatch):
     assert "config.num_loops=3" in said[0] and "exit_criterion='kl'" in said[0]
 
 
+def test_none_undoes_what_is_saved_in_batches_too():
+    model, prompts = model_of("plain").float(), [[3, 4], [5, 6, 7]]
+    model.generation_config.eos_token_id = -1
+    model.generation_config.exit_criterion, model.generation_config.exit_threshold = "latent_diff", 1e9
+
+    def loops(**given) -> set[int]:
+        results = model.generate_batch(prompts, max_new_tokens=4, **given).values()
+        assert not any(result.error for result in results)
+        return {number for result in results for number in result.token_loops[1:]}
+
+    assert (
+        loops() == {2}
+        and loops(exit_criterion=None, num_loops=3) == {3}
+        and loops(exit_criterion="kl", exit_threshold=0.0) == {3}
+    )
+    whole = model.generate_batch(
+        prompts, max_new_tokens=4, exit_criterion=None, continuous_batching_config=small_paged_cache()
+    )
+    plain = [model.generate(torch.tensor([prompt]), max_new_tokens=4, exit_criterion=None) for prompt in prompts]
+    assert [found.generated_tokens for found in whole.values()] == [
+        ids[0, len(prompt) :].tolist() for ids, prompt in zip(plain, prompts)
+    ]
+
+
 def test_continuous_batching_runs_a_saved_depth():
     model, prompt = model_of("windows").float(), random_ids(1, 6)[0]
     expected = argmax_rows(model, [prompt], 1)

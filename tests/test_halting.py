@@ -139,9 +139,16 @@ def test_rows_that_never_halt_run_to_their_own_depths(system, name):
 
 @pytest.mark.parametrize("name", ["cache", "attention_mask", "output_hidden_states"])
 def test_what_cannot_go_with_rows_that_halt_is_refused(name):
-    given = {name: {"cache": DynamicCache(), "attention_mask": torch.ones(1, 3)}.get(name, True)}
-    with pytest.raises(ValueError, match=f"exit_rule .* {name} cannot go with"):
+    given = {name: {"cache": DynamicCache(), "attention_mask": torch.tensor([[0, 1, 1]])}.get(name, True)}
+    with pytest.raises(ValueError, match=f"exit_rule .* {name}( with padding)? cannot go with"):
         model_of("plain")(random_ids(1, 3), exit_rule=ExitRule("kl", 0.1, per_sequence=True), **given)
+
+
+def test_rows_halt_under_a_mask_that_hides_nothing():
+    """As every tokenizer gives one."""
+    model, ids, rule = model_of("plain"), random_ids(2, 5), ExitRule("max_prob", 0.05, per_sequence=True)
+    found = model(ids, attention_mask=torch.ones_like(ids), exit_rule=rule)
+    assert torch.equal(found.logits, model(ids, exit_rule=rule).logits)
 
 
 @over_systems

@@ -20,7 +20,7 @@ from modeling_looped import (
     register_public_formats,
     save_public,
 )
-from modeling_looped.exit_criteria import ExitRule, exit_rule
+from modeling_looped.exit_criteria import ExitRule
 from modeling_looped.formats.registry import LAYOUTS, PUBLIC_REPOSITORIES
 from modeling_looped.formats.writing import public_config
 from modeling_looped.generation import SeededStates
@@ -309,7 +309,7 @@ def test_all_loops_read_out_by_the_probability_of_an_exit(tmp_path):
     tensors["model.early_exit_gate.weight"] *= 2
     model = LoopedForCausalLM.from_pretrained(write(tmp_path, config, tensors)).double()
     weighted = {"exit_criterion": "gate", "exit_selection": "weighted"}
-    rule = exit_rule(model.config, "gate", selection="weighted")
+    rule = ExitRule("gate", selection="weighted").checked(model.config)
     wanted = public.ouro_weighted_logits(config, tensors, IDS)
     assert (wanted - model(IDS).logits).abs().max() > 0.01
     outputs = model(IDS, exit_rule=rule, use_cache=True)

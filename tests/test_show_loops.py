@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from looped_eval.show_loops import command as show_loops
 from looped_eval.show_loops.page import SCALE, Piece, Shown, Token, color, finding, ink, page, visible
+from modeling_looped import ExitRule
 from tests.helpers import tiny_model, tiny_tokenizer
 
 
@@ -181,14 +182,14 @@ def test_the_rule_is_that_of_generation_config_unless_told(folder):
         args = show_loops.parse([str(folder), "a", *options])
         return show_loops.rule_of(args, *show_loops.open_config(str(folder))), args.num_loops
 
-    assert rule()[0][:3] == ("kl", 1e-3, 1) and rule()[1] == 4
+    assert rule()[0] == ExitRule("kl") and rule()[1] == 4
     stored = GenerationConfig.from_pretrained(folder)
     stored.exit_criterion, stored.exit_threshold, stored.min_loops, stored.num_loops = "entropy", 0.25, 2, 6
     stored._from_model_config = False
     stored.save_pretrained(folder)
-    assert rule()[0][:3] == ("entropy", 0.25, 2) and rule()[1] == 6
-    assert rule("--exit-threshold", "0.5")[0][:3] == ("entropy", 0.5, 2)
-    assert rule("--exit-criterion", "kl", "--num-loops", "5") == (show_loops.exit_rule(tiny_model().config, "kl"), 5)
+    assert rule()[0] == ExitRule("entropy", 0.25, 2) and rule()[1] == 6
+    assert rule("--exit-threshold", "0.5")[0] == ExitRule("entropy", 0.5, 2)
+    assert rule("--exit-criterion", "kl", "--num-loops", "5") == (ExitRule("kl"), 5)
 
 
 @pytest.mark.parametrize(

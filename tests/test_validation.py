@@ -462,6 +462,24 @@ def test_layer_types_exist_only_with_a_pattern_and_follow_the_slots():
     assert len(config.layer_types) == config.num_hidden_layers == 11
 
 
+def test_layer_types_are_not_dropped_silently():
+    config = tiny_config(window_pattern="SL", num_core_layers=2)
+    assert (
+        tiny_config(window_pattern="SL", num_core_layers=2, layer_types=config.layer_types).to_dict()
+        == config.to_dict()
+    )
+    config.layer_types = list(config.layer_types)
+    plain = ["full_attention"] * tiny_config().num_hidden_layers
+    assert not tiny_config(layer_types=plain).has_windows
+    for change in (
+        lambda: tiny_config(layer_types=["sliding_attention"] * len(plain)),
+        lambda: tiny_config(sliding_window=8, layer_types=plain),
+        lambda: config.update({"layer_types": plain}),
+    ):
+        with refuses(["layer_types", "derived from window_pattern", "sliding_window"]):
+            change()
+
+
 def test_presets_do_not_share_what_can_change():
     first = LoopedConfig.from_preset("flt")
     first.rope_parameters["rope_theta"] = 1.0

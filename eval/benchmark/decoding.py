@@ -19,7 +19,7 @@ from looped_eval.halting.calibration import never
 from looped_eval.halting.scoring import measure
 from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, in_step
-from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from modeling_looped.proposals import PassSeconds
 from modeling_looped.row_graphs import can_have_graphs
 
@@ -45,7 +45,7 @@ def exiting_model(args):
 
 def passing_threshold(model, prompt: torch.Tensor, criterion: str) -> float:
     """A threshold that three checks in ten pass, so that rows exit at loops of their own."""
-    exit_rule(model.config, criterion, 0)  # refuses a name that it does not know
+    ExitRule(criterion, 0).checked(model.config)  # refuses a name that it does not know
     rows = torch.cat([prompt, prompt[:, :1]], dim=1)  # a last token as the target, of which the scores know nothing
     scores = measure(model, rows, model.config.num_loops, [criterion], len(rows)).scores[criterion][:-1]
     scores = scores[scores.isfinite()].float()
@@ -80,7 +80,7 @@ def measure_exits(model, prompt, criterion: str, args) -> dict:
         return timed(model, prompt, return_dict_in_generate=True, cache=copy.deepcopy(prefilled), **how)
 
     threshold = passing_threshold(model, prompt, criterion)
-    rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
+    rule = ExitRule(criterion, threshold, interval=args.exit_interval).checked(model.config)
 
     prefilled = model.generate(prompt, max_new_tokens=1, return_dict_in_generate=True, **settings).cache
     prefilled.crop(-1)

@@ -16,7 +16,7 @@ import torch
 from looped_eval.common.timing import now
 from looped_recipes.common.flops import count_in_a_loop
 from modeling_looped import continuous
-from modeling_looped.exit_criteria import exit_rule
+from modeling_looped.exit_criteria import ExitRule
 from modeling_looped.shared_passes import SharedPasses
 
 from .decoding import cost_per_loop, exiting_model, passing_threshold
@@ -53,7 +53,7 @@ def serving(args) -> dict:
         threshold = passing_threshold(model, tokens(args, batch=8, length=args.prompt), criterion)
         how = {"exit_criterion": criterion, "exit_threshold": threshold, "exit_interval": args.exit_interval}
         ways[criterion] = how
-        rule = exit_rule(model.config, criterion, threshold, interval=args.exit_interval)
+        rule = ExitRule(criterion, threshold, interval=args.exit_interval).checked(model.config)
         turns = []
         for _ in range(args.repeats):
             at_once = [0.0] * len(asked)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from looped_eval.tasks.generators import addition_question, p_hop_question, permutation_question, row_question
-from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
 
 QUESTIONS = 252  # of each difficulty
@@ -31,7 +31,7 @@ def answer(model, tokenizer, asked: list[dict]) -> dict:
     ids = tokenizer(text, return_tensors="pt").input_ids
     count = len(tokenizer(asked[0]["text"]).input_ids)
     outputs = model(input_ids=ids, output_loop_logits=True, use_cache=False)
-    rule = exit_rule(model.config, "max_prob", CERTAINTY)
+    rule = ExitRule("max_prob", CERTAINTY).checked(model.config)
     wanted, num_loops = ids[:, count:], len(outputs.loop_logits)
     correct, exits = [], torch.full((len(asked),), num_loops)
     for loop in reversed(range(num_loops)):

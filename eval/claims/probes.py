@@ -15,7 +15,7 @@ from looped_eval.diagnose.readout_probes import (
 from looped_eval.halting.calibration import calibrate, exit_loops, mean_perplexity, perplexity_at
 from looped_eval.halting.scoring import measure
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.exit_criteria import exit_rule
+from modeling_looped.exit_criteria import ExitRule
 
 
 ROWS, LENGTH = 32, 64  # of held-out text
@@ -51,7 +51,7 @@ def halting(model, run: Path, rows: int = HALTED_ROWS) -> dict:
     drawn = held_out_rows(run, 2 * rows, LENGTH + 1, seed=0)[0]
     loops = model.trained_depth
     known, asked = (measure(model, part, loops, ["logit_margin"], 32).sequences() for part in drawn.chunk(2))
-    rule = exit_rule(model.config, "logit_margin", calibrate("logit_margin", known, BUDGET), num_loops=loops)
+    rule = ExitRule("logit_margin", calibrate("logit_margin", known, BUDGET)).checked(model.config, loops)
     stops = exit_loops(rule, asked.scores["logit_margin"])
     full = mean_perplexity(asked.losses[-1])
     return {"loops": stops.double().mean().item(), "perplexity_ratio": perplexity_at(stops, asked.losses) / full}

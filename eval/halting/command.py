@@ -18,7 +18,7 @@ from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
 from .conclusion import cheapest, conclusion, exits_gain, shallowest_depth
@@ -53,7 +53,7 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
         args.criteria = [name for name in args.criteria if name != "gate"]
         notes.append("gate is left out: this model has none (exit_gate='none')")
     for name in args.criteria:
-        exit_rule(config, name, 0, args.min_loops, num_loops=args.num_loops)
+        ExitRule(name, 0, args.min_loops).checked(config, args.num_loops)
     if args.write not in (None, BEST, *args.criteria):
         raise ValueError(f"--write {args.write} is not among the measured criteria: {', '.join(args.criteria)}")
     if config.loop_loss == "terminal":
@@ -128,7 +128,7 @@ def rules_of(units: Units, names: list[str], budgets: list[float], args, config)
     rules = {}
     for name, budget in itertools.product(names, budgets):
         threshold = calibrate(name, units, budget, args.min_loops)
-        rules[name, budget] = exit_rule(config, name, threshold, args.min_loops, num_loops=args.num_loops)
+        rules[name, budget] = ExitRule(name, threshold, args.min_loops).checked(config, args.num_loops)
     return rules
 
 

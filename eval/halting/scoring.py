@@ -1,5 +1,6 @@
 """Text scored at all depths in one pass, at a fixed depth, and with tokens or whole sequences that exit."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -75,10 +76,10 @@ def with_token_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, 
 
 def with_sequence_exits(model, rows: torch.Tensor, rule: ExitRule, num_loops: int, batch_size: int) -> Scored:
     """Each sequence stops looping, and leaves its batch, when the mean score of its tokens passes the threshold."""
-    losses, loops = with_token_exits(model, rows, rule._replace(per_sequence=True), num_loops, batch_size)
+    losses, loops = with_token_exits(model, rows, replace(rule, per_sequence=True), num_loops, batch_size)
     return Scored(losses, loops[:, 0])
 
 
 def sequence_scores_at(rule: ExitRule, loop: int) -> bool:
     """Whether the score of a sequence is taken after `loop` loops (counted from 1)."""
-    return rule._replace(per_sequence=True).scores_at(loop)
+    return replace(rule, per_sequence=True).scores_at(loop)

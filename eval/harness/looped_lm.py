@@ -11,6 +11,7 @@ saves the compute, and there later tokens see what an exited token left.
 import logging
 from bisect import bisect_left
 from collections import defaultdict
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -146,7 +147,8 @@ class LoopedLM(HFLM):
 
     def _key(self, kind: str, arguments, depth: int) -> str:
         model = [str(self.config._name_or_path), *self._state_of_model]
-        return hash_args(kind, [*model, depth, self.rule, *self._seeded(), *arguments])
+        rule = None if self.rule is None else astuple(self.rule)
+        return hash_args(kind, [*model, depth, rule, *self._seeded(), *arguments])
 
     def _seeded(self) -> list:
         return [] if self.state_seed is None else [f"state_seed={self.state_seed}"]

@@ -9,7 +9,7 @@ from looped_recipes.common.command_line import parse_depths
 from looped_recipes.common.hub import check_source, model_inside
 from modeling_looped import LoopedConfig
 from modeling_looped.depth_options import DEPTH_FIELDS
-from modeling_looped.exit_criteria import ExitRule, exit_rule
+from modeling_looped.exit_criteria import ExitRule
 from modeling_looped.formats.registry import is_published
 
 
@@ -70,4 +70,4 @@ def check_question(
                 "exit_threshold and min_loops go with an exit_criterion, e.g. exit_criterion=logit_margin"
             )
         return Question(depths, None)
-    return Question(depths, exit_rule(config, exit_criterion, exit_threshold, min_loops, num_loops=depths[0]))
+    return Question(depths, ExitRule(exit_criterion, exit_threshold, min_loops).checked(config, depths[0]))

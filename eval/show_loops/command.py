@@ -13,7 +13,7 @@ from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.exit_criteria import ExitRule, exit_rule
+from modeling_looped.exit_criteria import ExitRule
 
 from .options import parse
 from .page import Piece, Shown, Token, color, ink, page, visible
@@ -35,7 +35,7 @@ def rule_of(args, folder: Path, config) -> ExitRule:
     if criterion is None and threshold is not None:
         raise ValueError(f"--exit-threshold {threshold} without --exit-criterion: name one, e.g. logit_margin")
     min_loops = 1 if min_loops is None else min_loops
-    return exit_rule(config, criterion or "kl", threshold, min_loops, num_loops=args.num_loops)
+    return ExitRule(criterion or "kl", threshold, min_loops).checked(config, args.num_loops)
 
 
 def check(args, config, prompt_length: int):

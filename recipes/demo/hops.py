@@ -15,7 +15,7 @@ from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from looped_recipes.demo.training import train
 from looped_recipes.settings.recipe import load_recipe
-from modeling_looped.exit_criteria import CRITERIA, exit_rule
+from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
 
 RECIPE = Path(__file__).with_name("hops.yaml")
@@ -49,7 +49,7 @@ class Answerer:
     def __init__(self, folder: Path):
         self.model = AutoModelForCausalLM.from_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.rule = exit_rule(self.model.config, "max_prob", CERTAINTY)
+        self.rule = ExitRule("max_prob", CERTAINTY).checked(self.model.config)
 
     @torch.no_grad()
     def logits(self, questions: list[str]) -> list[torch.Tensor]:
