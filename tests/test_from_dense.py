@@ -46,17 +46,17 @@ SLIDING = ("mistral", "gemma2", "gemma3_text", "olmo3")
 # what the dense layers become, and how the input enters the loop
 CONSTRUCTIONS = {
     "all in the core": {},
-    "sections": {"prelude": 2, "core": 3, "coda": 1},
-    "concat": {"prelude": 2, "core": 3, "coda": 1, "injection": "concat"},
+    "sections": {"num_prelude_layers": 2, "num_core_layers": 3, "num_coda_layers": 1},
+    "concat": {"num_prelude_layers": 2, "num_core_layers": 3, "num_coda_layers": 1, "injection": "concat"},
     "concat, noise": {"injection": "concat", "state_init": "normal"},
-    "add": {"prelude": 1, "injection": "add"},
+    "add": {"num_prelude_layers": 1, "injection": "add"},
     "diagonal": {"injection": "diagonal"},
-    "attention_all": {"coda": 1, "injection": "attention_all"},
+    "attention_all": {"num_coda_layers": 1, "injection": "attention_all"},
     "attention_first": {"injection": "attention_first"},
     "residual_all": {"injection": "residual_all"},
-    "shared norm": {"prelude": 1, "inter_loop_norm": "shared"},
+    "shared norm": {"num_prelude_layers": 1, "inter_loop_norm": "shared"},
     "own norm, damping": {"inter_loop_norm": "own", "loop_damping": True},
-    "gate": {"prelude": 2, "core": 3, "coda": 1, "loop_change_gate": True},
+    "gate": {"num_prelude_layers": 2, "num_core_layers": 3, "num_coda_layers": 1, "loop_change_gate": True},
     "exit gate": {"exit_gate": "normed", "loop_loss": "exit_weighted"},
 }
 AT_EVERY_DEPTH = {  # constructions that are the dense model whatever the depth
@@ -114,7 +114,7 @@ def test_the_usual_attention():
 def test_llamas_of_other_fields(fields):
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": fields.pop("rope_theta", 1e4)}}
     dense = dense_model(**fields, **rope)
-    model = looped(dense, prelude=1, injection="concat")
+    model = looped(dense, num_prelude_layers=1, injection="concat")
     assert torch.equal(logits(model), logits(dense))
     assert model.config.rope_parameters["rope_theta"] == rope["rope_parameters"]["rope_theta"]
     is_tied = model.lm_head.weight is model.model.embed_tokens.weight
@@ -188,8 +188,8 @@ def with_layers(dense, layers: list[int]):
 @pytest.mark.parametrize(
     "options",
     [
-        {"layers": [0, 1, 3, 4, 5], "prelude": 2, "core": 2, "coda": 1},
-        {"layers": [0, 1, 3, 4, 5], "prelude": 2, "coda": 1},
+        {"layers": [0, 1, 3, 4, 5], "num_prelude_layers": 2, "num_core_layers": 2, "num_coda_layers": 1},
+        {"layers": [0, 1, 3, 4, 5], "num_prelude_layers": 2, "num_coda_layers": 1},
         {"layers": {"prelude": [0, 1], "core": [3, 4], "coda": [5]}},
         {"layers": {"core": [0, 1, 3, 4, 5]}},
     ],
@@ -208,7 +208,7 @@ def test_layers_that_are_left_out(options):
 
 
 # dense layers 1 to 4 in the core: two layers, two loops
-TIED = {"prelude": 1, "core": 2, "coda": 1}
+TIED = {"num_prelude_layers": 1, "num_core_layers": 2, "num_coda_layers": 1}
 
 
 @pytest.mark.parametrize("core_init, layers", [("lower", [1, 2]), ("stepwise", [1, 4])])
@@ -222,7 +222,7 @@ def test_tied_layers_are_those_of_the_dense_model(core_init, layers):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tied_layers_are_means(dtype):
     dense = dense_model().to(dtype)
-    model = looped(dense, core_init="average", num_loops=2, prelude=1, coda=1)
+    model = looped(dense, core_init="average", num_loops=2, num_prelude_layers=1, num_coda_layers=1)
     assert model.dtype == dtype
     for place, (first, second) in enumerate([(1, 3), (2, 4)]):
         tied = model.model.core[place].state_dict()
@@ -239,7 +239,7 @@ def test_tied_layers_are_means(dtype):
 def test_loops_with_weights_of_their_own_are_the_dense_layers(core_init, family):
     """At full rank, with norms of their own; at a lower one nearer to them than without."""
     dense = dense_model(family)
-    options = {"core_init": core_init, "prelude": 1, "core": 1, "coda": 1}
+    options = {"core_init": core_init, "num_prelude_layers": 1, "num_core_layers": 1, "num_coda_layers": 1}
     near, full = (looped(dense, loop_lora_rank=rank, loop_norms=True, **options) for rank in (12, 48))
     assert full.config.num_loops == full.config.num_loop_sets == 4
     torch.testing.assert_close(logits(full), logits(dense), rtol=1e-3, atol=1e-3)
@@ -272,17 +272,29 @@ def test_stepwise_layers_are_evenly_spaced(num_dense, core, loops, expected):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prelude": 2, "core": 3, "coda": 2}, r"2 \+ 3 \+ 2 = 7, but 6 dense layers are kept.*layers=\[...\]"),
-        ({"core": 4}, r"0 \+ 4 \+ 0 = 4, but 6 dense"),
-        ({"prelude": 3, "coda": 3}, "prelude=3 and coda=3 leave no layer for the core: 6"),
-        ({"core": 0}, "core must be a whole number of at least 1, got 0"),
-        ({"prelude": 1.0}, "prelude must be a whole number"),
+        (
+            {"num_prelude_layers": 2, "num_core_layers": 3, "num_coda_layers": 2},
+            r"2 \+ 3 \+ 2 = 7, but 6 dense layers are kept.*layers=\[...\]",
+        ),
+        ({"num_core_layers": 4}, r"0 \+ 4 \+ 0 = 4, but 6 dense"),
+        (
+            {"num_prelude_layers": 3, "num_coda_layers": 3},
+            "num_prelude_layers=3 and num_coda_layers=3 leave no layer for the core: 6",
+        ),
+        ({"num_core_layers": 0}, "num_core_layers must be a whole number of at least 1, got 0"),
+        ({"num_prelude_layers": 1.0}, "num_prelude_layers must be a whole number"),
         ({"num_loops": 0}, "num_loops must be a whole number of at least 1, got 0"),
         ({"core_init": "mean"}, "core_init must be one of copy, lower, stepwise, average, got 'mean'"),
-        ({"core_init": "average"}, "say core, or num_loops"),
-        ({"core_init": "average", "core": 4}, r"core=4 and num_loops=None do not divide the 6 .*\[0, 1, 2, 3, 4, 5\]"),
-        ({"core_init": "lower", "core": 3, "num_loops": 3}, "core=3 and num_loops=3 do not divide the 6"),
-        ({"core_init": "lower", "num_loops": 7}, "core=None and num_loops=7 do not divide the 6"),
+        ({"core_init": "average"}, "say num_core_layers, or num_loops"),
+        (
+            {"core_init": "average", "num_core_layers": 4},
+            r"num_core_layers=4 and num_loops=None do not divide the 6 .*\[0, 1, 2, 3, 4, 5\]",
+        ),
+        (
+            {"core_init": "lower", "num_core_layers": 3, "num_loops": 3},
+            "num_core_layers=3 and num_loops=3 do not divide the 6",
+        ),
+        ({"core_init": "lower", "num_loops": 7}, "num_core_layers=None and num_loops=7 do not divide the 6"),
         ({"layers": [0, 6]}, r"layers \[6\] are none of the dense model's, which has 0 to 5"),
         ({"layers": [0, -1]}, r"layers \[-1\] are none"),
         ({"layers": [0, 2, 1]}, r"in the order .* got \[0, 2, 1\]"),
@@ -290,12 +302,14 @@ def test_stepwise_layers_are_evenly_spaced(num_dense, core, loops, expected):
         ({"layers": "01"}, "must be a list of numbers"),
         ({"layers": {"core": []}}, "with layers for core"),
         ({"layers": {"core": [1], "head": [2]}}, "keys prelude, core and coda"),
-        ({"layers": {"prelude": [0], "core": [1]}, "prelude": 2}, r"prelude=2, but layers names 1 for it: \[0\]"),
+        (
+            {"layers": {"prelude": [0], "core": [1]}, "num_prelude_layers": 2},
+            r"num_prelude_layers=2, but layers names 1 for prelude: \[0\]",
+        ),
         ({"layers": {"prelude": [3], "core": [1]}}, "in the order"),
         ({"hidden_size": 64}, "hidden_size=64 cannot be chosen.*hidden_size=32"),
         ({"qk_norm": "free"}, "qk_norm='free' cannot be chosen.*qk_norm='none'"),
         ({"core_hidden_size": 16}, "core_hidden_size=16 cannot be chosen"),
-        ({"num_core_layers": 2}, "num_core_layers=2 cannot be chosen.*counted by prelude, core and coda"),
         ({"tie_word_embeddings": True}, "would drop the dense model's head"),
         ({"injection": "add", "state_init": "embedding"}, "would add the input to itself"),
         ({"readout_norm": "none"}, "model.norm.weight have no place"),
@@ -311,13 +325,13 @@ def test_what_makes_no_sense_is_refused(options, message):
 def test_layers_that_slide_differently_do_not_become_one():
     types = ["sliding_attention"] + ["full_attention"] * 5
     dense = dense_model("qwen3", layer_types=types, sliding_window=4, use_sliding_window=True)
-    model = looped(dense, prelude=1, coda=1)
+    model = looped(dense, num_prelude_layers=1, num_coda_layers=1)
     assert torch.equal(logits(model), logits(dense))
     assert sum(model.config.section_layer_types(), []) == types
-    tied = looped(dense, core_init="lower", core=3)
+    tied = looped(dense, core_init="lower", num_core_layers=3)
     assert sum(tied.config.section_layer_types(), []) == types[:3]
     with pytest.raises(ValueError, match=r"layers 0, 3 would become one, but differ in sliding window \(S, L\)"):
-        looped(dense, core_init="average", core=3)
+        looped(dense, core_init="average", num_core_layers=3)
 
 
 def test_a_layer_choice_without_windows_has_none():
@@ -343,7 +357,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_folder_in_several_files(folder, tmp_path):
-    model = LoopedForCausalLM.from_dense(folder, prelude=1, injection="concat", num_loops=2)
+    model = LoopedForCausalLM.from_dense(folder, num_prelude_layers=1, injection="concat", num_loops=2)
     dense = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.bfloat16 and not model.training
     for name, tensor in dense.model.layers[3].state_dict().items():
@@ -485,9 +499,15 @@ def test_nothing_that_is_set_afterwards_is_called_missing():
     dense = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
         model = LoopedForCausalLM.from_dense(
-            dense, core=2, num_loops=2, core_init="average", loop_lora_rank=64, loop_norms=True, loop_change_gate=True
+            dense,
+            num_core_layers=2,
+            num_loops=2,
+            core_init="average",
+            loop_lora_rank=64,
+            loop_norms=True,
+            loop_change_gate=True,
         )
     assert said.out == "" and model.model.change_gate.factor.abs().max() == 0
     with LoggingLevel(logging.WARNING), CaptureLogger(logging.get_logger("transformers")) as said:
-        LoopedForCausalLM.from_dense(dense, core=2, num_loops=2, core_init="average", exit_gate="raw")
+        LoopedForCausalLM.from_dense(dense, num_core_layers=2, num_loops=2, core_init="average", exit_gate="raw")
     assert "exit_gate" in said.out

@@ -39,7 +39,6 @@ OF_DENSE_MODELS = frozenset(
     core_intermediate_size core_num_attention_heads block_norm norm_affine norm_offset norm_rounding rms_norm_eps
     kv_latent_size window_pattern sliding_window qk_norm attention_bias attention_scale attention_softcap
     position_embedding rope_pattern hidden_act mlp_gated mlp_bias mlp_activation_scale embedding_scale logit_softcap
-    num_prelude_layers num_core_layers num_coda_layers
     """.split()
 )
 LAYER = r"model\.layers\.(\d+)\.(.+)"
@@ -148,20 +147,20 @@ def refuse_folder(path, missing, unexpected, mismatched):
 def start_from_dense(
     dense_config: PreTrainedConfig,
     *,
-    prelude: int | None = None,
-    core: int | None = None,
-    coda: int | None = None,
+    num_prelude_layers: int | None = None,
+    num_core_layers: int | None = None,
+    num_coda_layers: int | None = None,
     num_loops: int | None = None,
     layers: list[int] | dict[str, list[int]] | None = None,
     core_init: str = "copy",
     injection: str = "none",
     **overrides: Any,
 ) -> Start:
-    """prelude, core, coda: unique layers of each section. By default every dense layer is kept, all in the core.
+    """By default every dense layer is kept, all in the core.
 
     layers: the dense layers to keep, counted from 0: a list, which the counts divide, or a list for each section.
-    core_init: "copy" puts the dense layers of the core there one by one. The others make `core` layers of the
-        `core * num_loops` that there are (relaxed recursion): "lower" takes the first ones, "stepwise" evenly spaced
+    core_init: "copy" puts the dense layers of the core there one by one. The others make `num_core_layers`
+        of `num_core_layers * num_loops` dense ones (relaxed recursion): "lower" takes the first ones, "stepwise" evenly spaced
         ones with the first and the last, "average" the mean of those that a loop would run at the same place.
         With a loop_lora_rank, what each loop's layers are beyond that becomes its own, as far as the rank goes.
     num_loops: by default 1, or as many as the core's dense layers are times the looped ones.
@@ -174,7 +173,8 @@ def start_from_dense(
     fields: dict[str, Any] = family.fields(dense_config)
     if getattr(dense_config, "quantization_config", None) is not None:
         raise ValueError("the dense weights are quantized: start from those before, and quantize the looped model")
-    choice = choose_layers(dense_config.num_hidden_layers, prelude, core, coda, num_loops, layers, core_init)
+    counts = num_prelude_layers, num_core_layers, num_coda_layers
+    choice = choose_layers(dense_config.num_hidden_layers, *counts, num_loops, layers, core_init)
     fields |= of_layers(choice, fields.pop("layer_windows"), fields.pop("layer_ropes"))
     plain = LoopedConfig(**fields, num_loops=1)
     return Start(family, choice, plain, looped_config(plain, fields, choice.num_loops, injection, overrides))
@@ -201,7 +201,7 @@ def looped_config(plain: LoopedConfig, fields: dict, num_loops: int, injection: 
         if overrides[name] != getattr(plain, name, None):
             raise ValueError(
                 f"{name}={overrides[name]!r} cannot be chosen: the dense model's weights have "
-                f"{name}={getattr(plain, name, None)!r}. Leave it out (layers are counted by prelude, core and coda)"
+                f"{name}={getattr(plain, name, None)!r}. Leave it out"
             )
     if overrides.get("tie_word_embeddings") and not plain.tie_word_embeddings:
         raise ValueError("tie_word_embeddings=True would drop the dense model's head, which is not tied: leave it out")

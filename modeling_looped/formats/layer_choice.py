@@ -41,8 +41,9 @@ def choose_layers(
 ) -> LayerChoice:
     """Which dense layers the looped layers come from; the arguments are those of `from_dense`."""
     counts = {"prelude": prelude, "core": core, "coda": coda}
-    for name, value in {**counts, "num_loops": num_loops}.items():
-        least = 1 if name in ("core", "num_loops") else 0
+    given = {f"num_{name}_layers": count for name, count in counts.items()} | {"num_loops": num_loops}
+    for name, value in given.items():
+        least = 1 if name in ("num_core_layers", "num_loops") else 0
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
     if core_init not in CORE_INITS:
@@ -51,7 +52,9 @@ def choose_layers(
         kept = of_each_section(num_dense, layers)
         for name in ("prelude", "coda"):
             if counts[name] not in (None, len(kept[name])):
-                raise ValueError(f"{name}={counts[name]}, but layers names {len(kept[name])} for it: {kept[name]}")
+                raise ValueError(
+                    f"num_{name}_layers={counts[name]}, but layers names {len(kept[name])} for {name}: {kept[name]}"
+                )
     else:
         kept = divided(list(range(num_dense)) if layers is None else checked(num_dense, layers), prelude, coda)
     sources: dict[str, list[tuple[int, ...]]] = {name: [(layer,) for layer in kept[name]] for name in SECTIONS}
@@ -90,7 +93,8 @@ def divided(layers: list[int], prelude: int | None, coda: int | None) -> dict[st
     first, last = prelude or 0, coda or 0
     if first + last >= len(layers):
         raise ValueError(
-            f"prelude={first} and coda={last} leave no layer for the core: {len(layers)} dense layers are kept"
+            f"num_prelude_layers={first} and num_coda_layers={last} leave no layer for the core: {len(layers)} dense "
+            "layers are kept"
         )
     end = len(layers) - last
     return {"prelude": layers[:first], "core": layers[first:end], "coda": layers[end:]}
@@ -112,13 +116,13 @@ def tied(
 ) -> tuple[list[tuple[int, ...]], int]:
     """`core` looped layers of `core * num_loops` dense ones, and the number of loops."""
     if core is None and num_loops is None:
-        raise ValueError(f"core_init={core_init!r} makes core layers of more dense ones: say core, or num_loops")
+        raise ValueError(f"core_init={core_init!r} makes core layers of more dense ones: say num_core_layers, or num_loops")
     size = core if core is not None else len(layers) // (num_loops or 1)
     loops = num_loops if num_loops is not None else len(layers) // size
     if size * loops != len(layers) or size == 0:
         raise ValueError(
-            f"core_init={core_init!r} makes core layers of core * num_loops dense ones, but core={core} and "
-            f"num_loops={num_loops} do not divide the {len(layers)} that are there: {layers}"
+            f"core_init={core_init!r} makes core layers of num_core_layers * num_loops dense ones, but "
+            f"num_core_layers={core} and num_loops={num_loops} do not divide the {len(layers)} that are there: {layers}"
         )
     if core_init == "average":
         return [tuple(layers[i::size]) for i in range(size)], loops

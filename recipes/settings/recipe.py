@@ -81,8 +81,7 @@ class Recipe:
     def dense_options(self) -> dict:
         """What `from_dense` takes, but the path."""
         options = {key: value for key, value in self.model.items() if key != "preset"}
-        counts = {name: options.pop(f"num_{name}_layers", None) for name in ("prelude", "core", "coda")}
-        return {**options, **counts, "layers": self.dense.layers, "core_init": self.dense.core_init}
+        return {**options, "layers": self.dense.layers, "core_init": self.dense.core_init}
 
     def mean_depth(self, config: LoopedConfig) -> float:
         return config.trained_depth if self.depth.mean is None else self.depth.mean
