@@ -159,9 +159,9 @@ def start_from_dense(
     """By default every dense layer is kept, all in the core.
 
     layers: the dense layers to keep, counted from 0: a list, which the counts divide, or a list for each section.
-    core_init: "copy" puts the dense layers of the core there one by one. The others make `num_core_layers`
-        of `num_core_layers * num_loops` dense ones (relaxed recursion): "lower" takes the first ones, "stepwise" evenly spaced
-        ones with the first and the last, "average" the mean of those that a loop would run at the same place.
+    core_init: "copy" puts the dense layers of the core there one by one. The others make `num_core_layers` of
+        `num_core_layers * num_loops` dense ones (relaxed recursion): "lower" takes the first ones, "stepwise" evenly
+        spaced ones with the first and the last, "average" the mean of those that a loop would run at the same place.
         With a loop_lora_rank, what each loop's layers are beyond that becomes its own, as far as the rank goes.
     num_loops: by default 1, or as many as the core's dense layers are times the looped ones.
     overrides: other fields of LoopedConfig. Those that act before the second loop (prelude_norm, injection_norm,

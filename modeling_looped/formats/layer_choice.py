@@ -116,13 +116,15 @@ def tied(
 ) -> tuple[list[tuple[int, ...]], int]:
     """`core` looped layers of `core * num_loops` dense ones, and the number of loops."""
     if core is None and num_loops is None:
-        raise ValueError(f"core_init={core_init!r} makes core layers of more dense ones: say num_core_layers, or num_loops")
+        raise ValueError(
+            f"core_init={core_init!r} makes core layers of more dense ones: say num_core_layers, or num_loops"
+        )
     size = core if core is not None else len(layers) // (num_loops or 1)
     loops = num_loops if num_loops is not None else len(layers) // size
     if size * loops != len(layers) or size == 0:
         raise ValueError(
             f"core_init={core_init!r} makes core layers of num_core_layers * num_loops dense ones, but "
-            f"num_core_layers={core} and num_loops={num_loops} do not divide the {len(layers)} that are there: {layers}"
+            f"num_core_layers={core} and num_loops={num_loops} do not divide the {len(layers)} layers {layers}"
         )
     if core_init == "average":
         return [tuple(layers[i::size]) for i in range(size)], loops
