@@ -16,6 +16,8 @@ import transformers
 from torch import nn
 from transformers.generation import GenerationMixin
 
+from .tensors import wide_dtype
+
 
 def found(module: str, name: str, default: Any = None) -> Any:
     """What `name` is in `module`, or the default where one of the two is gone."""
@@ -137,8 +139,7 @@ def eager_attention(
         scores = torch.tanh(scores / softcap) * softcap
     if attention_mask is not None:
         scores = scores + attention_mask
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = nn.functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=wide_dtype(scores)).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 

@@ -235,6 +235,10 @@ def set_fields(generation_config) -> dict:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def listed(fields: dict) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
 def differ(value, other) -> bool:
     """Whether two values of a field differ; depths may be tensors."""
     return as_python(value) != as_python(other)

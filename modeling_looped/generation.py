@@ -28,7 +28,7 @@ from .clients import has_prefix, warn_of_another_policy
 from .continuous import decode_continuously
 from .cpu import decoding
 from .depth import check_depths
-from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, refuse_sharing, set_fields
+from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, listed, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
 from .foreign_names import refuse_foreign
 from .in_step import decode_in_step, goes_in_step
@@ -378,10 +378,6 @@ def check_prompt(prompt):
 
 def beside_defaults(generation_config) -> dict:
     return {name: value for name, value in set_fields(generation_config).items() if value != DEPTH_FIELDS[name]}
-
-
-def listed(fields: dict) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
 class SeededStates:

@@ -15,6 +15,7 @@ from transformers import initialization as init
 from .cpu import project
 from .layers import linear
 from .norms import block_norm
+from .tensors import wide_dtype
 
 
 def where_first(first, if_first, otherwise):
@@ -97,7 +98,7 @@ class DiagonalInjection(Injection):
         init.constant_(self.dt_bias, math.log(math.sqrt(5) - 1))
 
     def decay_and_step(self):
-        wide = torch.promote_types(self.dt_bias.dtype, torch.float32)
+        wide = wide_dtype(self.dt_bias)
         step = nn.functional.softplus(self.dt_bias.to(wide))
         return torch.exp(-step * torch.exp(self.log_rate.to(wide))), step
 

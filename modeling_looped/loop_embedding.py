@@ -11,7 +11,7 @@ from transformers import initialization as init
 from .cpu import project
 from .layers import linear
 from .loop_parameters import select_set
-from .tensors import on_device
+from .tensors import on_device, wide_dtype
 
 
 NUM_FEATURES = 256  # of a point in time
@@ -21,7 +21,7 @@ LONGEST_PERIOD = 10000.0
 def per_row(values: int | float | list, like: torch.Tensor) -> torch.Tensor:
     """[rows], in float32; one row if there is one value."""
     values = values if isinstance(values, list) else [values]
-    return on_device(values, like.device, torch.promote_types(like.dtype, torch.float32))
+    return on_device(values, like.device, wide_dtype(like))
 
 
 def sinusoids(points: torch.Tensor, size: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from .cross_entropy import IGNORE_INDEX, Head, is_traced, weighted_cross_entropy
 from .depth import deepest, depth_per_row, depth_tensor
 from .losses_of_states import LoopStates, loss_of_states
-from .tensors import at_least_fp32, on_device
+from .tensors import at_least_fp32, on_device, wide_dtype
 
 
 GATE_SHARPNESS, GATE_THRESHOLD = 50.0, 0.005  # Ouro, stage II
@@ -81,7 +81,7 @@ def loop_loss(
     nan where nothing was compared, and that of every token, [loops, batch, length], 0 where there is no label."""
     objective = config.loop_loss if objective is None else objective
     shape, device = labels.tokens.shape, readouts[0].device
-    targets = targets_of(labels, depths, device, torch.promote_types(readouts[0].dtype, torch.float32))
+    targets = targets_of(labels, depths, device, wide_dtype(readouts[0]))
     of_targets: Any = None if gates is None else gates.flatten(1)[:, targets.positions]  # in models with a gate
     log_p: Any = exit_log_probabilities(of_targets, targets.depth - 1) if objective == "exit_weighted" else None
     only_last_third = objective == "last_third" and not every_loop

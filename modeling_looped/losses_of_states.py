@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from .tensors import wide_dtype
+
 
 class LoopStates(NamedTuple):
     every_loop: tuple[torch.Tensor, ...]  # H_k, [batch, length, hidden]; a row that ran fewer loops keeps its last
@@ -29,7 +31,7 @@ class LoopStates(NamedTuple):
 def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> torch.Tensor:
     """positions: [tokens] labelled positions in batch * length; depth: [tokens] of each one's row; labelled: [tokens]
     weights 0 or 1."""
-    wide = torch.promote_types(states.first.dtype, torch.float32)
+    wide = wide_dtype(states.first)
 
     def tokens(tensor):  # [tokens, hidden]
         return tensor.flatten(0, 1)[positions].to(wide)

@@ -78,7 +78,7 @@ from .outputs import LoopedModelOutputWithPast, unrecorded
 from .readouts import AlphaReadout, has_reached, readout_norm
 from .samplers import truncated_normal_
 from .serving_engines import check_for_engine
-from .tensors import at_least_fp32, first_rows
+from .tensors import at_least_fp32, first_rows, wide_dtype
 
 
 MOST_LOOPS_WITH_SITES = 1024  # sites of deeper ones are made by each pass
@@ -372,7 +372,7 @@ class LoopedModel(LoopedPreTrainedModel):
     def rotary(self, x, position_ids) -> dict[str, tuple[torch.Tensor, ...]]:
         """Tables of rotary positions, [rows, length, 1, head_dim], as x is: of each kind that layers read."""
         if self.ropes and self.config.rope_rounding == "rotated":
-            x = x.new_empty(1, dtype=torch.promote_types(x.dtype, torch.float32))
+            x = x.new_empty(1, dtype=wide_dtype(x))
         return {kind: rotary_tables(*self.rotary_of(kind)(x, position_ids=position_ids)) for kind in self.ropes}
 
     def rotary_of(self, kind: str) -> nn.Module:

@@ -9,7 +9,7 @@ from transformers import initialization as init
 
 from .depth import one_or_rows
 from .norms import LoopedNorm, block_norm
-from .tensors import on_device
+from .tensors import at_least_fp32, on_device, wide_dtype
 
 
 def readout_norm(config) -> nn.Module | None:
@@ -49,7 +49,7 @@ class AlphaReadout(nn.Module):
             init.constant_(self.logit, math.log(self.alpha / (1 - self.alpha)))
 
     def forward(self, x, depth: int | list[int] | torch.Tensor):
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = wide_dtype(x)
         log_rms = x.to(wide).square().mean(-1, keepdim=True).clamp(min=self.eps**2).log() / 2
         exponent = 1 - self.alpha if self.logit is None else torch.sigmoid(-self.values_at(depth, self.logit.to(wide)))
         return (x * (exponent * (self.values_at(depth, self.log_scale.to(wide)) - log_rms)).exp()).to(x.dtype)
@@ -93,7 +93,7 @@ class TaperNorm(LoopedNorm):
     @torch.no_grad()
     def fit_terms(self, x) -> torch.Tensor:
         """Two sums over the tokens of x whose ratio is the c with the least |RMSNorm(x) - c w x|^2."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = at_least_fp32(x)
         weight = 1 if self.weight is None else self.factor(wide.dtype)
         squares = (weight * wide).square().sum(-1)
         rms = (wide.square().mean(-1) + self.eps).sqrt()

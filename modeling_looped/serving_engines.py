@@ -4,7 +4,7 @@ from transformers import GenerationConfig
 
 from .borrowed import found
 from .checks import check_softcap, refuse_if
-from .depth_options import DEPTH_FIELDS
+from .depth_options import DEPTH_FIELDS, listed
 
 
 def check_for_engine(config):
@@ -64,9 +64,8 @@ def check_saved_depth(config, saved: dict, override: str):
         return
     plain = {**DEPTH_FIELDS, "num_loops": config.num_loops}
     if fields := {name: saved[name] for name, value in plain.items() if saved.get(name) not in (None, value)}:
-        shown = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         raise ValueError(
-            f"generation_config.json says {shown}, but this engine runs all tokens at one depth, without exits or "
-            f"drafts. To serve num_loops={config.num_loops}, or another depth, pass "
+            f"generation_config.json says {listed(fields)}, but this engine runs all tokens at one depth, without exits "
+            f"or drafts. To serve num_loops={config.num_loops}, or another depth, pass "
             f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `looped serve`"
         )

@@ -11,6 +11,25 @@ from safetensors.torch import save_file
 from torch.nn.functional import silu, softplus
 
 
+# trained models of published systems, which `from_pretrained` opens
+PUBLIC_REPOSITORIES = {
+    "nanbeige": ("Nanbeige/Nanbeige4.2-3B",),
+    "huginn": ("tomg-group-umd/huginn-0125",),
+    "ouro": (
+        "ByteDance/Ouro-1.4B",
+        "ByteDance/Ouro-1.4B-Thinking",
+        "ByteDance/Ouro-2.6B",
+        "ByteDance/Ouro-2.6B-Thinking",
+    ),
+    "parcae": (
+        "SandyResearch/parcae-140m",
+        "SandyResearch/parcae-370m",
+        "SandyResearch/parcae-770m",
+        "SandyResearch/parcae-1.3b",
+    ),
+}
+
+
 def random_tensors(shapes: dict[str, tuple], seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in shapes.items():

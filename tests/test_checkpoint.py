@@ -391,7 +391,7 @@ def test_too_little_space_is_found_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
     check_space(tmp_path / "not" / "yet" / "there", model, optimizers)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size - 1))
-    with pytest.raises(CheckpointError, match="a checkpoint takes 0.27 MiB, but .* has 0.27 MiB left"):
+    with pytest.raises(CheckpointError, match="a checkpoint takes 0.29 MB, but .* has 0.29 MB left"):
         check_space(tmp_path / "not" / "yet" / "there", model, optimizers)
     with pytest.raises(CheckpointError, match="a checkpoint takes"):
         save_checkpoint(tmp_path, 2, model, optimizers, {})

@@ -42,9 +42,10 @@ from looped_recipes.settings.paths import recipe_file, similar_recipe
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from looped_recipes.settings.sections import SECTIONS
 from modeling_looped import LoopedForCausalLM
-from modeling_looped.formats.registry import LAYOUTS, PUBLIC_REPOSITORIES
+from modeling_looped.formats.registry import LAYOUTS
 
 from .helpers import tiny_model, tiny_tokenizer
+from .public_folders import PUBLIC_REPOSITORIES
 
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from looped_recipes.engine.optimizers import build_optimizers
 from looped_recipes.settings.model_fields import check_model
 from looped_recipes.settings.recipe import OptimizerConfig, RecipeError
 from modeling_looped import LoopedConfig, LoopedForCausalLM
-from modeling_looped.formats.relaxed import set_loop_residuals, tie_layers
+from modeling_looped.formats.relaxed import set_loop_residuals, shared_parameters
 from modeling_looped.loop_parameters import LoopDelta, parameters_by_loop
 
 from . import naive
@@ -448,6 +448,14 @@ def unrolled_llama(num_layers: int) -> LlamaForCausalLM:
         for parameter in llama.parameters():
             parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.ndim > 1 else 1.0))
     return llama
+
+
+def tie_layers(model, per_loop_state: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Shared weights as the mean over loops, and what is left to each loop as its own."""
+    for name, weight in shared_parameters(model).items():
+        if all(getattr(state.get(name), "shape", None) == weight.shape for state in per_loop_state):
+            weight.detach().copy_(torch.stack([state[name] for state in per_loop_state]).mean(0))
+    return set_loop_residuals(model, per_loop_state)
 
 
 def tied(llama: LlamaForCausalLM, num_loops: int, **fields):

@@ -21,7 +21,7 @@ from modeling_looped import (
     save_public,
 )
 from modeling_looped.exit_criteria import ExitRule
-from modeling_looped.formats.registry import LAYOUTS, PUBLIC_REPOSITORIES
+from modeling_looped.formats.registry import LAYOUTS
 from modeling_looped.formats.writing import public_config
 from modeling_looped.generation import SeededStates
 
@@ -221,7 +221,7 @@ def test_the_harness_opens_what_auto_classes_open(tmp_path):
 def test_presets_of_published_systems_fit_their_layouts():
     """Sizes, loop and blocks of the presets are what these layouts can say."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 2}
-    for name in set(PUBLIC_REPOSITORIES) & set(LoopedConfig.preset_names()):
+    for name in set(public.PUBLIC_REPOSITORIES) & set(LoopedConfig.preset_names()):
         config = LoopedConfig.from_preset(name, **sizes)
         assert public_config(LAYOUTS[name], config)
 

@@ -18,22 +18,11 @@ from .graphs import graphs
 from .harness import harness
 from .kept_tokens import cache
 from .long_prompt import long_prompt
-from .models import build, looped_config, print_line, tokens, unrolled_llama
+from .models import build, looped_config, print_line, tokens, training_step, unrolled_llama
 from .options import parse
 from .pages import pages
 from .products import products
 from .serving import serving
-
-
-def training_step(model, batch, **kwargs):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step():
-        model(input_ids=batch, labels=batch, use_cache=False, **kwargs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def train(args) -> dict:

@@ -46,3 +46,17 @@ def print_line(name: str, result: dict, args, digits: int):
 def unrolled_llama(args) -> LlamaForCausalLM:
     """Of as many layers as a looped model applies."""
     return build(args, LlamaConfig(**sizes(args), num_hidden_layers=args.layers * args.num_loops))
+
+
+def training_step(model, batch, bf16: bool = False, **how):
+    """bf16: of the products; the weights stay as they are."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step():
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=batch, labels=batch, use_cache=False, **how).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -175,7 +175,9 @@ def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
         one, other = state.chunk(2)
         difference = other - one
         size = row_norm(difference)
-        if before is not None:
+        if before is None:  # twins may differ by rounding, and then not in all tokens
+            size = torch.zeros_like(size)
+        else:
             growth.append((size / before).log().mean().exp().item())
         lost = size == 0  # nothing is left of it, or there was none yet
         drawn = torch.randn(one.shape, generator=generator).to(one)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from looped_eval.common.hooks import depth_of, evaluating, trace
-from looped_recipes.common.measures import increment_products, spectral_norm, wide
+from looped_recipes.common.measures import increment_products, spectral_norm
+from modeling_looped.tensors import at_least_fp32
 
 
 def overlap(total: torch.Tensor, squares: torch.Tensor, count: int) -> float:
@@ -51,7 +52,7 @@ class Branch:
     negative: float = 0.0
 
     def add(self, _, arguments, output):
-        u, r = wide(arguments[0].detach()), wide(output.detach())
+        u, r = at_least_fp32(arguments[0].detach()), at_least_fp32(output.detach())
         self.activations = self.activations + u
         self.outputs = self.outputs + r
         self.activation_squares = self.activation_squares + u.square().sum(-1)
@@ -69,7 +70,7 @@ class Branch:
             "residual_overlap": overlap(self.outputs, self.output_squares, loops),
             "gain": gain.mean().item(),  # ||W U|| / ||U||, between c_W and C_W
             "least_gain": gain.min().item(),
-            "spectral_norm": spectral_norm(wide(self.linear.weight.detach())),
+            "spectral_norm": spectral_norm(at_least_fp32(self.linear.weight.detach())),
             "Y_squared": (self.outputs / loops).square().mean().item(),  # a_- and a_+ of theorem 3
         }
 

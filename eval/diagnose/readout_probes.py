@@ -8,6 +8,7 @@ import torch
 from looped_eval.common.hooks import depth_of, evaluating, final_loss, rewritten_states, trace
 from looped_recipes.common.measures import distribution, mean_norm, radial_fraction, token_rms, update_parts
 from looped_recipes.common.token_losses import next_token_losses
+from modeling_looped.exit_criteria import entropy_of, logit_margin
 
 
 SETTLED = 10  # table 12 averages from this loop on
@@ -15,10 +16,8 @@ SETTLED = 10  # table 12 averages from this loop on
 
 def entropy_and_margin(logits: torch.Tensor) -> tuple[float, float]:
     """Entropy of the predicted distribution, and top logit minus second, averaged over tokens."""
-    log_probabilities = logits.double().log_softmax(-1)
-    top = logits.double().topk(2, dim=-1).values
-    entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
-    return entropy.mean().item(), (top[..., 0] - top[..., 1]).mean().item()
+    margin, _ = logit_margin(logits.double(), {})
+    return entropy_of(logits.double()).mean().item(), margin.mean().item()
 
 
 def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from looped_eval.benchmark.models import build, looped_config, tokens, unrolled_llama
+from looped_eval.benchmark.models import build, looped_config, tokens, training_step, unrolled_llama
 from looped_eval.common.timing import in_turns
 from looped_recipes.engine.compiling import compile_blocks, compile_parts
 
@@ -35,21 +35,7 @@ def speedup(layers: int, num_loops: int, width: int, setting: Setting) -> dict:
         compile_parts(looped)
         compile_blocks(llama.model.layers)
         llama.loss_function = torch.compile(llama.loss_function)
-    batch = tokens(args)
-    ours = training_step(looped, batch, setting, output_logits=False)
-    seconds, llama_seconds = in_turns(ours, training_step(llama, batch, setting), 2 if setting.tiny else 10)
+    batch, bf16 = tokens(args), setting.device == "cuda"
+    ours, theirs = training_step(looped, batch, bf16, output_logits=False), training_step(llama, batch, bf16)
+    seconds, llama_seconds = in_turns(ours, theirs, 2 if setting.tiny else 10)
     return {"seconds": seconds, "llama_seconds": llama_seconds, "speedup_over_llama": llama_seconds / seconds}
-
-
-def training_step(model, batch, setting: Setting, **how):
-    """fp32 weights, bf16 products on a GPU."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step():
-        with torch.autocast(setting.device, torch.bfloat16, enabled=setting.device == "cuda"):
-            loss = model(input_ids=batch, labels=batch, use_cache=False, **how).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from looped_eval.benchmark.models import build, looped_config, tokens
+from looped_eval.benchmark.models import build, looped_config, tokens, training_step
 
-from .against_llama import shaped, training_step
+from .against_llama import shaped
 from .pieces import Measurement, Setting
 
 
@@ -29,9 +29,8 @@ def ratio(layers: int, num_loops: int, width: int, setting: Setting) -> dict:
 def peak(layers: int, num_loops: int, width: int, loss: str, setting: Setting) -> int:
     gc.collect()  # the model before
     args = shaped(setting, layers, num_loops, width)
-    step = training_step(
-        build(args, looped_config(args, loop_loss=loss)).train(), tokens(args), setting, output_logits=False
-    )
+    model = build(args, looped_config(args, loop_loss=loss)).train()
+    step = training_step(model, tokens(args), setting.device == "cuda", output_logits=False)
     step()  # the optimizer's moments are there from then on
     if setting.device != "cuda":
         step()

@@ -44,34 +44,33 @@ class Aim(NamedTuple):
 
 @dataclass
 class Piece:
-    """module: a file beside this one; its `measurements(setting)` gives what is measured, each with its name."""
+    """module: a file beside this one, of the piece's name if none is given; its `measurements(setting)` gives what is
+    measured, each with its name."""
 
     name: str
-    module: str
     what: str
     expected: int  # seconds on an H100, reckoned from operations and bytes, or from how far a first run came
     limit: int  # seconds
     aims: list[Aim] = field(default_factory=list)
+    module: str | None = None
     arguments: dict = field(default_factory=dict)
 
     def measurements(self, setting: Setting) -> Iterator[Measurement]:
-        module = import_module(f"{__package__}.{self.module}")
+        module = import_module(f"{__package__}.{self.module or self.name}")
         return module.measurements(setting, **self.arguments)
 
 
 PIECES = [
-    Piece("machine", "machine", "what is there: packages, rates of products and of memory", 40, 120),
+    Piece("machine", "what is there: packages, rates of products and of memory", 40, 120),
     Piece(
-        "tests",
         "tests",
         "the tests marked gpu, but for those of compiling",
         180,
         480,
         [Aim("failed tests", "failed", most=0)],
-        {"piece": "tests", "compiling": False},
+        arguments={"piece": "tests", "compiling": False},
     ),
     Piece(
-        "training_speed",
         "training_speed",
         "utilisation of training steps at 370M to 1.5B parameters",
         300,
@@ -79,7 +78,6 @@ PIECES = [
         [Aim("MFU of training", "mfu", least=0.45)],
     ),
     Piece(
-        "against_llama",
         "against_llama",
         "a training step of C layers and N loops against Llama of C * N layers, compiled alike",
         80,
@@ -91,7 +89,6 @@ PIECES = [
     ),
     Piece(
         "memory",
-        "memory",
         "peak memory of a per-loop training step over a terminal one",
         30,
         180,
@@ -99,14 +96,12 @@ PIECES = [
     ),
     Piece(
         "training_options",
-        "training_options",
         "what compiling, kernels and activations that are computed again gain and cost in a training step",
         240,
         540,
     ),
     Piece(
         "real",
-        "real_training",
         "one real training, recipes/gpu/real.yaml",
         210,
         570,
@@ -114,9 +109,9 @@ PIECES = [
             Aim("share of time in checkpoints", "checkpoint_share", most=0.01),
             Aim("all losses are numbers", "finite", least=1),
         ],
+        module="real_training",
     ),
     Piece(
-        "bandwidth",
         "bandwidth",
         "decoding at batch 1 against the limits of bandwidth",
         150,
@@ -124,7 +119,6 @@ PIECES = [
         [Aim("share of the bandwidth limit", "best_over_memory_limit", least=0.6)],
     ),
     Piece(
-        "graphs",
         "graphs",
         "decoding whose passes are CUDA graphs, over the same kernel by kernel",
         40,
@@ -136,14 +130,12 @@ PIECES = [
     ),
     Piece(
         "exits",
-        "exits",
         "decoding with early exit over what FLOPs predict",
         120,
         400,
         [Aim("exits over what FLOPs predict", "over_prediction", least=0.8)],
     ),
     Piece(
-        "pages",
         "pages",
         "passes of many requests by pages under flex attention, over attention request by request",
         60,
@@ -152,7 +144,6 @@ PIECES = [
     ),
     Piece(
         "speculation",
-        "speculation",
         "self-speculation on the trained model",
         40,
         200,
@@ -160,22 +151,22 @@ PIECES = [
     ),
     Piece(
         "compiled_tests",
-        "tests",
         "the tests marked gpu of compiling and CUDA graphs",
         300,
         580,
         [Aim("failed tests", "failed", most=0)],
-        {"piece": "compiled_tests", "compiling": True},
+        module="tests",
+        arguments={"piece": "compiled_tests", "compiling": True},
     ),
     Piece(
         "residual_scaling",
-        "growth",
         "residual scaling, figures 2 and 4, at width 768",
         200,
         580,
+        module="growth",
     ),
-    Piece("lt_flt", "sweeps", "LT against FLT, 127M and 12 loops", 360, 580, arguments={"sweep": "lt_flt"}),
-    Piece("readout", "sweeps", "readouts at 44M, 8,000 steps", 530, 590, arguments={"sweep": "readout"}),
-    Piece("rdm", "sweeps", "RDM and Parcae at 100M, three rates", 450, 590, arguments={"sweep": "rdm"}),
+    Piece("lt_flt", "LT against FLT, 127M and 12 loops", 360, 580, module="sweeps", arguments={"sweep": "lt_flt"}),
+    Piece("readout", "readouts at 44M, 8,000 steps", 530, 590, module="sweeps", arguments={"sweep": "readout"}),
+    Piece("rdm", "RDM and Parcae at 100M, three rates", 450, 590, module="sweeps", arguments={"sweep": "rdm"}),
 ]
 NAMES = [piece.name for piece in PIECES]

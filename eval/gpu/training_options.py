@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import torch
 
-from looped_eval.benchmark.models import build, looped_config, tokens
+from looped_eval.benchmark.models import build, looped_config, tokens, training_step
 from looped_eval.common.timing import now
 from looped_recipes.engine.compiling import begin_step, take_options
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.settings.recipe import RecipeError, TrainingConfig
 
-from .against_llama import shaped, training_step
+from .against_llama import shaped
 from .pieces import Measurement, Setting
 
 
@@ -74,7 +74,7 @@ def step_with(options: dict, is_packed: bool, setting: Setting) -> tuple[float, 
     how = {"output_logits": False}
     if is_packed:
         how["position_ids"] = (torch.arange(batch.shape[1], device=batch.device) % DOCUMENT).expand(batch.shape)
-    step = training_step(model, batch, setting, **how)
+    step = training_step(model, batch, setting.device == "cuda", **how)
     for _ in range(1 if setting.tiny else WARM_UP):
         begin_step(uses_graphs)
         step()

@@ -27,6 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..causal_lm import LoopedForCausalLM
 from ..config_relations import MOST_LAYERS
 from ..configuration_looped import LoopedConfig
+from ..tensors import wide_dtype
 from .families import Family, family_of
 from .layer_choice import SECTIONS, LayerChoice, choose_layers
 from .relaxed import set_loop_residuals
@@ -272,7 +273,7 @@ def mean(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The mean, taken in at least fp32."""
     if len(tensors) == 1:
         return tensors[0]
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    wide = wide_dtype(tensors[0])
     total = tensors[0].to(wide, copy=True)
     for tensor in tensors[1:]:
         total += tensor.to(wide)

@@ -21,24 +21,6 @@ READABLE = [layout for layout in LAYOUTS.values() if layout.reads]
 # what a config.json of ours has
 OURS = "num_core_layers"
 
-# trained models of published systems, which from_pretrained opens
-PUBLIC_REPOSITORIES = {
-    "nanbeige": ("Nanbeige/Nanbeige4.2-3B",),
-    "huginn": ("tomg-group-umd/huginn-0125",),
-    "ouro": (
-        "ByteDance/Ouro-1.4B",
-        "ByteDance/Ouro-1.4B-Thinking",
-        "ByteDance/Ouro-2.6B",
-        "ByteDance/Ouro-2.6B-Thinking",
-    ),
-    "parcae": (
-        "SandyResearch/parcae-140m",
-        "SandyResearch/parcae-370m",
-        "SandyResearch/parcae-770m",
-        "SandyResearch/parcae-1.3b",
-    ),
-}
-
 
 class Found(NamedTuple):
     """A folder in a layout that is not ours."""

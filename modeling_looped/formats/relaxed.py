@@ -12,20 +12,10 @@ import torch
 
 from ..loop_parameters import LoopDelta, layer_of_delta, parameters_by_loop
 from ..norms import LoopedNorm
+from ..tensors import at_least_fp32
 
 
 LoopWeights = Mapping[str, torch.Tensor]  # by name inside the core: 0.self_attn.q_proj.weight
-
-
-def tie_layers(model, per_loop_state: Sequence[LoopWeights]) -> dict[str, float]:
-    """Shared weights as the mean over loops, and what is left to each loop as its own; see `set_loop_residuals`."""
-    plain = shared_parameters(model)
-    check_names(model, per_loop_state)
-    with torch.no_grad():
-        for name, weight in plain.items():
-            if name in per_loop_state[0]:
-                weight.copy_(torch.stack([wide(state[name]) for state in per_loop_state]).mean(0))
-    return set_loop_residuals(model, per_loop_state)
 
 
 @torch.no_grad()
@@ -39,7 +29,9 @@ def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str
     check_names(model, per_loop_state)
     core, shared = core_of(model), shared_parameters(model)
     held: dict[str, list[torch.Tensor]] = {
-        name: [wide(weight)] * len(per_loop_state) for name, weight in shared.items() if name in per_loop_state[0]
+        name: [at_least_fp32(weight)] * len(per_loop_state)
+        for name, weight in shared.items()
+        if name in per_loop_state[0]
     }
     for path, part in core.named_modules():
         if isinstance(part, LoopDelta):
@@ -49,11 +41,11 @@ def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str
                 for loop, state in enumerate(per_loop_state)
             ]
             if part.bias is not None:
-                biases = torch.stack([wide(state[f"{name}.bias"]) for state in per_loop_state])
+                biases = torch.stack([at_least_fp32(state[f"{name}.bias"]) for state in per_loop_state])
                 part.bias.copy_(biases - shared[f"{name}.bias"])
                 held[f"{name}.bias"] = list(part.bias + shared[f"{name}.bias"])
         elif isinstance(part, LoopedNorm) and part.is_by_loop and part.weight is not None:
-            part.weight.copy_(torch.stack([wide(state[f"{path}.weight"]) for state in per_loop_state]))
+            part.weight.copy_(torch.stack([at_least_fp32(state[f"{path}.weight"]) for state in per_loop_state]))
             held[f"{path}.weight"] = list(part.weight)
     return {
         name: max(difference(state[name], weight) for state, weight in zip(per_loop_state, weights))
@@ -64,20 +56,20 @@ def set_loop_residuals(model, per_loop_state: Sequence[LoopWeights]) -> dict[str
 def set_delta(delta: LoopDelta, loop: int, weight: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     """The best of the delta's rank for one loop, half of each singular value on either side; the weight that this
     makes. At a higher rank than there are singular values, the rest is 0 in B and as it was in A."""
-    residual = wide(weight).to(shared.device) - wide(shared)
+    residual = at_least_fp32(weight).to(shared.device) - at_least_fp32(shared)
     u, s, v = torch.linalg.svd(residual, full_matrices=False)
     rank = min(delta.a.shape[1], len(s))
     roots = s[:rank].sqrt()
     delta.b[loop] = 0
     delta.b[loop, :, :rank] = (u[:, :rank] * roots).to(delta.b.dtype)
     delta.a[loop, :rank] = (roots[:, None] * v[:rank]).to(delta.a.dtype)
-    return wide(shared) + wide(delta.b[loop]) @ wide(delta.a[loop])
+    return at_least_fp32(shared) + at_least_fp32(delta.b[loop]) @ at_least_fp32(delta.a[loop])
 
 
 def difference(wanted: torch.Tensor, held: torch.Tensor) -> float:
-    wanted = wide(wanted).to(held.device)
+    wanted = at_least_fp32(wanted).to(held.device)
     size = wanted.norm().item()
-    left = (wanted - wide(held)).norm().item()
+    left = (wanted - at_least_fp32(held)).norm().item()
     return left / size if size else left
 
 
@@ -125,7 +117,3 @@ def shared_parameters(model) -> dict[str, torch.Tensor]:
     """Those of the core that all loops share, by their names inside it."""
     stacked = {id(parameter) for parameter in parameters_by_loop(core_of(model))}
     return {name: weight for name, weight in core_of(model).named_parameters() if id(weight) not in stacked}
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -11,14 +11,10 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from modeling_looped.injection import AddInjection, ConcatInjection, DiagonalInjection
+from modeling_looped.tensors import at_least_fp32
 
 
 EXACT_WIDTH = 512  # of a matrix whose spectral radius is watched: at 5,280, its eigenvalues would take minutes
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In at least fp32."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,12 +27,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def token_rms(state: torch.Tensor) -> torch.Tensor:
     """||h|| / sqrt d of every token, in at least fp32."""
-    return wide(state).square().mean(-1).sqrt()
+    return at_least_fp32(state).square().mean(-1).sqrt()
 
 
 def token_correlation(state: torch.Tensor) -> torch.Tensor:
     """Of the channels of two tokens of a row, in the mean over its pairs, [rows]: 1 where all tokens are alike."""
-    centred = wide(state) - wide(state).mean(-1, keepdim=True)
+    centred = at_least_fp32(state) - at_least_fp32(state).mean(-1, keepdim=True)
     length = state.shape[1]
     together = torch.nn.functional.normalize(centred, dim=-1).sum(1).square().sum(-1)
     return (together - length) / max(length * (length - 1), 1)
@@ -54,7 +50,7 @@ def residual_norms(loop_hidden_states) -> list[float]:
 
 def distribution(values: torch.Tensor) -> dict[str, float]:
     """Mean, median, p99, maximum and standard deviation of one number per token (readout blind spot, table 10)."""
-    values = wide(values).flatten()
+    values = at_least_fp32(values).flatten()
     return {
         "mean": values.mean().item(),
         "median": values.quantile(0.5).item(),
@@ -72,7 +68,9 @@ def increment_products(states) -> tuple[torch.Tensor, torch.Tensor]:
 
     With h_i = h_{i-1} + eps r_i the second is the workshop paper's eps^2 <r_i, r_j> / d.
     """
-    increments = torch.stack([wide(after) - wide(before) for before, after in zip(states, states[1:])])
+    increments = torch.stack(
+        [at_least_fp32(after) - at_least_fp32(before) for before, after in zip(states, states[1:])]
+    )
     increments = increments.flatten(1, -2).transpose(0, 1)  # [tokens, N, d]
     unit = torch.nn.functional.normalize(increments, dim=-1)
     cosines = (unit @ unit.transpose(1, 2)).mean(0)
@@ -84,7 +82,7 @@ def update_parts(before: torch.Tensor, after: torch.Tensor) -> dict[str, torch.T
 
     b = a_rad u + b_perp, a_rad = <u, b> / d, <u, b_perp> = 0.
     """
-    before, after = wide(before), wide(after)
+    before, after = at_least_fp32(before), at_least_fp32(after)
     scale = token_rms(before)
     unit, update = before / scale[..., None], after - before
     radial = (unit * update).mean(-1)
@@ -155,7 +153,7 @@ def state_map(injection: torch.nn.Module) -> torch.Tensor | None:
         return whole(injection.decay_and_step()[0]).detach()
     if isinstance(injection, ConcatInjection):
         weight = whole(injection.proj.weight).detach()
-        return wide(weight[:, : weight.shape[0]])
+        return at_least_fp32(weight[:, : weight.shape[0]])
     return None
 
 
@@ -163,10 +161,10 @@ def input_map(injection: torch.nn.Module) -> torch.Tensor | None:
     """B of the same map."""
     if isinstance(injection, DiagonalInjection):
         step, weight = whole(injection.decay_and_step()[1]), whole(injection.input_proj.weight)
-        return step.detach()[:, None] * wide(weight.detach())
+        return step.detach()[:, None] * at_least_fp32(weight.detach())
     if isinstance(injection, ConcatInjection):
         weight = whole(injection.proj.weight).detach()
-        return wide(weight[:, weight.shape[0] :])
+        return at_least_fp32(weight[:, weight.shape[0] :])
     return None
 
 

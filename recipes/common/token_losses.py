@@ -5,11 +5,12 @@ import math
 import torch
 from torch.nn.functional import cross_entropy
 
+from modeling_looped.tensors import at_least_fp32
+
 
 def token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """logits [batch, length, vocabulary], targets and losses [batch, length]."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return cross_entropy(at_least_fp32(logits).transpose(1, 2), targets, reduction="none")
 
 
 def perplexity(mean_loss: float) -> float:

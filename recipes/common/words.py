@@ -10,3 +10,9 @@ def percent(share: float) -> str:
     """38 %, 1.2 %, 99.7 %: whole where it is neither small nor nearly all."""
     value = 100 * share
     return f"{value:{'.2g' if abs(value) < 10 else '.1f' if 99.5 <= value < 100 else '.0f'}} %"
+
+
+def in_bytes(size: float) -> str:
+    """0.28 MB, 350 MB, 2.41 GB, 1,020 GB."""
+    number, unit = (size / 1e6, "MB") if size < 1e9 else (size / 1e9, "GB")
+    return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"

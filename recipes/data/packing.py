@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-
-IGNORE_INDEX = -100
+from modeling_looped.cross_entropy import IGNORE_INDEX
 
 
 def best_fit(

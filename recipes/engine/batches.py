@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
+from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
 from modeling_looped import LoopedForCausalLM, balanced_ranks, depths_of_step, initial_state_of_step
-from modeling_looped.cross_entropy import shift
+from modeling_looped.cross_entropy import IGNORE_INDEX, shift
 
 from .tensor_parallel import data_rank
 

@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
 from looped_recipes.common.files import remove, remove_leftovers, save_tokenizer, sync, sync_all, write_whole
 from looped_recipes.common.provenance import provenance
+from looped_recipes.common.words import in_bytes
 
 from .background import Background
 from .distributed import bare, bare_optimizer, to_shards
@@ -188,10 +189,6 @@ def check_space(folder: str | Path, model: nn.Module, optimizers: list[torch.opt
             f"a checkpoint takes {in_bytes(size)}, but the disk of {folder} has {in_bytes(free)} left: free some, or "
             "choose another training.output_dir"
         )
-
-
-def in_bytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def training_state(model: nn.Module, optimizers: list[torch.optim.Optimizer], as_template: bool = False) -> dict:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from looped_recipes.common.errors import CommandError
-from looped_recipes.settings.recipe import RecipeError
 
 
 FOREVER = timedelta(days=365)
@@ -48,7 +47,7 @@ def main_process_first(function: Callable):
     store.wait([key], FOREVER)
     failure = store.get(key).decode()
     if failure:
-        raise RecipeError(f"the main process could not prepare the data: {failure}")
+        raise CommandError(f"the main process could not prepare the data: {failure}")
     return function(False)
 
 

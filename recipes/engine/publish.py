@@ -8,10 +8,11 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.errors import CommandError
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.data.sources import looks_like_path
-from looped_recipes.settings.recipe import PATHS, Recipe, RecipeError
+from looped_recipes.settings.recipe import PATHS, Recipe
 
 
 CARD = """---
@@ -117,4 +118,4 @@ def errors_of_the_hub(what: str, advice: str):
         yield
     except (OSError, ValueError, RuntimeError, HfHubHTTPError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RecipeError(f"{what}: {reason}; {advice}") from error
+        raise CommandError(f"{what}: {reason}; {advice}") from error

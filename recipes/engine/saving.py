@@ -8,11 +8,11 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from looped_recipes.common.errors import CommandError
 from looped_recipes.common.folder_lock import exclusive
-from looped_recipes.settings.recipe import RecipeError
 
 
-class CheckpointError(RecipeError):
+class CheckpointError(CommandError):
     """A checkpoint that could not be written, or does not belong to this run."""
 
 

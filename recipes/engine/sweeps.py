@@ -16,7 +16,7 @@ from looped_recipes.common.optimum import in_words, optimum, shifts
 from looped_recipes.common.provenance import provenance, write_json
 from looped_recipes.engine.peers import one_message
 from looped_recipes.engine.resume import COMPARED_TRAINING, comparable, differing, shown
-from looped_recipes.engine.saving import is_main_process
+from looped_recipes.engine.saving import CheckpointError, is_main_process
 from looped_recipes.engine.training import RESULTS, Divergence, Pretraining
 from looped_recipes.settings.paths import named_in
 from looped_recipes.settings.recipe import Recipe, RecipeError, load_recipe
@@ -146,8 +146,8 @@ def train(run: Run):
         Pretraining(run.recipe).train()
     except Divergence as divergence:
         write_whole(Path(run.recipe.training.output_dir) / DIVERGED, str(divergence))
-    except RecipeError as error:
-        raise RecipeError(f"run {run.name!r}: {error}") from error
+    except (RecipeError, CheckpointError) as error:
+        raise type(error)(f"run {run.name!r}: {error}") from error
 
 
 def run_all(runs: list[Run]) -> list[dict]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from looped_recipes.data.packing import IGNORE_INDEX
 from looped_recipes.settings.recipe import Recipe
+from modeling_looped.cross_entropy import IGNORE_INDEX
 
 from .saving import CheckpointError
 

@@ -8,8 +8,9 @@ from torch.nn.functional import pad
 
 from looped_recipes.common.ratios import ratio, standard_error
 from looped_recipes.common.token_losses import next_token_losses
-from looped_recipes.data.packing import IGNORE_INDEX, PackedRows
+from looped_recipes.data.packing import PackedRows
 from looped_recipes.settings.recipe import Recipe
+from modeling_looped.cross_entropy import IGNORE_INDEX
 
 from .compiling import begin_step
 from .distributed import to_shards

@@ -7,7 +7,7 @@ import torch
 from looped_recipes.common.activation_memory import kept_of_token, numbers_in_fp32
 from looped_recipes.common.flops import sizes
 from looped_recipes.common.hardware import PEAK_FLOPS, device_rate
-from looped_recipes.common.words import counted
+from looped_recipes.common.words import counted, in_bytes
 from modeling_looped import LoopedConfig
 
 from .operations import drawn_depth
@@ -74,7 +74,3 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} seconds"
-
-
-def in_bytes(size: float) -> str:
-    return f"{size / 1e6:,.0f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from looped_recipes import export
 from looped_recipes.common.checksums import check_folder
+from looped_recipes.common.errors import CommandError
 from looped_recipes.engine.checkpoint import step_of
 from looped_recipes.engine.sweeps import Run, outcome
 from looped_recipes.settings.recipe import load_recipe
@@ -200,7 +201,7 @@ def exported_unheard(runs: Runs, place: Path) -> str | None:
     """A model of a checkpoint that is not what the checkpoint was."""
     try:
         found = exported(place, place / "exported")
-    except ValueError:
+    except (ValueError, CommandError):
         return None
     for whole in (runs.half, runs.whole):
         for checkpoint in (whole / "run" / "checkpoints").glob(f"{found.name}*"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from looped_recipes.engine.finite import Divergence
+from looped_recipes.common.errors import CommandError
 from looped_recipes.engine.training import Pretraining
 from looped_recipes.settings.recipe import RecipeError, load_recipe
 from tests.faults.campaign import Outcome
@@ -27,7 +27,7 @@ RECIPE = {
     "logging": {"every": 1, "monitor_every": 3},
 }  # fmt: skip
 TIMED = ("tokens_per_second", "mfu")
-REFUSALS = (RecipeError, Divergence)  # errors in words of this project
+REFUSALS = (RecipeError, CommandError)  # errors in words of this project
 
 
 class Runs:
