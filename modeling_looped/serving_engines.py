@@ -65,7 +65,7 @@ def check_saved_depth(config, saved: dict, override: str):
     plain = {**DEPTH_FIELDS, "num_loops": config.num_loops}
     if fields := {name: saved[name] for name, value in plain.items() if saved.get(name) not in (None, value)}:
         raise ValueError(
-            f"generation_config.json says {listed(fields)}, but this engine runs all tokens at one depth, without exits "
-            f"or drafts. To serve num_loops={config.num_loops}, or another depth, pass "
+            f"generation_config.json says {listed(fields)}, but this engine runs all tokens at one depth, without "
+            f"exits or drafts. To serve num_loops={config.num_loops}, or another depth, pass "
             f"{override} '{{\"num_loops\": {config.num_loops}}}'; to serve what was saved, use `looped serve`"
         )
