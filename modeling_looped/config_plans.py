@@ -1,14 +1,14 @@
 """How the layers of a config are split over devices: plans for transformers' tensor parallelism and FSDP."""
 
-from .config_layers import LayersAndSlots
+from .config_layers import DerivedFields
 
 
-def existing_sections(config: LayersAndSlots) -> list[str]:
+def existing_sections(config: DerivedFields) -> list[str]:
     sizes = {"prelude": config.num_prelude_layers, "core": config.num_core_layers, "coda": config.num_coda_layers}
     return [section for section, size in sizes.items() if size > 0]
 
 
-def tensor_parallel_plan(config: LayersAndSlots) -> dict[str, str]:
+def tensor_parallel_plan(config: DerivedFields) -> dict[str, str]:
     """How the matrices of the layers that exist are split over ranks."""
     styles = {"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
     if config.mlp_gated:
@@ -34,7 +34,7 @@ def tensor_parallel_plan(config: LayersAndSlots) -> dict[str, str]:
     return plan
 
 
-def fsdp_plan(config: LayersAndSlots) -> dict[str, str]:
+def fsdp_plan(config: DerivedFields) -> dict[str, str]:
     """Which modules FSDP gathers and frees as one."""
     modules = ["embed_tokens", *(f"{section}.*" for section in existing_sections(config))]
     return dict.fromkeys(modules, "free_full_weight")

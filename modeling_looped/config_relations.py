@@ -3,10 +3,9 @@
 from transformers.activations import ACT2FN
 
 from .borrowed import found
+from .config_layers import LAYER_TYPES, SHARED_ROPE
 
 
-LAYER_TYPES = {"L": "full_attention", "S": "sliding_attention"}  # by the letters of window_pattern
-SHARED_ROPE = "all_layers"  # the name of rotary tables that do not depend on the type of a layer
 MOST_LAYERS, LARGEST_SIZE = 10**4, 10**9  # far above any model; beyond, building one takes hours or overflows
 
 

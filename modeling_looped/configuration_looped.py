@@ -23,9 +23,9 @@ from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
 from .config_errors import LoopedConfigError, raise_value_errors
+from .config_layers import DerivedFields
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
-from .config_ropes import RopeOfLayers
 from .foreign_names import ARGUMENTS_OF_TOKENIZERS, FIELD_OF, KEYS_OF_TOOLS, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
@@ -66,7 +66,7 @@ def pattern_of_version_1(values: Mapping[str, Any]) -> str | None:
 
 @raise_value_errors
 @strict
-class LoopedConfig(RopeOfLayers):
+class LoopedConfig(DerivedFields):
     r"""
     Configuration of the Looped family: a decoder whose core layers are applied `num_loops` times.
 

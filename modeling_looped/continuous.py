@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from .exit_criteria import ExitRule
-from .row_engine import RowEngine, RowsOfEngine, Tokens, enter, joined, read_logits, run_loop
+from .row_engine import RowEngine
+from .row_passes import Tokens, TokensOfEngine, enter, joined
 from .row_prompts import Prompt, begin_parts, end_parts
 from .row_table import RowTable
 from .tensors import on_device, rows_of
@@ -79,15 +80,12 @@ class ContinuousDecoder:
             prompt.go_back(of_prompt)
         return True
 
-    def new_tokens(self) -> tuple[RowsOfEngine, torch.Tensor]:
+    def new_tokens(self) -> tuple[TokensOfEngine, torch.Tensor]:
         """Of the rows that start, and their ids, [rows, 1]."""
         for row in self.starting:
             self.loops[row] = 0
         rows, self.starting, self.has_begun = self.starting, [], True
-        return self.at_last_tokens(rows), self.selector.last_tokens(rows)
-
-    def at_last_tokens(self, rows: list[int]) -> RowsOfEngine:
-        return RowsOfEngine(self.engine, rows, self.engine.last_places(rows))
+        return self.engine.at_last_tokens(rows), self.selector.last_tokens(rows)
 
     def emit(self, rows: list[int], logits: torch.Tensor):
         """The next tokens of `rows`, which exit; those that have got theirs begin the next."""
@@ -140,7 +138,7 @@ def tick(table: RowTable, decoders: list[ContinuousDecoder], prompt_tokens: int 
         tokens.append(tokens_at(table, running))
         states.append(table.take(rows, ["state"])["state"])
     loops = [part.loop for _, part in entering for _ in range(part.size)] + [each.loops for each in running]
-    state = run_loop(joined(tokens), loops, torch.cat(states) if len(states) > 1 else states[0])
+    state = joined(tokens).run_loop(loops, torch.cat(states) if len(states) > 1 else states[0])
     *of_prompts, state = state.split([*(part.size for _, part in entering), len(running)])
     table.put(rows, {"state": trunk.to_next_loop(state) if running else None})
     for (prompt, _), of_prompt in zip(entering, of_prompts):
@@ -172,19 +170,19 @@ def decoders_that_wait(decoders: list[ContinuousDecoder]) -> list[ContinuousDeco
 def begin_tokens(table: RowTable, decoders: list[ContinuousDecoder]):
     """Of the rows that start."""
     starting = [RunningRow(decoder, row) for decoder in decoders for row in decoder.starting]
-    batches, ids = zip(*(decoder.new_tokens() for decoder in decoders))
-    tokens, rows = enter(list(batches), torch.cat(ids)), in_table(starting)
+    groups, ids = zip(*(decoder.new_tokens() for decoder in decoders))
+    tokens, rows = enter(list(groups), torch.cat(ids)), in_table(starting)
     table.put(rows, {name: getattr(tokens, name) for name in TOKEN_FIELDS})
     cold = [i for i, each in enumerate(starting) if each.decoder.engine.warm_state is None]
     if cold:
-        state = starting[0].decoder.engine.trunk.initial_state(rows_of(cold, tokens.embedded), None)
+        state = tokens.trunk.initial_state(rows_of(cold, tokens.embedded), None)
         table.put([rows[i] for i in cold], {"state": state})
     table.forget(rows)
 
 
 def tokens_at(table: RowTable, running: list[RunningRow]) -> Tokens:
-    batches = [decoder.at_last_tokens(rows) for decoder, rows in by_decoder(running).items()]
-    return Tokens(batches, **table.take(in_table(running), TOKEN_FIELDS))
+    groups = [decoder.engine.at_last_tokens(rows) for decoder, rows in by_decoder(running).items()]
+    return Tokens(groups, **table.take(in_table(running), TOKEN_FIELDS))
 
 
 def emit_exiting_rows(table: RowTable, running: list[RunningRow], state: torch.Tensor) -> bool:
@@ -207,7 +205,7 @@ def emit_exiting_rows(table: RowTable, running: list[RunningRow], state: torch.T
     if not reading:
         return False
     read = [running[i] for i in reading]
-    logits = read_logits(tokens_at(table, read), [each.loops for each in read], rows_of(reading, state))[:, -1]
+    logits = tokens_at(table, read).read_logits([each.loops for each in read], rows_of(reading, state))[:, -1]
 
     def logits_of(members: list[int]) -> torch.Tensor:
         return rows_of([reading.index(i) for i in members], logits)
@@ -282,7 +280,7 @@ def keep_first_exits(
     """On the device: the loop at which each first passed a check, and H after it."""
     its, loops = [running[i] for i in members], [running[i].loops for i in members]
     states = rows_of(members, state)
-    logits = read_logits(tokens_at(table, its), loops, states)[:, -1] if rule.criterion.needs == "logits" else None
+    logits = tokens_at(table, its).read_logits(loops, states)[:, -1] if rule.criterion.needs == "logits" else None
     score = score_after_loop(table, rule, running, members, state, logits)
     if not any(map(rule.checks_at, loops)):
         return

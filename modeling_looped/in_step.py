@@ -11,16 +11,9 @@ from .cache import LoopedCache
 from .checks import check_length
 from .clients import adds_virtual_tokens
 from .depth import check_depths
-from .row_engine import (
-    IN_TICKS,
-    RowEngine,
-    RowsOfEngine,
-    enter,
-    read_logits,
-    rope_type_by_length,
-    run_all_loops,
-)
+from .row_engine import IN_TICKS, RowEngine, rope_type_by_length
 from .row_graphs import can_have_graphs
+from .row_passes import enter
 from .tensors import on_device
 from .token_selector import first_batchwise_part
 
@@ -60,15 +53,12 @@ def decode_in_step(engine: RowEngine):
 
 
 def next_logits(engine: RowEngine, rows: list[int], depth: int) -> torch.Tensor:
-    batch = RowsOfEngine(engine, rows, engine.last_places(rows))
-    check_length(engine.trunk.config, max(batch.places) + 1)
-    on_host = [place + engine.shifts[row] for row, place in zip(rows, batch.places)]
-    ids = engine.selector.last_tokens(rows)
-    positions = on_device(on_host, ids.device)[:, None]
-    rotary = engine.rotary(engine.trunk.embed_tokens.weight, positions, max(on_host))
+    group, ids = engine.at_last_tokens(rows), engine.selector.last_tokens(rows)
+    check_length(engine.trunk.config, max(group.places) + 1)
+    positions = on_device(group.positions, ids.device)[:, None]
+    rotary = engine.rotary(engine.trunk.embed_tokens.weight, positions, max(group.positions))
     graphs = engine.graphs
-    if graphs is not None and (logits := graphs.token(batch, ids, positions, rotary)) is not None:
+    if graphs is not None and (logits := graphs.token(group, ids, positions, rotary)) is not None:
         return logits
-    tokens = enter([batch], ids)
-    state = run_all_loops(tokens, engine.trunk.initial_state(tokens.embedded, None), depth)
-    return read_logits(tokens, [depth] * len(rows), state)
+    tokens = enter([group], ids)
+    return tokens.read_logits([depth] * len(rows), tokens.run_all_loops(depth))

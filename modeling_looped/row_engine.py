@@ -1,14 +1,11 @@
-"""Passes over rows that stand at tokens and loops of their own: what decoding row by row is made of.
+"""A batch whose rows decode apart: its prompt, its cache, and what it returns; and whether it can be decoded so.
 
-`continuous.py` and `speculation.py` decide which rows, of one batch or of several, run which loop of which token; here
-it is run.
+Passes over its rows: `row_passes.py`.
 """
 
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +14,14 @@ from .borrowed import CACHE, found, named_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
-from .context import PassContext, rotary_by_kind
-from .depth import check_depths, one_or_each
+from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
 from .overrides import has_hooks, is_as_written
 from .row_graphs import RowGraphs, can_have_graphs
-from .row_pages import PagedRows, PagedView, Pages
-from .row_view import JointView, Padding, RowView
+from .row_pages import PagedRows, Pages
+from .row_passes import TOKENS_OF_COPIES, TokensOfEngine, enter
+from .row_view import Padding
 from .tensors import members_by_number, on_device
 from .token_selector import TokenSelector, first_batchwise_part
 
@@ -33,7 +30,6 @@ FLEX = "flex_attention"
 # what else a call passes to the model, only a pass of its own can take
 IN_TICKS = {"attention_mask", "position_ids", CACHE, "use_cache", "num_loops"}
 IN_TICKS |= {"logits_to_keep", "tokenizer"}  # which change nothing there
-TOKENS_OF_COPIES = 32  # of one row in a pass, where attention copies what each of them sees
 
 
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
@@ -106,149 +102,6 @@ def prompt_goes_in_ticks(model, padding: Padding, config, model_kwargs: dict) ->
     if is_paged(model):
         return not any(padding.starts)  # a page that another batch has left says nothing of padding
     return device == "cpu" and model.config.attention_softcap is None
-
-
-class RowsOfEngine(NamedTuple):
-    """Tokens of some rows of an engine's batch, one each."""
-
-    engine: "RowEngine"
-    rows: list[int]
-    places: list[int]  # in the cache, of the token of each row
-
-
-@dataclass
-class Tokens:
-    """Tokens of rows of one engine, or of several of one model in one pass, and what all loops of them read,
-    [rows, 1, ...] each."""
-
-    batches: list[RowsOfEngine]
-    ids: torch.Tensor
-    embedded: torch.Tensor
-    rotary: torch.Tensor | None = None  # cos and sin of each of `trunk.ropes`, [rows, 1, 2 kinds, 1, head_dim]
-
-    @property
-    def engine(self) -> "RowEngine":
-        """That of the first batch; all batches have the same model."""
-        return self.batches[0].engine
-
-
-def joined(all_tokens: list[Tokens]) -> Tokens:
-    """Of one model, for one pass."""
-    if len(all_tokens) == 1:
-        return all_tokens[0]
-    ids, embedded = (torch.cat([getattr(tokens, name) for tokens in all_tokens]) for name in ("ids", "embedded"))
-    tables = [tokens.rotary for tokens in all_tokens if tokens.rotary is not None]
-    batches = [batch for tokens in all_tokens for batch in tokens.batches]
-    return Tokens(batches, ids, embedded, torch.cat(tables) if tables else None)
-
-
-def by_graphs(batches: list[RowsOfEngine]) -> bool:
-    """Whether several batches run one after the other, each by its graphs: to launch their kernels together, and those
-    of the attention of each, takes longer."""
-    graphs = [batch.engine.graphs for batch in batches]
-    return len(graphs) > 1 and all(each is not None and each.serve_loops for each in graphs)
-
-
-def one_by_one(run: Callable, tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-    """What `run` returns of all batches, which it is given alone."""
-    ends = list(accumulate(len(batch.rows) for batch in tokens.batches))
-    found = []
-    for batch, start, end in zip(tokens.batches, [0, *ends], ends):
-        rotary = None if tokens.rotary is None else tokens.rotary[start:end]
-        part = Tokens([batch], tokens.ids[start:end], tokens.embedded[start:end], rotary)
-        found.append(run(part, loops[start:end], state[start:end]))
-    return torch.cat(found)
-
-
-def graphs_of(batches: list[RowsOfEngine]) -> RowGraphs | None:
-    """Of passes over tokens of one engine."""
-    return batches[0].engine.graphs if len(batches) == 1 else None
-
-
-def enter(batches: list[RowsOfEngine], ids: torch.Tensor) -> Tokens:
-    """New tokens, [rows, 1], through embedding and prelude."""
-    if by_graphs(batches):
-        its_ids = ids.split([len(batch.rows) for batch in batches])
-        return joined([enter([batch], its) for batch, its in zip(batches, its_ids)])
-    trunk = batches[0].engine.trunk
-    check_length(trunk.config, max(max(batch.places) for batch in batches) + 1)
-    on_host = [[place + batch.engine.shifts[row] for row, place in zip(batch.rows, batch.places)] for batch in batches]
-    positions = on_device([position for of_batch in on_host for position in of_batch], ids.device)[:, None]
-    x = trunk.embed(trunk.embed_tokens(ids), positions)
-    its_positions = positions.split([len(of_batch) for of_batch in on_host])
-    tables = [
-        batch.engine.rotary(x, its, max(of_batch)) for batch, its, of_batch in zip(batches, its_positions, on_host)
-    ]
-    rotary = torch.cat([table for table in tables if table is not None]) if trunk.ropes else None
-    tokens = Tokens(batches, ids, x, rotary)
-    if (graphs := graphs_of(batches)) and (found := graphs.enter(batches[0], ids, positions, rotary)) is not None:
-        tokens.embedded = found
-        return tokens
-    tokens.embedded = trunk.run_prelude(x, pass_context(tokens, [0] * len(ids)) if len(trunk.prelude) else None)
-    return tokens
-
-
-def run_loop(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-    """From h_t to H_{t+1}. loops: t of each row."""
-    if by_graphs(tokens.batches):
-        return one_by_one(run_loop, tokens, loops, state)
-    if (graphs := graphs_of(tokens.batches)) and (found := graphs.loop(tokens, loops, state)) is not None:
-        return found
-    depths = one_or_each([batch.engine.limits[row] for batch in tokens.batches for row in batch.rows])
-    context = pass_context(tokens, loops)
-    return tokens.engine.trunk.core_pass(state, tokens.embedded, one_or_each(loops), depths, context)
-
-
-def run_all_loops(tokens: Tokens, state: torch.Tensor, num_loops: int) -> torch.Tensor:
-    """From h_0 to H of the last loop, of rows of one engine in step."""
-    trunk, context = tokens.engine.trunk, pass_context(tokens, [0] * len(tokens.ids))
-    for loop in range(num_loops):
-        context.cache.go_to([loop] * len(tokens.ids))
-        state = state if loop == 0 else trunk.to_next_loop(state)
-        state = trunk.core_pass(state, tokens.embedded, loop, num_loops, context)
-    return state
-
-
-def read_logits(tokens: Tokens, loops: list[int], state: torch.Tensor) -> torch.Tensor:
-    """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
-    if by_graphs(tokens.batches) and len(tokens.engine.trunk.coda):
-        return one_by_one(read_logits, tokens, loops, state)
-    if (graphs := graphs_of(tokens.batches)) and (found := graphs.read(tokens, state)) is not None:
-        return found
-    model = tokens.engine.model
-    return model.logits(model.model.readout(run_coda(tokens, state), loops))
-
-
-def run_coda(tokens: Tokens, state: torch.Tensor) -> torch.Tensor:
-    trunk = tokens.engine.trunk
-    return trunk.run_coda(state, pass_context(tokens, [0] * len(state)) if len(trunk.coda) else None)
-
-
-def pass_context(tokens: Tokens, loops: list[int]) -> PassContext:
-    trunk = tokens.engine.trunk
-    view: Any = view_of(tokens.batches, loops)
-    attend, eager = view.row_attention, trunk.config._attn_implementation == "eager"
-    return PassContext(
-        num_rows=len(loops),
-        masks=dict.fromkeys(trunk.layer_types) if attend else view.masks(trunk.dtype if eager else None),
-        position_ids=None,
-        position_embeddings=rotary_by_kind(trunk, tokens.rotary),
-        value_embeddings=trunk.value_embeddings(tokens.ids) if trunk.config.value_embeddings else {},
-        cache=view,
-        site=trunk.site,
-        options={"row_attention": attend},
-    )
-
-
-def view_of(batches: list[RowsOfEngine], loops: list[int]) -> RowView | JointView | PagedView:
-    if batches[0].engine.is_paged:
-        return PagedView([(batch.engine.cache, batch.rows, batch.places) for batch in batches], loops)
-    views, start = [], 0
-    for engine, rows, places in batches:
-        end = start + len(rows)
-        views.append(RowView(engine.cache, engine.padding, rows, loops[start:end], places))
-        start = end
-    return views[0] if len(views) == 1 else JointView(views)
 
 
 class PassesOfOthers(NamedTuple):
@@ -395,6 +248,9 @@ class RowEngine:
         """Of the last token of each row."""
         return [self.held_before + self.selector.lengths[row] - 1 for row in rows]
 
+    def at_last_tokens(self, rows: list[int]) -> TokensOfEngine:
+        return TokensOfEngine(self, rows, self.last_places(rows))
+
     def rotary(self, x: torch.Tensor, positions: torch.Tensor, furthest: int) -> torch.Tensor | None:
         """Of these positions, [rows, 1]; looked up, unless they change with the length of the sequence."""
         if not self.trunk.ropes:
@@ -417,13 +273,12 @@ class RowEngine:
         for first in range(0, len(left), TOKENS_OF_COPIES):
             places, rows = zip(*left[first : first + TOKENS_OF_COPIES])
             for depth, members in members_by_number([self.depths_of_prompts[row] for row in rows]):
-                batch = RowsOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
-                of_sequences = [place - self.held_before for place in batch.places]
-                index = on_device([batch.rows, of_sequences], self.selector.ids.device)
-                tokens = enter([batch], self.selector.ids[tuple(index)][:, None])
-                state = run_all_loops(tokens, self.trunk.initial_state(tokens.embedded, None), depth)
-                run_coda(tokens, state)
-                self.cache.leave_in_deeper_loops(batch.rows, [depth] * len(batch.rows), batch.places)
+                group = TokensOfEngine(self, [rows[i] for i in members], [places[i] for i in members])
+                of_sequences = [place - self.held_before for place in group.places]
+                index = on_device([group.rows, of_sequences], self.selector.ids.device)
+                tokens = enter([group], self.selector.ids[tuple(index)][:, None])
+                tokens.run_coda(tokens.run_all_loops(depth))
+                self.cache.leave_in_deeper_loops(group.rows, [depth] * len(group.rows), group.places)
 
     def store_back(self, length: int):
         """So many tokens of every row, into the cache that was given."""

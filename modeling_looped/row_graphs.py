@@ -148,11 +148,11 @@ class RowGraphs:
     def serve_loops(self) -> bool:
         return self.loops_are_alike and not _failed
 
-    def enter(self, batch, ids, positions, rotary) -> torch.Tensor | None:
+    def enter(self, group, ids, positions, rotary) -> torch.Tensor | None:
         """From ids and positions, [tokens, 1], to what every loop reads."""
         if not len(self.trunk.prelude):
             return None
-        standing = Standing(batch.rows, [0] * len(ids), batch.places)
+        standing = Standing(group.rows, [0] * len(ids), group.places)
         inputs = {"ids": ids, "positions": positions, "rotary": rotary}
         return self.run("enter", standing, inputs, self._enter)
 
@@ -166,8 +166,8 @@ class RowGraphs:
             return self.trunk.core_pass(held["state"], held["embedded"], view.loops, self.depth, context)
 
         inputs = {"state": state, "embedded": tokens.embedded, "ids": tokens.ids, "rotary": tokens.rotary}
-        (batch,) = tokens.batches
-        return self.run("loop", Standing(batch.rows, loops, batch.places), inputs, one_loop, moves="loops")
+        (group,) = tokens.groups
+        return self.run("loop", Standing(group.rows, loops, group.places), inputs, one_loop, moves="loops")
 
     def read(self, tokens, state: torch.Tensor) -> torch.Tensor | None:
         """Logits, [tokens, 1, vocabulary]."""
@@ -178,11 +178,11 @@ class RowGraphs:
             after_coda = self.trunk.run_coda(held["state"], self.context(held, view))
             return self.model.logits(self.trunk.readout(after_coda, 1))
 
-        (batch,) = tokens.batches
-        standing = Standing(batch.rows, [0] * len(state), batch.places)
+        (group,) = tokens.groups
+        standing = Standing(group.rows, [0] * len(state), group.places)
         return self.run("read", standing, {"state": state, "ids": tokens.ids, "rotary": tokens.rotary}, logits)
 
-    def token(self, batch, ids, positions, rotary) -> torch.Tensor | None:
+    def token(self, group, ids, positions, rotary) -> torch.Tensor | None:
         """All of a token, of rows in step: from its id to the logits of the next, [rows, 1, vocabulary]."""
 
         def logits(held: dict, view: StaticView) -> torch.Tensor:
@@ -196,7 +196,7 @@ class RowGraphs:
             view.loops = 0
             return self.model.logits(trunk.readout(trunk.run_coda(state, context), self.depth))
 
-        standing = Standing(batch.rows, [0] * len(ids), batch.places)
+        standing = Standing(group.rows, [0] * len(ids), group.places)
         inputs = {"ids": ids, "positions": positions, "rotary": rotary}
         return self.run("token", standing, inputs, logits, moves="places")
 

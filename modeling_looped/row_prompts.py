@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from .row_engine import TOKENS_OF_COPIES, RowEngine, RowsOfEngine, Tokens, enter, joined, run_coda
+from .row_engine import RowEngine
+from .row_passes import TOKENS_OF_COPIES, Tokens, TokensOfEngine, enter, joined
 from .tensors import on_device
 
 
@@ -63,7 +64,7 @@ class Prompt:
         rows, places = map(list, zip(*taken))
         ids = self.engine.selector.ids
         index = on_device([rows, places], ids.device).unbind()
-        tokens = enter([RowsOfEngine(self.engine, rows, places)], ids[index][:, None])
+        tokens = enter([TokensOfEngine(self.engine, rows, places)], ids[index][:, None])
         state = self.engine.trunk.initial_state(tokens.embedded, None)
         self.part, self.left = Part(tokens, state, 0, depth), self.left[len(taken) :]
         return len(taken)
@@ -76,14 +77,14 @@ class Prompt:
 
     def last_tokens(self, part: Part) -> list[int]:
         """Members of a part that the head reads."""
-        ((_, _, places),) = part.tokens.batches
-        return [i for i, place in enumerate(places) if place == self.engine.prompt_length - 1]
+        (group,) = part.tokens.groups
+        return [i for i, place in enumerate(group.places) if place == self.engine.prompt_length - 1]
 
     def end_part(self, part: Part, logits: torch.Tensor):
         """logits: of its `last_tokens`."""
-        ((_, rows, places),) = part.tokens.batches
-        self.engine.cache.leave_in_deeper_loops(rows, [part.depth] * len(rows), places)
-        ended = [rows[i] for i in self.last_tokens(part)]
+        (group,) = part.tokens.groups
+        self.engine.cache.leave_in_deeper_loops(group.rows, [part.depth] * part.size, group.places)
+        ended = [group.rows[i] for i in self.last_tokens(part)]
         self.part, self.logits = None, {**self.logits, **dict(zip(ended, logits))}
         self.number = next(NUMBERS)  # behind those that came meanwhile
 
@@ -113,8 +114,8 @@ def end_parts(prompts: list[Prompt]):
     at_end = [(prompt, prompt.part) for prompt in prompts if prompt.part is not None and prompt.part.is_at_end]
     if not at_end:
         return
-    tokens, trunk = joined([part.tokens for _, part in at_end]), prompts[0].engine.trunk
-    state = run_coda(tokens, torch.cat([part.state for _, part in at_end]))
+    tokens = joined([part.tokens for _, part in at_end])
+    state = tokens.run_coda(torch.cat([part.state for _, part in at_end]))
     members, depths, counts, start = [], [], [], 0
     for prompt, part in at_end:
         read = prompt.last_tokens(part)
@@ -125,6 +126,6 @@ def end_parts(prompts: list[Prompt]):
     logits = state.new_empty(0)
     if members:
         read = state[on_device(members, state.device)]
-        logits = prompts[0].engine.model.logits(trunk.readout(read, depths))[:, -1]
+        logits = tokens.model.logits(tokens.trunk.readout(read, depths))[:, -1]
     for (prompt, part), of_prompt in zip(at_end, logits.split(counts)):
         prompt.end_part(part, of_prompt)

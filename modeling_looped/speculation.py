@@ -20,8 +20,9 @@ from transformers.utils import logging
 
 from .in_step import next_logits
 from .proposals import FEWEST_RECORDS, SURE, Planner, ProbeReading
-from .row_engine import RowEngine, RowsOfEngine, Tokens, enter, read_logits, run_all_loops, run_loop
+from .row_engine import RowEngine
 from .row_graphs import AFTER
+from .row_passes import Tokens, TokensOfEngine, enter
 from .tensors import on_device
 
 
@@ -98,14 +99,14 @@ class Pipeline:
         tokens, passes = self.tokens(everything), 1
         if self.planner.plan is None and all(token.loops == 0 and not token.is_probe for token in self.flight):
             passes = self.num_loops
-            state = run_all_loops(tokens, self.held["state"], passes)
+            state = tokens.run_all_loops(passes)
         else:
-            state = run_loop(tokens, [token.loops for token in self.flight], self.held["state"])
+            state = tokens.run_loop([token.loops for token in self.flight], self.held["state"])
         self.row_passes += passes * sum(map(bool, self.of_row))
         for token in self.flight:
             token.loops += passes
         if reads := sorted(filter(self.is_read, everything), key=lambda i: self.flight[i].row):
-            logits = read_logits(self.tokens(reads), [self.flight[i].loops for i in reads], state[reads])[:, -1]
+            logits = self.tokens(reads).read_logits([self.flight[i].loops for i in reads], state[reads])[:, -1]
             self.verify(reads, logits)
             self.propose(reads, logits)
         elif (
@@ -154,7 +155,7 @@ class Pipeline:
             return
         self.entries += 1
         ids = on_device([[token.id] for token in new], self.selector.ids.device)
-        tokens = enter([RowsOfEngine(self.engine, [token.row for token in new], [token.place for token in new])], ids)
+        tokens = enter([self.group(new)], ids)
         held = {"state": self.trunk.initial_state(tokens.embedded, None), "ids": ids, "embedded": tokens.embedded}
         if tokens.rotary is not None:
             held["rotary"] = tokens.rotary
@@ -162,15 +163,17 @@ class Pipeline:
             held = {name: torch.cat([self.held[name], tensor]) for name, tensor in held.items()}
         self.flight, self.held = self.flight + new, held
 
+    def group(self, tokens: list[InFlight]) -> TokensOfEngine:
+        return TokensOfEngine(self.engine, [token.row for token in tokens], [token.place for token in tokens])
+
     def tokens(self, members: list[int]) -> Tokens:
         """In the order of `members`."""
         held = self.held
         if members != list(range(len(self.flight))):
             index = on_device(members, held["ids"].device)
             held = {name: tensor[index] for name, tensor in held.items() if name != "state"}
-        rows, places = [self.flight[i].row for i in members], [self.flight[i].place for i in members]
-        batch = RowsOfEngine(self.engine, rows, places)
-        return Tokens([batch], held["ids"], held["embedded"], held.get("rotary"))
+        group = self.group([self.flight[i] for i in members])
+        return Tokens([group], held["ids"], held["embedded"], held.get("rotary"))
 
     def keep(self, members: list[int]):
         if len(members) < len(self.flight):

@@ -16,6 +16,7 @@ from accelerate import cpu_offload
 
 from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.borrowed import CACHE
+from modeling_looped.row_passes import Tokens
 from modeling_looped.row_prompts import Prompt, begin_parts
 from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
@@ -362,7 +363,7 @@ def test_who_waits_to_begin_with_others(others, waits):
 
 def test_rows_of_fixed_depth_are_read_out_together(monkeypatch):
     """Whatever the lengths of their prompts."""
-    model, read, read_logits = build("plain"), [], continuous.read_logits
+    model, read, read_logits = build("plain"), [], Tokens.read_logits
     asked = [{**SMALL, "input_ids": random_ids(1, length, seed=length)} for length in (3, 15, 8, 27)]
     alone = [model.generate(**request) for request in asked]
 
@@ -370,7 +371,7 @@ def test_rows_of_fixed_depth_are_read_out_together(monkeypatch):
         read.append(len(loops))
         return read_logits(tokens, loops, state)
 
-    monkeypatch.setattr(continuous, "read_logits", counts)
+    monkeypatch.setattr(Tokens, "read_logits", counts)
     with SharedPasses(model, prompt_tokens=10) as passes:
         assert_same(together(passes, asked), alone)
     assert sum(read) == 39 * len(asked)  # the prompts' own readouts are not among these
@@ -649,18 +650,18 @@ def test_many_requests_leave_nothing_behind():
 @pytest.mark.some(1)
 def test_a_pass_that_fails_for_all(stage, monkeypatch):
     """As where memory is short: each then runs by itself, from where the tick began."""
-    model, compute = build("sections"), getattr(continuous, stage)
+    model, compute = build("sections"), getattr(Tokens, stage)
     asked = requests(model, 10, ways=[*WAYS[:5], {"exit_criterion": "entropy_diff", "exit_threshold": 0.01}])
     alone, failed = [model.generate(**request) for request in asked], []
 
     def fails_together(tokens, *args):
-        if len(tokens.batches) > 1 and len(failed) % 3 < 2:
+        if len(tokens.groups) > 1 and len(failed) % 3 < 2:
             failed.append(None)
             raise RuntimeError("out of memory")
         failed.append(None)
         return compute(tokens, *args)
 
-    monkeypatch.setattr(continuous, stage, fails_together)
+    monkeypatch.setattr(Tokens, stage, fails_together)
     with SharedPasses(model) as passes:
         assert_same(together(passes, asked), alone)
 
@@ -669,7 +670,7 @@ def test_a_pass_that_fails_for_all(stage, monkeypatch):
 @pytest.mark.some(1)
 def test_an_interrupt_ends_one(stage, monkeypatch):
     """It comes to the thread that runs the tick of all, at any place of it."""
-    model, compute = build("plain"), getattr(continuous, stage, None)
+    model, compute = build("plain"), getattr(Tokens, stage, None)
     asked = [request for request in requests(model, 12, ways=WAYS[:4]) if request["max_new_tokens"] > 4]
     alone, calls = [model.generate(**request) for request in asked], []
 
@@ -686,7 +687,7 @@ def test_an_interrupt_ends_one(stage, monkeypatch):
     if stage == "streamer":
         asked[0]["streamer"] = Interrupted(0)
     else:
-        monkeypatch.setattr(continuous, stage, interrupted)
+        monkeypatch.setattr(Tokens, stage, interrupted)
 
     with SharedPasses(model) as passes, ThreadPoolExecutor(len(asked)) as pool:
         results = list(pool.map(partial(outcome, passes), asked))

@@ -22,6 +22,7 @@ from modeling_looped import LoopedCache, LoopedForCausalLM, continuous, in_step
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 from modeling_looped.proposals import PassSeconds
 from modeling_looped.row_graphs import can_have_graphs
+from modeling_looped.row_passes import Tokens
 
 from .models import build, looped_config, tokens
 from .wider import widened
@@ -167,12 +168,12 @@ def watched_loops(model, num_rows: int):
             begun.append((now(), depth))
         return next_logits(engine, rows, depth)
 
-    run_loop, next_logits = continuous.run_loop, in_step.next_logits
-    continuous.run_loop, in_step.next_logits = watched_loop, watched_token
+    run_loop, next_logits = Tokens.run_loop, in_step.next_logits
+    Tokens.run_loop, in_step.next_logits = watched_loop, watched_token
     try:
         yield begun
     finally:
-        continuous.run_loop, in_step.next_logits = run_loop, next_logits
+        Tokens.run_loop, in_step.next_logits = run_loop, next_logits
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import torch
 
 from looped_eval.common.timing import now
 from looped_recipes.common.flops import count_in_a_loop
-from modeling_looped import continuous
 from modeling_looped.exit_criteria import ExitRule
+from modeling_looped.row_passes import Tokens
 from modeling_looped.shared_passes import SharedPasses
 
 from .decoding import cost_per_loop, exiting_model, passing_threshold
@@ -130,23 +130,23 @@ def serve(model, asked: list, arrivals: list[float], max_rows: int, how: dict) -
 
 @contextmanager
 def calls_of(*names: str):
-    """How often decoding calls each of these functions of `continuous.py`."""
-    counts, functions = Counter(), {name: getattr(continuous, name) for name in names}
+    """How often decoding calls each of these methods of `Tokens`."""
+    counts, methods = Counter(), {name: getattr(Tokens, name) for name in names}
 
     def counted(name: str):
         def call(*arguments):
             counts[name] += 1
-            return functions[name](*arguments)
+            return methods[name](*arguments)
 
         return call
 
     for name in names:
-        setattr(continuous, name, counted(name))
+        setattr(Tokens, name, counted(name))
     try:
         yield counts
     finally:
-        for name, function in functions.items():
-            setattr(continuous, name, function)
+        for name, method in methods.items():
+            setattr(Tokens, name, method)
 
 
 class Ticked(NamedTuple):

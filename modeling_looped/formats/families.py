@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..config_relations import LAYER_TYPES
+from ..config_layers import LAYER_TYPES
 
 
 class Family(NamedTuple):

@@ -6,7 +6,7 @@ Sizes are looked at before a config is made, so that a slip of the pen costs no 
 from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_looped import LoopedConfig
-from modeling_looped.config_relations import LAYER_TYPES
+from modeling_looped.config_layers import LAYER_TYPES
 
 from .ranges import MOST_DEPTH
 from .sections import RecipeError
