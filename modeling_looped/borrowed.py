@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.generation import GenerationMixin
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from .tensors import wide_dtype
 
@@ -133,7 +134,7 @@ def eager_attention(
     module, query, key, value, attention_mask, scaling: float, dropout: float = 0.0, softcap=None, **kwargs
 ):
     """softmax(q k^T) v by the definition, as transformers' Llama has it, and Gemma 2 with a softcap on the scores."""
-    key, value = (states.repeat_interleave(module.num_key_value_groups, dim=1) for states in (key, value))
+    key, value = (repeat_kv(states, module.num_key_value_groups) for states in (key, value))
     scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

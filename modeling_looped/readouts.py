@@ -94,7 +94,7 @@ class TaperNorm(LoopedNorm):
     def fit_terms(self, x) -> torch.Tensor:
         """Two sums over the tokens of x whose ratio is the c with the least |RMSNorm(x) - c w x|^2."""
         wide = at_least_fp32(x)
-        weight = 1 if self.weight is None else self.factor(wide.dtype)
+        weight: Any = 1 if self.weight is None else self.factor(wide.dtype)
         squares = (weight * wide).square().sum(-1)
         rms = (wide.square().mean(-1) + self.eps).sqrt()
         return torch.stack([(squares / rms).sum(), squares.sum()])

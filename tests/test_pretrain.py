@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from looped_eval.common.model_folder import results_folder
 from looped_recipes import export
 from looped_recipes.common import hardware
+from looped_recipes.common.errors import CommandError
 from looped_recipes.common.hardware import known_rate
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.shards import prepare
@@ -31,6 +32,7 @@ from looped_recipes.engine import peers, publish, reports, training
 from looped_recipes.engine.beginning import precision_of
 from looped_recipes.engine.reports import StepReports
 from looped_recipes.engine.run_checkpoints import Progress
+from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.training import Divergence
 from looped_recipes.pretrain import main
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -132,7 +134,9 @@ def test_an_export_needs_nothing_but_the_run(training_text, tmp_path, monkeypatc
         for state in (AcceleratorState, PartialState):  # those of other tests stay as they are
             patch.setattr(state, "_shared_state", {})
         main([str(SMOKE / "ouro.yaml"), *settings])
-    with pytest.raises(RecipeError, match="precision was 'bf16', is 'no'.*accelerate launch --mixed_precision bf16"):
+    with pytest.raises(
+        CheckpointError, match="precision was 'bf16', is 'no'.*accelerate launch --mixed_precision bf16"
+    ):
         main([str(SMOKE / "ouro.yaml"), *settings])
     shutil.rmtree(shards)
     (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace(str(training_text), "/nowhere"))
@@ -294,11 +298,11 @@ def test_a_hub_that_refuses_is_found_before_training_and_loses_nothing_after(tra
         *smoke_settings(training_text, tmp_path / "run", "training.push_to_hub=someone/lt", "training.steps=1"),
     ]
     monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "create"))
-    with pytest.raises(RecipeError, match="can not push to 'someone/lt': Token is required.*hf auth login"):
+    with pytest.raises(CommandError, match="can not push to 'someone/lt': Token is required.*hf auth login"):
         main(arguments)
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(publish, "HfApi", Hub(tmp_path / "hub", "upload"))
-    with pytest.raises(RecipeError, match="network is down; the model is whole there; try `hf upload someone/lt "):
+    with pytest.raises(CommandError, match="network is down; the model is whole there; try `hf upload someone/lt "):
         main(arguments)
     LoopedForCausalLM.from_pretrained(tmp_path / "run" / "final")
     assert ModelCard.load(tmp_path / "run" / "final" / "README.md").data.license is None  # none was said
@@ -479,7 +483,7 @@ def test_dropout_and_logged_norms_do_not_depend_on_the_number_of_processes(train
         timed = ("tokens_per_second", "mfu")
         expected = {key: value for key, value in before.items() if key not in timed}
         assert {key: value for key, value in after.items() if key not in timed} == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(RecipeError, match="rows_of_dropout was 2, is 4"):
+    with pytest.raises(CheckpointError, match="rows_of_dropout was 2, is 4"):
         main([str(SMOKE / "lt.yaml"), *smoke_settings(training_text, tmp_path / "one", *more),
               "training.micro_batch_size=4"])  # fmt: skip
 
@@ -606,7 +610,7 @@ def half_done(training_text, tmp_path_factory):
 @pytest.mark.some(6)
 def test_a_checkpoint_of_another_run_is_refused(recipe, more, message, half_done, training_text):
     before = logged_losses(half_done)
-    with pytest.raises(RecipeError, match="is a checkpoint of another config: .*" + message):
+    with pytest.raises(CheckpointError, match="is a checkpoint of another config: .*" + message):
         main([str(SMOKE / f"{recipe}.yaml"), *smoke_settings(training_text, half_done, *more)])
     assert logged_losses(half_done) == before
 
@@ -650,7 +654,7 @@ def test_golden_curve(whole_run):
 def test_a_run_is_not_shortened_and_damaged_checkpoints_are_said(training_text, tmp_path):
     settings = smoke_settings(training_text, tmp_path / "run", "training.steps=2", "training.save_every=1")
     main([str(SMOKE / "lt.yaml"), *settings])
-    with pytest.raises(RecipeError, match="holds a run of 2 steps, more than the 1 of this recipe"):
+    with pytest.raises(CheckpointError, match="holds a run of 2 steps, more than the 1 of this recipe"):
         main([str(SMOKE / "lt.yaml"), *settings, "training.steps=1"])
     for path in (tmp_path / "run" / "checkpoints").rglob("*.distcp"):
         path.write_bytes(path.read_bytes()[:-1])
