@@ -169,7 +169,8 @@ class Question:
     @property
     def chooses_contexts(self) -> bool:
         """One ending, several contexts, as in WinoGrande."""
-        return len({candidate.strip() for candidate in self.candidates}) == 1
+        contexts = {str(given["arg_0"]) for given in self.sample["arguments"].values()}
+        return len({candidate.strip() for candidate in self.candidates}) == 1 and len(contexts) > 1
 
 
 def read_items(file: Path, task: str, length: Callable[[str], int]) -> list[Item]:

@@ -106,7 +106,8 @@ class DerivedFields(PreTrainedConfig):
                 f"num_hidden_layers={value} does not fit: it is derived from num_prelude_layers + num_coda_layers + "
                 f"num_core_layers * {'(loops with keys and values)' if self.shares_keys else 'num_loops'} = "
                 f"{self.num_prelude_layers} + {self.num_coda_layers} + {self.num_core_layers} * "
-                f"{self.num_stored_loops(self.num_loops)} = {self.num_hidden_layers}. Set those fields instead."
+                f"{self.num_stored_loops(self.num_loops)} = {self.num_hidden_layers}. Set those fields, and leave "
+                "num_hidden_layers out."
             )
 
     @property

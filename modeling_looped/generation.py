@@ -179,7 +179,8 @@ class LoopedGenerationMixin(Generative):
             model_kwargs["initial_state"] = SeededStates(self, options.state_seed)
         if rule and self.config.loop_loss == "terminal" and self.trained_depth > 1:
             logger.warning_once(
-                "This model was trained with loop_loss='terminal': its exits before the last loop are not trained."
+                "This model has loop_loss='terminal': unless it was trained at depths that were drawn, its exits "
+                "before the last loop are not trained."
             )
         options.check(self.config, asked)
         if self.training:

@@ -249,10 +249,11 @@ class Pipeline:
         self.planner.choose_plan(rows)
         if self.planner.plan is None and not self.planner.needs_trial(rows) and not self.stopped_drafting:
             self.stopped_drafting = True
-            logger.warning(
-                f"draft_loops={self.engine.options.draft_loops!r} does not pay here, so tokens come one by one: "
-                f"{self.planner.reason(rows)}"
+            drafts = f"draft_loops={self.engine.options.draft_loops!r}"
+            logger.warning_once(
+                f"{drafts} does not pay here, so tokens come one by one; logging at level INFO says why"
             )
+            logger.info(f"{drafts} does not pay: {self.planner.reason(rows)}")
 
     def propose(self, reads: list[int], logits: torch.Tensor):
         """What tokens on their way say, of those that may propose it: the next of the row."""

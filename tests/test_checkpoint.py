@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from looped_recipes.common.checksums import check_folder
 from looped_recipes.engine.checkpoint import (
     check_space,
     latest_checkpoint,
@@ -425,6 +426,21 @@ def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path):
     with pytest.raises(CheckpointError, match="mine exists and is not a saved model"):
         export_model(tmp_path / "mine", model)
     assert folders(tmp_path / "mine") == ["notes.txt"]
+
+
+def test_an_export_of_the_same_weights_keeps_the_exits_that_were_found_for_them(tmp_path):
+    model = tiny_model()
+    path = export_model(tmp_path / "final", model)
+    saved = LoopedForCausalLM.from_pretrained(path).generation_config
+    saved.exit_criterion, saved.exit_threshold = "kl", 0.25
+    saved.save_pretrained(path)
+    export_model(path, model)
+    assert LoopedForCausalLM.from_pretrained(path).generation_config.exit_threshold == 0.25
+    check_folder(path)
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    export_model(path, model)
+    assert not hasattr(LoopedForCausalLM.from_pretrained(path).generation_config, "exit_threshold")
 
 
 # Several processes

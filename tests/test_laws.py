@@ -744,7 +744,7 @@ def test_bad_arguments(tmp_path):
         (["parametric", "a.csv", "--conditioning", "none"], "--conditioning has no effect on parametric, only on uni"),
         (["isoflop", "a.csv", "--restarts", "5"], "--restarts has no effect on isoflop"),
         (["isoflop", str(tmp_path / "a.csv")], "there is no table"),
-        (["collect", str(tmp_path)], "has no recipe.yaml: it is no finished run"),
+        (["collect", str(tmp_path)], "has no recipe.yaml: it is no run of looped pretrain"),
     ):
         with pytest.raises(FitError, match=words):
             laws.main(arguments)

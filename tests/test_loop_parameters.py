@@ -152,10 +152,13 @@ def test_reentrant_checkpointing_changes_nothing(system):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("inter_loop_norm", ["none", "shared"])
-def test_reentrant_checkpointing_begins_where_gradients_do(inter_loop_norm, frozen):
-    """A state that the last loops only read, or an embedding that is not trained, is a constant for their blocks."""
-    model, ids = tiny_model(num_loops=4, inter_loop_norm=inter_loop_norm).double().train(), random_ids(2, 5)
+@pytest.mark.parametrize(
+    "fields", [{}, {"inter_loop_norm": "shared"}, {"num_coda_layers": 1, "loop_loss": "per_loop"}], ids=str
+)
+def test_reentrant_checkpointing_begins_where_gradients_do(fields, frozen):
+    """A state that the last loops, or the coda, only read, or an embedding that is not trained, is a constant for
+    their blocks."""
+    model, ids = tiny_model(num_loops=4, **fields).double().train(), random_ids(2, 5)
     model.model.embed_tokens.requires_grad_(not frozen)
     gradients = []
     for reentrant in (None, True):

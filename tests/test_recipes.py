@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import shutil
 import typing
 from pathlib import Path
 from statistics import fmean
@@ -14,13 +16,14 @@ import yaml
 from looped_recipes import sweep
 from looped_recipes.common.activation_memory import kept_of_token
 from looped_recipes.common.axis import written
+from looped_recipes.common.files import check_writable
 from looped_recipes.engine.optimizers import build_schedulers, set_learning_rates
 from looped_recipes.engine.sweeps import load_sweep, optima
 from looped_recipes.settings import estimates
 from looped_recipes.settings.costs import plan
 from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.ranges import RANGES
-from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.recipe import RecipeError, load_recipe, recipe_of_run
 from looped_recipes.settings.run_checks import note_on_windows
 from looped_recipes.settings.sections import LENGTHS, SECTIONS
 from looped_recipes.settings.sweep_files import is_sweep
@@ -768,3 +771,26 @@ def test_a_run_that_is_done_opens_with_settings_that_had_no_effect(tmp_path):
     with pytest.raises(RecipeError, match="no effect"):
         load_recipe(tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml", finished=True).optimizer.muon_lr == 0.5
+
+
+def test_paths_of_a_run_are_those_of_the_folder_it_was_launched_in(tmp_path, monkeypatch):
+    (tmp_path / "launched" / "elsewhere").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "launched")
+    Path("my.txt").write_text("a text")
+    load_recipe(RECIPES / "smoke" / "lt.yaml", ["data.source=my.txt", "training.output_dir=runs/one"]).save(
+        "runs/one/recipe.yaml"
+    )
+    assert recipe_of_run("runs/one").data.source == "my.txt"
+    monkeypatch.chdir("elsewhere")
+    found = recipe_of_run("../runs/one").data
+    assert found.source == str(tmp_path / "launched" / "my.txt")
+    assert found.tokenizer == load_recipe(RECIPES / "smoke" / "lt.yaml").data.tokenizer
+    shutil.copytree("../runs/one", "copied")
+    assert recipe_of_run("copied").data.source == "my.txt"
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # of a system mounted to be read
+    with pytest.raises(PermissionError, match=f"{tmp_path} can not be written to: .* another place, with --output"):
+        check_writable(tmp_path / "results" / "of" / "today")
+    check_writable(tmp_path.parent / "new")

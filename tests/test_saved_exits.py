@@ -81,7 +81,7 @@ def test_a_depth_in_a_call_undoes_saved_exits(folder):
 
 def test_a_depth_at_loading_undoes_saved_exits_and_says_so(folder, said, tmp_path):
     assert loops_of(AutoModelForCausalLM.from_pretrained(folder)) == {1}
-    assert said.pop().startswith("This model was trained with loop_loss='terminal'")
+    assert said.pop().startswith("This model has loop_loss='terminal': unless it was trained at depths")
     assert len(said) == 1 and "exit_criterion='max_prob'" in said[0] and "exit_criterion=None" in said[0]
     model = AutoModelForCausalLM.from_pretrained(folder, num_loops=4)
     assert loops_of(model) == {4} and len(said) == 2 and loops_of(model, **EXITS) == {1}

@@ -334,7 +334,7 @@ def test_falls_back_where_drafts_are_wrong_and_says_so(passes, monkeypatch):
     """Later loops contradict the first; from the 100th token on they agree with it."""
     monkeypatch.setattr(PassSeconds, "line", lambda self: (1.0, 0.6))
     said = []
-    monkeypatch.setattr(speculation.logger, "warning", said.append)
+    monkeypatch.setattr(speculation.logger, "warning_once", said.append)
     model = model_of("prelude_coda_grouped", injection="none", max_position_embeddings=512)
     switch, ids = Switch(model, at=100), random_ids(1, 6)
     out = greedy(model, ids, draft_loops=1, max_new_tokens=480, streamer=switch, return_dict_in_generate=True)
@@ -350,7 +350,7 @@ def test_falls_back_where_drafts_are_wrong_and_says_so(passes, monkeypatch):
 
 def test_no_plan_is_made_for_rows_that_have_ended(monkeypatch):
     said = []
-    monkeypatch.setattr(speculation.logger, "warning", said.append)
+    monkeypatch.setattr(speculation.logger, "info", said.append)
     monkeypatch.setattr(speculation.Planner, "choose", lambda self, rows: None)  # drafts never pay
     model = model_of("prelude_coda_grouped", max_position_embeddings=512)
     for new_tokens in (5, 8, 11, 40):  # the last token of a row is read with the plan, or beside it

@@ -91,8 +91,11 @@ def test_accuracy_over_tasks_and_scores_over_items():
         compare(first, second[1:])
 
 
-def asked(target, candidates, acc=None, likeliest=0, **doc) -> Question:
-    sample = {"doc_id": 7, "target": target, "doc": doc, **({} if acc is None else {"acc": acc})}
+def asked(target, candidates, acc=None, likeliest=0, contexts=None, **doc) -> Question:
+    contexts = ["q"] * len(candidates) if contexts is None else contexts
+    arguments = {f"gen_args_{i}": {"arg_0": a, "arg_1": b} for i, (a, b) in enumerate(zip(contexts, candidates))}
+    sample = {"doc_id": 7, "target": target, "doc": doc, "arguments": arguments}
+    sample |= {} if acc is None else {"acc": acc}
     return Question(sample, candidates, np.eye(len(candidates))[likeliest])
 
 
@@ -120,12 +123,18 @@ def test_targets_among_digits_are_what_the_logged_accuracy_says():
 
 
 def test_contexts_that_are_chosen():
-    ends = [" end", " end"]
-    assert gold_indices("t", [asked(" end", ends, answer="2"), asked(" end", ends, answer="1")]) == [1, 0]
-    assert gold_indices("t", [asked(" end", ends, answer=0), asked(" end", ends, answer=1)]) == [0, 1]
-    assert gold_indices("t", [asked(" end", ends, acc=1.0, likeliest=1, answer=1)]) == [1]
+    def chosen(**more) -> Question:
+        return asked(" end", [" end", " end"], contexts=["She", "He"], **more)
+
+    assert gold_indices("t", [chosen(answer="2"), chosen(answer="1")]) == [1, 0]
+    assert gold_indices("t", [chosen(answer=0), chosen(answer=1)]) == [0, 1]
+    assert gold_indices("t", [chosen(acc=1.0, likeliest=1, answer=1)]) == [1]
     with pytest.raises(ValueError, match="t: contexts are chosen here, and its documents have no `answer`"):
-        gold_indices("t", [asked(" end", ends)])
+        gold_indices("t", [chosen()])
+
+
+def test_a_question_with_the_same_answer_twice_is_one_among_others():
+    assert gold_indices("t", [asked("1", [" yes", " no"]), asked("0", [" yes", " yes"])]) == [1, 0]
 
 
 @pytest.fixture(scope="module")

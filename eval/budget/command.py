@@ -16,7 +16,7 @@ from looped_eval.harness.command import check_limit, curves_of, results_by_depth
 from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.harness.question import check_question
 from looped_recipes.common.command_line import parse_depths, say_result, typed
-from looped_recipes.common.files import write_whole
+from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.provenance import write_json
 
 from .fully_looped import lambada_perplexity, six_curves
@@ -161,6 +161,7 @@ def main(arguments: list[str] | None = None):
         for name, folders in parse_models(args.models).items()
     }
     depths = parse_depths(args.num_loops)
+    check_writable(args.output)
     if not (args.text or args.stream or args.tasks or args.core):
         raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")
     check_limit(args.limit)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from looped_recipes.data.shards import Prepared, prepare
-from looped_recipes.settings.recipe import DataConfig, RecipeError, load_recipe
+from looped_recipes.settings.recipe import DataConfig, RecipeError, recipe_of_run
 
 
 class HeldOutError(ValueError):
@@ -21,7 +21,7 @@ def run_data(run: Path) -> DataConfig:
     path = run / "recipe.yaml"
     if not path.is_file():
         raise HeldOutError(f"{run} holds no recipe.yaml, so what this model was trained on is not known: {ADVICE}")
-    return load_recipe(path, finished=True).data
+    return recipe_of_run(run).data
 
 
 def prepared_data(run: Path, data: DataConfig) -> Prepared:
@@ -29,7 +29,9 @@ def prepared_data(run: Path, data: DataConfig) -> Prepared:
     try:
         return prepare(data)
     except RecipeError as error:
-        raise HeldOutError(f"what {run} held out cannot be read ({error}); or {ADVICE}") from error
+        raise HeldOutError(
+            f"what {run} held out cannot be read ({error}): bring that text back, or {ADVICE}"
+        ) from error
 
 
 def held_out_rows(

@@ -12,6 +12,9 @@ from looped_recipes.common.hub import model_inside
 from modeling_looped import LoopedConfig
 
 
+LONG_TEXTS = "sequence-length-is-longer-than-the-specified-maximum"  # a warning of transformers
+
+
 def open_config(target: str) -> tuple[Path, LoopedConfig]:
     """`target`: a saved model, or the folder of its training run."""
     folder = model_folder(target)
@@ -28,6 +31,7 @@ def open_tokenizer(folder: Path, name: str | None, config: LoopedConfig):
     if name is None and not (folder / "tokenizer_config.json").is_file():
         raise ValueError(f"{folder} holds no tokenizer to read text with: save one there, or pass --tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(name or folder)
+    tokenizer.deprecation_warnings[LONG_TEXTS] = True  # has been said: texts are cut into windows here
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens, but the model vocab_size={config.vocab_size}")
     return tokenizer

@@ -14,7 +14,7 @@ from looped_eval.common.progress import progress
 from looped_eval.common.run_folder import runs_in
 from looped_recipes.common.chart import save_charts
 from looped_recipes.common.command_line import say_result, typed
-from looped_recipes.common.files import write_whole
+from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
 from . import dynamics, growth, page, premises, readout_probes, theorems, transfer
@@ -191,6 +191,7 @@ def measure_model(args: argparse.Namespace, target: str, overrides: list[str], b
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
     of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
     folder = Path(args.output) if args.output else default_folder(target)
+    check_writable(folder)
     print(f"text: {of.where['text']}")
     if args.measure != "all":
         return measure(args, of, folder, beside, typed("looped diagnose all", target, *overrides))

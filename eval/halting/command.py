@@ -13,6 +13,7 @@ from looped_eval.common.progress import progress
 from looped_eval.common.timing import least_seconds
 from looped_recipes.common.checksums import renew_checksum
 from looped_recipes.common.command_line import check_counts, say_result, typed
+from looped_recipes.common.files import check_writable
 from looped_recipes.common.flops import attention_flops, forward_flops_per_token, sizes
 from looped_recipes.common.provenance import write_json
 from looped_recipes.data.sources import training_source
@@ -57,7 +58,9 @@ def check(args) -> tuple[Path, LoopedConfig, list[str], list[str]]:
     if args.write not in (None, BEST, *args.criteria):
         raise ValueError(f"--write {args.write} is not among the measured criteria: {', '.join(args.criteria)}")
     if config.loop_loss == "terminal":
-        notes.append("trained with loop_loss='terminal': exits before the last loop are not trained")
+        notes.append(
+            "loop_loss='terminal': unless depths were drawn in training, exits before the last loop are not trained"
+        )
     return folder, config, args.criteria, notes
 
 
@@ -244,6 +247,8 @@ def exits(unit: str, rows: list[dict]) -> list[dict]:
 
 def run(args) -> Path:
     folder, config, names, notes = check(args)
+    output = Path(args.output or results_folder(args.model))
+    check_writable(output)
     calibration_rows, rows = two_slices(args, folder, config)
     model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).to(args.device).eval()
 
@@ -259,8 +264,6 @@ def run(args) -> Path:
     print("\nsequences that leave the batch when their mean score passes the threshold", table(of_budget), sep="\n")
     print("\ntokens that exit by themselves, as in generate", table(tokens), sep="\n")
 
-    output = Path(args.output or results_folder(args.model))
-    output.mkdir(parents=True, exist_ok=True)
     asked = {key: value for key, value in vars(args).items() if key not in ("output", "write", "read", "command")}
     content = {
         **asked,

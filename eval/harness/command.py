@@ -22,7 +22,7 @@ from looped_eval.common.findings import best_depths
 from looped_eval.common.model_folder import results_folder, training_run
 from looped_eval.common.task_names import TASKS, tasks_of
 from looped_recipes.common.command_line import device_of, folder, say_result, typed
-from looped_recipes.common.files import write_whole
+from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.provenance import commit, provenance
 
 from .looped_lm import LoopedLM
@@ -178,6 +178,7 @@ def main(arguments: list[str]):
     run = training_run(config.model_args["pretrained"])
     if run is not None and not config.output_path:
         config.output_path = str(results_folder(config.model_args["pretrained"]) / "lm_eval")
+        check_writable(Path(config.output_path))
     options = options_of(config)
     options["task_manager"], options["tasks"] = asked_tasks(config)
     check_tasks(options["task_manager"], options["tasks"])

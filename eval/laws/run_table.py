@@ -165,16 +165,18 @@ def collect(folder: str | Path) -> list[dict]:
     from looped_recipes.common.flops import effective_parameters, sizes
     from looped_recipes.common.metrics import last_validation, read_metrics
     from looped_recipes.settings.operations import Operations
-    from looped_recipes.settings.recipe import load_recipe
+    from looped_recipes.settings.recipe import recipe_of_run
     from modeling_looped import LoopedConfig
 
     folder = Path(folder)
-    for part in ("recipe.yaml", "metrics.jsonl", "final/config.json"):
+    if not (folder / "recipe.yaml").exists():
+        raise FitError(f"{folder} has no recipe.yaml: it is no run of looped pretrain, so leave it out")
+    for part in ("metrics.jsonl", "final/config.json"):
         if not (folder / part).exists():
             raise FitError(
-                f"{folder} has no {part}: it is no finished run of looped pretrain; the same command continues it"
+                f"{folder} has no {part}: the run is not finished; `looped pretrain {folder}/recipe.yaml` goes on"
             )
-    recipe, config = load_recipe(folder / "recipe.yaml", finished=True), LoopedConfig.from_pretrained(folder / "final")
+    recipe, config = recipe_of_run(folder), LoopedConfig.from_pretrained(folder / "final")
     records = read_metrics(folder / "metrics.jsonl")
     last = next((record for record in reversed(records) if "validation/loss" in record), None)
     if last is None:

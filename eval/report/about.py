@@ -26,21 +26,25 @@ def facts(run: RunFolder) -> dict[str, str]:
     tokens = run.tokens_per_step and run.steps * run.tokens_per_step
     optimizer, schedule = run.setting("optimizer.name"), run.setting("schedule.name")
     trained = run.trained_loops
-    mean_depth = run.setting("depth.mean") or trained or "–"
+    sampler, mean_depth = run.setting("depth.sampler", "fixed"), run.setting("depth.mean") or trained or "–"
+    if sampler == "poisson_lognormal" and mean_depth != "–":
+        mean_depth += 1  # which the papers' mean does not count
     losses, bits = run.last_by_number(LOSS_AT), run.last_by_number(BITS_AT)
+    read = max((k for k in losses if k <= (trained or 0)), default=min(losses, default=trained))  # as validation does
+    where = "" if read == trained else f" after {counted(read, 'loop')}"
     speed = run.last("tokens_per_second")
     return {
         "state": run.status,
         "made by": pretrain(run) if run.recipe else "–",
         "parameters": number(run.num_parameters),
         "architecture": architecture(run.config),
-        "depth in training": f"{run.setting('depth.sampler', 'fixed')}, mean {mean_depth}",
+        "depth in training": f"{sampler}, mean {mean_depth}",
         "data": f"{run.setting('data.source', '–')}, {number(tokens)} tokens seen",
         "training": f"{number(run.steps)} steps, {optimizer or '–'}, {schedule or '–'} schedule, "
         f"seed {run.setting('training.seed', '–')}",
         "training loss at the end": number(run.last("loss")),
-        "validation loss": number(losses.get(trained, run.last("validation/loss"))),
-        "bits per byte": number(bits.get(trained)),
+        "validation loss": number(losses.get(read, run.last("validation/loss"))) + where,
+        "bits per byte": number(bits.get(read)) + where,
         "tokens per second": number(round(speed) if speed and math.isfinite(speed) else None),
     }
 

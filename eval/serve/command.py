@@ -311,6 +311,7 @@ class TakesDepth:
         if config.top_k is None:  # transformers would sample of the 50 likeliest
             config.top_k = 0
         config._seed = _asked.get().seed
+        config.stop_strings = config.stop_strings or None
         check_stop(self.model_manager.tokenizer, config.stop_strings)  # pyrefly: ignore[missing-attribute]
         _asked.get().stops = StopTexts(config.stop_strings)
         return config

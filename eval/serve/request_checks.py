@@ -30,7 +30,7 @@ ASK_FOR_NOTHING = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", "none"),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "reasoning_effort": (),
@@ -61,12 +61,19 @@ def check_body(body: dict):
     seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
-    if stop is not None and not is_text(stop) and not (isinstance(stop, list) and stop and all(map(is_text, stop))):
+    if stop is not None and not is_text(stop) and not (isinstance(stop, list) and all(map(is_text, stop))):
         raise ValueError(f"stop={stop!r} must be a text or a list of texts, none of them empty")
     if (bias := body.get("logit_bias")) is not None and not is_bias(bias):
         form = "numbers of tokens as names, and numbers as values, from -100 to 100"
         raise ValueError(f"logit_bias={bias!r} must have {form}")
+    if tools and body.get("tool_choice") == "none":
+        raise ValueError("tool_choice='none' is not served beside tools, which the model would see: leave tools out")
     check_template_kwargs(body.get("chat_template_kwargs"))
+    if (config := body.get("generation_config")) is not None:
+        try:
+            json.loads(config)
+        except ValueError as error:
+            raise ValueError(f"generation_config={config!r} must be a text that holds JSON: {error}") from None
     if tools is not None and not are_tools(tools):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
@@ -134,7 +141,7 @@ def is_conversation(turns: Any) -> bool:
         isinstance(turns, list)
         and bool(turns)
         and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
-        and all(isinstance(turn.get("content"), (str, list, type(None))) for turn in turns)
+        and all(isinstance(turn.get("content"), (str, list)) or turn.get("tool_calls") for turn in turns)
     )
 
 

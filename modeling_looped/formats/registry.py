@@ -78,7 +78,8 @@ def unknown(config: dict) -> str:
     opened = ", ".join(f"{layout.title} ({layout.model_type or '_class_name'})" for layout in READABLE)
     return (
         f"has {what}={kind!r} in its config.json, which is no looped model that opens here. What opens: folders that "
-        f"were saved by this package (looped), {opened}. A dense model is made to loop by from_dense"
+        f"were saved by this package (looped), {opened}. A dense model is made to loop by "
+        "LoopedForCausalLM.from_dense, or by a recipe with dense.path"
     )
 
 

@@ -18,7 +18,7 @@ from looped_recipes.common.ratios import ratio
 from looped_recipes.common.token_losses import token_losses
 from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shards import prepare
-from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.settings.recipe import recipe_of_run
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.int8_cache import SIZE_BYTES
 
@@ -69,7 +69,7 @@ def readings(model) -> dict[str, tuple[dict, float]]:
 
 def measure(folder: Path) -> dict:
     model = LoopedForCausalLM.from_pretrained(folder / "final").eval()
-    rows = prepare(load_recipe(folder / "recipe.yaml", finished=True).data).validation
+    rows = prepare(recipe_of_run(folder).data).validation
     return {
         way: {"bits_per_byte": bits_per_byte(model, rows, **arguments), "bytes_per_token": num_bytes}
         for way, (arguments, num_bytes) in readings(model).items()

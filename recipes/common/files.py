@@ -19,6 +19,7 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
         raise IsADirectoryError(f"{path} is a folder: name a file, such as one in it")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # of this process: another one may write the same
+    check_writable(path.parent)
     try:
         with open(partial, "wb") as file:
             if callable(content):
@@ -33,6 +34,23 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
             partial.unlink()
         raise
     sync(path.parent)  # the names of its files are on the disk, too
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that is there."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_writable(folder: Path):
+    """Before hours of work, too."""
+    there = nearest_existing(folder.absolute())
+    if there.is_dir() and not os.access(there, os.W_OK):
+        raise PermissionError(
+            f"{there} can not be written to: make it writable, or name another place, with --output where the command "
+            "has that"
+        )
 
 
 def save_tokenizer(tokenizer, folder: Path):

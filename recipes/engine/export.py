@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -10,11 +11,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from looped_recipes.common.checksums import write_checksums
+from looped_recipes.common.checksums import LIST, read_sealed, renew_checksum, write_checksums
 from looped_recipes.common.files import remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
-from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.settings.recipe import recipe_of_run
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 from .checkpoint import TOKENIZER, load_weights, read_marker
@@ -40,7 +42,7 @@ def export_model(
 
 def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
     """The model of a whole checkpoint of `run`, on any machine: of what a launch needs, nothing is asked for."""
-    recipe, marker = load_recipe(run / "recipe.yaml", finished=True), read_marker(checkpoint)
+    recipe, marker = recipe_of_run(run), read_marker(checkpoint)
     with torch.device("meta"):
         model = LoopedForCausalLM(LoopedConfig.from_dict(marker["config"]["model"]))
     if "generation" in marker:  # not of older versions
@@ -82,6 +84,10 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
     if readme is not None:
         (temporary / "README.md").write_text(readme)
     write_checksums(temporary)
+    if weights_of(path) == weights_of(temporary) and (path / GENERATION_CONFIG_NAME).is_file():
+        # it may say exits, which `looped halting --write` has found for these very weights
+        shutil.copyfile(path / GENERATION_CONFIG_NAME, temporary / GENERATION_CONFIG_NAME)
+        renew_checksum(temporary, GENERATION_CONFIG_NAME)
     sync_all(temporary)
     if path.exists():
         os.rename(path, replaced)
@@ -89,3 +95,12 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
     sync(path.parent)
     with contextlib.suppress(OSError):  # then it goes at the next export
         remove(replaced)
+
+
+def weights_of(folder: Path) -> dict[str, str] | None:
+    """Checksums of the weights of a saved model, as they were written; None where there are none."""
+    try:
+        checksums = read_sealed(folder / LIST)["checksums"]
+        return {name: checksum for name, checksum in checksums.items() if name.endswith(".safetensors")} or None
+    except (OSError, ValueError, KeyError):
+        return None

@@ -19,13 +19,6 @@ def expanded(path: str | Path) -> Path:
     return Path(whole)
 
 
-def nearest_existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there."""
-    while not os.path.lexists(path) and path != path.parent:
-        path = path.parent
-    return path
-
-
 def recipe_file(path: str | Path) -> Path:
     """`path`; or, where it is not there, the recipe of that name that comes with this package."""
     path = expanded(path)

@@ -138,6 +138,22 @@ def load_recipe(
     return recipe_from_dict(raw, str(path), finished)
 
 
+def recipe_of_run(run: str | Path) -> Recipe:
+    """Of a run that is done. Its relative paths are those of the folder in which its output_dir is the run, where
+    they are not there in this one."""
+    recipe, run = load_recipe(Path(run) / "recipe.yaml", finished=True), Path(run).resolve()
+    output = Path(recipe.training.output_dir).parts
+    launched_in = Path(*run.parts[: -len(output)])
+    if run.parts[-len(output) :] != output:  # another place than it was trained in
+        return recipe
+    for section, names in PATHS.items():
+        for name in names:
+            value = getattr(getattr(recipe, section), name)
+            if value is not None and not Path(value).exists() and (launched_in / value).exists():
+                setattr(getattr(recipe, section), name, str(launched_in / value))
+    return recipe
+
+
 def split_override(override: str) -> tuple[str, typing.Any]:
     key, equals, value = override.partition("=")
     if not equals or not all(key.partition(".")):

@@ -4,12 +4,12 @@ import math
 import tempfile
 from pathlib import Path
 
+from looped_recipes.common.files import nearest_existing
 from looped_recipes.common.flops import sizes
 from modeling_looped import LoopedConfig, depths_of_step
 
 from .model_fields import check_model
 from .operations import Operations, UnknownEpoch
-from .paths import nearest_existing
 from .recipe import Recipe, RecipeError
 from .relations import TRAINED_TOKENIZERS, check_schedule
 
