@@ -123,12 +123,12 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "initial_state": initial_state,
         }
         asked = AskedOutputs(
-            output_loop_logits,
-            output_loop_hidden_states,
-            output_loop_readout_states,
-            output_loop_losses,
-            output_exit_probabilities,
-            output_exit_logits,
+            output_loop_logits=output_loop_logits,
+            output_loop_hidden_states=output_loop_hidden_states,
+            output_loop_readout_states=output_loop_readout_states,
+            output_loop_losses=output_loop_losses,
+            output_exit_probabilities=output_exit_probabilities,
+            output_exit_logits=output_exit_logits,
         )
         # not a named argument: the Trainer would take it for a label that every batch must have
         shift_labels = kwargs.pop("shift_labels", None)
@@ -173,7 +173,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             exit_logits=self._exit_logits(outputs, keep, exits, depths) if asked.output_exit_logits else None,
             loop_losses=losses,
             loop_token_losses=token_losses,
-            first_state=outputs.first_state if asked.output_loop_hidden_states else None,
+            initial_state=outputs.initial_state if asked.output_loop_hidden_states else None,
             **named_cache(outputs.cache),
         )
 
@@ -284,7 +284,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         states = None
         if self.config.state_losses:
             targets = self._latent_targets(labels.tokens)
-            states = LoopStates(outputs.loop_hidden_states, outputs.first_state, targets)
+            states = LoopStates(outputs.loop_hidden_states, outputs.initial_state, targets)
         return loop_loss(self.config, head, readouts, reads_once, states, gates, depths, labels, objective, every_loop)
 
     def _head(self, is_read_out: bool) -> Head:

@@ -99,7 +99,8 @@ def check_attention(config):
     if config.has_windows and (config.sliding_window is None or config.sliding_window < 2):
         # the caches of transformers cannot hold 0 tokens
         raise ValueError(
-            f"sliding_window={config.sliding_window} must be at least 2, or None beside window_pattern=None"
+            f"sliding_window={config.sliding_window} must be at least 2, or None beside window_pattern=None; with a "
+            f"pattern it is by default a quarter of max_position_embeddings={config.max_position_embeddings}"
         )
     check_rope_type(config)
 

@@ -10,9 +10,8 @@ from .depth import check_count, check_depths, numpy_as_python
 from .exit_criteria import ExitRule, ExitSelection
 
 
-CRITERION_FIELDS = ("exit_threshold",)
-CHECK_FIELDS = (*CRITERION_FIELDS, "min_loops", "exit_interval", "exit_read_interval")
-FIELDS_BESIDE_CRITERION = (*CHECK_FIELDS, "exit_selection", "prompt_loops")
+FIELDS_OF_CHECKS = ("exit_threshold", "min_loops", "exit_interval", "exit_read_interval")
+FIELDS_BESIDE_CRITERION = (*FIELDS_OF_CHECKS, "exit_selection", "prompt_loops")
 EXIT_FIELDS = ("exit_criterion", *FIELDS_BESIDE_CRITERION)
 
 
@@ -127,7 +126,7 @@ class DepthOptions:
             if alone:
                 raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
         elif self.exit_selection == "weighted":
-            if unread := [name for name in CHECK_FIELDS if asked.get(name) not in (None, DEPTH_FIELDS[name])]:
+            if unread := [name for name in FIELDS_OF_CHECKS if asked.get(name) not in (None, DEPTH_FIELDS[name])]:
                 raise ValueError(
                     f"exit_selection='weighted' reads out all loops, so nothing reads {', '.join(unread)}: leave out"
                 )
@@ -252,7 +251,7 @@ def overridden(before: dict, by: dict) -> dict:
     """`before`, but fields of `by` win. A threshold is that of one criterion: another one does not inherit it."""
     criterion, lost = before.get("exit_criterion"), ()
     if by.get("exit_criterion", criterion) != criterion:
-        lost = FIELDS_BESIDE_CRITERION if by["exit_criterion"] is None else CRITERION_FIELDS
+        lost = FIELDS_BESIDE_CRITERION if by["exit_criterion"] is None else ("exit_threshold",)
     return {**{name: value for name, value in before.items() if name not in lost}, **by}
 
 

@@ -307,7 +307,7 @@ class LoopedModel(LoopedPreTrainedModel):
             last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
             loop_hidden_states=plan.spread(states) if output_loop_hidden_states else None,
             loop_readout_states=loop_readout_states,
-            first_state=plan.unsort(state) if output_loop_hidden_states else None,
+            initial_state=plan.unsort(state) if output_loop_hidden_states else None,
             **named_cache(cache),
         )
 

@@ -44,18 +44,18 @@ class LoopedModelOutputWithPast(CacheByBothNames, BaseModelOutputWithPast):
     """
     loop_hidden_states: H_k of every loop, [batch, length, hidden] each. A row that ran fewer loops keeps its last.
     loop_readout_states: what the readout norm reads at every loop: H_k, or what the coda makes of it.
-    first_state: h_0, with loop_hidden_states.
+    initial_state: h_0, with loop_hidden_states.
     """
 
     loop_hidden_states: tuple[torch.Tensor, ...] | None = None
     loop_readout_states: tuple[torch.Tensor, ...] | None = None
-    first_state: torch.Tensor | None = None
+    initial_state: torch.Tensor | None = None
 
 
 @dataclass
 class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
     """
-    loop_hidden_states, loop_readout_states, first_state: as in LoopedModelOutputWithPast.
+    loop_hidden_states, loop_readout_states, initial_state: as in LoopedModelOutputWithPast.
     loop_logits: logits after every loop, [batch, length, vocabulary] each.
     exit_probabilities: p(exit at loop k), [batch, length, loops].
     exit_logits: sum_k p_k logits_k, [batch, length, vocabulary]; a softcap acts on the sum.
@@ -73,7 +73,7 @@ class LoopedCausalLMOutputWithPast(CacheByBothNames, CausalLMOutputWithPast):
     loop_losses: torch.Tensor | None = None
     loop_token_losses: torch.Tensor | None = None
     token_loops: torch.Tensor | None = None
-    first_state: torch.Tensor | None = None
+    initial_state: torch.Tensor | None = None
 
 
 class NeededOfPass(NamedTuple):

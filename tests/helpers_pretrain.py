@@ -36,5 +36,5 @@ def logged_values(output, name):
 def monitored(model, outputs, depths: list[int]) -> dict[str, float]:
     """What a step logs of one batch, after its backward pass."""
     norms = StateNorms(max(depths), "cpu")
-    norms.add(outputs.loop_hidden_states, outputs.first_state, depths)
+    norms.add(outputs.loop_hidden_states, outputs.initial_state, depths)
     return norms.metrics(lambda sums: sums) | Monitor().measure_weights(model)

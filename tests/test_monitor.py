@@ -108,7 +108,7 @@ def test_the_last_change_of_rows_is_that_of_their_own_last_loops():
     for rows in (slice(0, 2), slice(2, 4)):
         settings = {"initial_state": noise[rows], "output_loop_hidden_states": True}
         outputs = model(ids[rows], num_loops=depths[rows], **settings)
-        norms.add([state.detach() for state in outputs.loop_hidden_states], outputs.first_state, depths[rows])
+        norms.add([state.detach() for state in outputs.loop_hidden_states], outputs.initial_state, depths[rows])
     for row, depth in enumerate(depths):
         settings = {"initial_state": noise[row : row + 1], "output_loop_hidden_states": True}
         alone = model(ids[row : row + 1], num_loops=depth, **settings).loop_hidden_states

@@ -109,7 +109,7 @@ class Steps:
             total += outputs.loss.detach()
             if norms is not None:
                 states = [state.detach() for state in outputs.loop_hidden_states]
-                norms.add(states, outputs.first_state.detach(), depths)
+                norms.add(states, outputs.initial_state.detach(), depths)
             del outputs
         add_up_gradients(bare(self.model))
         return total
