@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from .tensors import wide_dtype
 
 
-def found(module: str, name: str, default: Any = None) -> Any:
+def look_up(module: str, name: str, default: Any = None) -> Any:
     """What `name` is in `module`, or the default where one of the two is gone."""
     try:
         return getattr(importlib.import_module(module), name)
@@ -34,7 +34,7 @@ CACHE = (
 )
 # The cache of transformers' continuous batching, in which a row holds tokens of many requests. Before 5.24 the
 # attention kernel wrote keys and values into it; since then the model does.
-PagedAttentionCache = found("transformers.generation.continuous_batching.cache", "PagedAttentionCache", ())
+PagedAttentionCache = look_up("transformers.generation.continuous_batching.cache", "PagedAttentionCache", ())
 KERNELS_FILL_PAGES = CACHE != "cache"
 
 
@@ -73,14 +73,14 @@ class Missing(nn.Module):
         )
 
 
-def found_class(module: str, name: str) -> Any:
+def class_or_missing(module: str, name: str) -> Any:
     """A class to inherit from."""
-    return found(module, name) or type(name, (Missing,), {"gone": name})
+    return look_up(module, name) or type(name, (Missing,), {"gone": name})
 
 
 def config_defaults(forward):
     """transformers' own: arguments that are None are those of the config."""
-    if decorate := found("transformers.utils.generic", "merge_with_config_defaults"):
+    if decorate := look_up("transformers.utils.generic", "merge_with_config_defaults"):
         return decorate(forward)
 
     @functools.wraps(forward)
@@ -92,7 +92,7 @@ def config_defaults(forward):
 
 def captured(forward):
     """transformers' own: what layers give on the way is recorded where it is asked for."""
-    if decorate := found("transformers.utils.output_capturing", "capture_outputs"):
+    if decorate := look_up("transformers.utils.output_capturing", "capture_outputs"):
         return decorate(forward)
 
     @functools.wraps(forward)
@@ -110,7 +110,7 @@ def captured(forward):
 
 def tuples_on_request(forward):
     """transformers' own: return_dict=False gives a tuple."""
-    if decorate := found("transformers.utils", "can_return_tuple"):
+    if decorate := look_up("transformers.utils", "can_return_tuple"):
         return decorate(forward)
 
     @functools.wraps(forward)
@@ -124,7 +124,7 @@ def tuples_on_request(forward):
 def recorded_states() -> list[list]:
     """The lists in which transformers is recording what layers give, if it is."""
     collector = (
-        None if torch.compiler.is_compiling() else found("transformers.utils.output_capturing", "_active_collector")
+        None if torch.compiler.is_compiling() else look_up("transformers.utils.output_capturing", "_active_collector")
     )
     collected = (collector.get() if collector is not None else None) or {}
     return [states for states in collected.values() if isinstance(states, list)]
@@ -146,4 +146,4 @@ def eager_attention(
 
 
 LLAMA = "transformers.models.llama.modeling_llama"
-RotaryEmbedding = found_class(LLAMA, "LlamaRotaryEmbedding")
+RotaryEmbedding = class_or_missing(LLAMA, "LlamaRotaryEmbedding")

@@ -14,12 +14,12 @@ import copy
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from .borrowed import found
+from .borrowed import look_up
 from .int8_cache import SIZE_BYTES, from_int8, to_int8
 from .tensors import members_by_number, on_device
 
 
-SlidingLayer = found("transformers.cache_utils", "DynamicSlidingWindowLayer", ())
+SlidingLayer = look_up("transformers.cache_utils", "DynamicSlidingWindowLayer", ())
 
 
 def loops_with_slots(sharing: str) -> int | None:

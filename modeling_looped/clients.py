@@ -5,7 +5,7 @@ import sys
 import torch
 from transformers.utils import logging
 
-from .borrowed import found
+from .borrowed import look_up
 from .checks import refuse_if
 
 
@@ -17,7 +17,7 @@ ADAPTERS_OF_ROWS = "adapters of single rows (PEFT's adapter_names and aLoRA)"
 
 def register_with_trainer(model_type: str):
     """With label smoothing the Trainer shifts the labels for classes of this table alone."""
-    names = found("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
+    names = look_up("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", {})
     names.setdefault(model_type, "LoopedForCausalLM")
 
 

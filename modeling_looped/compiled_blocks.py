@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from .borrowed import found, found_class
+from .borrowed import class_or_missing, look_up
 
 
-StaticCache, StaticLayer = (found_class("transformers.cache_utils", name) for name in ("StaticCache", "StaticLayer"))
-nested_compile_region = found("torch.compiler", "nested_compile_region", lambda: lambda function: function)
+StaticCache, StaticLayer = (
+    class_or_missing("transformers.cache_utils", name) for name in ("StaticCache", "StaticLayer")
+)
+nested_compile_region = look_up("torch.compiler", "nested_compile_region", lambda: lambda function: function)
 # how many differing calls one region may serve. Older torch lacks this argument and its regions differ, so none are
 # made
 LIMIT: Any = {"max_reuse_entries": 2**20} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}

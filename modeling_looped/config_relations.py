@@ -2,7 +2,7 @@
 
 from transformers.activations import ACT2FN
 
-from .borrowed import found
+from .borrowed import look_up
 from .config_layers import LAYER_TYPES, SHARED_ROPE
 
 
@@ -120,7 +120,7 @@ def check_rope_type(config):
         )
     for one in [parameters[kind] for kind in kinds] or [parameters]:
         rope_type = one.get("rope_type", "default")
-        known = found("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
+        known = look_up("transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", [rope_type])
         if rope_type != "default" and rope_type not in known:
             raise ValueError(
                 f"rope_type={rope_type!r} is not one of transformers': default, {', '.join(sorted(known))}"

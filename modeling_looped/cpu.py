@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from .borrowed import found
+from .borrowed import look_up
 from .overrides import has_global_hooks, has_hooks
 from .switches import is_switched_on
 from .tensors import may_be_transformed
@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 SWITCH = "LOOPED_CPU_FAST_PATHS"  # environment variable
 FEW_ROWS = 8
 # one row is what MKL is slowest at with AVX512, and what it does well without
-CAPABILITY = found("torch.backends.cpu", "get_cpu_capability", lambda: "")()
+CAPABILITY = look_up("torch.backends.cpu", "get_cpu_capability", lambda: "")()
 FEWEST_ROWS = 1 if CAPABILITY.startswith("AVX512") else 2
 MIN_SIZE = 2**14  # elements of fp32 weights: below, a transposition costs more than it saves
 MIN_ORDERED_SIZE = 2**16  # elements of bfloat16 weights that gain by being ordered

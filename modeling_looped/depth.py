@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .borrowed import found
+from .borrowed import look_up
 from .tensors import on_device
 
 
-BlockMask: Any = found("torch.nn.attention.flex_attention", "BlockMask", ())
+BlockMask: Any = look_up("torch.nn.attention.flex_attention", "BlockMask", ())
 
 
 class Tick(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from transformers.cache_utils import DynamicCache
 
-from .borrowed import found, named_cache
+from .borrowed import look_up, named_cache
 from .checks import recorded
 from .context import PassContext
 from .depth import deepest, depth_per_row
@@ -156,7 +156,7 @@ def output_with_exits(
 def is_fixed(cache) -> bool:
     """Whether the last token's keys and values cannot be taken back."""
     names = ("StaticCache", "QuantizedCache")
-    return isinstance(cache, tuple(found("transformers.cache_utils", name, ()) for name in names))
+    return isinstance(cache, tuple(look_up("transformers.cache_utils", name, ()) for name in names))
 
 
 def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, options: dict):

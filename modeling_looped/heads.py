@@ -4,13 +4,13 @@ from typing import Any
 
 from torch import nn
 
-from .borrowed import found_class
+from .borrowed import class_or_missing
 from .configuration_looped import LoopedConfig
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 
 
 GenericForQuestionAnswering, GenericForSequenceClassification, GenericForTokenClassification = (
-    found_class("transformers.modeling_layers", f"GenericFor{task}")
+    class_or_missing("transformers.modeling_layers", f"GenericFor{task}")
     for task in ("QuestionAnswering", "SequenceClassification", "TokenClassification")
 )
 

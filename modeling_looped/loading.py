@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from pickle import UnpicklingError
 from typing import Any
 
-from .borrowed import found
+from .borrowed import look_up
 from .depth_options import DEPTH_FIELDS
 from .foreign_names import UnknownNameError
 
@@ -102,7 +102,7 @@ class StrictLoadingMixin:
             raise UnknownNameError(
                 f"{error}: from_pretrained takes the arguments of transformers and the fields of LoopedConfig"
             ) from error
-        except (found("safetensors", "SafetensorError", EOFError), EOFError) as error:
+        except (look_up("safetensors", "SafetensorError", EOFError), EOFError) as error:
             raise ValueError(
                 f"a weight file of the checkpoint {pretrained_model_name_or_path} is truncated or damaged "
                 f"({error or type(error).__name__}); fetch or save it again"

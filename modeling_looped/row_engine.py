@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .borrowed import CACHE, found, named_cache
+from .borrowed import CACHE, look_up, named_cache
 from .cache import LoopedCache, sharing_of
 from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
@@ -35,7 +35,7 @@ IN_TICKS |= {"logits_to_keep", "tokenizer"}  # which change nothing there
 def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: bool, model_kwargs: dict) -> str | None:
     """Why this batch cannot be decoded here, or None."""
     cache, implementation = model_kwargs.get(CACHE), model.config._attn_implementation
-    quantized = found("transformers.cache_utils", "QuantizedCache", ())
+    quantized = look_up("transformers.cache_utils", "QuantizedCache", ())
     obstacles = {
         f"attn_implementation={implementation!r}": implementation not in ("sdpa", "eager", FLEX),
         f"attn_implementation={implementation!r} and cache_dtype='int8'": implementation == FLEX

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from .borrowed import found
+from .borrowed import look_up
 from .cache import LoopedCache, index_of_loop
 from .depth import BlockMask
 from .row_view import attend_to_all
 from .tensors import on_device
 
 
-flex_attention: Any = found("torch.nn.attention.flex_attention", "flex_attention")
+flex_attention: Any = look_up("torch.nn.attention.flex_attention", "flex_attention")
 PAGE = 128  # places: a block of the kernel, which reads or skips whole blocks
 WIDTHS = [4**i for i in range(12)]  # tokens for which there is a kernel
 

@@ -2,7 +2,7 @@
 
 from transformers import GenerationConfig
 
-from .borrowed import found
+from .borrowed import look_up
 from .checks import check_softcap, refuse_if
 from .depth_options import DEPTH_FIELDS, listed
 
@@ -10,7 +10,7 @@ from .depth_options import DEPTH_FIELDS, listed
 def check_for_engine(config):
     """Refuse what an engine that builds this model would run otherwise than it was asked for, or break at later."""
     engine = config._attn_implementation
-    if engine == "vllm" and (current := found("vllm.config", "get_current_vllm_config")):
+    if engine == "vllm" and (current := look_up("vllm.config", "get_current_vllm_config")):
         parallel, served = current().parallel_config, current().model_config
         check_parallelism(config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         if served.generation_config != "vllm":  # that is: not what was saved
@@ -22,7 +22,7 @@ def check_for_engine(config):
             f"sliding_window={config.sliding_window}: SGLang's backend for transformers' models lets a token see one "
             "token more than that: use vLLM or `looped serve`",
         )
-        parallel = found("sglang.srt.runtime_context", "get_parallel")
+        parallel = look_up("sglang.srt.runtime_context", "get_parallel")
         check_parallelism(config, parallel().tp_size if parallel else 1)
         check_saved_depth(config, saved_generation_config(config), "--json-model-override-args")
 

@@ -81,9 +81,9 @@ def from_dense(
     layers = layers_of(dense, start.family)
     state = looped_state(dense, layers, start, clones=given is not None)
     check_state(start, state)
-    state |= of_injection(start.config, dense.dtype)
+    state |= weights_of_injection(start.config, dense.dtype)
     has_residuals = start.config.has_sets_in_core and start.choice.tied is not None
-    per_loop = of_each_loop(layers, start.choice) if has_residuals else None
+    per_loop = weights_by_loop(layers, start.choice) if has_residuals else None
     state |= zeros_of_loops(start.config, has_residuals, dense.dtype)
     to_dtype, device, generation_config = dtype or dense.dtype, dense.device, copy.deepcopy(dense.generation_config)
     del dense, layers  # with them the layers that are left out
@@ -176,12 +176,12 @@ def start_from_dense(
         raise ValueError("the dense weights are quantized: start from those before, and quantize the looped model")
     counts = num_prelude_layers, num_core_layers, num_coda_layers
     choice = choose_layers(dense_config.num_hidden_layers, *counts, num_loops, layers, core_init)
-    fields |= of_layers(choice, fields.pop("layer_windows"), fields.pop("layer_ropes"))
+    fields |= fields_of_layers(choice, fields.pop("layer_windows"), fields.pop("layer_ropes"))
     plain = LoopedConfig(**fields, num_loops=1)
     return Start(family, choice, plain, looped_config(plain, fields, choice.num_loops, injection, overrides))
 
 
-def of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> dict[str, Any]:
+def fields_of_layers(choice: LayerChoice, windows: str | None, ropes: str | None) -> dict[str, Any]:
     """The fields that count layers, and those that have a letter for each."""
     fields: dict[str, Any] = {f"num_{name}_layers": len(choice.sources[name]) for name in SECTIONS}
     if windows is not None:
@@ -258,7 +258,7 @@ def looped_state(dense: PreTrainedModel, layers: dict, start: Start, clones: boo
     return state
 
 
-def of_each_loop(layers: dict, choice: LayerChoice) -> list[dict[str, torch.Tensor]]:
+def weights_by_loop(layers: dict, choice: LayerChoice) -> list[dict[str, torch.Tensor]]:
     """The dense weights that each loop of tied layers stands for, by their names inside the core."""
     assert choice.tied is not None
     size = len(choice.sources["core"])
@@ -288,7 +288,7 @@ def zeros_of_loops(config: LoopedConfig, has_residuals: bool, dtype: torch.dtype
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
-def of_injection(config: LoopedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def weights_of_injection(config: LoopedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Weights with which the input enters the core as it is."""
     identity = torch.eye(config.hidden_size, dtype=dtype)
     if config.injection == "concat":  # of [h; e]

@@ -49,7 +49,7 @@ def choose_layers(
     if core_init not in CORE_INITS:
         raise ValueError(f"core_init must be one of {', '.join(CORE_INITS)}, got {core_init!r}")
     if isinstance(layers, dict):
-        kept = of_each_section(num_dense, layers)
+        kept = layers_by_section(num_dense, layers)
         for name in ("prelude", "coda"):
             if counts[name] not in (None, len(kept[name])):
                 raise ValueError(
@@ -80,7 +80,7 @@ def checked(num_dense: int, layers) -> list[int]:
     return layers
 
 
-def of_each_section(num_dense: int, layers: dict) -> dict[str, list[int]]:
+def layers_by_section(num_dense: int, layers: dict) -> dict[str, list[int]]:
     unknown = [name for name in layers if name not in SECTIONS]
     if unknown or not layers.get("core"):
         raise ValueError(f"layers must have the keys prelude, core and coda, with layers for core, got {layers}")

@@ -6,7 +6,7 @@ from transformers.utils import logging
 from ..loading import LoopedCheckpointError, report_misfits
 from .conversion import leave_loading_class, loading_class
 from .folder import check_indices, hub_arguments
-from .registry import Found, find_folder_layout, find_layout
+from .registry import ForeignFolder, find_folder_layout, find_layout
 
 
 logger = logging.get_logger(__name__)
@@ -16,7 +16,7 @@ HEADS = ("lm_head.", "exit_gate.")  # of a causal LM, which its trunk and other 
 class PublicFolder:
     """A folder that is opened: what `StrictLoadingMixin.from_pretrained` asks of it."""
 
-    def __init__(self, found: Found, path, hub: dict):
+    def __init__(self, found: ForeignFolder, path, hub: dict):
         self.found, self.path, self.hub = found, path, hub
 
     def loading_class(self, model_class: type) -> type:

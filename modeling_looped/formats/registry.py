@@ -22,7 +22,7 @@ READABLE = [layout for layout in LAYOUTS.values() if layout.reads]
 OURS = "num_core_layers"
 
 
-class Found(NamedTuple):
+class ForeignFolder(NamedTuple):
     """A folder in a layout that is not ours."""
 
     layout: Layout
@@ -52,7 +52,7 @@ def is_published(config: dict) -> bool:
     return OURS not in config and bool(candidates(config))
 
 
-def find_layout(config: dict, path, hub: dict) -> Found | None:
+def find_layout(config: dict, path, hub: dict) -> ForeignFolder | None:
     """The layout of a folder with this config.json; None if it is ours."""
     model_type = config.get("model_type")
     if OURS in config or (model_type is None and "_class_name" not in config):
@@ -65,7 +65,7 @@ def find_layout(config: dict, path, hub: dict) -> Found | None:
     names = frozenset() if len(may_be) == 1 else frozenset(stored_tensors(path, hub))
     for layout in may_be:
         if layout.recognises(config, names):
-            return Found(layout, config)
+            return ForeignFolder(layout, config)
     raise LoopedConfigError(
         f"{path} says model_type={model_type!r}, but its tensors are those of none of the models of this kind that "
         f"can be opened: {', '.join(layout.title for layout in may_be)}"
@@ -83,7 +83,7 @@ def unknown(config: dict) -> str:
     )
 
 
-def find_folder_layout(path, hub: dict) -> Found | None:
+def find_folder_layout(path, hub: dict) -> ForeignFolder | None:
     path, hub = model_place(path, hub)
     config = read_json_config(path, hub)
     return None if config is None else find_layout(config, path, hub)

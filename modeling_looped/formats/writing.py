@@ -103,14 +103,14 @@ def write(place: Path, layout: Layout, words: dict, stored: dict, generation: Ge
         })  # fmt: skip
         plain.save_pretrained(place)
     (place / "config.json").write_text(json.dumps(words, indent=2, sort_keys=True) + "\n")
-    stored = apart({name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.items()})
+    stored = with_own_memory({name: tensor.detach().to("cpu").contiguous() for name, tensor in stored.items()})
     if layout.is_pickled:  # one file, as its own code reads it
         save_torch_state_dict(stored, place, safe_serialization=False, max_shard_size="1TB")
     else:
         save_torch_state_dict(stored, place, max_shard_size=SHARD_SIZE, metadata={"format": "pt"})
 
 
-def apart(tensors: dict) -> dict:
+def with_own_memory(tensors: dict) -> dict:
     """Every tensor with memory of its own: of those that share it, only one would be saved."""
     seen, own = set(), {}
     for name, tensor in tensors.items():

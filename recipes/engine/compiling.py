@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from looped_recipes.settings.recipe import TrainingConfig
-from modeling_looped.borrowed import found
+from modeling_looped.borrowed import look_up
 from modeling_looped.cross_entropy import fusible_cross_entropy_of
 
 from .activations import keep_fewer_activations
@@ -41,7 +41,7 @@ def take_options(model, training: TrainingConfig, precision: str):
 def start_compile_workers():
     """Torch's own, before it would: a signal to all processes of a run, as schedulers and `timeout` send it, must not
     reach them, since torch waits forever for those that are gone. They end with this process."""
-    start = getattr(found("torch._inductor.async_compile", "AsyncCompile", None), "warm_pool", None)
+    start = getattr(look_up("torch._inductor.async_compile", "AsyncCompile", None), "warm_pool", None)
     if start is None or not hasattr(signal, "pthread_sigmask"):  # another torch, or Windows
         return
     ours = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # what is blocked is inherited

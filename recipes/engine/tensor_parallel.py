@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from looped_recipes.common.measures import by_mesh, total_norm
 from looped_recipes.settings.recipe import RecipeError
 from modeling_looped import LoopedConfig
-from modeling_looped.borrowed import found
+from modeling_looped.borrowed import look_up
 from modeling_looped.config_plans import existing_sections
 
 
@@ -44,8 +44,8 @@ def data_rank(accelerator: Accelerator) -> DataRank:
     return DataRank(accelerator.process_index // size, accelerator.num_processes // size)
 
 
-split_as_planned = found("transformers.distributed.tensor_parallel", "apply_tensor_parallelism")
-settings_of_split = found("transformers.distributed", "DistributedConfig")
+split_as_planned = look_up("transformers.distributed.tensor_parallel", "apply_tensor_parallelism")
+settings_of_split = look_up("transformers.distributed", "DistributedConfig")
 
 
 def can_split() -> bool:
