@@ -274,6 +274,14 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     assert written.token_loops.double().mean() < LOOPS
 
 
+def test_results_of_another_command_are_not_replaced_without_a_word(tmp_path, capsys):
+    folder = make_folder(tmp_path)
+    for criterion, replaces in (("kl", False), ("kl", False), ("entropy", True)):
+        halting.run(halting.parse(command(folder, "--criteria", criterion)))
+        said = capsys.readouterr().out
+        assert ("halting.json, of `" in said and "--criteria kl" in said and "will be replaced" in said) == replaces
+
+
 def test_the_command_reads_what_the_run_held_out(tmp_path, capsys):
     """Rows of its validation split, every token at most once, of which none is a start token."""
     folder = make_folder(tmp_path)

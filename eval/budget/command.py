@@ -17,7 +17,7 @@ from looped_eval.harness.looped_lm import LoopedLM
 from looped_eval.harness.question import check_question
 from looped_recipes.common.command_line import parse_depths, say_result, typed
 from looped_recipes.common.files import check_writable, write_whole
-from looped_recipes.common.provenance import write_json
+from looped_recipes.common.provenance import note_what_is_replaced, write_json
 
 from .fully_looped import lambada_perplexity, six_curves
 from .options import parse
@@ -162,6 +162,7 @@ def main(arguments: list[str] | None = None):
     }
     depths = parse_depths(args.num_loops)
     check_writable(args.output)
+    note_what_is_replaced(args.output / "budget.json", args.command)
     if not (args.text or args.stream or args.tasks or args.core):
         raise ValueError("nothing to measure: pass --text, --stream, --tasks or --core")
     check_limit(args.limit)

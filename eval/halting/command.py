@@ -15,7 +15,7 @@ from looped_recipes.common.checksums import renew_checksum
 from looped_recipes.common.command_line import check_counts, say_result, typed
 from looped_recipes.common.files import check_writable
 from looped_recipes.common.flops import attention_flops, forward_flops_per_token, sizes
-from looped_recipes.common.provenance import write_json
+from looped_recipes.common.provenance import note_what_is_replaced, write_json
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
 from modeling_looped import LoopedConfig, LoopedForCausalLM
@@ -249,6 +249,7 @@ def run(args) -> Path:
     folder, config, names, notes = check(args)
     output = Path(args.output or results_folder(args.model))
     check_writable(output)
+    note_what_is_replaced(output / "halting.json", args.command)
     calibration_rows, rows = two_slices(args, folder, config)
     model = LoopedForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype)).to(args.device).eval()
 

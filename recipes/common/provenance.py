@@ -81,6 +81,16 @@ def write_json(path: str | Path, result: dict, command: str | None = None, digit
     write_whole(path, compact(finite(content if digits is None else rounded(content, digits))) + "\n")
 
 
+def note_what_is_replaced(path: Path, command: str):
+    """Before the work whose result takes the place of another command's."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["command"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if before != command:
+        print(f"note: {path}, of `{before}`, will be replaced; --output names another folder")
+
+
 def finite(value):
     """The same with null for infinities and NaN, which JSON has not, and with keys as text."""
     if isinstance(value, dict):
