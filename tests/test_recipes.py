@@ -1,5 +1,6 @@
 """Every recipe is a model that can be built, and a plan whose numbers are the papers'."""
 
+import dataclasses
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from looped_recipes.engine.optimizers import build_schedulers, set_learning_rate
 from looped_recipes.engine.sweeps import load_sweep, optima
 from looped_recipes.settings import estimates
 from looped_recipes.settings.costs import plan
+from looped_recipes.settings.foreign_keys import HERE, PLACES
 from looped_recipes.settings.operations import Operations
 from looped_recipes.settings.ranges import RANGES
 from looped_recipes.settings.recipe import RecipeError, load_recipe, recipe_of_run
@@ -794,3 +796,25 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(tmp_path, monkey
     with pytest.raises(PermissionError, match=f"{tmp_path} can not be written to: .* another place, with --output"):
         check_writable(tmp_path / "results" / "of" / "today")
     check_writable(tmp_path.parent / "new")
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("training.checkpoint_every=10", "here that is training.save_every"),
+        ("training.learning_rate=1", "here that is optimizer.lr"),
+        ("training.clip=1", "here that is optimizer.clip"),
+        ("model.warmup_steps=1", "here that is schedule.warmup_steps"),
+        ("training.stepz=1", "did you mean 'steps'?"),
+        ("optimizer.every=1", "known are name, lr"),  # of two sections
+    ],
+)
+def test_keys_of_other_places_are_told_where_they_stand(setting, advice):
+    with pytest.raises(RecipeError, match=re.escape(advice)):
+        load_recipe(RECIPES / "smoke" / "lt.yaml", [setting])
+
+
+def test_places_of_foreign_keys_are_there():
+    keys = {f"{name}.{field.name}" for name, section in SECTIONS.items() for field in dataclasses.fields(section)}
+    assert {place for place in HERE if " " not in place} <= keys
+    assert not set(PLACES) & {field.partition(".")[2] for field in keys}

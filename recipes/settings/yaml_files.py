@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from .foreign_keys import place_of
 from .paths import recipe_file, similar_recipe
 from .sections import RecipeError
 
@@ -31,8 +32,9 @@ def shortly(value) -> str:
 def refuse_unknown(given: Iterable, known: list[str], where: str, what: str):
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            close, place = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5), place_of(str(key))
             advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            advice = advice if place is None else f"here that is {place}"
             raise RecipeError(f"{where}: unknown {what}: {shortly(key)}; {advice}")
 
 
