@@ -133,6 +133,8 @@ def test_conversations(served):
         ({"generation_config": {}}, "generation_config={} must be a text that holds JSON"),
         ({"prompt": ""}, "prompt is empty"),
         ({"prompt": 5}, "prompt must be a string"),
+        ({"prompt": ["a", "b"]}, r"prompt=\['a', 'b'\] must be one text: send others"),
+        ({"generation_config": "nojson"}, "generation_config='nojson' must be a text that holds JSON"),
         ({"suffix": 5}, "suffix=5 is not served"),
         ({"temperature": 1e-320}, "temperature=1e-320 is next to 0: pass 0"),
         ({"n": 2}, "n=2 is not served, and would have no effect: leave it out"),
@@ -480,7 +482,7 @@ def test_what_asks_for_nothing(served):
 
 
 def test_an_answer_as_long_as_there_is_room(served):
-    answer = served[2].completions.create(model="tiny", prompt="a b c")  # of 80 positions; the last token needs none
+    answer = served[2].completions.create(model="tiny", prompt=["a b c"])  # of 80 positions; the last token needs none
     assert len(answer.token_loops) == 80 + 1 - answer.usage.prompt_tokens or answer.choices[0].finish_reason == "stop"
 
 

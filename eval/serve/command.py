@@ -292,6 +292,8 @@ class TakesDepth:
         _asked.set(asked)
         try:
             check_body({**body, "seed": asked.seed})
+            if isinstance(prompt := body.get("prompt"), list):  # some clients send one so
+                body = {**body, "prompt": prompt[0]}
             return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
         except HTTPException:
             raise

@@ -58,6 +58,8 @@ def check_body(body: dict):
         raise ValueError(f"temperature={temperature} is next to 0: pass 0, which takes the likeliest token")
     if (top_p := body.get("top_p")) is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p={top_p} is no probability: pass one from 0 to 1")
+    if isinstance(prompts := body.get("prompt"), list) and not (len(prompts) == 1 and isinstance(prompts[0], str)):
+        raise ValueError(f"prompt={prompts!r} must be one text: send others in requests of their own")
     seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
