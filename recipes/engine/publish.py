@@ -30,7 +30,7 @@ A looped language model: {layers} unique layers ({prelude} before the loop, {cor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{place}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{place}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{place}", trust_remote_code=False)  # it has no code of its own
 inputs = tokenizer("Once", return_tensors="pt")
 ids = model.generate(**inputs, max_new_tokens=20)  # {loops} loops
 ids = model.generate(**inputs, max_new_tokens=20, num_loops=1)  # any other depth
