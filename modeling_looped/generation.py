@@ -34,6 +34,7 @@ from .foreign_names import refuse_foreign
 from .in_step import decode_in_step, goes_in_step
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .row_engine import RowEngine, obstacle_to_row_engine
+from .row_view import kernels_of_single_queries
 from .samplers import generator_of
 from .shared_passes import generate_together, room_beside, shared_passes_of
 from .speculation import speculate
@@ -256,7 +257,9 @@ class LoopedGenerationMixin(Generative):
         if not options.changes_decoding:
             if obstacle is None and goes_in_step(self, len(input_ids), *rules, model_kwargs):
                 with room_beside(self, len(input_ids), generation_config.max_length):
-                    return decode_in_step(make_engine(has_graphs=True))
+                    engine = make_engine(has_graphs=True)
+                    with kernels_of_single_queries(self.device):
+                        return decode_in_step(engine)
             if hasattr(streamer, "put_loops"):
                 streamer = StreamerOfDepths(streamer, self._depths(input_ids, model_kwargs))
             settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
@@ -267,7 +270,8 @@ class LoopedGenerationMixin(Generative):
             engine = make_engine()
             if engine.num_rows > 1 and (part := engine.selector.batchwise_part):
                 logger.warning_once(f"With {part} the rows of a batch wait for the one that runs deepest.")
-            return decode_continuously(engine) if options.draft_loops is None else speculate(engine)
+            with kernels_of_single_queries(self.device):
+                return decode_continuously(engine) if options.draft_loops is None else speculate(engine)
 
     def _beam_search(self, *arguments, **model_kwargs):
         return self._by_passes(super()._beam_search, "beam search", *arguments, **model_kwargs)

@@ -41,7 +41,15 @@ def is_wrapped(module, method) -> bool:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether it carries hooks, of its own or of its parameters, or runs or reads other than it was built with."""
+    """Whether it carries hooks of others, of its own or of its parameters, or runs or reads other than it was built
+    with."""
     own, weights = vars(module), module.parameters(recurse=False)
     is_other = "forward" in own or any(torch.is_tensor(value) for value in own.values())
-    return has_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
+    return has_foreign_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
+
+
+def has_foreign_hooks(module) -> bool:
+    """Those of this package watch the prompts of single calls, and change nothing."""
+    package = __name__.rpartition(".")[0]
+    hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
+    return any(getattr(hook, "__module__", "").rpartition(".")[0] != package for hook in hooks)

@@ -9,8 +9,10 @@ Graphs live as long as a generation. Models that others watch or have changed ru
 LOOPED_CUDA_GRAPHS=0 in the environment.
 """
 
+import gc
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ SWITCH = "LOOPED_CUDA_GRAPHS"
 LENGTH_STEP = 256  # places by which the attention of a graph is longer than that of the one before
 MOST = 64  # graphs of an engine: each takes some memory of the device
 AFTER = 2  # passes of a kind that run without a graph: a call that ends soon needs none
+WITHOUT_MEMORY = 100  # passes of a kind that run without a graph, after one for which there was no memory
 KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", __name__.partition(".")[0] + "."
 
 
@@ -250,6 +253,10 @@ class RowGraphs:
             except CannotRecord as error:  # a kernel that waits for the device, say
                 refuse_graphs(str(error))
                 return None
+            except torch.OutOfMemoryError:  # while a graph is recorded, torch gives nothing back that it keeps
+                its.runs = -WITHOUT_MEMORY
+                torch.cuda.empty_cache()
+                return None
             its.standing = None  # recording has moved on, too
         if its.standing != standing:
             its.take("where", on_device(list(standing), device))
@@ -316,18 +323,36 @@ def capture(room: Room, graph: torch.cuda.CUDAGraph, function: Callable[[], torc
     here = torch.cuda.current_stream()
     room.stream.wait_stream(here)
     try:
-        with torch.cuda.stream(room.stream):
+        with torch.cuda.stream(room.stream), no_garbage_collection():
             function()  # what kernels set up when they first run is not part of a graph
+            # a workspace that lies outside of the memory of the graphs goes when one of them does, for all of them
+            torch._C._cuda_clearCublasWorkspaces()
             try:
                 graph.capture_begin(pool=room.handle, capture_error_mode="thread_local")
                 try:
                     return function()
                 finally:
                     graph.capture_end()
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise CannotRecord(str(error)) from error
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()
     finally:
         here.wait_stream(room.stream)
+
+
+@contextmanager
+def no_garbage_collection():
+    """What goes with a graph that is collected is not allowed while another one is recorded."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Recording:

@@ -4,7 +4,9 @@
 where it can, and reads keys and values where they lie. Rows of several caches attend cache by cache: `JointView`.
 """
 
+import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -27,6 +29,30 @@ def attend_to_all(queries, keys, values, mask: torch.Tensor | None, scaling: flo
         return attend_single_query(queries, keys, values, mask, scaling)
     grouped = queries.shape[1] != keys.shape[1]
     return scaled_dot_product_attention(queries, keys, values, mask, scale=scaling, enable_gqa=grouped)
+
+
+_cudnn_lock, _cudnn_users, _cudnn_before = threading.Lock(), 0, True
+
+
+@contextmanager
+def kernels_of_single_queries(device: torch.device):
+    """Around the passes of tokens. cuDNN makes a plan for every number of keys, which takes longer than a pass."""
+    global _cudnn_users, _cudnn_before
+    if device.type != "cuda":
+        yield
+        return
+    with _cudnn_lock:
+        if _cudnn_users == 0:
+            _cudnn_before = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        _cudnn_users += 1
+    try:
+        yield
+    finally:
+        with _cudnn_lock:
+            _cudnn_users -= 1
+            if _cudnn_users == 0:
+                torch.backends.cuda.enable_cudnn_sdp(_cudnn_before)
 
 
 class Padding:

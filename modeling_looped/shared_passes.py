@@ -30,6 +30,7 @@ from .depth_options import as_python
 from .row_engine import PassesOfOthers, is_paged
 from .row_pages import Pages
 from .row_table import RowTable
+from .row_view import kernels_of_single_queries
 
 
 # arguments of generate_batch that belong to the continuous batching of transformers
@@ -151,6 +152,7 @@ class SharedPasses:
         for later in self.decoders[self.decoders.index(decoder) + 1 :]:
             later.first_row -= num_rows
         self.decoders.remove(decoder)
+        decoder.error = None  # whose frames hold the decoder, and so its cache, until garbage is collected
 
     def tick(self):
         running = [decoder for decoder in self.decoders if not decoder.is_done]
@@ -163,7 +165,8 @@ class SharedPasses:
     def run(self, decoders: list[ContinuousDecoder]):
         before, table = [decoder.progress() for decoder in decoders], dict(self.table)
         try:
-            self.row_ticks += self._context.run(tick, self.table, decoders, self.prompt_tokens)
+            with kernels_of_single_queries(self.model.device):
+                self.row_ticks += self._context.run(tick, self.table, decoders, self.prompt_tokens)
         except BaseException as error:
             went_on = [decoder for decoder, progress in zip(decoders, before) if not decoder.go_back(progress)]
             self.table.go_back(table, [row for decoder in went_on for row in decoder.rows_in_table()])

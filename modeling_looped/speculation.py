@@ -112,7 +112,7 @@ class Pipeline:
         elif (
             state.device.type == "cuda"
         ):  # nothing was read back: wait here, so that the time of this pass is measured
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(state.device).synchronize()
         work = len(everything) + round(len(reads) * self.planner.readout_cost)
         self.planner.add_passes(passes, work, perf_counter() - start, self.verified - verified)
         self.held["state"] = self.trunk.to_next_loop(state)

@@ -34,5 +34,7 @@ mkdir -p "$out/names"
 ln -sfn "$root/recipes" "$out/names/looped_recipes"
 ln -sfn "$root/eval" "$out/names/looped_eval"
 export PYTHONPATH="$root:$out/names${PYTHONPATH:+:$PYTHONPATH}:$out/packages"
+# what compilers keep, also where the home folder is not there or cannot be written
+export TRITON_CACHE_DIR="$out/caches/triton" TORCHINDUCTOR_CACHE_DIR="$out/caches/inductor" HF_HOME="$out/caches/hub"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 exec "$PYTHON" -m eval.gpu "$out" "$@"

@@ -471,3 +471,26 @@ def test_copied_layer_is_apart(make):
     layer.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
     before.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
     assert layer.buffers and before.buffers and layer.keys.sum() == 6 and before.keys.sum() == 4
+
+
+@torch.no_grad()
+def test_buffers_for_which_memory_ended_half_way_grow_again(monkeypatch):
+    model, ids = tiny_model(num_core_layers=2, num_loops=2), random_ids(1, 6)
+    cache = LoopedCache(model.config)
+    model(ids, past_key_values=cache)
+    cache.fill_buffers(cache, 200, 8)
+    before, pad, calls = cache.capacity, torch.nn.functional.pad, []
+
+    def ends(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return pad(*given)
+
+    monkeypatch.setattr(torch.nn.functional, "pad", ends)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.reserve(100)
+    assert cache.capacity == before
+    cache.reserve(100)
+    assert {buffer.shape[-2] for buffer in cache.buffers} == {cache.capacity} and cache.capacity >= 100
+    assert len(calls) == len(cache.buffers) + 1

@@ -3,13 +3,14 @@
 tests/gpu records them: all its decoding runs through graphs.
 """
 
+import gc
 from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_looped import LoopedCache, SharedPasses, row_graphs
+from modeling_looped import LoopedCache, LoopedForCausalLM, SharedPasses, overrides, row_engine, row_graphs
 from tests.helpers import random_ids, tiny_model
 from tests.test_shared_passes import together
 
@@ -331,6 +332,41 @@ def test_requests_that_share_passes_run_by_the_graphs_of_each(system, replays, m
         assert torch.equal(ours, expected)
 
 
+def test_prompts_that_others_read_meanwhile_take_no_graphs_away(replays, monkeypatch):
+    """On a GPU each prompt is read by a pass of its own, whose loops are watched to let others go on."""
+    model, seen, prefill = model_of("plain"), [], LoopedForCausalLM._prefill
+
+    def read(self, *given):
+        seen.append((overrides.has_hooks(model.model.end_of_loop), row_graphs.can_have_graphs(model, False)))
+        return prefill(self, *given)
+
+    monkeypatch.setattr(LoopedForCausalLM, "_prefill", read)
+    monkeypatch.setattr(row_engine, "prompt_goes_in_ticks", lambda *given: False)
+    with SharedPasses(model) as passes:
+        passes.generate(random_ids(1, 6), max_new_tokens=4, do_sample=False, **WAYS["latent"])
+    assert seen == [(True, True)]
+    model.model.end_of_loop.register_forward_hook(lambda *given: None)  # of somebody else
+    assert not row_graphs.can_have_graphs(model, False)
+
+
+def test_a_graph_for_which_there_is_no_memory_is_done_without(replays, monkeypatch):
+    model, (prompt, mask) = model_of("plain"), padded_prompt()
+    expected = decode(model, prompt, mask, **WAYS["latent"])
+    failures, record = [], row_graphs.record
+
+    def recorded(*given):
+        if len(failures) < 2:
+            failures.append(1)
+            raise torch.OutOfMemoryError("no memory")
+        return record(*given)
+
+    monkeypatch.setattr(row_graphs, "record", recorded)
+    monkeypatch.setattr(row_graphs, "WITHOUT_MEMORY", 3)
+    replays.clear()
+    assert torch.equal(decode(model, prompt, mask, **WAYS["latent"]).sequences, expected.sequences)
+    assert len(failures) == 2 and replays and not row_graphs._failed
+
+
 class StandInStream:
     device_index, cuda_stream, device = 0, 7, "cpu"
 
@@ -367,6 +403,7 @@ def cuda_calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: StandInStream(calls))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "memory 1")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear"), raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     monkeypatch.setattr(row_graphs, "_rooms", {})
     monkeypatch.setattr(StandInGraph, "fails", False)
@@ -374,9 +411,16 @@ def cuda_calls(monkeypatch):
 
 
 def test_graphs_of_a_stream_have_their_memory_in_one_place(cuda_calls):
-    recorded = ["wait", "begin in memory 1, thread_local", "end", "wait"]
+    recorded = ["wait", "clear", "begin in memory 1, thread_local", "end", "clear", "wait"]
     runs = []
-    first, second = (row_graphs.Recording(lambda: runs.append(1) or torch.ones(2)) for _ in range(2))
+
+    def function():
+        assert not gc.isenabled()
+        runs.append(1)
+        return torch.ones(2)
+
+    first, second = (row_graphs.Recording(function) for _ in range(2))
+    assert gc.isenabled()
     assert cuda_calls == 3 * recorded  # the empty graph that keeps the memory, and two more
     assert len(runs) == 4  # each once before it is recorded
     assert first.room is second.room and first.graph is not second.graph
@@ -389,7 +433,7 @@ def test_a_recording_that_fails_waits_and_says_why(cuda_calls, monkeypatch):
     monkeypatch.setattr(StandInGraph, "fails", True)
     with pytest.raises(row_graphs.CannotRecord, match="waited for the host"):
         row_graphs.Recording(lambda: torch.ones(2))
-    assert cuda_calls[-2:] == ["end", "wait"]
+    assert cuda_calls[-3:] == ["end", "clear", "wait"]
     with pytest.raises(ZeroDivisionError):  # of the function itself, before anything is recorded
         row_graphs.Recording(lambda: torch.ones(1 // 0))
     assert cuda_calls[-2:] == ["wait", "wait"]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
+from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.borrowed import CACHE
@@ -715,3 +716,36 @@ def test_leaving_while_a_call_runs_keeps_the_error():
             started.wait()
             raise KeyError("what went wrong")
         thread.join()
+
+
+def test_a_request_that_fails_leaves_no_cache_behind():
+    """Not even until garbage is collected."""
+    model, caches = build("plain"), []
+    make = model._prepare_cache_for_generation
+
+    def made(config, model_kwargs, *args, **kwargs):
+        make(config, model_kwargs, *args, **kwargs)
+        caches.append(weakref.ref(model_kwargs[CACHE]))
+
+    class Gone(BaseStreamer):
+        tokens = 0
+
+        def put(self, value):
+            self.tokens += 1
+            if self.tokens > 3:
+                raise ConnectionError("the client is gone")
+
+        def end(self):
+            pass
+
+    model._prepare_cache_for_generation = made
+    gc.collect()
+    gc.disable()
+    try:
+        with SharedPasses(model) as passes:
+            for _ in range(3):
+                with pytest.raises(ConnectionError):
+                    passes.generate(random_ids(1, 5), max_new_tokens=9, do_sample=False, streamer=Gone())
+        assert len(caches) == 3 and not any(cache() for cache in caches)
+    finally:
+        gc.enable()

@@ -31,7 +31,9 @@ def measurements(setting: Setting, piece: str, compiling: bool) -> Iterator[Meas
 
 def run_file(path: Path, setting: Setting, piece: str) -> dict:
     """Until the last test has ended, the ledger has what those before it said."""
-    options = ["-v", "-rfEs", "--tb=line", "-p", "no:cacheprovider", "-m", "gpu", "--device", setting.device]
+    # without addopts, among which is --strict-config: a plugin that a setting is for may be missing
+    options = ["-v", "-rfEs", "--tb=line", "-o", "addopts=", "-p", "no:logging", "-p", "no:cacheprovider"]
+    options += ["-m", "gpu", "--device", setting.device]
     command = [sys.executable, "-m", "pytest", str(path), *options]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
