@@ -350,7 +350,7 @@ class Completions(TakesDepth, CompletionHandler):
     pass
 
 
-def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None) -> FastAPI:
+def build_app(name: str, model, tokenizer, passes: SharedPasses, max_loops: int | None = None) -> FastAPI:
     """max_loops: the deepest that a request may ask for; None is 4 times the model's own depth."""
     app, started = FastAPI(title=name), int(time.time())
     app.add_middleware(
