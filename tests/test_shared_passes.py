@@ -627,16 +627,22 @@ def test_a_call_within_a_call_that_fills_the_room():
     assert_same(within, [model.generate(ids, **settings)] * 3)
 
 
-@pytest.mark.slow
-def test_many_requests_leave_nothing_behind():
-    model, caches = build("plain"), []
-    make = model._prepare_cache_for_generation
+def caches_of(model) -> list[weakref.ref]:
+    """Those that its generations make from now on."""
+    caches, make = [], model._prepare_cache_for_generation
 
     def made(config, model_kwargs, *args, **kwargs):
         make(config, model_kwargs, *args, **kwargs)
         caches.append(weakref.ref(model_kwargs[CACHE]))
 
     model._prepare_cache_for_generation = made
+    return caches
+
+
+@pytest.mark.slow
+def test_many_requests_leave_nothing_behind():
+    model = build("plain")
+    caches = caches_of(model)
     threads = threading.active_count()
     with SharedPasses(model, max_rows=4) as passes:
         for request, result in zip(asked := requests(model, 300, ways=WAYS[:4]), together(passes, asked), strict=True):
@@ -720,12 +726,8 @@ def test_leaving_while_a_call_runs_keeps_the_error():
 
 def test_a_request_that_fails_leaves_no_cache_behind():
     """Not even until garbage is collected."""
-    model, caches = build("plain"), []
-    make = model._prepare_cache_for_generation
-
-    def made(config, model_kwargs, *args, **kwargs):
-        make(config, model_kwargs, *args, **kwargs)
-        caches.append(weakref.ref(model_kwargs[CACHE]))
+    model = build("plain")
+    caches = caches_of(model)
 
     class Gone(BaseStreamer):
         tokens = 0
@@ -738,7 +740,6 @@ def test_a_request_that_fails_leaves_no_cache_behind():
         def end(self):
             pass
 
-    model._prepare_cache_for_generation = made
     gc.collect()
     gc.disable()
     try:
