@@ -147,8 +147,8 @@ class LoopedCache(DynamicCache):
 
     @property
     def capacity(self) -> int:
-        """Tokens for which all buffers have room: one may have grown, and there was no memory for the next."""
-        return min(buffer.shape[-2] for buffer in self.buffers)
+        """Tokens for which the buffers have room."""
+        return self.buffers[0].shape[-2]
 
     def begin_empty(self, num_rows: int, like: torch.Tensor):
         """Layers as a pass over no tokens would leave them; keys and values are of the dtype and device of `like`."""
@@ -192,7 +192,8 @@ class LoopedCache(DynamicCache):
         if length <= self.capacity:
             return
         room = self.with_room(length)
-        for first_slot, before in enumerate(self.buffers):
+        # the first one last, since its capacity is that of all: for one of them there may be no memory
+        for first_slot, before in reversed(list(enumerate(self.buffers))):
             if before.shape[-2] < room:
                 self.buffers[first_slot] = torch.nn.functional.pad(before, (0, 0, 0, room - before.shape[-2]))
                 self.point_slots_at_buffer(first_slot, self.layers[first_slot].get_seq_length())

@@ -49,10 +49,13 @@ class PassContext:
         loop_set, makes_keys: as the block takes them."""
         keeps_keys = block.layer in self.kept
         kept = self.kept[block.layer] if keeps_keys and makes_keys is not True else (None, None)
+        query_states = None if query_states is x else query_states  # to a region no tensor is given twice
+        if getattr(block, "gradient_checkpointing", False) and not x.requires_grad and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # reentrant checkpoints have no gradient where their input has none
         args = (
             x,
             residual_factor,
-            None if query_states is x else query_states,  # to a region no tensor is given twice
+            query_states,
             self.value_embeddings.get(block.layer),
             time,
             loop_set,

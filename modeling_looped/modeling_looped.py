@@ -396,7 +396,6 @@ class LoopedModel(LoopedPreTrainedModel):
             with nullcontext() if tick.has_gradient else torch.no_grad():
                 if running.shape[0] < tick.rows:  # rows that join now
                     running = torch.cat([running, state[running.shape[0] : tick.rows]])
-                running = self.as_checkpoints_need(running)
                 inputs = running, embedded_rows, tick.loop, tick.depth, context_of_rows
                 if self.checkpoints_loops and self.training and torch.is_grad_enabled():
                     x = checkpoint(self.core_pass, *inputs, use_reentrant=False)
@@ -461,14 +460,8 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.inter_loop_norm(state)
         return state if self.damping is None else self.damping(state)
 
-    def as_checkpoints_need(self, state):
-        """Reentrant checkpoints have no gradient where their input has none."""
-        is_leaf = self.gradient_checkpointing and torch.is_grad_enabled() and not state.requires_grad
-        return state.detach().requires_grad_() if is_leaf else state
-
     def run_coda(self, state, context: PassContext | None):
         """From H to what the readout norm reads. Without a coda the context does not matter."""
-        state = self.as_checkpoints_need(state)
         if self.config.coda_input == "norm":
             state = self.norm(state)
         elif self.coda_proj is not None:

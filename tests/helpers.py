@@ -56,6 +56,18 @@ LIKE_GEMMA3 = {
 LIKE_GEMMA2 = {**LIKE_GEMMA3, "attention_softcap": 1.5, "logit_softcap": 3.0, "round_logit_softcap": True}
 
 
+class Gone:
+    """The streamer of a client that hangs up: after so many calls, of which the first is that of the prompt."""
+
+    def __init__(self, after: int):
+        self.left = after
+
+    def put(self, ids):
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("gone")
+
+
 def tiny_config(preset: str | None = None, **fields) -> LoopedConfig:
     """A config of width 32 with 2 core layers and 3 loops, of a named system or of none; `fields` win."""
     fields = {**TINY, **fields}

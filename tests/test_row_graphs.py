@@ -11,7 +11,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_looped import LoopedCache, LoopedForCausalLM, SharedPasses, overrides, row_engine, row_graphs
-from tests.helpers import random_ids, tiny_model
+from tests.helpers import Gone, random_ids, tiny_model
 from tests.test_shared_passes import together
 
 
@@ -294,20 +294,12 @@ def test_a_replay_that_fails_does_not_move_rows(fails_at, replays, monkeypatch):
 def test_a_stopped_generation_leaves_the_tokens_in_the_cache_of_the_caller(system, replays, monkeypatch):
     model, prompt, lengths = model_of(system), random_ids(2, 6), []
 
-    class Gone:
-        tokens = 0
-
-        def put(self, ids):
-            self.tokens += 1
-            if self.tokens > 6:
-                raise ConnectionError("gone")
-
     for value in ("1", "0"):
         monkeypatch.setenv(row_graphs.SWITCH, value)
         cache = LoopedCache(model.config)
         how = {"past_key_values": cache, "max_new_tokens": 12, "do_sample": False}
         with pytest.raises(ConnectionError):
-            model.generate(prompt[:1], streamer=Gone(), attention_mask=torch.ones(1, 6, dtype=torch.long), **how)
+            model.generate(prompt[:1], streamer=Gone(6), attention_mask=torch.ones(1, 6, dtype=torch.long), **how)
         lengths.append(cache.get_seq_length())
     assert replays and lengths[0] == lengths[1] > 6
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
-from transformers.generation.streamers import BaseStreamer
 
 from modeling_looped import LoopedModel, continuous, shared_passes
 from modeling_looped.borrowed import CACHE
@@ -21,7 +20,7 @@ from modeling_looped.row_passes import Tokens
 from modeling_looped.row_prompts import Prompt, begin_parts
 from modeling_looped.row_view import RowView
 from modeling_looped.shared_passes import SharedPasses
-from tests.helpers import quick_and_slow, random_ids, tiny_model, wait_until
+from tests.helpers import Gone, quick_and_slow, random_ids, tiny_model, wait_until
 
 
 SYSTEMS = {
@@ -403,17 +402,6 @@ def test_rows_under_the_same_rule_are_scored_together(monkeypatch):
     assert max(decoders for of_tick in calls for *_, decoders in of_tick) > 2
 
 
-class Gone:
-    """A client that hangs up at the first new token."""
-
-    tokens = 0
-
-    def put(self, ids):
-        self.tokens += 1
-        if self.tokens > 1:
-            raise ConnectionError("gone")
-
-
 @pytest.mark.parametrize("by_itself", [False, True])
 @pytest.mark.usefixtures("uncompiled")
 def test_a_client_that_has_gone_leaves_its_pages(by_itself):
@@ -424,7 +412,7 @@ def test_a_client_that_has_gone_leaves_its_pages(by_itself):
     with SharedPasses(model) as passes:
         for _ in range(2):
             with pytest.raises(ConnectionError):
-                passes.generate(prompt, max_new_tokens=3, streamer=Gone(), **options, **GREEDY)
+                passes.generate(prompt, max_new_tokens=3, streamer=Gone(1), **options, **GREEDY)
         pages = passes.pages.core
         assert len(pages.free) == pages.num_pages > 0 and not passes.decoders
 
@@ -729,24 +717,13 @@ def test_a_request_that_fails_leaves_no_cache_behind():
     model = build("plain")
     caches = caches_of(model)
 
-    class Gone(BaseStreamer):
-        tokens = 0
-
-        def put(self, value):
-            self.tokens += 1
-            if self.tokens > 3:
-                raise ConnectionError("the client is gone")
-
-        def end(self):
-            pass
-
     gc.collect()
     gc.disable()
     try:
         with SharedPasses(model) as passes:
             for _ in range(3):
                 with pytest.raises(ConnectionError):
-                    passes.generate(random_ids(1, 5), max_new_tokens=9, do_sample=False, streamer=Gone())
+                    passes.generate(random_ids(1, 5), max_new_tokens=9, do_sample=False, streamer=Gone(3))
         assert len(caches) == 3 and not any(cache() for cache in caches)
     finally:
         gc.enable()

@@ -90,9 +90,9 @@ def with_gradients(read: Callable[[Path], dict | None]) -> Callable[[Path], dict
         found = read(folder)
         for run in found["runs"] if found is not None else ():
             records = read_metrics(folder / run["name"] / "metrics.jsonl")
-            blocks = {name: [each.get(f"gradient_norm/{name}") for each in records] for name in BLOCKS}
             run["gradient_norms"] = {
-                name: [norm for norm in norms if norm is not None] for name, norms in blocks.items()
+                name: [norm for each in records if (norm := each.get(f"gradient_norm/{name}")) is not None]
+                for name in BLOCKS
             }
         return found
 

@@ -175,11 +175,11 @@ def sensitivity(model, batch: dict, *, num_loops: int | None = None) -> dict:
         one, other = state.chunk(2)
         difference = other - one
         size = row_norm(difference)
-        if before is None:  # twins may differ by rounding, and then not in all tokens
-            size = torch.zeros_like(size)
+        lost = size == 0  # nothing is left of it
+        if before is None:  # nor was there any yet: twins may differ by rounding, and then not in all tokens
+            lost = torch.ones_like(lost)
         else:
             growth.append((size / before).log().mean().exp().item())
-        lost = size == 0  # nothing is left of it, or there was none yet
         drawn = torch.randn(one.shape, generator=generator).to(one)
         difference = torch.where(lost, drawn / row_norm(drawn), difference / size)
         before = OFF * row_norm(one)

@@ -16,8 +16,9 @@ SETTLED = 10  # table 12 averages from this loop on
 
 def entropy_and_margin(logits: torch.Tensor) -> tuple[float, float]:
     """Entropy of the predicted distribution, and top logit minus second, averaged over tokens."""
-    margin, _ = logit_margin(logits.double(), {})
-    return entropy_of(logits.double()).mean().item(), margin.mean().item()
+    logits = logits.double()
+    margin, _ = logit_margin(logits, {})
+    return entropy_of(logits).mean().item(), margin.mean().item()
 
 
 def radial_gradient(model, batch: dict, *, num_loops: int | None = None) -> dict:

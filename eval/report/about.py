@@ -6,6 +6,7 @@ from looped_eval.common import curves
 from looped_eval.common.page import Missing, Section, Table, Text
 from looped_eval.common.run_folder import BITS_AT, LOSS_AT, RunFolder
 from looped_recipes.common.command_line import typed
+from looped_recipes.common.metrics import depth_of_loss
 from looped_recipes.common.words import counted
 
 
@@ -30,7 +31,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     if sampler == "poisson_lognormal" and mean_depth != "–":
         mean_depth += 1  # which the papers' mean does not count
     losses, bits = run.last_by_number(LOSS_AT), run.last_by_number(BITS_AT)
-    read = max((k for k in losses if k <= (trained or 0)), default=min(losses, default=trained))  # as validation does
+    read = depth_of_loss(losses, trained or 0) if losses else trained
     where = "" if read == trained else f" after {counted(read, 'loop')}"
     speed = run.last("tokens_per_second")
     return {

@@ -17,9 +17,9 @@ def write_whole(path: str | Path, content: bytes | str | Callable[[BinaryIO], ob
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder: name a file, such as one in it")
+    check_writable(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # of this process: another one may write the same
-    check_writable(path.parent)
     try:
         with open(partial, "wb") as file:
             if callable(content):

@@ -68,9 +68,8 @@ def increment_products(states) -> tuple[torch.Tensor, torch.Tensor]:
 
     With h_i = h_{i-1} + eps r_i the second is the workshop paper's eps^2 <r_i, r_j> / d.
     """
-    increments = torch.stack(
-        [at_least_fp32(after) - at_least_fp32(before) for before, after in zip(states, states[1:])]
-    )
+    wide = [at_least_fp32(state) for state in states]
+    increments = torch.stack([after - before for before, after in zip(wide, wide[1:])])
     increments = increments.flatten(1, -2).transpose(0, 1)  # [tokens, N, d]
     unit = torch.nn.functional.normalize(increments, dim=-1)
     cosines = (unit @ unit.transpose(1, 2)).mean(0)

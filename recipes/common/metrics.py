@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from .checksums import LIST, change_of
@@ -78,6 +79,13 @@ def last_by_number(records: list[dict], prefix: str) -> dict[int, float]:
         if found:
             return dict(sorted(found.items()))
     return {}
+
+
+def depth_of_loss(depths: Iterable[int], num_loops: int) -> int:
+    """Of the depths that were validated, the one whose loss is that of the run: the deepest, but for those deeper than
+    the model."""
+    depths = sorted(depths)
+    return max((depth for depth in depths if depth <= num_loops), default=depths[0])
 
 
 def record_of(line: str) -> dict | None:

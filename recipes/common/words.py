@@ -15,4 +15,5 @@ def percent(share: float) -> str:
 def in_bytes(size: float) -> str:
     """0.28 MB, 350 MB, 2.41 GB, 1,020 GB."""
     number, unit = (size / 1e6, "MB") if size < 1e9 else (size / 1e9, "GB")
-    return f"{number:,.{2 if number < 10 else 1 if number < 100 else 0}f} {unit}"
+    digits = 2 if number < 10 else 1 if number < 100 else 0
+    return f"{number:,.{digits}f} {unit}"

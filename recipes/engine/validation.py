@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import pad
 
+from looped_recipes.common.metrics import depth_of_loss
 from looped_recipes.common.ratios import ratio, standard_error
 from looped_recipes.common.token_losses import next_token_losses
 from looped_recipes.data.packing import PackedRows
@@ -57,8 +58,7 @@ def validate(accelerator: Accelerator, model, config, recipe: Recipe, validation
         metrics[f"validation/bits_per_byte_at_{k}"] = bits[i].item()
     if count > 1:  # standard error over rows, at the depth where it is largest
         metrics["validation/bits_per_byte_error"] = errors.max().item()
-    final = max((k for k in loops if k <= config.num_loops), default=min(loops))
-    metrics["validation/loss"] = metrics[f"validation/loss_at_{final}"]
+    metrics["validation/loss"] = metrics[f"validation/loss_at_{depth_of_loss(loops, config.num_loops)}"]
     return metrics
 
 
