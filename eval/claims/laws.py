@@ -24,6 +24,7 @@ def laws(folder: Path) -> dict:
         "runs": [{name: row[name] for name in names} for row in trained.rows],
         "gains": [gain(group) for _, group in sorted(budgets.items())],
         **said(lambda: {"exponents": exponents(trained)}),
+        **said(lambda: {"law": law(trained)}),
         **said(lambda: {"held_out_percent": held_out_percent(known, budgets[largest])}),
         **said(lambda: test_depths(looped)),
     }
@@ -45,6 +46,12 @@ def gain(group: RunTable) -> float:
 
 def exponents(table: RunTable) -> dict:
     return {name: law["exponent"] for name, law in isoflop(table)["power_laws"].items()}
+
+
+def law(table: RunTable) -> dict | None:
+    """Exponents of effective parameters and tokens in the training law, of all budgets."""
+    result, _ = parametric(table, restarts=RESTARTS)
+    return {name: result["coefficients"][name] for name in ("x", "y")} if result["converged"] else None
 
 
 def held_out_percent(known: RunTable, beyond: RunTable) -> float | None:

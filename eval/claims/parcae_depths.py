@@ -9,7 +9,7 @@ from looped_recipes.common.chart import Chart, Line
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.common.words import counted
 
-from .definition import Claim, Measurement, each_seed, losses_by_name
+from .definition import SIX_SEEDS, Claim, Measurement, each_seed, losses_by_name
 from .rules import AtMost, Effect, Estimate
 from .sweeps import commands_of, runs_of
 
@@ -48,14 +48,29 @@ PAPER_LOSSES = {  # perplexities of the 100M models at these depths
 }
 
 
+def series(run: Path, name: str) -> list[float]:
+    return [record[name] for record in read_metrics(run / "metrics.jsonl") if name in record]
+
+
 def spikes(run: Path) -> int:
-    losses = [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    losses = series(run, "loss")
     return sum(losses[i] > fmean(losses[i - 10 : i]) + SPIKE for i in range(10, len(losses)))
+
+
+def last_change(run: Path) -> float:
+    """How far the last loop still moves the state, as a part of it: mean over the later half of training."""
+    change, state = (series(run, name) for name in ("state_change", "residual_norm"))
+    later = len(change) // 2
+    return fmean(change[later:]) / fmean(state[later:])
 
 
 def read_sampling(folder: Path) -> dict | None:
     found = runs_of(folder)
-    return found and {**found, "spikes": {run["name"]: spikes(folder / run["name"]) for run in found["runs"]}}
+    if found is None:
+        return None
+    measures = {"spikes": spikes, "last_change": last_change}
+    names = [run["name"] for run in found["runs"]]
+    return {**found, **{key: {name: measure(folder / name) for name in names} for key, measure in measures.items()}}
 
 
 def uses_depth(content: dict) -> bool:
@@ -74,6 +89,12 @@ def fewer_spikes(content: dict) -> Estimate | None:
     if not any(found["spikes"][name] for found in seeds for name in PAPER_LOSSES):
         return None
     return each_seed(lambda found: found["spikes"]["step"] - found["spikes"]["sequence"])(content)
+
+
+def nearer_to_fixed_point(content: dict) -> float | None:
+    """Logarithm to base 10; None of seeds that were measured without it."""
+    changes = content.get("last_change")
+    return math.log10(changes["step"] / changes["sequence"]) if changes else None
 
 
 def percent_beyond_mean(content: dict) -> float:
@@ -115,6 +136,9 @@ def sampling_claims() -> list[Claim]:
         claim("figure 10", "a depth for each sequence leaves out the spikes of the loss, 350M",
               f"steps with a loss {SPIKE} above the ten before: one depth a step less one for each sequence",
               fewer_spikes, Effect(), without="no run of either kind has a spike"),
+        claim("figure 11", "and brings the state nearer to a fixed point, 350M",
+              "log10 of how far the last loop moves the state, one depth a step over one for each sequence",
+              each_seed(nearer_to_fixed_point), Effect()),
         *(
             claim("figure 14", "drawing the whole depth instead of the loops before the last eight lowers the loss at "
                   f"{k} loops, 100M", f"loss at {k}: drawn before the last eight less drawn whole",
@@ -199,6 +223,6 @@ def gradient_claims() -> list[Claim]:
 
 
 DEPTH_MEASUREMENTS = [
-    Measurement("sampling", commands_of("sampling"), read_sampling),
-    Measurement("gradient_loops", commands_of("gradient_loops"), runs_of),
+    Measurement("sampling", commands_of("sampling"), read_sampling, SIX_SEEDS),
+    Measurement("gradient_loops", commands_of("gradient_loops"), runs_of, SIX_SEEDS),
 ]

@@ -94,6 +94,11 @@ def law_claims() -> list[Claim]:
         return claim("figure 5", says, "exponent", lambda c: c.get("exponents", {}).get(of), Near(published, 0.15),
                      without)  # fmt: skip
 
+    def law_claim(says: str, of: str, published: float) -> Claim:
+        without = "the law's fit to all budgets finds no floor of the loss in any seed, and so no exponents"
+        return claim("table 11", says, "exponent", lambda c: (c.get("law") or {}).get(of), Near(published, 0.15),
+                     without)  # fmt: skip
+
     return [
         exponent_claim("the best mean depth grows with operations as their power of 0.40", "mean_depth", 0.40),
         exponent_claim("the best number of tokens grows as their power of 0.78", "tokens", 0.78),
@@ -104,6 +109,8 @@ def law_claims() -> list[Claim]:
               "the held-out models of section 5.1, whose tokens are fixed, to 1.3 %, 140M",
               "mean error at the largest budget, which the fit has not seen, %", lambda c: c.get("held_out_percent"),
               AtMost(1.3), "the law's fit to the two smaller budgets does not converge in any seed"),
+        law_claim("and its loss falls with effective parameters as their power of -0.771, 140M", "x", 0.771),
+        law_claim("and with tokens as their power of -0.525, 140M", "y", 0.525),
         *(
             claim("figure 8, table 12", "the loss over loops at test time is nearer to an exponential than to "
                   f"{words}, 140M", f"log10 of the misfit of {words} over that of an exponential",

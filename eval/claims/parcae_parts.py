@@ -5,7 +5,7 @@ from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line
 
-from .definition import Claim, Measurement, each_seed, loss_of
+from .definition import SIX_SEEDS, Claim, Measurement, each_seed, loss_of
 from .parcae_depths import less_at, loss_at, run_named
 from .rules import AtMost, Effect, Estimate, Near, share
 from .sweeps import commands_of, has_trained, read_with_frequencies, runs_of
@@ -124,6 +124,6 @@ def rdm_charts(content: dict) -> list[Chart]:
 
 
 PART_MEASUREMENTS = [
-    Measurement("parts", commands_of("parts", "frequencies"), read_with_frequencies),
-    Measurement("against_rdm", commands_of("against_rdm"), runs_of),
+    Measurement("parts", commands_of("parts", "frequencies"), read_with_frequencies, SIX_SEEDS),
+    Measurement("against_rdm", commands_of("against_rdm"), runs_of, SIX_SEEDS),
 ]

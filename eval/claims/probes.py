@@ -6,6 +6,8 @@ from pathlib import Path
 from looped_eval.common.held_out import held_out_rows
 from looped_eval.diagnose.dynamics import losses_at_every_depth
 from looped_eval.diagnose.readout_probes import (
+    SETTLED,
+    future_signal,
     radial_clamp,
     radial_gradient,
     scale_sweep,
@@ -17,10 +19,13 @@ from looped_eval.halting.scoring import measure
 from modeling_looped import LoopedForCausalLM
 from modeling_looped.exit_criteria import ExitRule
 
+from .slope import slope
+
 
 ROWS, LENGTH = 32, 64  # of held-out text
 HALTED_ROWS, BUDGET = 160, 0.01  # sequences to calibrate on, and as many others to measure on, as in appendix H
 DEEPEST = 8  # twice the trained depth, as in figure 7
+FAR = 30  # loops, as in figure 3
 
 
 def probes(runs: dict[str, Path]) -> dict:
@@ -37,13 +42,35 @@ def probes(runs: dict[str, Path]) -> dict:
             "radial_derivative": radial["final_g"],
             "clamp_cost": clamped["delta_ce"],
             "clamp_norm_ratio": clamped["norm_ratio"],
-            "growth_per_loop": update_decomposition(model, batch)["table"]["a_rad"],
+            **growth(model, batch),
+            "future_slope": future_slope(model, batch),
             "mean_over_median_norm": norms["mean"] / norms["median"],
             "scale_range": scale_sweep(model, batch)["ce_range"],
             "loss_by_loop": losses_at_every_depth(model, batch, DEEPEST),
             "halting": None if model.config.reads_run_depth else halting(model, run),
         }
     return found
+
+
+def growth(model, batch: dict) -> dict:
+    """Figure 3, table 12: the growth of scale that the radial update foretells, and how far that and the leading order
+    of the turn are from what is measured, as parts of it."""
+    found = update_decomposition(model, batch, num_loops=FAR)
+    table, increment = found["table"], found["table"]["measured_increment"]
+    settled = slice(SETTLED - 1, None)
+    turns = zip(found["turn_times_scale"][settled], found["b_perp"][settled])
+    return {
+        "growth_per_loop": table["a_rad"],
+        "growth_error": abs(table["a_rad"] / increment - 1) if increment else None,
+        "turn_error": max(abs(across / turn - 1) for turn, across in turns),
+    }
+
+
+def future_slope(model, batch: dict) -> float | None:
+    """Equation 4: exponent of the scale in what the loss one loop later says of it, once the scale grows evenly."""
+    found = future_signal(model, batch, num_loops=FAR)
+    settled = slice(SETTLED - 1, FAR - 1)
+    return slope(found["scale"][settled], [sizes[1] for sizes in found["size"][settled]])
 
 
 def halting(model, run: Path, rows: int = HALTED_ROWS) -> dict:

@@ -267,6 +267,24 @@ def about_appendix_g(trained: Trained) -> list[Claim]:
     ]  # fmt: skip
 
 
+def of_the_far_loops(trained: Trained) -> list[Claim]:
+    """Figure 3 and equation 4, where the scale has grown large behind a normed readout with a loss at every loop."""
+    system = "per_loop_rmsnorm"
+
+    def claim(where: str, says: str, number: str, key: str, rule) -> Claim:
+        return trained.claim(where, says, f"{number}, loops 10 to 30, {worded(system)} (the paper's 44M)",
+                             lambda c: probe(c, system, key), rule)  # fmt: skip
+
+    return [
+        claim("figure 3 b, section 5", "the radial update foretells the growth of scale to 3 %",
+              "growth foretold over that measured, less 1, either sign", "growth_error", AtMost(0.03)),
+        claim("figure 3 c", "a loop turns the state by what lies across it over the scale, at leading order",
+              "turn times scale over that part, less 1, either sign, at its largest", "turn_error", AtMost(0.1, 0)),
+        claim("equation 4", "what the loss one loop later says of the scale falls at least as its inverse",
+              "exponent of the scale", "future_slope", AtMost(-0.85, -1)),
+    ]  # fmt: skip
+
+
 def of_a_norm_between_loops(trained: Trained) -> Claim:
     return trained.claim(
         "figure 7",
@@ -310,6 +328,7 @@ READOUT = Paper(
         *about_four(LONG),
         *about_others(LONG_REST),
         *about_appendix_g(SHORT),
+        *of_the_far_loops(SHORT),
         of_a_norm_between_loops(SHORT),
         Beyond(
             "table 7",

@@ -186,6 +186,9 @@ def theorem_claims() -> list[Claim]:
     def third(over: str):
         return each_seed(lambda content: content["theorem_3"][f"slope_over_{over}"])
 
+    def sixth(over: str):
+        return each_seed(lambda content: content["theorem_6"][f"slope_over_{over}"])
+
     said = "slope of the logarithm of the squared norm of all that is added on log"
     source = "claims/theorems"
     return [
@@ -200,6 +203,11 @@ def theorem_claims() -> list[Claim]:
               third("loops"), Near(2.0, BAND), by_construction=True),
         Claim("theorem 3", "and as L", f"{said} L, L = 1 to 16, 8 loops", of_third, source,
               third("layers"), Near(1.0, BAND)),
+        Claim("theorem 6", "its premise: one layer's weights change another's branch by at most a constant times "
+              "(eps N)^2, whatever N", "slope of the logarithm of that constant on log N, 16 layers, N = 1 to 8",
+              of_third, source, sixth("loops"), AtMost(BAND, 0)),
+        Claim("theorem 6", "and whatever L", "slope of the logarithm of that constant on log L, L = 2 to 16, 8 loops",
+              of_third, source, sixth("layers"), AtMost(BAND, 0)),
     ]  # fmt: skip
 
 
@@ -283,7 +291,7 @@ def theorem_charts(content: dict) -> list[Chart]:
 RESIDUAL_SCALING = Paper(
     "On the Residual Scaling of Looped Transformers",
     [
-        function("growth"),
+        function("growth", seeds=6),
         AFTER_STEPS,
         function("cosines", seeds=6),
         function("theorems", seeds=10),

@@ -1,4 +1,6 @@
-"""Exponents of theorems 1 and 3 of the residual scaling paper on their own models, one seed at a time."""
+"""Exponents of theorems 1, 3 and 6 of the residual scaling paper on their own models, one seed at a time."""
+
+from collections.abc import Sequence
 
 from looped_eval.diagnose.theorems import gaussian, matrices, of_stack, sums_of_residuals
 
@@ -25,15 +27,18 @@ def theorems(seed: int, width: int = 512, stack_width: int = 128) -> dict:
         found["slope"] = slope(LOOPS, found["sum_squared"])
         found["slope_of_R"] = slope(LOOPS, [row["R"] for row in rows])
 
-    def total(layers: int, loops: int) -> float:
-        return of_stack(seed, stack_width, layers, loops, 1.0)["total_squared"]
+    over_loops = [of_stack(seed, stack_width, LAYERS[-1], n, 1.0) for n in STACKED_LOOPS]
+    over_layers = [of_stack(seed, stack_width, layers, STACKED_LOOPS[-1], 1.0) for layers in LAYERS]
 
-    over_loops = [total(LAYERS[-1], n) for n in STACKED_LOOPS]
-    over_layers = [total(layers, STACKED_LOOPS[-1]) for layers in LAYERS]
-    third = {
-        "over_loops": over_loops,
-        "over_layers": over_layers,
-        "slope_over_loops": slope(STACKED_LOOPS, over_loops),
-        "slope_over_layers": slope(LAYERS, over_layers),
-    }
-    return {"width": width, "loops": LOOPS, "layers": LAYERS, "theorem_1": first, "theorem_3": third}
+    def of_both(number: str, layers: Sequence[int]) -> dict:
+        loops_of, layers_of = [row[number] for row in over_loops], [row[number] for row in over_layers[-len(layers) :]]
+        return {
+            "over_loops": loops_of,
+            "over_layers": layers_of,
+            "slope_over_loops": slope(STACKED_LOOPS, loops_of),
+            "slope_over_layers": slope(layers, layers_of),
+        }
+
+    third, sixth = of_both("total_squared", LAYERS), of_both("C_1", LAYERS[1:])  # a single layer reaches no other
+    numbers = {"theorem_1": first, "theorem_3": third, "theorem_6": sixth}
+    return {"width": width, "loops": LOOPS, "layers": LAYERS, **numbers}
