@@ -50,7 +50,10 @@ def serving(model, tokenizer):
     model.generation_config.do_sample = False
     with SharedPasses(model, max_rows=4, max_tokens=300) as passes:
         app = serve.build_app("tiny", model, tokenizer, passes, max_loops=1000)
-        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+        idle = 60  # seconds: a loaded machine may take as long between two requests of a client
+        server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_keep_alive=idle)
+        )
         thread = threading.Thread(target=server.run)
         thread.start()
         wait_until(lambda: server.started)
@@ -132,14 +135,25 @@ def test_conversations(served):
         ({"top_p": 2}, "top_p=2 is no probability"),
         ({"generation_config": {}}, "generation_config={} must be a text that holds JSON"),
         ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": 5}, "prompt must be a string"),
-        ({"prompt": ["a", "b"]}, r"prompt=\['a', 'b'\] must be one text: send others"),
+        ({"prompt": 5}, "prompt=5 must be a text, the numbers of its tokens, or a list"),
+        ({"prompt": []}, r"prompt=\[\] must be a text"),
+        ({"prompt": ["a", 5]}, r"prompt=\['a', 5\] must be a text"),
+        ({"prompt": [3, 30]}, "prompt holds the token 30: this model has those from 0 to 29"),
         ({"generation_config": "nojson"}, "generation_config='nojson' must be a text that holds JSON"),
         ({"suffix": 5}, "suffix=5 is not served"),
         ({"temperature": 1e-320}, "temperature=1e-320 is next to 0: pass 0"),
-        ({"n": 2}, "n=2 is not served, and would have no effect: leave it out"),
-        ({"logprobs": 0}, "logprobs=0 is not served"),
-        ({"echo": True}, "echo=True is not served"),
+        ({"n": 0}, "n=0 must be from 1 to 128"),
+        ({"n": 1.5}, "n=1.5 must be a whole number"),
+        ({"n": 65, "prompt": ["a", "b"]}, "130 answers are more than 128"),
+        ({"best_of": 2}, "best_of=2 is not served, and would have no effect: leave it out"),
+        ({"logprobs": True}, "logprobs=True must be a whole number from 0 to 20"),
+        ({"logprobs": 21}, "logprobs=21 must be a whole number from 0 to 20"),
+        ({"top_logprobs": 2}, "top_logprobs=2 is of conversations"),
+        (
+            {"logprobs": 1, "generation_config": '{"num_beams": 2}'},
+            "num_beams=2 goes without logprobs|logprobs=1 comes",
+        ),
+        ({"echo": "yes"}, "echo='yes' must be true or false"),
         ({"seed": "one"}, "seed='one' is no integer"),
         ({"seed": 2**63}, "seed=9223372036854775808 is no integer of 64 bits"),
         ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain sampling"),
@@ -150,7 +164,7 @@ def test_conversations(served):
         ({"logit_bias": {"3": 1e39}}, "logit_bias=.* from -100 to 100"),
         (
             {"generation_config": '{"num_return_sequences": 2, "do_sample": true}'},
-            "num_return_sequences=2: .* one answer",
+            "num_return_sequences=2: say n=2 in the request",
         ),
         ({"generation_config": '{"max_length": 200}', "max_tokens": None}, "max_position_embeddings=80"),
     ],

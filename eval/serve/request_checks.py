@@ -16,15 +16,13 @@ FORMS = {
     "temperature": ((int, float), "a number"),
     "top_p": ((int, float), "a number"),
     "generation_config": ((str,), "a text that holds JSON"),
+    "n": ((int,), "a whole number"),
+    "echo": ((bool,), "true or false"),
 }
 # fields of OpenAI's that are not served, and the values with which they ask for nothing; None always does
 ASK_FOR_NOTHING = {
-    "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "response_format": ({"type": "text"},),
@@ -39,6 +37,8 @@ ASK_FOR_NOTHING = {
     "web_search_options": (),
     "verbosity": (),
 }
+MOST_ANSWERS = 128  # to one request
+MOST_LIKELIEST = 20  # tokens beside each log-probability
 LEAST_TEMPERATURE = 1e-6  # logits over less are beyond floats
 # what the template is applied with, which is the server's affair; all else in chat_template_kwargs the template reads
 OF_TEMPLATES = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents", "kwargs"}
@@ -58,8 +58,13 @@ def check_body(body: dict):
         raise ValueError(f"temperature={temperature} is next to 0: pass 0, which takes the likeliest token")
     if (top_p := body.get("top_p")) is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p={top_p} is no probability: pass one from 0 to 1")
-    if isinstance(prompts := body.get("prompt"), list) and not (len(prompts) == 1 and isinstance(prompts[0], str)):
-        raise ValueError(f"prompt={prompts!r} must be one text: send others in requests of their own")
+    if "prompt" in body and not (is_prompt(prompt := body["prompt"]) or is_list_of_prompts(prompt)):
+        raise ValueError(
+            f"prompt={prompt!r} must be a text, the numbers of its tokens, or a list of texts or of these"
+        )
+    if (count := body.get("n")) is not None and not 1 <= count <= MOST_ANSWERS:
+        raise ValueError(f"n={count} must be from 1 to {MOST_ANSWERS}")
+    check_logprobs(body)
     seed, stop, tools = body.get("seed"), body.get("stop"), body.get("tools")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise ValueError(f"seed={seed!r} is no integer of 64 bits")
@@ -79,6 +84,45 @@ def check_body(body: dict):
     if tools is not None and not are_tools(tools):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
+
+
+def check_logprobs(body: dict):
+    """Completions say by one number how many tokens they want beside each, conversations by two fields."""
+    logprobs, top = body.get("logprobs"), body.get("top_logprobs")
+    if "messages" in body and body.get("echo"):
+        raise ValueError("echo=True is of completions, which have one prompt: leave it out")
+    if "messages" not in body:
+        if top is not None:
+            raise ValueError(f"top_logprobs={top!r} is of conversations: say how many in logprobs")
+        if logprobs not in (None, False) and not is_count(logprobs):
+            raise ValueError(f"logprobs={logprobs!r} must be a whole number from 0 to {MOST_LIKELIEST}")
+        return
+    if logprobs is not None and type(logprobs) is not bool:
+        raise ValueError(f"logprobs={logprobs!r} must be true or false: say how many in top_logprobs")
+    if top is not None and not is_count(top):
+        raise ValueError(f"top_logprobs={top!r} must be a whole number from 0 to {MOST_LIKELIEST}")
+    if top and not logprobs:
+        raise ValueError(f"top_logprobs={top} without logprobs=true would have no effect: pass both")
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_LIKELIEST
+
+
+def check_several(body: dict, answers: int):
+    """answers: to all prompts."""
+    if answers > MOST_ANSWERS:
+        raise ValueError(
+            f"{answers} answers are more than {MOST_ANSWERS} to one request: send fewer prompts at a time"
+        )
+    if not body.get("stream"):
+        return
+    whole = {"logprobs": body.get("logprobs"), "echo": body.get("echo")}
+    for name, value in whole.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}={value!r} comes with a whole answer: leave out stream")
+    if answers > 1:
+        raise ValueError(f"a stream tells one answer, and this request asks for {answers}: leave out stream")
 
 
 def check_characters(body: dict):
@@ -113,12 +157,15 @@ def check_stop(tokenizer, texts: str | list[str] | None):
         raise ValueError(f"stop={texts!r} is not served: {reason}; leave it out, and cut the answer") from None
 
 
-def check_answers(generation_config, streams: bool):
+def check_answers(generation_config, streams: bool, tells_likelihoods: bool):
     """An answer is one text, and a stream tells it as it comes."""
     if (count := generation_config.num_return_sequences or 1) > 1:
-        raise ValueError(f"num_return_sequences={count}: a request has one answer, so ask that often")
-    if streams and (beams := generation_config.num_beams or 1) > 1:
+        raise ValueError(f"num_return_sequences={count}: say n={count} in the request")
+    beams = generation_config.num_beams or 1
+    if streams and beams > 1:
         raise ValueError(f"num_beams={beams} knows its answer at the end alone: leave out stream")
+    if tells_likelihoods and beams > 1:
+        raise ValueError(f"num_beams={beams} goes without logprobs: leave one out")
 
 
 def check_tools(tools: Any, template: Any):
@@ -145,6 +192,19 @@ def is_conversation(turns: Any) -> bool:
         and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns)
         and all(isinstance(turn.get("content"), (str, list)) or turn.get("tool_calls") for turn in turns)
     )
+
+
+def is_prompt(value: Any) -> bool:
+    return isinstance(value, str) or is_list_of(int, value)
+
+
+def is_list_of_prompts(value: Any) -> bool:
+    return is_list_of(str, value) or isinstance(value, list) and bool(value) and all(is_list_of(int, v) for v in value)
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    """And not an empty one."""
+    return isinstance(value, list) and bool(value) and all(type(each) is kind for each in value)
 
 
 def is_text(value: Any) -> bool:

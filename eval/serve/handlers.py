@@ -1,0 +1,128 @@
+"""Handlers of transformers that take fields of depth, and tell the loops of an answer."""
+
+import json
+from collections.abc import Callable
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse, Response
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import GenerationState
+
+from .asked import Asked, current_request
+from .likelihoods import Likelihood, of_chat, of_completion
+from .request_checks import check_body, check_conversation, check_several, check_stop, check_tools
+from .several import all_or_none, joined, one_by_one
+from .shared_generation import SharedGenerateManager, bad_request
+from .stop_texts import StopTexts
+
+
+class OneModel(ModelManager):
+    """The model that this server is for, under one name."""
+
+    def __init__(self, name: str, model, tokenizer):
+        self.force_model, self.model, self.tokenizer = name, model, tokenizer
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id  # without a revision
+
+    def load_model_and_processor(self, *args, **kwargs):
+        return self.model, self.tokenizer
+
+
+class SharedState(GenerationState):
+    def __init__(self, manager: SharedGenerateManager):
+        super().__init__()
+        self.manager = manager
+
+    def get_manager(self, *args, **kwargs):
+        return self.manager
+
+
+class TakesDepth:
+    """Mixed into a handler of transformers: fields of depth in the request, and loops in the answer."""
+
+    of_likelihoods: Callable[[list[Likelihood]], dict]  # the form in which they are told
+
+    async def handle_request(self, body: dict, request_id: str):
+        try:
+            check_body(body)
+            bodies = one_by_one(body)
+            check_several(body, len(bodies))
+        except ValueError as error:
+            raise bad_request(error) from error
+        if len(bodies) == 1:
+            return await self.handle_one(bodies[0], request_id)
+        answers = await all_or_none(lambda one: self.handle_one(one, request_id), bodies)
+        return joined(answers, body.get("n") or 1)
+
+    async def handle_one(self, body: dict, request_id: str) -> Response:
+        asked = Asked.taken_from(body)
+        current_request.set(asked)
+        try:
+            return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
+        except HTTPException:
+            raise
+        except Exception as error:
+            if asked.is_checked:
+                raise
+            raise bad_request(error) from error  # of what prepares it, as templates
+
+    def _build_generation_config(self, body: dict, *args, **kwargs):
+        config = super()._build_generation_config(body, *args, **kwargs)  # pyrefly: ignore[missing-attribute]
+        if body.get("temperature") is not None:  # without sampling it would change nothing
+            config.do_sample = float(body["temperature"]) != 0
+        elif body.get("top_p") not in (None, 1):
+            config.do_sample = True
+        if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
+            config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
+        if config.top_k is None:  # transformers would sample of the 50 likeliest
+            config.top_k = 0
+        config._seed = current_request.get().seed
+        config.stop_strings = config.stop_strings or None
+        check_stop(self.model_manager.tokenizer, config.stop_strings)  # pyrefly: ignore[missing-attribute]
+        current_request.get().stops = StopTexts(config.stop_strings)
+        return config
+
+    async def _non_streaming(self, *args, **kwargs):
+        response = await super()._non_streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
+        asked, body = current_request.get(), json.loads(response.body)
+        choice = body["choices"][0]
+        asked.finish(choice, is_last=True)
+        if asked.likeliest is not None:
+            answer = choice["text"] if "text" in choice else choice["message"].get("content") or ""
+            choice["logprobs"] = self.of_likelihoods(asked.likelihoods_of(answer))
+        if asked.echoes:
+            choice["text"] = asked.text_of_prompt(self.model_manager.tokenizer) + choice["text"]  # pyrefly: ignore
+        if asked.is_prompt_alone:
+            choice["finish_reason"] = "length"
+        return JSONResponse({**body, **asked.fields_of_loops()})
+
+    def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
+        line = super()._build_chunk_sse(*args, finish_reason=finish_reason, **kwargs)  # pyrefly: ignore
+        asked, is_last = current_request.get(), finish_reason is not None
+        if not (is_last or asked.stops.texts):
+            return line
+        chunk = json.loads(line.removeprefix("data: "))
+        asked.finish(chunk["choices"][0], is_last)
+        return f"data: {json.dumps({**chunk, **(asked.fields_of_loops() if is_last else {})})}\n\n"
+
+
+class Chat(TakesDepth, ChatCompletionHandler):
+    of_likelihoods = staticmethod(of_chat)
+
+    async def handle_request(self, body: dict, request_id: str):
+        if not self.model_manager.tokenizer.chat_template:
+            raise bad_request(ValueError("this model's tokenizer has no chat template: use /v1/completions"))
+        try:
+            check_conversation(body.get("messages"))
+            check_tools(body.get("tools"), self.model_manager.tokenizer.chat_template)
+        except ValueError as error:
+            raise bad_request(error) from error
+        return await super().handle_request(body, request_id)
+
+
+class Completions(TakesDepth, CompletionHandler):
+    of_likelihoods = staticmethod(of_completion)

@@ -1,0 +1,47 @@
+"""Requests that want several answers: each is a request of its own, and all share the passes of the model."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from fastapi.responses import JSONResponse, Response
+
+
+def prompts_of(body: dict) -> list[str | list[int]]:
+    """Of completions: a text or the numbers of its tokens, or a list of such."""
+    prompt = body["prompt"]
+    is_list_of_prompts = isinstance(prompt, list) and not all(type(each) is int for each in prompt)
+    return prompt if is_list_of_prompts else [prompt]
+
+
+def one_by_one(body: dict) -> list[dict]:
+    """The same with one prompt and one answer each. A seed goes on from answer to answer, or they would be alike."""
+    body = dict(body)
+    count, seed = body.pop("n", None) or 1, body.get("seed")
+    prompts = [{"prompt": prompt} for prompt in prompts_of(body)] if "prompt" in body else [{}]
+    seeds = [{} if seed is None else {"seed": seed + i} for i in range(count)]
+    return [{**body, **prompt, **own} for prompt in prompts for own in seeds]
+
+
+async def all_or_none(answer: Callable[[dict], Awaitable[Response]], bodies: list[dict]) -> list[Response]:
+    tasks = [asyncio.ensure_future(answer(body)) for body in bodies]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
+
+
+def joined(responses: list[Response], answers_each: int) -> JSONResponse:
+    """One answer with all choices. What this server tells of loops stands in each of them."""
+    bodies = [json.loads(response.body) for response in responses]
+    choices = [
+        {**body["choices"][0], "index": i, **{name: body[name] for name in ("token_loops", "saved_percent")}}
+        for i, body in enumerate(bodies)
+    ]
+    prompt = sum(body["usage"]["prompt_tokens"] for body in bodies[::answers_each])
+    answer = sum(body["usage"]["completion_tokens"] for body in bodies)
+    usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    told = {name: value for name, value in bodies[0].items() if name not in ("token_loops", "saved_percent")}
+    return JSONResponse({**told, "choices": choices, "usage": usage})

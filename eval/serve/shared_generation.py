@@ -1,0 +1,230 @@
+"""Generations of requests share every pass of the model."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from fastapi import HTTPException
+from transformers.cli.serving.utils import GenerateManager
+from transformers.generation import BaseStreamer
+
+from modeling_looped.shared_passes import SharedPasses
+
+from .asked import Asked, current_request
+from .likelihoods import Likelihood, likelihoods, pieces
+from .request_checks import check_answers
+from .stop_texts import StopsInAnswer
+
+
+MOST_THREADS = 64  # requests that are prepared at a time; others wait before
+NEW_TOKENS = 1024  # of an answer whose length is not asked for, as in the server of transformers
+
+
+class Cancelled(Exception):
+    """Nobody waits for this answer any more."""
+
+
+class UntilCancelled(BaseStreamer):
+    """Ends a generation whose client has gone away."""
+
+    def __init__(self):
+        self._cancelled = threading.Event()
+
+    def cancel(self):
+        self._cancelled.set()
+
+    def put(self, value):
+        if self._cancelled.is_set():
+            raise Cancelled
+
+    def end(self):
+        pass
+
+
+def check_client(streamer):
+    """That it has not gone away: else the streamer raises."""
+    cancelled = getattr(streamer, "_cancelled", None)  # that of transformers; beams have none
+    if cancelled is not None and cancelled.is_set():
+        streamer.put(None)
+
+
+class WholeStream(BaseStreamer):
+    """A stream of transformers, which by itself never tells the end of an answer that is no whole character."""
+
+    def __init__(self, streamer, asked: Asked):
+        self.streamer, self.asked = streamer, asked
+        self.told: list[str] = []
+        self.tokens: list[int] = []
+        self.has_prompt = False
+        self._cancelled, self._enqueue = streamer._cancelled, streamer._enqueue
+        streamer._enqueue = self.enqueue
+
+    def put(self, value):
+        self.streamer.put(value)
+        if self.has_prompt:
+            self.tokens.extend(value.tolist())
+        self.has_prompt = True
+
+    def put_loops(self, loops):
+        self.asked.loops.extend(loops.tolist())
+
+    def enqueue(self, item):
+        if isinstance(item, str):
+            self.told.append(item)
+        self._enqueue(item)
+
+    def end(self):
+        self.asked.note_end(self.tokens)
+        whole, told = self.streamer._tokenizer.decode(self.tokens, skip_special_tokens=True), "".join(self.told)
+        if self.streamer._parser is None and whole.startswith(told) and whole != told:
+            self._enqueue(whole[len(told) :])
+        self.streamer.end()
+
+
+class ModelOfRequest:
+    """The model, whose `generate` shares its passes with other requests and runs as deep as this one asks."""
+
+    def __init__(self, passes: SharedPasses):
+        self.passes, self.asked = passes, current_request.get()
+        self.until_cancelled = UntilCancelled()
+
+    def __getattr__(self, name):
+        return getattr(self.passes.model, name)
+
+    def generate(self, streamer=None, **kwargs):
+        config, length = kwargs["generation_config"], kwargs["input_ids"].shape[1]
+        if streamer is not None:
+            streamer = WholeStream(streamer, self.asked)
+        elif config.num_beams in (None, 1):  # beams take no streamer
+            streamer = self.until_cancelled
+        if config.stop_strings:
+            kwargs["stopping_criteria"] = [StopsInAnswer(kwargs["tokenizer"], config.stop_strings, length)]
+            config.stop_strings = None
+        asked, prompt = self.asked, kwargs["input_ids"]
+        config.return_dict_in_generate, config.output_logits = True, asked.likeliest is not None
+        settings = {**kwargs, **asked.fields}
+        foretold = self.logits_of_prompt(prompt) if asked.echoes and asked.likeliest is not None else []
+        if asked.is_prompt_alone:
+            self.note_likelihoods(kwargs["tokenizer"], prompt[0].tolist(), foretold)
+            return prompt
+        try:
+            result = self.passes.generate(streamer=streamer, check=partial(check_client, streamer), **settings)
+        except (ValueError, TypeError, RuntimeError) as error:
+            if streamer is None or streamer is self.until_cancelled:
+                raise
+            raise RuntimeError(json.dumps(str(error))[1:-1]) from error  # streams put it between quotes
+        asked.loops[:] = result.token_loops[0].tolist()
+        ids = result.sequences[0].tolist()
+        asked.note_end(ids[length:])
+        self.note_likelihoods(kwargs["tokenizer"], ids, [*foretold, *(result.logits or ())])
+        return result.sequences
+
+    def logits_of_prompt(self, prompt: torch.Tensor) -> list[torch.Tensor]:
+        """Of all its tokens but the first: as deep as its answer runs, and by its exits."""
+        model, options = self.passes.model, self.asked.options
+        depth = {"num_loops": options.num_loops, "exit_rule": options.exit_rule(model.config)}
+        with self.passes.beside(*prompt.shape), torch.no_grad():
+            return [model(prompt, use_cache=False, **depth).logits[0, :-1]]
+
+    def note_likelihoods(self, tokenizer, ids: list[int], logits: list[torch.Tensor]):
+        """logits: parts of [tokens, vocabulary]."""
+        asked = self.asked
+        if asked.likeliest is None:
+            return
+        asked.likelihoods = likelihoods(tokenizer, ids, torch.cat(logits), asked.likeliest) if logits else []
+        if asked.echoes:
+            asked.likelihoods.insert(0, Likelihood(pieces(tokenizer, ids[:1])[0], None, []))
+
+
+class SharedGenerateManager(GenerateManager):
+    """Runs requests, each in a thread of its own until the model is asked."""
+
+    def __init__(self, passes: SharedPasses, max_loops: int):
+        self.passes, self.max_loops, self.pool = passes, max_loops, ThreadPoolExecutor(MOST_THREADS)
+
+    def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+        self.check(inputs, gen_config, streams=True)
+        return super().generate_streaming(ModelOfRequest(self.passes), processor, inputs, gen_config, *args, **kwargs)
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+        self.check(inputs, gen_config)
+        model = ModelOfRequest(self.passes)
+        try:
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        except asyncio.CancelledError:
+            model.until_cancelled.cancel()
+            raise
+        except (ValueError, TypeError) as error:
+            raise bad_request(error) from error
+        except (IndexError, AttributeError, ImportError) as error:
+            if not current_request.get().has_config:
+                raise
+            raise bad_request(ValueError(f"generation_config asks for what fails here: {error}")) from error
+
+    def check(self, inputs, gen_config, streams: bool = False):
+        """Before anything is computed or streamed."""
+        asked, model = current_request.get(), self.passes.model
+        if isinstance(asked.prompt, list):
+            put_tokens(inputs, asked.prompt, model)
+        rows, length = inputs["input_ids"].shape
+        try:
+            if length == 0:
+                raise ValueError("the prompt is empty: write at least one token")
+            room = model.config.max_position_embeddings + 1 - length  # the last token is not read again
+            if not asked.has_length:
+                gen_config.max_new_tokens = max(1, min(gen_config.max_new_tokens or NEW_TOKENS, room))
+            prepared, _ = model._prepare_generation_config(gen_config, **asked.fields)
+            check_answers(prepared, streams, asked.likeliest is not None)
+            if gen_config.max_new_tokens is None:  # a generation_config that says the length of prompt and answer
+                if prepared.max_length <= length:
+                    raise ValueError(
+                        f"max_length={prepared.max_length} of generation_config leaves no room behind a prompt of "
+                        f"{length} tokens: raise it, or say max_new_tokens"
+                    )
+                gen_config.max_new_tokens = prepared.max_length - length
+            ends = prepared.eos_token_id
+            asked.end_tokens = tuple(ends if isinstance(ends, list) else [ends])
+            asked.options = options = prepared.depth_options
+            asked.full_depth = options.deepest(model.config)
+            if asked.full_depth > self.max_loops:
+                raise ValueError(
+                    f"num_loops={asked.full_depth} is more than the {self.max_loops} that this server runs"
+                )
+            if asked.seed is not None and prepared.do_sample and not options.shares_passes:
+                raise ValueError(f"seed={asked.seed} goes with plain sampling and exits that stop: leave it out")
+            new_tokens = gen_config.max_new_tokens
+            if new_tokens > room:
+                raise ValueError(
+                    f"a prompt of {length} tokens and max_tokens={new_tokens} are more than the "
+                    f"max_position_embeddings={model.config.max_position_embeddings} of this model: shorten one"
+                )
+            self.passes.check_size(rows, rows * (length + new_tokens))
+        except (ValueError, TypeError) as error:
+            raise bad_request(error) from error
+        asked.is_checked = True
+
+    def submit(self, fn, *args, **kwargs) -> Future:
+        return self.pool.submit(fn, *args, **kwargs)
+
+    def async_submit(self, fn, *args, **kwargs) -> asyncio.Future:
+        return asyncio.get_running_loop().run_in_executor(self.pool, partial(fn, *args, **kwargs))
+
+
+def put_tokens(inputs, tokens: list[int], model):
+    """In place of those of a text."""
+    if wrong := [token for token in tokens if not 0 <= token < model.config.vocab_size]:
+        raise bad_request(
+            ValueError(
+                f"prompt holds the token {wrong[0]}: this model has those from 0 to {model.config.vocab_size - 1}"
+            )
+        )
+    inputs.clear()
+    inputs["input_ids"] = torch.tensor([tokens], dtype=torch.long, device=model.device)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+
+
+def bad_request(error: Exception) -> HTTPException:
+    return HTTPException(status_code=400, detail=str(error))

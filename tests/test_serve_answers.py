@@ -1,0 +1,203 @@
+"""What OpenAI's clients may ask of the server beside one text: answers, prompts of tokens, log-probabilities."""
+
+import math
+
+import pytest
+import torch
+
+from modeling_looped.exit_criteria import ExitRule
+from tests.helpers import tiny_model, tiny_tokenizer
+from tests.test_serve import complete, expected, letters_tokenizer, openai, serving
+
+
+EXITS = {"num_loops": 6, "exit_criterion": "latent_diff", "exit_threshold": 0.5}
+
+
+@pytest.fixture(scope="module")
+def served():
+    fields = {"num_loops": 4, "position_embedding": "learned", "max_position_embeddings": 80}
+    with serving(tiny_model(vocab_size=30, **fields).double(), tiny_tokenizer()) as parts:
+        yield parts
+
+
+def ask(client, **fields):
+    return client.completions.create(model="tiny", **{"max_tokens": 4, **fields})
+
+
+def test_every_prompt_has_an_answer_of_its_own(served):
+    model, tokenizer, client, passes, _ = served
+    texts = ["a b c", "d", "e f"]
+    answer = ask(client, prompt=texts, extra_body=EXITS)
+    for i, (choice, text) in enumerate(zip(answer.choices, texts, strict=True)):
+        alone, loops = expected(model, tokenizer, text, 4, EXITS)
+        assert (choice.index, choice.text, choice.token_loops) == (i, alone, loops)
+    lengths = [len(tokenizer(text).input_ids) for text in texts]
+    assert answer.usage.prompt_tokens == sum(lengths)
+    assert answer.usage.completion_tokens == sum(len(choice.token_loops) for choice in answer.choices)
+    assert not passes.decoders
+
+
+def test_several_answers_to_a_prompt_are_samples_of_their_own(served):
+    *_, client, _, _ = served
+    asked = {"prompt": "a b", "temperature": 1.0, "seed": 5, "max_tokens": 12}
+    several = ask(client, n=3, **asked)
+    alone = [ask(client, **{**asked, "seed": 5 + i}) for i in range(3)]
+    assert [choice.text for choice in several.choices] == [one.choices[0].text for one in alone]
+    assert len({choice.text for choice in several.choices}) == 3
+    assert several.usage.prompt_tokens == alone[0].usage.prompt_tokens  # once
+    of_two = ask(client, n=2, **{**asked, "prompt": ["a b", "c"]})
+    assert [choice.index for choice in of_two.choices] == [0, 1, 2, 3]
+    assert of_two.usage.prompt_tokens == alone[0].usage.prompt_tokens + ask(client, prompt="c").usage.prompt_tokens
+
+
+def test_several_answers_in_a_conversation(served):
+    _, _, client, _, _ = served
+    turns = [{"role": "user", "content": "b c"}]
+    answer = client.chat.completions.create(model="tiny", messages=turns, max_tokens=4, n=2, temperature=1.5, seed=1)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_of_tokens(served, stream):
+    model, tokenizer, client, _, _ = served
+    ids = tokenizer("a b c").input_ids
+    answer = ask(client, prompt=ids, extra_body=EXITS, stream=stream)
+    of_text, loops = expected(model, tokenizer, "a b c", 4, EXITS)
+    *parts, last = answer if stream else [answer]
+    assert "".join(part.choices[0].text for part in [*parts, last]).split() == of_text.split()
+    assert last.token_loops == loops and last.usage.prompt_tokens == len(ids)
+
+
+def generated(model, tokenizer, text: str, depth: dict, new_tokens: int = 4):
+    """Tokens, and the log-probabilities that the model gives all tokens in their places."""
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    settings = {"max_new_tokens": new_tokens, "return_dict_in_generate": True, "output_logits": True, **depth}
+    result = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return result.sequences[0, ids.shape[1] :], torch.stack(result.logits)[:, 0].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("depth", [{}, EXITS, {"draft_loops": 1}])
+def test_log_probabilities_of_an_answer(served, depth):
+    model, tokenizer, client, _, _ = served
+    tokens, expected_values = generated(model, tokenizer, "a b c", depth)
+    found = ask(client, prompt="a b c", logprobs=2, extra_body=depth).choices[0].logprobs
+    own = expected_values.gather(1, tokens[:, None])[:, 0].tolist()
+    assert found.token_logprobs == pytest.approx(own, abs=1e-5)
+    for told, of_token, token, piece in zip(found.top_logprobs, expected_values, tokens, found.tokens, strict=True):
+        values, ids = of_token.topk(2)
+        largest = {}
+        for i in (*ids.tolist(), int(token)):
+            text = piece if i == token else tokenizer.decode(i)
+            largest[text] = max(largest.get(text, -math.inf), of_token[i].item())
+        assert told == pytest.approx(largest, abs=1e-5)
+    assert "".join(found.tokens).split() == tokenizer.decode(tokens, skip_special_tokens=True).split()
+    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(len(found.tokens))]
+
+
+def test_log_probabilities_are_the_models_own(served):
+    """Not those of the distribution that was sampled."""
+    model, tokenizer, client, _, _ = served
+    biased = {"temperature": 0.3, "logit_bias": {"7": 100}, "logprobs": 0}
+    found = ask(client, prompt="a b c", max_tokens=1, **biased).choices[0].logprobs
+    _, values = generated(model, tokenizer, "a b c", {}, 1)
+    assert found.token_logprobs == pytest.approx([values[0, 7].item()], abs=1e-5)
+    assert [*found.top_logprobs[0]] == found.tokens  # the token itself alone
+
+
+def test_log_probabilities_in_a_conversation(served):
+    model, tokenizer, client, _, _ = served
+    tokens, values = generated(model, tokenizer, "u b c ", {}, 3)
+    asked = {"messages": [{"role": "user", "content": "b c"}], "max_tokens": 3, "logprobs": True}
+    found = client.chat.completions.create(model="tiny", top_logprobs=3, **asked).choices[0].logprobs.content
+    assert [each.logprob for each in found] == pytest.approx(
+        values.gather(1, tokens[:, None])[:, 0].tolist(), abs=1e-5
+    )
+    for each, of_token in zip(found, values.topk(3).values.tolist(), strict=True):
+        assert [other.logprob for other in each.top_logprobs] == pytest.approx(of_token, abs=1e-5)
+        assert bytes(each.bytes).decode() == each.token
+    without = client.chat.completions.create(model="tiny", **asked).choices[0].logprobs.content
+    assert [len(each.top_logprobs) for each in without] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("new_tokens", [0, 1, 3])
+@pytest.mark.parametrize("depth", [{}, {"num_loops": 2}, EXITS])
+def test_an_echo_tells_what_foretells_the_prompt(served, depth, new_tokens):
+    model, tokenizer, client, passes, _ = served
+    ids = tokenizer("a b c d", return_tensors="pt").input_ids
+    answer = ask(client, prompt=ids[0].tolist(), max_tokens=new_tokens, echo=True, logprobs=1, extra_body=depth)
+    (choice,), told = answer.choices, answer.choices[0].logprobs
+    rule = ExitRule(depth["exit_criterion"], depth["exit_threshold"]) if depth == EXITS else None
+    with torch.no_grad():
+        logits = model(ids, num_loops=depth.get("num_loops"), exit_rule=rule, use_cache=False).logits[0, :-1]
+    values = logits.double().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    first, *others = told.token_logprobs
+    assert first is None and told.top_logprobs[0] is None
+    assert others[: len(values)] == pytest.approx(values, abs=1e-5) and len(others) == len(values) + new_tokens
+    assert choice.text.startswith(tokenizer.decode(ids[0], skip_special_tokens=True))
+    assert answer.usage.completion_tokens == new_tokens and choice.finish_reason in ("length", "stop")
+    assert not passes.decoders and passes._rows == 0
+
+
+def test_an_echo_without_log_probabilities(served):
+    _, _, client, _, _ = served
+    plain, echo = (ask(client, prompt="a b c", echo=echo).choices[0].text for echo in (False, True))
+    assert echo == "a b c" + plain
+    with pytest.raises(openai.BadRequestError, match="max_new_tokens"):
+        ask(client, prompt="a b c", max_tokens=0)
+
+
+def test_log_probabilities_end_with_the_text():
+    """Before a text at which the answer stops."""
+    model = tiny_model(vocab_size=28, num_loops=2, eos_token_id=None, pad_token_id=0)
+    with serving(model, letters_tokenizer()) as (_, _, client, _, _):
+        whole = ask(client, prompt="abc", max_tokens=9, logprobs=0).choices[0]
+        stop = whole.text[4:6]
+        for echo in (False, True):
+            cut = ask(client, prompt="abc", max_tokens=9, logprobs=0, stop=stop, echo=echo).choices[0]
+            assert cut.text == "abc" * echo + whole.text[: whole.text.index(stop)]
+            assert "".join(cut.logprobs.tokens) == cut.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "a stream tells one answer, and this request asks for 2"),
+        ({"prompt": ["a", "b"]}, "this request asks for 2"),
+        ({"logprobs": 0}, "logprobs=0 comes with a whole answer"),
+        ({"echo": True}, "echo=True comes with a whole answer"),
+    ],
+)
+def test_what_no_stream_tells(served, fields, message):
+    _, _, client, _, _ = served
+    with pytest.raises(openai.BadRequestError, match=message):
+        ask(client, **{"prompt": "a", "stream": True, **fields})
+
+
+def test_one_bad_prompt_ends_the_request(served):
+    _, _, client, passes, _ = served
+    with pytest.raises(openai.BadRequestError, match="the token 99"):
+        ask(client, prompt=[[3, 4], [99]])
+    assert complete(client, "a b", 3, {}).choices[0].text  # others go on
+    assert not passes.decoders
+
+
+def test_lm_eval_measures_a_server_as_the_model_itself(served, tmp_path):
+    """Its client for servers sends tokens, and reads what foretells them."""
+    pytest.importorskip("tenacity")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    model, tokenizer, _, _, port = served
+    tokenizer.save_pretrained(tmp_path)
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    lm = LocalCompletionsAPI(model="tiny", base_url=url, tokenizer=str(tmp_path), batch_size=3, num_concurrent=1)
+    pairs = [("a b", " c"), ("a b", " d e"), ("f", " g h a"), ("b c d", " a")]
+    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    for (context, rest), (total, is_greedy) in zip(pairs, lm.loglikelihood(requests), strict=True):
+        ids, start = tokenizer(context + rest, return_tensors="pt").input_ids, len(tokenizer(context).input_ids)
+        with torch.no_grad():
+            values = model(ids).logits[0, start - 1 : -1].double().log_softmax(-1)
+        own = values.gather(1, ids[0, start:, None])[:, 0]
+        assert math.isclose(total, own.sum().item(), abs_tol=1e-4)
+        assert is_greedy == bool((values.argmax(-1) == ids[0, start:]).all())
