@@ -418,7 +418,7 @@ def test_an_export_opens_with_from_pretrained(tmp_path, fields):
 def test_an_export_replaces_the_one_before_and_nothing_else(tmp_path):
     model = tiny_model()
     path = export_model(tmp_path / "final", model, tiny_tokenizer())
-    export_model(path, model, dtype=torch.bfloat16)
+    export_model(path, model.to(torch.bfloat16))
     assert LoopedForCausalLM.from_pretrained(path).dtype == torch.bfloat16
     assert "tokenizer.json" not in folders(path)
     (tmp_path / "mine").mkdir()

@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import last_validation, read_metrics
 from looped_recipes.demo import __main__ as main_file
 from looped_recipes.demo import command, hops, options
 from looped_recipes.demo.page import finding, page, path_of, text_finding
 from looped_recipes.demo.picture import picture
-from looped_recipes.demo.text import by_depth
 
 
 ROOT = Path(__file__).parent.parent
@@ -191,7 +190,7 @@ def test_demo_learns_at_every_depth_and_leaves_models(tmp_path, capsys):
     loops = model.config.num_loops
     assert len(tokenizer) <= model.config.vocab_size and found["text"]["loops"] == loops
     validations = [record for record in read_metrics(output / "metrics.jsonl") if "validation/loss" in record]
-    after = by_depth(output / "metrics.jsonl", "bits_per_byte")
+    after = last_validation(read_metrics(output / "metrics.jsonl"), "bits_per_byte")
     for depth in range(1, loops + 1):
         assert after[depth] < 0.7 * validations[0][f"validation/bits_per_byte_at_{depth}"]
     assert found["text"]["bits_per_byte"] == {

@@ -8,12 +8,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from looped_eval.common.model_folder import results_folder
 from looped_eval.common.page import Charts, Heading
 from looped_eval.common.run_folder import RunFolder
 from looped_eval.diagnose import command as diagnose
-from looped_eval.diagnose.model_and_text import DiagnoseError, open_model_and_text
+from looped_eval.diagnose.model_and_text import DiagnoseError, config_fields, make_config, open_model_and_text
 from looped_eval.diagnose.readings import READINGS
 from looped_eval.report import command as report
+from looped_recipes.settings.recipe import load_recipe
 from modeling_looped import LoopedForCausalLM
 from tests.helpers import random_ids, run_of, tiny_config, tiny_model, tiny_tokenizer
 from tests.helpers_pretrain import monitored
@@ -85,8 +87,8 @@ def test_a_training_run_keeps_its_measures_for_the_report(run_folder, tmp_path):
         "While the model trained",
     ]
     assert drawn[3].startswith("Norms of all tokens") and fresh.blocks == beside.blocks == []
-    assert diagnose.default_folder("lt").as_posix() == "runs/eval/lt/diagnose"
-    assert diagnose.default_folder(str(tmp_path)).as_posix() == f"runs/eval/{tmp_path.name}/diagnose"
+    assert results_folder("lt").as_posix() == "runs/eval/lt"
+    assert results_folder(str(tmp_path)).as_posix() == f"runs/eval/{tmp_path.name}"
 
 
 def test_several_models_side_by_side(run_folder, tmp_path, capsys):
@@ -237,8 +239,20 @@ def test_bad_folders_and_texts_are_refused(run_folder, tmp_path):
     with pytest.raises(DiagnoseError, match="tokenizer has 30 tokens, but the model vocab_size=20"):
         open_model_and_text("lt", [*OVERRIDES, "vocab_size=20"], tokenizer=str(run_folder / "final"))
     (tmp_path / "broken.yaml").write_text("a: [")
-    with pytest.raises(DiagnoseError, match="cannot be read"):
+    with pytest.raises(ValueError, match="broken.yaml is not YAML: line 1"):
         open_model_and_text(str(tmp_path / "broken.yaml"))
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(DiagnoseError, match="cannot be read"):
+        open_model_and_text(str(tmp_path / "broken.json"))
+    (tmp_path / "dense.yaml").write_text("dense: {path: some/llama}\ndata: {tokenizer: some/llama}\n")
+    with pytest.raises(ValueError, match="begins with the dense model 'some/llama': name its trained run"):
+        open_model_and_text(str(tmp_path / "dense.yaml"))
+
+
+@pytest.mark.parametrize("recipe", ["smoke/flt.yaml", "fully_looped/small_lt.yaml", "smoke/ouro_gate.yaml"])
+def test_a_recipe_is_read_as_training_reads_it(recipe):
+    """By its short name, with what it extends."""
+    assert make_config(config_fields(recipe), []).to_dict() == load_recipe(recipe).model_config().to_dict()
 
 
 def test_monitoring_metrics_are_these_measures():

@@ -50,7 +50,7 @@ def test_memory_and_operations_are_those_that_are_counted(system, fields):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             each(ids, use_cache=False)
         counted.append(counter.get_total_flops() / 7)
-    saved = forward_flops_per_token(plain.config, 7) - forward_flops_per_token(model.config, 7)
+    saved = forward_flops_per_token(plain.config, 7, 5) - forward_flops_per_token(model.config, 7, 5)
     assert counted[0] - counted[1] == saved
 
 

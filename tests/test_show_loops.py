@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from looped_eval.show_loops import command as show_loops
-from looped_eval.show_loops.page import SCALE, Piece, Shown, Token, color, finding, ink, page, visible
+from looped_eval.show_loops.page import Piece, Shown, Token, color, finding, ink, page, visible
 from modeling_looped import ExitRule
 from tests.helpers import tiny_model, tiny_tokenizer
 
@@ -111,8 +111,8 @@ def test_the_first_sentence_says_how_long_tokens_took():
 
 
 def test_colours_run_over_the_scale_and_stay_readable():
-    assert color(1, 4) == SCALE[0] and color(4, 4) == SCALE[-1] and color(1, 1) == SCALE[0]
-    assert color(2, 3) == SCALE[2] and color(1.5, 3) == SCALE[1]
+    assert color(1, 4) == color(1, 1) == (0xFF, 0xF1, 0xCC) and color(4, 4) == (0x6B, 0x22, 0x6E)
+    assert color(2, 3) == (0xF0, 0xA0, 0x4B) and color(1.5, 3) == (0xFB, 0xD0, 0x7F)
 
     def luminance(rgb):
         linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]

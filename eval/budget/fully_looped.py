@@ -4,7 +4,6 @@ These are the bundle's prompts and shots (table 4), not lm-eval's, whose tasks o
 `fully_looped_six_lm_eval`.
 """
 
-import math
 from pathlib import Path
 
 from looped_eval.common.curves import Curves
@@ -12,6 +11,7 @@ from looped_eval.common.model_folder import start_token
 from looped_eval.core.bundle import read_tasks
 from looped_eval.core.scoring import Request, score
 from looped_eval.harness.looped_lm import LoopedLM
+from looped_recipes.common.token_losses import perplexity
 
 
 SIX = ("lambada_openai", "piqa", "hellaswag", "openbook_qa", "arc_easy", "arc_challenge")
@@ -42,5 +42,5 @@ def lambada_perplexity(lm: LoopedLM, bundle: Path | str, examples: int | None = 
     sizes = [len(request.asked) for request in requests]
     means = score(lm, requests)[:, 0].tolist()  # [depths][items]
     nats = [sum(mean * size for mean, size in zip(of_depth, sizes)) for of_depth in means]
-    values = (math.exp(min(total / sum(sizes), 700)) for total in nats)
+    values = (perplexity(total / sum(sizes)) for total in nats)
     return {"lambada_openai perplexity": {"": {depth: (value, None) for depth, value in zip(lm.depths, values)}}}

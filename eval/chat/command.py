@@ -39,7 +39,7 @@ class Conversation:
         return written, outputs.token_loops.double().mean().item()
 
 
-def lines_of(terminal):
+def prompts_of(terminal):
     while True:
         if terminal.isatty():
             print("\n> ", end="", flush=True)
@@ -72,6 +72,6 @@ def main(arguments: list[str] | None = None):
     if not args.prompt and sys.stdin.isatty():
         how = "answers in turns" if conversation.answers_in_turns else "was trained on no chats: it completes text"
         print(f"{folder} {how}, with {full} loops at most; Ctrl-D ends")
-    for prompt in [" ".join(args.prompt)] if args.prompt else lines_of(sys.stdin):
+    for prompt in [" ".join(args.prompt)] if args.prompt else prompts_of(sys.stdin):
         _, loops = conversation.answer(prompt)
         print(f"[{loops_in_words(loops, full)} a token]")

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from looped_eval.halting.calibration import exit_loops
 from looped_eval.tasks.generators import addition_question, p_hop_question, permutation_question, row_question
-from modeling_looped.exit_criteria import CRITERIA, ExitRule
+from modeling_looped.exit_criteria import ExitRule
 
 
 QUESTIONS = 252  # of each difficulty
@@ -32,13 +33,10 @@ def answer(model, tokenizer, asked: list[dict]) -> dict:
     count = len(tokenizer(asked[0]["text"]).input_ids)
     outputs = model(input_ids=ids, output_loop_logits=True, use_cache=False)
     rule = ExitRule("max_prob", CERTAINTY).checked(model.config)
-    wanted, num_loops = ids[:, count:], len(outputs.loop_logits)
-    correct, exits = [], torch.full((len(asked),), num_loops)
-    for loop in reversed(range(num_loops)):
-        logits = outputs.loop_logits[loop][:, count - 1 : -1]
-        correct.insert(0, (logits.argmax(-1) == wanted).all(1))
-        score, _ = CRITERIA[rule.name].score(logits, {})
-        exits[rule.exits(score).all(1)] = loop + 1
+    answers = [logits[:, count - 1 : -1] for logits in outputs.loop_logits]
+    correct = [(logits.argmax(-1) == ids[:, count:]).all(1) for logits in answers]
+    least_certain = [rule.criterion.score(logits, {})[0].amin(1) for logits in answers]
+    exits = exit_loops(rule, torch.stack(least_certain))
     at_exit = torch.stack(correct)[exits - 1, torch.arange(len(asked))]
     return {
         "accuracy": [found.double().mean().item() for found in correct],

@@ -146,11 +146,6 @@ def read_result(path: str) -> tuple[str, dict]:
     return content["model"], content["result"]
 
 
-def default_folder(target: str) -> Path:
-    """The folder of what is measured: where looped report looks for it, if there is a training run."""
-    return results_folder(target) / "diagnose"
-
-
 def models_and_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     """What is measured, a sweep as its runs; and what changes configs."""
     overrides = [word for word in words[1:] if "=" in word and not Path(word).exists()]
@@ -190,7 +185,7 @@ def measure_model(args: argparse.Namespace, target: str, overrides: list[str], b
     """What was measured of it; {} for a page of all."""
     names = ("text", "tokenizer", "rows", "length", "seed", "state_seed", "dtype")
     of = open_model_and_text(target, overrides, **{name: getattr(args, name) for name in names})
-    folder = Path(args.output) if args.output else default_folder(target)
+    folder = Path(args.output) if args.output else results_folder(target) / "diagnose"
     check_writable(folder)
     print(f"text: {of.where['text']}")
     if args.measure != "all":

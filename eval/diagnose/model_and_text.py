@@ -16,7 +16,9 @@ from looped_eval.common.held_out import held_out_rows
 from looped_eval.common.model_folder import joined_tokens, model_folder, training_run
 from looped_recipes.common.metrics import read_metrics
 from looped_recipes.data.sources import training_source
-from looped_recipes.settings.recipe import DataConfig
+from looped_recipes.settings.recipe import load_recipe
+from looped_recipes.settings.sections import SECTIONS, DataConfig
+from looped_recipes.settings.yaml_files import read_yaml
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 
 from .growth import built, random_tokens
@@ -107,18 +109,33 @@ def config_fields(target: str) -> dict:
             f"{target!r} is no folder, no .json or .yaml file and no preset"
             + (f"; did you mean {close[0]!r}?" if close else f"; presets: {', '.join(LoopedConfig.preset_names())}")
         )
-    if not path.is_file():
-        raise DiagnoseError(f"there is no config {target!r}")
-    try:
-        fields = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise DiagnoseError(f"{target!r} cannot be read: {error}") from error
-    if not isinstance(fields, dict):
-        raise DiagnoseError(f"{target!r} must hold fields of LoopedConfig, or a recipe, got {type(fields).__name__}")
-    fields = dict(fields["model"]) if isinstance(fields.get("model"), dict) else fields  # a recipe
+    fields = fields_of_json(path) if path.suffix == ".json" else fields_of_yaml(target)
     for derived in ("num_hidden_layers", "layer_types", "trained_num_loops"):  # a fresh model trains at num_loops
         fields.pop(derived, None)
     return fields
+
+
+def fields_of_json(path: Path) -> dict:
+    if not path.is_file():
+        raise DiagnoseError(f"there is no config {str(path)!r}")
+    try:
+        fields = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise DiagnoseError(f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(fields, dict):
+        raise DiagnoseError(f"{str(path)!r} must hold fields of LoopedConfig, got {type(fields).__name__}")
+    return fields
+
+
+def fields_of_yaml(path: str) -> dict:
+    """Of a recipe, found as `looped pretrain` finds it; or of the file itself."""
+    fields = read_yaml(path)
+    if not fields.keys() & {"extends", "model", *SECTIONS}:
+        return fields
+    recipe = load_recipe(path, finished=True)
+    if recipe.dense.path is not None:
+        raise DiagnoseError(f"{path!r} begins with the dense model {recipe.dense.path!r}: name its trained run")
+    return dict(recipe.model)
 
 
 def make_config(fields: dict, overrides: list[str]) -> LoopedConfig:

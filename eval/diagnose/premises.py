@@ -5,12 +5,11 @@ that the sum grows as N where activations u_n agree and W does not shrink U. The
 ReLU's signs (their positive cone); a model of this family has other activations, and here it is measured instead.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from looped_eval.common.hooks import depth_of, evaluating, trace
+from looped_eval.common.hooks import depth_of, evaluating, hooks, trace
 from looped_recipes.common.measures import increment_products, spectral_norm
 from modeling_looped.tensors import at_least_fp32
 
@@ -99,9 +98,7 @@ def premises(model, batch: dict, *, num_loops: int | None = None) -> dict:
             f"premises are of layers that all loops share, but with loop_lora_rank={config.loop_lora_rank} each loop "
             "adds to them; they are not measured for this model"
         )
-    with ExitStack() as stack, evaluating(model):
-        for branch in watched:
-            stack.callback(branch.linear.register_forward_hook(branch.add).remove)
+    with hooks(*(branch.linear.register_forward_hook(branch.add) for branch in watched)), evaluating(model):
         states = trace(model, batch, depth).trajectory
     _, products = increment_products(states)
     of_layers = torch.stack([branch.outputs / depth for branch in watched])

@@ -5,9 +5,11 @@ its square. bf16 products under autocast, fp32 weights, compiled blocks and loss
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from looped_eval.benchmark.models import training_step
 from looped_eval.common.timing import now
 from looped_recipes.common.activation_memory import bytes_under_bf16, kept_of_token
 from looped_recipes.common.flops import sizes, training_flops_per_token
@@ -48,19 +50,10 @@ def utilisation(path: str, setting: Setting) -> dict:
     model = model.to(setting.device).train()
     if not setting.tiny:  # a compiler takes a minute of a CPU
         compile_parts(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step(ids):
-        with torch.autocast(setting.device, torch.bfloat16, enabled=setting.device == "cuda"):
-            loss = model(
-                ids, labels=ids, num_loops=depth, backprop_loops=window, use_cache=False, output_logits=False
-            ).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    how = {"num_loops": depth, "backprop_loops": window, "output_logits": False}
+    step_of = partial(training_step, model, bf16=setting.device == "cuda", **how)
     of_row = kept_of_token(config, window or depth, 1, False, bytes_under_bf16) * length
-    rows, seconds = largest_that_fits(step, config.vocab_size, length, 18 * sizes(config).total, of_row, setting)
+    rows, seconds = largest_that_fits(step_of, config.vocab_size, length, 18 * sizes(config).total, of_row, setting)
     speed = rows * length / seconds
     peak = device_rate(torch.device(setting.device), getattr(torch, setting.dtype))
     return {
@@ -80,7 +73,7 @@ def utilisation(path: str, setting: Setting) -> dict:
 
 
 def largest_that_fits(
-    step, vocab_size: int, length: int, weights: int, of_row: int, setting: Setting
+    step_of, vocab_size: int, length: int, weights: int, of_row: int, setting: Setting
 ) -> tuple[int, float]:
     """(rows, seconds of a step); weights, of_row: bytes that the weights and the activations of a row may take."""
     room = (torch.cuda.get_device_properties(0).total_memory if setting.device == "cuda" else 0) - weights
@@ -89,11 +82,12 @@ def largest_that_fits(
         if setting.device == "cuda":
             torch.cuda.reset_peak_memory_stats()  # of the sizes that did not fit
         try:
+            step = step_of(ids)
             for _ in range(1 if setting.tiny else WARM_UP):
-                step(ids)
+                step()
             start = now()
             for _ in range(STEPS):
-                step(ids)
+                step()
             return rows, (now() - start) / STEPS
         except torch.OutOfMemoryError:
             torch._dynamo.reset()  # else the next size would be compiled for any size

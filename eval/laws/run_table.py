@@ -16,6 +16,7 @@ Other columns are kept and may be asked for by name. `collect` makes the table f
 """
 
 import csv
+import io
 import json
 import math
 from pathlib import Path
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 from looped_recipes.common.command_line import typed
-from looped_recipes.common.files import lines_of
+from looped_recipes.common.files import lines_of, write_whole
 from looped_recipes.common.words import counted
 
 from .fitting import FitError
@@ -136,15 +137,14 @@ def json_row(line: str, where: str) -> dict:
 
 
 def write_table(rows: list[dict], path: str | Path):
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path, text = Path(path), io.StringIO(newline="")
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        text.writelines(json.dumps(row) + "\n" for row in rows)
+    else:
+        writer = csv.DictWriter(text, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+    write_whole(path, text.getvalue())
 
 
 def why_left_out(folder: str | Path) -> str | None:

@@ -4,11 +4,12 @@ from html import escape
 from typing import NamedTuple
 
 from looped_eval.common.page import Explanation, Raw, Section, Table, to_html
+from looped_recipes.common.chart_style import between
 from looped_recipes.common.words import counted
 
 
 # from few loops to many, ever darker, so that it also reads in grey; the same behind light and dark pages
-SCALE = [(0xFF, 0xF1, 0xCC), (0xFB, 0xD0, 0x7F), (0xF0, 0xA0, 0x4B), (0xC2, 0x41, 0x4F), (0x6B, 0x22, 0x6E)]
+SCALE = ["#fff1cc", "#fbd07f", "#f0a04b", "#c2414f", "#6b226e"]
 
 
 class Token(NamedTuple):
@@ -49,9 +50,7 @@ class Shown(NamedTuple):
 
 
 def color(loops: float, num_loops: int) -> tuple[int, int, int]:
-    place = (loops - 1) / max(num_loops - 1, 1) * (len(SCALE) - 1)
-    below = min(int(place), len(SCALE) - 2)
-    return tuple(round(a + (place - below) * (b - a)) for a, b in zip(SCALE[below], SCALE[below + 1]))
+    return between(SCALE, (loops - 1) / max(num_loops - 1, 1))
 
 
 def ink(background: tuple[int, int, int]) -> tuple[int, int, int]:

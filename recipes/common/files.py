@@ -43,6 +43,12 @@ def nearest_existing(path: Path) -> Path:
     return path
 
 
+def is_foreign(folder: Path) -> bool:
+    """Whether something lies there that is not a saved model."""
+    is_there = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    return is_there and not (folder / "config.json").exists()
+
+
 def check_writable(folder: Path):
     """Before hours of work, too."""
     there = nearest_existing(folder.absolute())

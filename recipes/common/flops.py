@@ -110,7 +110,7 @@ def cache_numbers_per_token(config, num_loops: int | None = None) -> int:
 def training_flops_per_token(
     config,
     length: int,
-    depth: float | None = None,
+    depth: float,
     backprop_loops: float | None = None,
     value_tables: bool = False,
     only_gate: bool = False,
@@ -121,7 +121,6 @@ def training_flops_per_token(
     only_gate: nothing but the exit gate is trained, so that nothing goes back through the model.
     """
     n = sizes(config)
-    depth = config.num_loops if depth is None else depth
     only_gate = only_gate or config.loop_loss == "gate"
     with_gradient = 0 if only_gate else depth if backprop_loops is None else min(backprop_loops, depth)
     times = 1 if only_gate else 3  # the operations of a forward pass
@@ -136,20 +135,18 @@ def training_flops_per_token(
     return once + loops + codas * coda + heads * times * 2 * n.head
 
 
-def effective_parameters(config, depth: float | None = None, value_tables: bool = True) -> float:
+def effective_parameters(config, depth: float, value_tables: bool = True) -> float:
     """N of a model whose loops are unrolled to `depth`: without the embedding, with the unembedding.
 
     value_tables: count each of them once, also that of a looped layer.
     """
     n = sizes(config)
-    depth = config.num_loops if depth is None else depth
     looped = depth * n.core - loops_without_keys(config, depth) * n.core_keys
     return n.outer + looped + n.coda + n.head + value_tables * n.value_tables
 
 
-def forward_flops_per_token(config, length: int, depth: float | None = None) -> float:
+def forward_flops_per_token(config, length: int, depth: float) -> float:
     n = sizes(config)
-    depth = config.num_loops if depth is None else depth
     fixed = sum(attention_flops(config, section, length) for section in ("prelude", "coda"))
     loops = depth * (2 * n.core + attention_flops(config, "core", length))
     return 2 * (n.outer + n.coda + n.head) + fixed + loops - 2 * n.core_keys * loops_without_keys(config, depth)

@@ -18,6 +18,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
+from accelerate.utils import patch_environment
 from datasets import IterableDataset
 from tqdm.auto import tqdm
 
@@ -136,7 +137,8 @@ def make_parts(maker: PartMaker, kind: str, documents: Documents, source: Source
         for number in tqdm(missing, desc=f"tokenise {source.name}", unit="part", disable=None):
             make(number)
     else:
-        with _single_threaded_tokenizers(), _forked(min(num_proc, len(missing)), make) as pool:
+        # processes that each use all cores get in each other's way, and threads do not survive a fork
+        with patch_environment(TOKENIZERS_PARALLELISM="false"), _forked(min(num_proc, len(missing)), make) as pool:
             jobs = [pool.submit(_call_inherited, number) for number in missing]
             for job in tqdm(as_completed(jobs), f"tokenise {source.name}", len(jobs), unit="part", disable=None):
                 job.result()
@@ -221,17 +223,3 @@ def save_array(file, array: np.ndarray):
 
 def write_facts(path: Path, facts: dict):
     write_whole(path, sealed(facts))
-
-
-@contextlib.contextmanager
-def _single_threaded_tokenizers():
-    """Processes that each use all cores get in each other's way, and threads do not survive a fork."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from looped_eval.halting.calibration import exit_loops
 from looped_eval.tasks.generators import documents, p_hop_question
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.words import counted
 from looped_recipes.demo.training import train
 from looped_recipes.settings.recipe import load_recipe
-from modeling_looped.exit_criteria import CRITERIA, ExitRule
+from modeling_looped.exit_criteria import ExitRule
 
 
 RECIPE = Path(__file__).with_name("hops.yaml")
@@ -60,11 +61,7 @@ class Answerer:
 
     def exits(self, logits: list[torch.Tensor]) -> torch.Tensor:
         """After how many loops each question stops: at the first that is certain, or at the last."""
-        loops = torch.full((len(logits[0]),), len(logits))
-        for loop in range(len(logits) - 1, 0, -1):
-            score, _ = CRITERIA[self.rule.name].score(logits[loop - 1], {})
-            loops[self.rule.exits(score)] = loop
-        return loops
+        return exit_loops(self.rule, torch.stack([self.rule.criterion.score(of_loop, {})[0] for of_loop in logits]))
 
     def words(self, ids: torch.Tensor) -> list[str]:
         return [self.tokenizer.decode(i).strip() for i in ids.tolist()]

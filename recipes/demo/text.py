@@ -23,11 +23,6 @@ def train_model(output: Path, settings: Sequence[str]) -> Trained:
     return train(recipe_of(output, settings))
 
 
-def by_depth(metrics: Path, measure: str) -> dict[int, float]:
-    """The last validation of a run: {depth: value}."""
-    return last_validation(read_metrics(metrics), measure)
-
-
 def samples(folder: Path, depths: list[int]) -> dict[int, str]:
     """The same prompt and seed at several depths."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -45,6 +40,6 @@ def measure(trained: Trained) -> dict:
         "parameters": trained.parameters,
         "loops": trained.loops,
         "steps": trained.steps,
-        "bits_per_byte": by_depth(trained.metrics, "bits_per_byte"),
+        "bits_per_byte": last_validation(read_metrics(trained.metrics), "bits_per_byte"),
         "samples": samples(trained.final, sorted({1, trained.loops})),
     }

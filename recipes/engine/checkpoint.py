@@ -32,7 +32,15 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedTokenizerBase
 
 from looped_recipes.common.checksums import checksum, difference, read_sealed, sealed
-from looped_recipes.common.files import remove, remove_leftovers, save_tokenizer, sync, sync_all, write_whole
+from looped_recipes.common.files import (
+    nearest_existing,
+    remove,
+    remove_leftovers,
+    save_tokenizer,
+    sync,
+    sync_all,
+    write_whole,
+)
 from looped_recipes.common.provenance import provenance
 from looped_recipes.common.words import in_bytes
 
@@ -182,8 +190,7 @@ def check_space(folder: str | Path, model: nn.Module, optimizers: list[torch.opt
         moments = 1 if any(group.get("name") == "muon" for group in optimizer.param_groups) else 2
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         size += moments * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    existing = next(path for path in [Path(folder).absolute(), *Path(folder).absolute().parents] if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(Path(folder).absolute())).free
     if free < size:
         raise CheckpointError(
             f"a checkpoint takes {in_bytes(size)}, but the disk of {folder} has {in_bytes(free)} left: free some, or "

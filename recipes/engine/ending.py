@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from looped_recipes.common.metrics import last_validation, last_values, read_metrics
+from looped_recipes.common.metrics import depth_of_loss, last_validation, last_values, read_metrics
 from looped_recipes.common.words import counted
 
 
@@ -20,7 +20,7 @@ def ending(metrics: Path, trained_loops: int) -> str:
         said += f", held-out loss {last['validation/loss']:.3f}"
     if bits := last_validation(records, "bits_per_byte"):
         best = min(bits, key=bits.get)
-        at = max((depth for depth in bits if depth <= trained_loops), default=best)
+        at = depth_of_loss(bits, trained_loops)
         said += f"; {bits[at]:.3f} bits per byte at {counted(at, 'loop')}"
         if bits[at] - bits[best] > LEAST_GAIN:
             said += f", {bits[best]:.3f} at {counted(best, 'loop')}"

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from looped_recipes.common.checksums import LIST, read_sealed, renew_checksum, write_checksums
-from looped_recipes.common.files import remove, save_tokenizer, sync, sync_all
+from looped_recipes.common.files import is_foreign, remove, save_tokenizer, sync, sync_all
 from looped_recipes.data.shards import prepare
 from looped_recipes.settings.recipe import recipe_of_run
 from modeling_looped import LoopedConfig, LoopedForCausalLM
@@ -26,17 +26,15 @@ from .publish import model_card
 from .saving import CheckpointError, on_main_process
 
 
-def export_model(
-    path: str | Path, model: nn.Module, tokenizer=None, *, dtype: torch.dtype | None = None, readme: str | None = None
-) -> Path:
+def export_model(path: str | Path, model: nn.Module, tokenizer=None, *, readme: str | None = None) -> Path:
     """A folder that `from_pretrained` opens, written by the main process. Every process calls it.
 
-    dtype: of the saved weights; by default as they are trained. readme: text of the model card.
+    readme: text of the model card.
     """
     path = Path(path)
     to_shards(model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    on_main_process(lambda: write_export(path, bare(model), state, tokenizer, dtype, readme), path)
+    on_main_process(lambda: write_export(path, bare(model), state, tokenizer, readme), path)
     return path
 
 
@@ -53,15 +51,15 @@ def export_checkpoint(run: Path, checkpoint: Path, path: Path) -> Path:
         tokenizer = prepare(recipe.data).tokenizer
         tokenizer.model_max_length = model.config.max_position_embeddings
     card = model_card(recipe, model.config, run / "metrics.jsonl", path, marker["step"])
-    write_export(path, model, load_weights(checkpoint), tokenizer, None, card)
+    write_export(path, model, load_weights(checkpoint), tokenizer, card)
     return path
 
 
-def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, readme):
+def write_export(path: Path, model: nn.Module, state: dict, tokenizer, readme):
     bad = first_nonfinite(state.items())
     if bad is not None:
         raise Divergence(f"the weight {bad} is not finite: {path} is not written, and what was there before is kept")
-    if path.exists() and not (path / "config.json").exists() and any(path.iterdir()):
+    if is_foreign(path):
         raise CheckpointError(f"{path} exists and is not a saved model: it is not overwritten, choose another folder")
     # a new model, because the class of a sharded one is not that of its config
     model_class = next(part for part in type(model).__mro__ if not issubclass(part, FSDPModule))
@@ -69,9 +67,7 @@ def write_export(path: Path, model: nn.Module, state: dict, tokenizer, dtype, re
     config.trained_num_loops = model.trained_depth
     with torch.device("meta"):
         whole = model_class(config)
-    whole.load_state_dict(
-        {key: value if dtype is None else value.to(dtype) for key, value in state.items()}, assign=True
-    )
+    whole.load_state_dict(state, assign=True)
     whole.tie_weights()
     whole.generation_config = model.generation_config
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ class Interruption:
             signal.signal(number, handler)
 
     def remember(self, number: int, frame: FrameType | None):
-        if self.number and number == signal.SIGINT == self.number:
+        if number == signal.SIGINT == self.number:
             raise KeyboardInterrupt
         self.number = self.number or number
 

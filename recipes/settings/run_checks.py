@@ -4,7 +4,7 @@ import math
 import tempfile
 from pathlib import Path
 
-from looped_recipes.common.files import nearest_existing
+from looped_recipes.common.files import is_foreign, nearest_existing
 from looped_recipes.common.flops import sizes
 from modeling_looped import LoopedConfig, depths_of_step
 
@@ -175,8 +175,7 @@ def check_output(folder: Path):
         with tempfile.TemporaryDirectory(prefix=".looped-", dir=existing) as trial:
             Path(trial, *folder.absolute().relative_to(existing).parts).mkdir(parents=True, exist_ok=True)
         final = folder / "final"
-        foreign = final.exists() and (not final.is_dir() or any(final.iterdir()))
-        if foreign and not (final / "config.json").exists():
+        if is_foreign(final):
             raise RecipeError(
                 f"{final} exists and is not a saved model: it would not be overwritten; choose another "
                 "training.output_dir"
