@@ -10,16 +10,13 @@ length and later tokens that run deeper read what that token last knew.
 """
 
 import copy
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from .borrowed import look_up
 from .int8_cache import SIZE_BYTES, from_int8, to_int8
 from .tensors import members_by_number, on_device
-
-
-SlidingLayer = look_up("transformers.cache_utils", "DynamicSlidingWindowLayer", ())
 
 
 def loops_with_slots(sharing: str) -> int | None:
@@ -135,6 +132,7 @@ class LoopedCache(DynamicCache):
         self.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.buffers: list[torch.Tensor] = []
         self.max_length = 0  # of the generation that fills the buffers
+        self.bytes_of_token = 0  # in the buffers, one of every row
         prelude, core, coda = config.section_layer_types()
         kinds = prelude + coda + core  # in the order of slots
         self.windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
@@ -180,6 +178,7 @@ class LoopedCache(DynamicCache):
                     room[..., length - tensor.shape[-2] : length, :] = self.as_stored(tensor)
             self.buffers.append(buffer)
             self.point_slots_at_buffer(first_slot, length)
+        self.bytes_of_token = sum(buffer[..., :1, :].nbytes for buffer in self.buffers)
 
     def as_stored(self, states: torch.Tensor) -> torch.Tensor:
         return to_int8(states) if self.is_int8 else states
@@ -225,6 +224,15 @@ class LoopedCache(DynamicCache):
         for held in self.layers if self.is_int8 else ():
             if type(held) is PreallocatedLayer and held.is_initialized:  # they go on in the dtype of the model
                 held.keys, held.values, held.buffers = self.as_read(held.keys), self.as_read(held.values), ()
+        self.leave_buffers()
+
+    def leave_buffers(self):
+        """To the layers, which may need them no longer."""
+        self.buffers, self.one_row = [], {}
+
+    def reset(self):
+        super().reset()
+        self.leave_buffers()
 
     def release(self):
         """Nothing to do: this cache shares no memory. `PagedRows` gives its pages back here."""
@@ -260,9 +268,10 @@ class CacheView:
         self.latest, self.written = {}, {}
         self.loops_run = 0
         self.frozen: torch.Tensor | None = None  # [batch, length]: tokens that have exited
-        self.takes_back = self.shared is not None or may_exit
-        if self.takes_back:
-            cache.activate_past_recording()  # sliding windows must be able to give back the tokens of an earlier loop
+        self.recording: list[Any] = []  # of its sliding layers, those that do so for this pass alone
+        if self.shared is not None or may_exit:  # they must be able to give back the tokens of an earlier loop
+            self.recording = [layer for layer in cache.layers if not getattr(layer, "record_past", True)]
+            cache.activate_past_recording()
 
     def slot(self, first_slot: int, loop: int) -> int:
         return self.config.slot_at(first_slot, loop if self.shared is None else index_of_loop(loop, self.shared))
@@ -305,11 +314,10 @@ class CacheView:
         for loop in range(self.loops_run, stored):
             for first_slot, states in self.latest.items():
                 self.write(self.slot(first_slot, loop), *states)
-        if self.takes_back:
-            for layer in self.cache.layers:
-                if isinstance(layer, SlidingLayer) and layer.is_initialized:
-                    layer.crop(0)  # back to the window
-                    layer.record_past = False
+        for layer in self.recording:
+            if layer.is_initialized:
+                layer.crop(0)  # back to the window
+            layer.record_past = False
 
 
 def is_written(cache: Cache, slot: int) -> bool:

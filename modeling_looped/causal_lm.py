@@ -301,7 +301,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         if not self.config.latent_loss and not self.config.latent_anchor:
             return None
         with torch.no_grad():
-            return self.model.embed_tokens(labels.clamp(min=0)) * self.config.embedding_scale
+            return self.model.scaled(self.model.embed_tokens(labels.clamp(min=0)))
 
     def _has_plain_loss(self, logits, labels) -> bool:
         """Whether the loss is that of any causal LM, on logits that are there anyway."""
@@ -338,7 +338,8 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
                 f"labels have shape {tuple(given.shape)}, but the input is {tuple(shape)}: pass one label per token, "
                 "unshifted, with -100 where there is nothing to learn"
             )
-        return shift(labels) if shift_labels is None else shift_labels.contiguous()
+        shifted = shift(labels) if shift_labels is None else shift_labels.contiguous()
+        return shifted.long()
 
 
 HEAD_METHODS = ("logits", "softcapped", "logits_after_loop", "_read_out")

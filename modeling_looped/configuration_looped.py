@@ -19,14 +19,13 @@ from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict, validated_field
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
 from .config_errors import LoopedConfigError, raise_value_errors
 from .config_layers import DerivedFields
 from .config_plans import fsdp_plan, tensor_parallel_plan
 from .config_relations import check_largest, check_relations
-from .foreign_names import ARGUMENTS_OF_TOKENIZERS, FIELD_OF, KEYS_OF_TOOLS, SPELLINGS_OF_EPS, meant
+from .foreign_names import ARGUMENTS_OF_TOKENIZERS, FIELD_OF, GENERATION_FIELDS, KEYS_OF_TOOLS, SPELLINGS_OF_EPS, meant
 from .presets import PRESETS, preset_fields
 
 
@@ -327,7 +326,7 @@ class LoopedConfig(DerivedFields):
                 raise LoopedConfigError(f"LoopedConfig has no field `{key}`; did you mean `{advice}`?")
             if isinstance(getattr(cls, key, None), property):
                 raise LoopedConfigError(f"{key}={extra[key]!r} cannot be set: it is derived from other fields")
-            is_of_tools = key.startswith("_") or key in KEYS_OF_TOOLS or hasattr(GenerationConfig(), key)
+            is_of_tools = key.startswith("_") or key in KEYS_OF_TOOLS or key in GENERATION_FIELDS
             if consequence is not None and extra[key] is not None and not is_of_tools:
                 hint = f" Did you mean `{advice}`?" if advice else ""
                 logger.warning_once(f"LoopedConfig has no field `{key}`, so {consequence}.{hint}")

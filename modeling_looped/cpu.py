@@ -81,7 +81,7 @@ def decoding(model: nn.Module):
     # a call inside another one, as of an assistant model, adds to the same products
     products: dict[nn.Module, RepeatedProduct] = {} if outer is None else outer
     if fast_paths_are_on():
-        layers = [layer for layer in model.modules() if layer not in products and is_plain(layer)]
+        layers = [layer for layer in model.modules() if layer not in products and is_plain_linear(layer)]
         new = [RepeatedProduct(layer) for layer in layers if has_faster_product(layer.weight)]
         announce([product.weight for product in new if can_be_ordered(product.weight)])
         products.update((product.layer, product) for product in new)
@@ -122,7 +122,7 @@ def project(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x) if y is None else y
 
 
-def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling it is x W^T + b, and nobody watches or changes the call.
 
     Adapted, quantised and parametrized layers are of other types, offloaded ones have another forward.
@@ -190,7 +190,7 @@ class RepeatedProduct:
         return (
             is_same
             and x.dtype == self.weight.dtype == self.dtype
-            and is_plain(self.layer)
+            and is_plain_linear(self.layer)
             and not may_be_transformed()
         )
 

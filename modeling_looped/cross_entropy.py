@@ -156,7 +156,8 @@ def weighted_cross_entropy(
     if parameters is None or is_traced():
 
         def traceable(state, k):
-            logits = at_least_fp32(decode(state.flatten(0, 1)[positions], k))
+            logits = at_least_fp32(decode(state.flatten(0, 1)[positions.to(state.device)], k))
+            logits = logits.to(labels.device)  # the head may lie on another device
             return F.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORE_INDEX)
 
         if not is_traced():  # a compiler plans by itself what to keep, and torch.func knows no checkpoints

@@ -93,7 +93,8 @@ def latent_diff(state: torch.Tensor, memory: Memory) -> Score:
 
 def cosine(state: torch.Tensor, memory: Memory) -> Score:
     now = at_least_fp32(state)
-    past = torch.as_tensor(remembered(memory, "last_state")).expand_as(now)
+    past = remembered(memory, "last_state")
+    past = past if torch.is_tensor(past) else torch.full_like(now, past)
     norms = vector_norm(now, dim=-1) * vector_norm(past, dim=-1)
     score = (1 - (now * past).sum(-1) / norms).clamp(min=0)
     return torch.where(norms.isfinite(), score, math.inf), {"last_state": now}

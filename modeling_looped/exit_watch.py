@@ -15,11 +15,14 @@ from .context import PassContext
 from .depth import deepest, depth_per_row
 from .exit_criteria import CRITERIA, ExitRule
 from .outputs import LoopedCausalLMOutputWithPast, kept_positions, unrecorded
+from .overrides import is_split
 from .tensors import on_device
 
 
 class ExitWatch:
     """Asked after every loop of a pass. `model` is the causal LM; depths: the most that each row may run."""
+
+    needs_cache: bool  # for what a token leaves at its exit
 
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         self.model, self.rule = model, rule
@@ -53,6 +56,8 @@ class TokenExits(ExitWatch):
     """Tokens that have exited are frozen: the pass goes on for the others until all are done, and what a frozen token
     leaves in deeper slots is what it left at its exit."""
 
+    needs_cache = True
+
     def after_loop(self, depth: int, state: torch.Tensor, context: PassContext):
         """`state` with exited tokens as they were; no row leaves the batch."""
         exited = self.token_loops > 0
@@ -67,6 +72,8 @@ class TokenExits(ExitWatch):
 
 class SequenceExits(ExitWatch):
     """Sequences leave their batch where they exit."""
+
+    needs_cache = False
 
     def __init__(self, model, rule: ExitRule, depths: list[int], length: int, device):
         super().__init__(model, rule, depths, length, device)
@@ -97,6 +104,7 @@ def forward_with_exits(
     if not isinstance(rule, ExitRule):
         example = "modeling_looped.ExitRule('max_prob', 0.9)"
         raise TypeError(f"exit_rule={rule!r}: make one of {', '.join(CRITERIA)}, as {example}")
+    refuse_with_exits({"layers on several devices": is_split(model)})
     given = inputs["input_ids"] if inputs["input_ids"] is not None else inputs["inputs_embeds"]
     keep, of_rows = kept_positions(logits_to_keep), depth_per_row(depths, len(given))
     rule = rule.checked(model.config, deepest(depths))
@@ -117,27 +125,26 @@ def forward_with_exits(
             logits = model.logits(states[:, keep]) if watch.final_logits is None else watch.final_logits[:, keep]
         return LoopedCausalLMOutputWithPast(logits=logits, token_loops=watch.token_loops)
 
-    # what a token leaves at its exit lives in a cache, so there is one
     if model.training and torch.is_grad_enabled() and model.model.computes_again:
         raise ValueError(
             "exit_rule keeps in a cache what tokens leave at their exits, and gradient checkpointing goes without a "
             "cache: turn it off, or call the model under torch.no_grad()"
         )
-    cache = DynamicCache(config=model.config) if inputs["cache"] is None else inputs["cache"]
-    returned = None if inputs["cache"] is None and inputs["use_cache"] is False else cache
-    inputs["cache"] = cache
+    cache, returns_cache = inputs["cache"], inputs["cache"] is not None or inputs["use_cache"] is not False
     if len(model.model.coda) and rule.criterion.needs == "logits":  # each check overwrites what the last wrote
         refuse_with_exits({f"a {type(cache).__name__}": is_fixed(cache)})
         if given.shape[1] > 1:  # the check of a token reads what the token before left at its exit
-            refuse_with_exits(recorded(model.config, options))
-            arguments = {"cache": cache, "num_loops": depths, "exit_rule": rule, "output_logits": output_logits}
-            arguments |= options
-            return token_by_token(model, inputs, given.shape[1], keep, returned, arguments)
+            finds_documents = cache is None and inputs["attention_mask"] is None
+            packed = {"position_ids of packed documents": finds_documents and restarts(inputs["position_ids"])}
+            refuse_with_exits(recorded(model.config, options) | packed)
+            inputs["cache"] = DynamicCache(config=model.config) if cache is None else cache
+            arguments = {"num_loops": depths, "exit_rule": rule, "output_logits": output_logits, **options}
+            return token_by_token(model, inputs, given.shape[1], keep, returns_cache, arguments)
 
     watch = TokenExits(model, rule, of_rows, given.shape[1], given.device)
     outputs = model.model(**inputs, exit_watch=watch, **options)
     logits = model.logits(outputs.last_hidden_state[:, keep]) if output_logits else None
-    return output_with_exits(outputs, logits, watch.token_loops, returned)
+    return output_with_exits(outputs, logits, watch.token_loops, outputs.cache if returns_cache else None)
 
 
 def output_with_exits(
@@ -151,6 +158,11 @@ def output_with_exits(
         token_loops=token_loops,
         **named_cache(cache),
     )
+
+
+def restarts(position_ids: torch.Tensor | None) -> bool:
+    """Where the positions of a row go back, another document begins."""
+    return position_ids is not None and bool((position_ids.diff(dim=-1) < 0).any())
 
 
 def is_fixed(cache) -> bool:
@@ -194,24 +206,24 @@ def with_rows(whole: torch.Tensor | None, num_rows: int, rows: torch.Tensor, par
     return whole.index_copy(0, rows, parts)
 
 
-def token_by_token(model, inputs: dict, length: int, keep, returned, arguments: dict):
-    """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache, which is
-    returned if it is asked for."""
+def token_by_token(model, inputs: dict, length: int, keep, returns_cache: bool, arguments: dict):
+    """A pass of the causal LM as one for each of `length` tokens, one after the other on the same cache."""
     tokens = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "position_ids", "initial_state")}
-    attention_mask, past = inputs["attention_mask"], int(inputs["cache"].get_seq_length())
+    attention_mask, cache = inputs["attention_mask"], inputs["cache"]
+    past = int(cache.get_seq_length())
     if attention_mask is not None and not (torch.is_tensor(attention_mask) and attention_mask.ndim == 2):
         refuse_with_exits({"a prepared attention_mask": True})
     outputs = []
     for i in range(length):
         pieces = {name: value[:, i : i + 1] for name, value in tokens.items() if value is not None}
         mask = None if attention_mask is None else attention_mask[:, : past + i + 1]
-        outputs.append(model(**pieces, attention_mask=mask, **arguments))
+        outputs.append(model(**pieces, attention_mask=mask, cache=cache, **arguments))
     return LoopedCausalLMOutputWithPast(
         logits=torch.cat([output.logits for output in outputs], dim=1)[:, keep]
         if arguments["output_logits"]
         else None,
         token_loops=torch.cat([output.token_loops for output in outputs], dim=1),
-        **named_cache(returned),
+        **named_cache(cache if returns_cache else None),
     )
 
 

@@ -9,10 +9,13 @@ import difflib
 from collections.abc import Collection, Iterable
 
 import torch
+from transformers.generation import GenerationConfig
 from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
+
+GENERATION_FIELDS = frozenset(vars(GenerationConfig()))
 
 DEPTH = """
     loop loops n_loop n_loops nloops loop_count loops_count max_loops mean_loops loop_steps num_loop_steps

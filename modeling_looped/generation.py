@@ -30,7 +30,7 @@ from .cpu import decoding
 from .depth import check_depths
 from .depth_options import DEPTH_FIELDS, EXIT_FIELDS, DepthOptions, listed, refuse_sharing, set_fields
 from .exit_criteria import ExitCriterion, ExitSelection
-from .foreign_names import refuse_foreign
+from .foreign_names import GENERATION_FIELDS, refuse_foreign
 from .in_step import decode_in_step, goes_in_step
 from .outputs import AskedOutputs, LoopedGenerateBeamOutput, LoopedGenerateOutput
 from .row_engine import RowEngine, obstacle_to_row_engine
@@ -112,7 +112,7 @@ class LoopedGenerationMixin(Generative):
 
     def _check_names(self, arguments: dict, passed_config: GenerationConfig | None):
         """transformers too refuses what it does not know, but not what stands in a generation config."""
-        known = {*DEPTH_FIELDS, *vars(GenerationConfig()), *signature(super().generate).parameters}
+        known = {*DEPTH_FIELDS, *GENERATION_FIELDS, *signature(super().generate).parameters}
         refuse_foreign(arguments, known | {*signature(self.forward).parameters}, "generate")
         if unreturned := [name for name in AskedOutputs._fields if arguments.get(name)]:
             raise ValueError(
@@ -202,18 +202,22 @@ class LoopedGenerationMixin(Generative):
         return config, model_kwargs
 
     def _get_logits_processor(self, generation_config, *args, **kwargs):
-        """As transformers', where guidance runs the model again, without a prompt: as deep as the call."""
+        """As transformers', where guidance runs the model again, without a prompt: as deep as the call, and from the
+        same first states."""
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
         options = getattr(generation_config, "depth_options", None)
-        if options is not None and options.num_loops is not None:
+        if options is not None:
+            states = None if options.state_seed is None else SeededStates(self, options.state_seed)
             for each in processors:
                 if isinstance(each, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                    each.model = partial(self._at_depth_of_rows, options.num_loops)
+                    each.model = partial(self._without_prompt, options.num_loops, states)
         return processors
 
-    def _at_depth_of_rows(self, num_loops: int | torch.Tensor, input_ids: torch.Tensor, **kwargs):
+    def _without_prompt(self, num_loops, states: "SeededStates | None", input_ids: torch.Tensor, **kwargs):
         if torch.is_tensor(num_loops):  # rows may have become several, as beams do
             num_loops = num_loops.repeat_interleave(input_ids.shape[0] // len(num_loops))
+        if states is not None:
+            kwargs["initial_state"] = states.of_inputs({"input_ids": input_ids, **kwargs})
         return self(input_ids, num_loops=num_loops, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
@@ -304,11 +308,12 @@ class LoopedGenerationMixin(Generative):
         return on_device(depths, input_ids.device)
 
     def _get_candidate_generator(self, generation_config, *args, model_kwargs: dict, **kwargs):
-        """Depths are those of this model, not of its assistant, which drafts at its own."""
+        """Depths, exits and first states are those of this model, not of its assistant, which drafts plainly."""
         generation_config = copy.copy(generation_config)
         for name in ("depth_options", *set_fields(generation_config)):
             delattr(generation_config, name)
-        model_kwargs = {key: value for key, value in model_kwargs.items() if key != "num_loops"}
+        ours = ("num_loops", "exit_rule", "initial_state")
+        model_kwargs = {key: value for key, value in model_kwargs.items() if key not in ours}
         return super()._get_candidate_generator(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
 
     def generate_batch(

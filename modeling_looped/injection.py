@@ -118,7 +118,7 @@ class ResidualAllInjection(Injection):
     def before_layer(self, layer: int, x, state, first) -> tuple[torch.Tensor, torch.Tensor | None]:
         if first is True:
             return x, None
-        return where_first(first, x, self.normed(x + state)), None
+        return where_first(first, x, self.normed(x + state.to(x.device))), None
 
 
 class AttentionAllInjection(ResidualAllInjection):

@@ -119,7 +119,7 @@ class StrictLoadingMixin:
         if public is not None:
             public.finish(model, cls, info, refuses)
         elif refuses:
-            cls._refuse_misfits(pretrained_model_name_or_path, model, info)
+            cls.refuse_misfits(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
 
     @classmethod
@@ -143,7 +143,7 @@ class StrictLoadingMixin:
         return OPENERS["dense"](cls, pretrained_model_name_or_path, **options)
 
     @classmethod
-    def _refuse_misfits(cls, path, model, info: dict):
+    def refuse_misfits(cls, path, model, info: dict):
         prefix = cls.base_model_prefix + "."
         trunk = getattr(model, cls.base_model_prefix, model)
         own_heads = {name.split(".")[0] for name, _ in model.named_parameters() if not name.startswith(prefix)}

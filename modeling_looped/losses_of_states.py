@@ -34,7 +34,7 @@ def loss_of_states(config, states: LoopStates, positions, depth, labelled) -> to
     wide = wide_dtype(states.first)
 
     def tokens(tensor):  # [tokens, hidden]
-        return tensor.flatten(0, 1)[positions].to(wide)
+        return tensor.flatten(0, 1)[positions.to(tensor.device)].to(positions.device, wide)
 
     total = torch.zeros((), device=positions.device, dtype=wide)
     if config.norm_penalty or config.scale_anchor:

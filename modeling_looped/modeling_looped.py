@@ -57,7 +57,7 @@ from .cpu import project
 from .depth import DepthPlan, one_or_rows, plan_depths
 from .exit_watch import SequenceExits, TokenExits
 from .foreign_names import check_arguments
-from .initialization import init_module
+from .initialization import init_module, small_std
 from .injection import INJECTIONS, LoopChangeGate
 from .layers import (
     AttentionSite,
@@ -278,7 +278,8 @@ class LoopedModel(LoopedPreTrainedModel):
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
-        if cache is not None and no_cache_because:
+        may_exit = exit_watch is not None and exit_watch.needs_cache
+        if no_cache_because and (cache is not None or may_exit):
             raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without a cache.")
         if no_cache_because:  # use_cache is True by default, so it is no error if no cache can be made
             use_cache = False
@@ -288,7 +289,7 @@ class LoopedModel(LoopedPreTrainedModel):
             plan.sort(tensor) for tensor in (input_ids, inputs_embeds, attention_mask, position_ids, initial_state)
         )
         inputs, options = (input_ids, inputs_embeds, attention_mask, position_ids), {"use_cache": use_cache, **kwargs}
-        x, context, cache = self._enter(*inputs, cache, plan, exit_watch is not None, options)
+        x, context, cache = self._enter(*inputs, cache, plan, may_exit, options)
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
         if exit_watch is None:
@@ -331,7 +332,7 @@ class LoopedModel(LoopedPreTrainedModel):
             position_ids = self._positions(inputs_embeds, attention_mask, cache)
         # before a cache is made: beside one, documents are not looked for
         masks = self.attention_masks(attention_mask, inputs_embeds, cache, of_documents, plan)
-        if options["use_cache"] and cache is None:
+        if cache is None and (options["use_cache"] or may_exit):
             cache = DynamicCache(config=self.config)
         view = view_for_pass(cache, self.config, plan, may_exit=may_exit)
         x = self.embed(inputs_embeds, position_ids)
@@ -363,11 +364,14 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def embed(self, inputs_embeds, position_ids):
         """The input of the first layer."""
-        scale = self.embedding_scales.get(inputs_embeds.dtype, self.config.embedding_scale)
-        x = inputs_embeds if scale == 1 else inputs_embeds * scale
+        x = self.scaled(inputs_embeds)
         if self.config.position_embedding == "learned":
             x = x + self.embed_positions(position_ids)
         return self.embedding_dropout(x) if self.training else x
+
+    def scaled(self, inputs_embeds):
+        scale = self.embedding_scales.get(inputs_embeds.dtype, self.config.embedding_scale)
+        return inputs_embeds if scale == 1 else inputs_embeds * scale
 
     def rotary(self, x, position_ids) -> dict[str, tuple[torch.Tensor, ...]]:
         """Tables of rotary positions, [rows, length, 1, head_dim], as x is: of each kind that layers read."""
@@ -503,7 +507,7 @@ class LoopedModel(LoopedPreTrainedModel):
                 f"{self.config.injection!r}, loop_change_gate={self.config.loop_change_gate}), so it begins from the "
                 f"state that state_init={self.config.state_init!r} says alone: leave out initial_state",
             )
-            return given.to(embedded.dtype)
+            return given.to(embedded)
         if self.config.state_init == "embedding":
             return embedded
         return embedded.new_zeros(*embedded.shape[:-1], self.config.state_size)
@@ -513,8 +517,9 @@ class LoopedModel(LoopedPreTrainedModel):
         check_starts_from_noise(self.config)
         std = self.config.state_init_std
         if std is None:
-            std = (2 / (5 * self.config.hidden_size)) ** 0.5 * self.config.embedding_scale
-        state = torch.empty(batch_size, length, self.config.state_size, device=generator.device if generator else None)
+            std = small_std(self.config.hidden_size) * self.config.embedding_scale
+        device = self.device if generator is None else generator.device
+        state = torch.empty(batch_size, length, self.config.state_size, device=device)
         return truncated_normal_(state, std, generator)
 
     def value_embeddings(self, input_ids) -> dict[int, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Whether somebody has changed what a module does: hooks, replaced methods, wrapped calls."""
+"""Whether somebody has changed what a module does, or where: hooks, replaced methods, wrapped calls, devices."""
 
 import torch
 from torch import nn
@@ -53,3 +53,8 @@ def has_foreign_hooks(module) -> bool:
     package = __name__.rpartition(".")[0]
     hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
     return any(getattr(hook, "__module__", "").rpartition(".")[0] != package for hook in hooks)
+
+
+def is_split(model) -> bool:
+    """Whether layers run on more than one device; those that are offloaded run on the device of the others."""
+    return len({*getattr(model, "hf_device_map", {}).values()} - {"cpu", "disk"}) > 1

@@ -17,7 +17,7 @@ from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .depth import check_depths
 from .exit_criteria import ExitRule
 from .outputs import LoopedGenerateOutput
-from .overrides import has_hooks, is_as_written
+from .overrides import has_hooks, is_as_written, is_split
 from .row_graphs import RowGraphs, can_have_graphs
 from .row_pages import PagedRows, Pages
 from .row_passes import TOKENS_OF_COPIES, TokensOfEngine, enter
@@ -54,6 +54,8 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
     standing = next((name for name, stands in obstacles.items() if stands), None)
     if standing is not None or config.depth_options.draft_loops is None:
         return standing
+    if is_split(model):
+        return "layers on several devices"
     # drafts put rows at places of their own, also at some that are dropped
     if (rope_type := rope_type_by_length(model.model)) is not None:
         return f"rope_type={rope_type!r}, whose angles depend on the longest text so far"

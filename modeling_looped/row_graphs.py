@@ -56,10 +56,10 @@ def can_have_graphs(model, is_int8: bool) -> bool:
     if config.shares_keys or model.model.loop_embedding is not None:
         return False
     is_watched = model.training or has_global_hooks() or torch.is_autocast_enabled(device)
-    return not is_watched and all(is_plain(module, device) for module in model.modules())
+    return not is_watched and all(can_be_recorded(module, device) for module in model.modules())
 
 
-def is_plain(module: nn.Module, device: str) -> bool:
+def can_be_recorded(module: nn.Module, device: str) -> bool:
     """Nobody watches its calls, and its kernels are launched where torch is told to."""
     is_known = type(module).__module__.startswith(KNOWN_PACKAGES) and module._compiled_call_impl is None
     return (

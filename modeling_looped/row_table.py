@@ -49,6 +49,7 @@ class RowTable(dict):
         for name, values in given.items():
             if name not in self:
                 self[name] = values.new_full((self.num_rows, *values.shape[1:]), AT_FIRST.get(name, 0))
+            index = index.to(values.device)  # layers may lie on several
             self[name] = self[name].index_copy(0, index, values)
 
     def forget(self, rows: list[int]):

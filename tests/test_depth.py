@@ -328,6 +328,7 @@ def test_initial_state(system):
 
 def test_sampled_initial_state_is_a_function_of_its_generator():
     model = model_of("huginn", state_init_std=0.5)
+    assert model_of("huginn").to("meta").sample_initial_state(1, 2).device.type == "meta"  # where the model is
     samples = [model.sample_initial_state(20, 30, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(samples[0], samples[1]) and not torch.equal(samples[0], samples[2])
     assert samples[0].abs().max() <= 1.5  # three standard deviations

@@ -244,8 +244,8 @@ def test_bad_folders_and_texts_are_refused(run_folder, tmp_path):
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(DiagnoseError, match="cannot be read"):
         open_model_and_text(str(tmp_path / "broken.json"))
-    (tmp_path / "dense.yaml").write_text("dense: {path: some/llama}\ndata: {tokenizer: some/llama}\n")
-    with pytest.raises(ValueError, match="begins with the dense model 'some/llama': name its trained run"):
+    (tmp_path / "dense.yaml").write_text("dense: {path: a/llama}\ndata: {tokenizer: a/llama}\nmodel: {num_loops: 2}\n")
+    with pytest.raises(ValueError, match="begins with the dense model 'a/llama': name its trained run"):
         open_model_and_text(str(tmp_path / "dense.yaml"))
 
 

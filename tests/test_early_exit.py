@@ -443,3 +443,43 @@ def test_both_ways_are_taken(monkeypatch):
         assert not any(apart)
         generate(model, ids, rule_for(model, "logit_margin", rows[0]), way, attention_mask=mask)
     assert any(apart)
+
+
+@pytest.mark.parametrize("coda", [0, 1])
+@pytest.mark.parametrize("name", ["max_prob", "cosine", "latent_diff"])
+def test_packed_documents_do_not_see_each_other(name, coda):
+    """As in a pass without exits: they are found by their positions, where neither mask nor cache is given."""
+    model, text = tiny_model(num_coda_layers=coda, num_loops=LOOPS).double(), random_ids(2, 10)
+    positions = torch.arange(10).remainder(5).expand(2, -1)
+    rule = ExitRule(name, 1.0 if name == "max_prob" else 0.0)
+    with torch.no_grad():
+        if coda and name == "max_prob":  # token by token, on a cache
+            with pytest.raises(ValueError, match="position_ids of packed documents cannot go with"):
+                model(text, position_ids=positions, exit_rule=rule)
+            return
+        packed = model(text, position_ids=positions, exit_rule=rule)
+        alone = [model(part, exit_rule=rule) for part in text.split(5, dim=1)]
+    torch.testing.assert_close(packed.logits, torch.cat([each.logits for each in alone], 1), rtol=1e-9, atol=1e-9)
+    assert torch.equal(packed.token_loops, torch.cat([each.token_loops for each in alone], 1))
+
+
+def test_a_model_on_several_devices_is_refused():
+    model = tiny_model()
+    vars(model)["hf_device_map"] = {"model": 0, "lm_head": 1}
+    with pytest.raises(ValueError, match="which layers on several devices cannot go with"):
+        model(random_ids(1, 3), exit_rule=ExitRule("kl"))
+    with pytest.raises(ValueError, match="draft_loops=1 goes with .* and not with layers on several devices"):
+        model.generate(random_ids(1, 3), max_new_tokens=3, draft_loops=1)
+    vars(model)["hf_device_map"] = {"model": 0, "lm_head": "cpu"}  # offloaded
+    assert model(random_ids(1, 3), exit_rule=ExitRule("kl")).token_loops.shape == (1, 3)
+
+
+def test_a_window_that_records_goes_on_recording():
+    """So that tokens can be taken back after a pass with exits too, as the caller has asked."""
+    model = tiny_model(window_pattern="SL", sliding_window=4, num_loops=2)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    with torch.no_grad():
+        model(random_ids(1, 6), cache=cache, exit_rule=ExitRule("latent_diff", 0.0))
+    cache.crop(-2)
+    assert cache.get_seq_length() == 4  # of 6

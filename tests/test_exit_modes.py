@@ -87,6 +87,24 @@ def test_an_assistant_drafts_without_the_exits_that_it_was_saved_with(asked):
     )
 
 
+SEEDED = {"injection": "concat", "state_init": "normal"}
+AFTER = {"exit_criterion": "max_prob", "exit_threshold": 0.05, "exit_selection": "after"}
+
+
+@pytest.mark.parametrize("of_llama", [True, False], ids=["llama", "looped"])
+@pytest.mark.parametrize("fields,asked", [({}, AFTER), (SEEDED, {"state_seed": 1})], ids=["after", "seeded"])
+def test_an_assistant_of_any_kind_drafts_plainly(fields, asked, of_llama):
+    """It gets neither the exits nor the first states of the model."""
+    model, ids = tiny_model(vocab_size=97, num_loops=3, eos_token_id=None, **fields), random_ids(1, 5)
+    if of_llama:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        assistant = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, **sizes)).eval()
+    else:
+        assistant = tiny_model(vocab_size=97, num_loops=2, hidden_size=64, eos_token_id=None, **fields)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **asked}
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **arguments), model.generate(ids, **arguments))
+
+
 def test_a_coda_after_every_loop_has_no_cache():
     model, exits = model_of("plain", num_coda_layers=1), {"exit_criterion": "kl", "exit_selection": "after"}
     with pytest.raises(ValueError, match="runs the 1 layers of the coda after every loop.*pass use_cache=False"):
@@ -306,18 +324,19 @@ def test_keys_and_values_are_held_once(given, new_tokens, monkeypatch):
     """The cache that the prompt filled looks into the memory of continuous depth, also where that must grow."""
     model, (_, _, rows) = model_of("plain"), prompts()
     rule = rule_for(model, "logit_margin", rows[0])
-    caches, store_back = [], LoopedCache.store_back
-    monkeypatch.setattr(LoopedCache, "store_back", lambda cache, *to: (caches.append(cache), store_back(cache, *to)))
+    buffers, leave = [], LoopedCache.leave_buffers
+    monkeypatch.setattr(LoopedCache, "leave_buffers", lambda cache: (buffers.append(cache.buffers), leave(cache)))
     prompt = random_ids(2, 40)
     arguments = {"past_key_values": LoopedCache(model.config)} if given else {}
     out = generate(model, prompt, rule, new_tokens=new_tokens, **arguments)
-    ((found,), length) = caches, 40 + new_tokens - 1
-    storages = {buffer.untyped_storage().data_ptr() for buffer in found.buffers}
+    ((found,), length) = buffers, 40 + new_tokens - 1
+    storages = {buffer.untyped_storage().data_ptr() for buffer in found}
     for layer in out.past_key_values.layers:
         for tensor in (layer.keys, layer.values):
             assert tensor.shape[-2] == length and tensor.untyped_storage().data_ptr() in storages
-    assert found.capacity == length + 1  # what the generation could fill, be that at once or, of 100, after growing
+    assert found[0].shape[-2] == length + 1  # what the generation could fill, at once or after growing
 
+    assert not out.past_key_values.buffers  # which its layers leave behind when they grow
     naive = NaiveDecoder(model)
     naive.run(prompt[1].tolist(), LOOPS)
     for token in out.sequences[1, 40:-1].tolist():

@@ -537,6 +537,24 @@ def test_editors_see_the_arguments_of_depth():
     assert all(type(None) in get_args(hints[name]) for name in named)  # None undoes what is saved
 
 
+def test_guidance_starts_from_the_states_of_the_call():
+    """The part without a prompt is a text of its own: here the model's, from the seed, token by token."""
+    model, ids = tiny_model(injection="concat", state_init="normal", num_loops=3).double(), random_ids(1, 5)
+    asked = {"state_seed": 7, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(ids, guidance_scale=1.5, **asked)
+    states = generation.SeededStates(model, 7)
+    text = ids
+    for _ in range(4):
+        with torch.no_grad():
+            with_prompt, without = (
+                model(part, initial_state=states.of_inputs({"input_ids": part}), use_cache=False).logits[:, -1]
+                for part in (text, text[:, ids.shape[1] - 1 :])
+            )
+        with_prompt, without = with_prompt.log_softmax(-1), without.log_softmax(-1)
+        text = torch.cat([text, (1.5 * (with_prompt - without) + without).argmax(-1, keepdim=True)], 1)
+    assert torch.equal(found, text)
+
+
 @pytest.mark.parametrize("beams", [1, 2])
 def test_guidance_runs_its_own_passes_as_deep_as_the_call(beams):
     """Beside the same model with that depth as its config's, and each row beside itself alone."""

@@ -135,7 +135,8 @@ def test_the_small_command(training_text, tmp_path, monkeypatch):
 
 def test_sizes_come_from_the_dense_model(llama):
     """Also those that the recipe leaves out; learned before any weight is read."""
-    recipe = load_recipe(TINY / "looped.yaml", [f"dense.path={llama}", f"data.tokenizer={llama}"])
+    more = [f"dense.path={llama}", f"data.tokenizer={llama}", "data.sequence_length=32"]
+    recipe = load_recipe(TINY / "looped.yaml", more)
     for name in ("vocab_size", "hidden_size", "intermediate_size"):
         recipe.model.pop(name)
     config = check_run(recipe)
@@ -147,6 +148,7 @@ def test_sizes_come_from_the_dense_model(llama):
     "more, message",
     [
         (["dense.path=runs/of/nothing"], "'runs/of/nothing' holds no model of transformers"),
+        (["data.sequence_length=33"], "sequence_length=33 is more than the max_position_embeddings=32 of .*llama"),
         (["model.hidden_size=64"], "hidden_size=64 cannot be chosen: .* hidden_size=32"),
         (["model.num_core_layers=3"], r"2 \+ 3 \+ 1 = 6, but 5 dense layers are kept"),
         (["dense.layers=[0, 9]"], r"layers \[9\] are none of the dense model's, which has 0 to 5"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..initialization import small_std
 from .changes import FusedBiases, FusedGate, FusedHeads
 from .layout import Fields, Layout, LoopedConfigError, Rule, rope_words, rules, token_ids
 
@@ -100,8 +101,8 @@ class Raven(Layout):
         fields.drop("tie_word_embeddings")
         values = fields.stored.get("init_values") or {}
         sizes["embedding_scale"] = self.embedding_scale(values, width)
-        std = values.get("std", sqrt(2 / (5 * width))) * sizes["embedding_scale"]
-        usual = sqrt(2 / (5 * width)) * sizes["embedding_scale"]
+        usual = small_std(width) * sizes["embedding_scale"]
+        std = values["std"] * sizes["embedding_scale"] if "std" in values else usual
         sizes["state_init"] = self.read_first_state(fields.take("initial_state_mode", default="random"))
         if sizes["state_init"] == "normal" and not isclose(std, usual):
             sizes["state_init_std"] = std
@@ -123,7 +124,7 @@ class Raven(Layout):
     def write_sizes(self, config) -> dict[str, Any]:
         width, embed_scale = config.hidden_size, config.embedding_scale
         depth = config.core_slot(config.num_loops)
-        std = sqrt(2 / (5 * width)) if config.state_init_std is None else config.state_init_std / embed_scale
+        std = small_std(width) if config.state_init_std is None else config.state_init_std / embed_scale
         return {
             "model_type": self.model_type,
             **NAMES_OF_PARTS,
@@ -153,8 +154,8 @@ class Raven(Layout):
             "effective_expected_depth": depth,
             "init_values": {
                 "std": std,
-                "out_proj": sqrt(2 / (5 * width)) / sqrt(2 * depth),
-                "embedding": sqrt(2 / (5 * width)),
+                "out_proj": small_std(width) / sqrt(2 * depth),
+                "embedding": small_std(width),
                 "embed_scale": embed_scale,
             },
             "bos_token_id": config.bos_token_id,

@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig
 
 from ..configuration_looped import LoopedConfig, LoopedConfigError
-from ..foreign_names import KEYS_OF_TOOLS
+from ..foreign_names import GENERATION_FIELDS, KEYS_OF_TOOLS
 from .changes import Change
 
 
@@ -143,14 +143,13 @@ class Fields:
 
     def shared(self) -> dict:
         """What has the same meaning in every config.json, at the end: anything that is then left is refused."""
-        generation = vars(GenerationConfig())
         fields = {name: self.left.pop(name) for name in SHARED if name in self.left}
         if (dtype := fields.pop("torch_dtype", None)) is not None:
             fields.setdefault("dtype", dtype)
         self.drop("architectures", "auto_map", "transformers_version", "model_type", "custom_pipelines")
         unknown = []
         for name, value in self.left.items():
-            if name in generation and not name.startswith("_"):
+            if name in GENERATION_FIELDS and not name.startswith("_"):
                 fields[name] = value
             elif value is not None and not (
                 name.startswith("_") or name in KEYS_OF_TOOLS or hasattr(PreTrainedConfig, name)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from transformers import AutoTokenizer
 
 from looped_recipes.common.checksums import check_folder
 from looped_recipes.data.sources import looks_like_path
@@ -11,6 +12,7 @@ from looped_recipes.engine.distributed import check_split, check_units
 from looped_recipes.engine.kernels import check_device
 from looped_recipes.engine.tensor_parallel import data_rank
 from looped_recipes.settings.recipe import Recipe, RecipeError
+from looped_recipes.settings.run_checks import check_positions
 from modeling_looped import LoopedForCausalLM
 
 
@@ -75,9 +77,17 @@ def check_start(recipe: Recipe):
         )
     if start is not None and not is_model(start):
         raise RecipeError(
-            f"training.initialize_from={start!r} holds no saved model (looked from {Path.cwd()}): train that one "
-            "first, or name another"
+            f"training.initialize_from={start!r} holds no saved model (looked from {Path.cwd()}): "
+            f"{what_to_name(start)}"
         )
+
+
+def what_to_name(start: str) -> str:
+    if is_model(f"{start}/final"):
+        return f"name {start}/final"
+    if (Path(start) / "adapter_config.json").is_file():
+        return "it holds an adapter: merge that into its model, save the model, and name its folder"
+    return "train that one first, or name another"
 
 
 def is_model(name: str) -> bool:
@@ -91,12 +101,13 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
     if recipe.dense.path is not None:
         model = looped_dense_model(recipe)
     elif recipe.training.initialize_from is not None:
-        check_folder(recipe.training.initialize_from)
-        model = LoopedForCausalLM.from_pretrained(recipe.training.initialize_from, **changes_to_start(recipe))
+        model = saved_model(recipe, tokenizer)
     else:
         if "vocab_size" not in recipe.model and "preset" not in recipe.model:
             fields["vocab_size"] = -(-len(tokenizer) // 64) * 64
         model = LoopedForCausalLM(recipe.model_config(**fields))
+    if recipe.start is not None:
+        check_positions(recipe, model.config)
     if len(tokenizer) > model.config.vocab_size:
         raise RecipeError(
             f"the tokenizer has {len(tokenizer)} entries, but the model's vocab_size is {model.config.vocab_size}: "
@@ -108,6 +119,32 @@ def build_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
         model.requires_grad_(False)
         model.exit_gate.requires_grad_(True)
     return model
+
+
+def saved_model(recipe: Recipe, tokenizer) -> LoopedForCausalLM:
+    """Of which no weight may be missing; but a gate that is new starts fresh."""
+    start = recipe.training.initialize_from
+    check_folder(start)
+    check_tokens_of(start, tokenizer)
+    changes = recipe.changes_to_start()
+    if "exit_gate" not in changes:
+        return LoopedForCausalLM.from_pretrained(start, **changes)
+    model, info = LoopedForCausalLM.from_pretrained(start, output_loading_info=True, **changes)
+    missing = {name for name in info["missing_keys"] if not name.startswith("exit_gate.")}
+    LoopedForCausalLM.refuse_misfits(start, model, {**info, "missing_keys": missing})
+    return model
+
+
+def check_tokens_of(start: str, tokenizer):
+    """A model knows the tokens of its own tokenizer; one that has none saved beside it takes any."""
+    if not (Path(start) / "tokenizer_config.json").is_file():
+        return
+    own = AutoTokenizer.from_pretrained(start)
+    if tokenizer.get_vocab() != own.get_vocab():
+        raise RecipeError(
+            f"the model of training.initialize_from={start!r} knows the tokens of its own tokenizer, and the data "
+            f"have others: set data.tokenizer={start}"
+        )
 
 
 def looped_dense_model(recipe: Recipe) -> LoopedForCausalLM:
@@ -125,11 +162,3 @@ def trained_positions(recipe: Recipe) -> int:
     if "max_position_embeddings" in recipe.model or "preset" in recipe.model:
         return recipe.model_config().max_position_embeddings
     return 0
-
-
-def changes_to_start(recipe: Recipe) -> dict:
-    """Fields of the recipe's model that change a saved model, e.g. its loss; a gate that is new starts fresh."""
-    changes = {key: value for key, value in recipe.model.items() if key != "preset"}
-    if "num_loops" in changes:  # the depth of this training, also where that before had another
-        changes["trained_num_loops"] = changes["num_loops"]
-    return {**changes, "strict": "exit_gate" not in changes}

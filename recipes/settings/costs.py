@@ -1,5 +1,7 @@
 """What a recipe would cost: parameters, tokens and operations by the papers' formulas."""
 
+import math
+
 from looped_recipes.common.activation_memory import bytes_under_bf16
 from looped_recipes.common.cluster import Cluster, Line, Run, cluster_plan
 from looped_recipes.common.flops import (
@@ -37,6 +39,8 @@ def plan(recipe: Recipe) -> dict:
         )
         result[without] = round(effective_parameters(config, depth, value_tables=False))
         result[with_tables] = operations.per_token(value_tables=True)
+    if recipe.start is not None and not recipe.start_is_here:
+        result["assumed"] = f"{recipe.start} is not here, so its sizes are those that the recipe says"
     try:
         steps = operations.num_steps(recipe.data.expected_rows())
     except UnknownEpoch:
@@ -76,4 +80,8 @@ def cluster_of(**said: float | None) -> Cluster | None:
             raise RecipeError(f"--{name} {value:g} has no effect by itself: say how many GPUs with --gpus")
         if not (value > 0 or (name == "dollars" and value == 0)):
             raise RecipeError(f"--{name} must be above 0, got {value:g}")
+    if known.get("mfu", 0) > 1:
+        raise RecipeError(f"--mfu {known['mfu']:g} is more than all operations: write 40 % as 0.4")
+    if 0 < known.get("memory", math.inf) < 2**30:
+        raise RecipeError(f"--memory {known['memory']:g} is less than a GiB: say it in bytes, 80e9 for 80 GB")
     return Cluster(**known) if known else None

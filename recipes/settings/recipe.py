@@ -66,17 +66,35 @@ class Recipe:
     def model_config(self, **overrides) -> LoopedConfig:
         """The model's config; `overrides` hold what only the tokenizer knows (vocab_size and special tokens).
 
-        Of a dense model that is not on this machine, the sizes that the recipe says are believed.
+        Of a model to start from that is not on this machine, the sizes that the recipe says are believed.
         """
         fields = {**self.model, **overrides}
         preset = fields.pop("preset", None)
         try:
-            if self.dense.path is not None and (Path(self.dense.path) / "config.json").is_file():
+            if self.start_is_here and self.dense.path is not None:
                 return start_from_dense(AutoConfig.from_pretrained(self.dense.path), **self.dense_options()).config
+            if self.start_is_here:
+                return LoopedConfig.from_pretrained(self.start, **self.changes_to_start())
             return LoopedConfig(**fields) if preset is None else LoopedConfig.from_preset(preset, **fields)
         # transformers' own checks of what it knows, such as kinds of rotary positions, raise others than ValueError
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise RecipeError(f"section 'model': {' '.join(str(error).split())}") from error
+
+    @property
+    def start(self) -> str | None:
+        """The folder or name of the model that the run begins with, if it is not a new one."""
+        return self.training.initialize_from if self.dense.path is None else self.dense.path
+
+    @property
+    def start_is_here(self) -> bool:
+        return self.start is not None and (Path(self.start) / "config.json").is_file()
+
+    def changes_to_start(self) -> dict:
+        """Fields that change a saved model, e.g. its loss."""
+        changes = {key: value for key, value in self.model.items() if key != "preset"}
+        if "num_loops" in changes:  # the depth of this training, also where that before had another
+            changes["trained_num_loops"] = changes["num_loops"]
+        return changes
 
     def dense_options(self) -> dict:
         """What `from_dense` takes, but the path."""

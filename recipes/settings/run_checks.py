@@ -22,8 +22,10 @@ def check_run(recipe: Recipe) -> LoopedConfig:
         sizes(config)
     except Exception as error:  # torch and transformers each have their own
         raise RecipeError(f"section 'model' can not be built: {' '.join(str(error).split())}") from error
-    if recipe.training.initialize_from is None:  # else the saved model may say otherwise
+    if recipe.training.initialize_from is None or recipe.start_is_here:  # else the saved model may say otherwise
         check_against_model(recipe, config)
+    if recipe.start_is_here:
+        check_positions(recipe, config)
     check_depths(recipe, config)
     check_keys(recipe, config)
     check_recomputed(recipe.training.gradient_checkpointing, config)
@@ -39,6 +41,16 @@ def check_run(recipe: Recipe) -> LoopedConfig:
             "training.output_dir"
         )
     return config
+
+
+def check_positions(recipe: Recipe, config: LoopedConfig):
+    """Of a model that is there already; a new one has as many as its rows are long."""
+    length, positions = recipe.data.sequence_length, config.max_position_embeddings
+    if length > positions:
+        raise RecipeError(
+            f"data.sequence_length={length} is more than the max_position_embeddings={positions} of {recipe.start}: "
+            f"make rows shorter, or set model.max_position_embeddings={length}"
+        )
 
 
 def steps_of(recipe: Recipe, config: LoopedConfig) -> int | None:

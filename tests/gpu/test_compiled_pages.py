@@ -22,10 +22,10 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("way", ["margin", "mixed_depths_and_exits", "speculation"])
+@pytest.mark.parametrize("way", ["logit_margin", "mixed_depths_and_exits", "speculation"])
 def test_rows_in_pages(way, softcap, device):
     """In float32: the kernel takes no wider numbers. Logits of the tokens that the CPU chose."""
-    ways = {**WAYS, "mixed_depths_and_exits": {**WAYS["mixed_depths"], **WAYS["latent"]}}
+    ways = {**WAYS, "mixed_depths_and_exits": {**WAYS["mixed_depths"], **WAYS["latent_diff"]}}
     model = exiting_model(head_dim=16, attention_softcap=softcap).float()
     if softcap is not None:
         model.set_attn_implementation("eager")
@@ -40,7 +40,7 @@ def test_rows_in_pages(way, softcap, device):
 
 def test_requests_share_pages(device):
     model = exiting_model(head_dim=16).float()
-    settings = {"max_new_tokens": 200, "do_sample": False, "pad_token_id": 0, **WAYS["margin"]}
+    settings = {"max_new_tokens": 200, "do_sample": False, "pad_token_id": 0, **WAYS["logit_margin"]}
     prompts = [random_ids(1, 5 + 40 * i, seed=i) for i in range(6)]
     alone = [model.generate(prompt, **settings) for prompt in prompts]
     model.to(device).set_attn_implementation("flex_attention")

@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
 
 from modeling_looped import SharedPasses, row_graphs
+from modeling_looped.exit_criteria import CRITERIA
 from tests.helpers import random_ids, tiny_model
 from tests.test_shared_passes import together
 
@@ -15,14 +16,23 @@ WAYS = {
     "plain": {},
     "shallow": {"num_loops": 2},
     "mixed_depths": {"num_loops": [1, 4, 2]},
-    "margin": {"exit_criterion": "logit_margin", "exit_threshold": 0.5},
-    "latent": {"exit_criterion": "latent_diff", "exit_threshold": 0.5},
-    "gate": {"exit_criterion": "gate", "exit_threshold": 0.5},
-    "kl": {"exit_criterion": "kl", "exit_threshold": 0.05},
     "shared_slots": {"cache_sharing": "last"},
     "speculation": {"draft_loops": 1, "draft_tokens": 3},
     "sampled": {"do_sample": True, "top_k": 1},
 }
+THRESHOLDS = {  # at which tokens of this model exit after loops of their own
+    "logit_margin": 0.05,
+    "max_prob": 0.1,
+    "entropy": 3.0,
+    "entropy_diff": 0.001,
+    "kl": 0.2,
+    "minp_kl": 0.05,
+    "latent_diff": 0.5,
+    "cosine": 0.1,
+    "argmax_stability": 1,
+    "gate": 0.5,
+}
+WAYS |= {name: {"exit_criterion": name, "exit_threshold": threshold} for name, threshold in THRESHOLDS.items()}
 
 
 def exiting_model(**fields):
@@ -46,6 +56,10 @@ def test_tokens_are_those_of_the_cpu(way, device):
     if "exit_criterion" in WAYS[way]:
         assert torch.equal(found.token_loops.cpu(), expected.token_loops)
         assert len(expected.token_loops.unique()) > 1  # else nothing exited
+
+
+def test_all_criteria_run():
+    assert THRESHOLDS.keys() == CRITERIA.keys()
 
 
 @pytest.mark.parametrize("system", [{}, {"preset": "parcae", "num_prelude_layers": 1}, {"preset": "flt"}], ids=str)
@@ -74,7 +88,7 @@ def test_loops_of_rows_are_graphs(system, device, monkeypatch):
 def test_requests_that_share_passes(device):
     model, prompts = exiting_model(), [random_ids(rows, length) for rows, length in ((2, 6), (1, 4), (1, 9))]
     how = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    asked = [{**how, **WAYS[way]} for way in ("plain", "shallow", "latent")]
+    asked = [{**how, **WAYS[way]} for way in ("plain", "shallow", "latent_diff")]
     alone = [model.generate(ids, **way) for ids, way in zip(prompts, asked)]
     model.to(device)
     requests = [{"input_ids": ids.to(device), **way} for ids, way in zip(prompts, asked)]

@@ -1,0 +1,75 @@
+"""What a run begins with: a saved model, of which nothing is made up."""
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from looped_recipes.engine.beginning import build_model, check_start
+from looped_recipes.settings.costs import plan
+from looped_recipes.settings.recipe import RecipeError, load_recipe
+from looped_recipes.settings.run_checks import check_run
+from modeling_looped.loading import LoopedCheckpointError
+from tests.helpers import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    folder = tmp_path / "run" / "final"
+    tiny_model(num_loops=3, num_coda_layers=1, max_position_embeddings=64).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def recipe_of(tmp_path, saved, *more: str):
+    (tmp_path / "recipe.yaml").write_text("data: {sequence_length: 64}\ntraining: {steps: 5}\n")
+    start = [f"training.initialize_from={saved}", f"training.output_dir={tmp_path / 'next'}"]
+    return load_recipe(tmp_path / "recipe.yaml", [*start, *more])
+
+
+def test_the_recipe_of_a_saved_model_has_its_sizes(tmp_path, saved):
+    """So what is checked and planned is the model that trains."""
+    recipe = recipe_of(tmp_path, saved, "model.num_loops=5")
+    model, config = build_model(recipe, tiny_tokenizer()), check_run(recipe)
+    own = {name: getattr(config, name) for name in ("architectures", "_name_or_path")}
+    assert config.to_dict() == {**model.config.to_dict(), **own}
+    assert (config.hidden_size, config.num_loops, config.trained_depth) == (32, 5, 5)
+    assert plan(recipe)["parameters"] == sum(weight.numel() for weight in model.parameters())
+    assert "assumed" not in plan(recipe)
+    missing = recipe_of(tmp_path, "some/model")
+    assert plan(missing)["assumed"].startswith("some/model is not here")
+
+
+def test_other_tokens_are_refused(tmp_path, saved):
+    recipe, words = recipe_of(tmp_path, saved), Tokenizer(models.WordLevel({"x": 0, "y": 1}, "x"))
+    other = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="y", pad_token="y")
+    with pytest.raises(RecipeError, match="knows the tokens of its own tokenizer, .* set data.tokenizer=.*final"):
+        build_model(recipe, other)
+    (saved / "tokenizer_config.json").unlink()
+    assert build_model(recipe, other).config.hidden_size == 32  # nothing says which it knew
+
+
+@pytest.mark.parametrize("more", ["model.num_core_layers=3", "model.num_coda_layers=0"])
+def test_a_new_gate_is_all_that_may_be_new(tmp_path, saved, more):
+    assert build_model(recipe_of(tmp_path, saved, "model.exit_gate=normed"), tiny_tokenizer()).exit_gate is not None
+    for gate in ([], ["model.exit_gate=normed"]):
+        with pytest.raises(LoopedCheckpointError, match="does not fit"):
+            build_model(recipe_of(tmp_path, saved, more, *gate), tiny_tokenizer())
+
+
+def test_rows_as_long_as_the_model_reads(tmp_path, saved):
+    recipe = recipe_of(tmp_path, saved, "data.sequence_length=65")
+    with pytest.raises(RecipeError, match="sequence_length=65 is more than the max_position_embeddings=64 of .*final"):
+        check_run(recipe)
+    with pytest.raises(RecipeError, match="set model.max_position_embeddings=65"):
+        build_model(recipe, tiny_tokenizer())
+    wider = recipe_of(tmp_path, saved, "data.sequence_length=65", "model.max_position_embeddings=65")
+    assert build_model(wider, tiny_tokenizer()).config.max_position_embeddings == 65
+
+
+def test_what_to_name_is_said(tmp_path, saved):
+    with pytest.raises(RecipeError, match="holds no saved model .*: name .*run/final"):
+        check_start(recipe_of(tmp_path, saved.parent))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(RecipeError, match="it holds an adapter: merge that"):
+        check_start(recipe_of(tmp_path, tmp_path / "adapter"))
