@@ -331,6 +331,8 @@ class LoopedGenerationMixin(Generative):
         per prompt), rows at their own loop and token share every pass: see `shared_passes.py`, also for `max_rows` and
         `max_tokens`. Its results have `token_loops`.
         """
+        of_batches = {*signature(super().generate_batch).parameters}
+        self._check_names({name: value for name, value in kwargs.items() if name not in of_batches}, generation_config)
         given = {name: kwargs.pop(name) for name in DEPTH_FIELDS if name in kwargs}
         asked = {name: value for name, value in given.items() if value is not None}
         asked = asked or beside_defaults(generation_config)
@@ -351,6 +353,11 @@ class LoopedGenerationMixin(Generative):
                 f"generate_batch holds equally many key/value heads of every layer, but the core has "
                 f"{sizes.num_key_value_heads} and the other layers {self.config.num_key_value_heads}: use generate"
             )
+        # transformers reads no arguments of generate but one
+        fields = {name: kwargs.pop(name) for name in GENERATION_FIELDS & kwargs.keys() if name != "max_new_tokens"}
+        if fields:
+            generation_config = copy.deepcopy(generation_config or self.generation_config)
+            generation_config.update(**fields, **dict.fromkeys(DEPTH_FIELDS))
         return super().generate_batch(inputs, generation_config, **kwargs)
 
     def init_continuous_batching(self, generation_config=None, *args, **kwargs):

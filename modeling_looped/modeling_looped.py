@@ -337,7 +337,7 @@ class LoopedModel(LoopedPreTrainedModel):
         view = view_for_pass(cache, self.config, plan, may_exit=may_exit)
         x = self.embed(inputs_embeds, position_ids)
         context = PassContext(
-            num_rows=len(inputs_embeds),
+            num_rows=inputs_embeds.shape[0],
             masks=masks,
             position_ids=position_ids,
             position_embeddings=self.rotary(x, position_ids),

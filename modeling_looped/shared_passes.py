@@ -21,17 +21,20 @@ from contextvars import ContextVar, copy_context
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from .checks import refuse_if
 from .continuous import ContinuousDecoder, tick
 from .cpu import decoding, multiplying_as_in
 from .depth import check_count
-from .depth_options import as_python
+from .depth_options import DepthOptions, as_python
 from .row_engine import PassesOfOthers, is_paged
 from .row_pages import Pages
 from .row_table import RowTable
 from .row_view import kernels_of_single_queries
 
+
+logger = logging.get_logger(__name__)
 
 # arguments of generate_batch that belong to the continuous batching of transformers
 ONLY_IN_TRANSFORMERS = ("continuous_batching_config", "record_timestamps", "progress_bar", "persistent_manager")
@@ -252,8 +255,17 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
         reason = f"{name} has {len(values)} values for {len(inputs)} prompts: pass one value, or one per prompt"
         refuse_if(len(values) != len(inputs), reason)
 
+    def fields_of(i: int) -> dict:
+        return {**fields, **{name: values[i] for name, values in lists.items()}}
+
+    # what cannot be asked is an error of the call, and not of every prompt
+    for of_prompt in {tuple(fields_of(i).items()) for i in range(len(inputs))}:
+        options, asked = DepthOptions.merged(model.generation_config, generation_config, dict(of_prompt))
+        options.exit_rule(model.config)
+        options.check(model.config, asked)
+
     def generate(i: int) -> GenerationOutput:
-        of_prompt = {**fields, **{name: values[i] for name, values in lists.items()}}
+        of_prompt = fields_of(i)
         prompt = torch.tensor([inputs[i]], device=model.device)
         settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), **kwargs, **of_prompt}
         settings["return_dict_in_generate"] = True
@@ -263,6 +275,7 @@ def generate_together(model, inputs, generation_config, fields: dict, max_rows: 
             result = passes.generate(prompt, generation_config=copy.deepcopy(generation_config), **settings)
         except Exception as error:
             output.status, output.error = RequestStatus.FAILED, str(error)
+            logger.warning(f"prompt {i} of generate_batch has no answer: {error}")
             return output
         output.generated_tokens = result.sequences[0, prompt.shape[1] :].tolist()
         vars(output)["token_loops"] = result.token_loops[0].tolist()

@@ -21,8 +21,9 @@ def on_device(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """A slice of all rows would be copied in the backward pass."""
-    return tensor if count == len(tensor) else tensor[:count]
+    """A slice of all rows would be copied in the backward pass. Their number stays a symbol in exported programs, which
+    len would make a constant."""
+    return tensor if count == tensor.shape[0] else tensor[:count]
 
 
 def rows_of(rows: list[int], tensor: torch.Tensor) -> torch.Tensor:

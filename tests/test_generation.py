@@ -458,6 +458,17 @@ def test_continuous_batching_says_what_it_passes_over(monkeypatch):
     assert "config.num_loops=3" in said[0] and "exit_criterion='kl'" in said[0]
 
 
+@pytest.mark.slow
+def test_continuous_batching_reads_arguments_of_generate():
+    """transformers passes over all but one."""
+    model, prompt = model_of("plain").float(), [3, 4]
+    whole = greedy(model, torch.tensor([prompt]))[0, 2:].tolist()
+    arguments = {"continuous_batching_config": small_paged_cache(), "max_new_tokens": NEW, "do_sample": False}
+    for end in (whole[2], -1):
+        (result,) = model.generate_batch([prompt], eos_token_id=end, **arguments).values()
+        assert result.generated_tokens == (whole[: whole.index(end) + 1] if end in whole else whole)
+
+
 def test_none_undoes_what_is_saved_in_batches_too():
     model, prompts = model_of("plain").float(), [[3, 4], [5, 6, 7]]
     model.generation_config.eos_token_id = -1

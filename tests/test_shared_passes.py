@@ -462,6 +462,15 @@ def test_bad_batches_of_prompts():
         model.generate_batch([[3, 4]], num_loops=2, progress_bar=True)
     with pytest.raises(ValueError, match="num_return_sequences=2: batches give one answer to each prompt"):
         model.generate_batch([[3, 4]], num_loops=2, do_sample=True, num_return_sequences=2)
+    for wrong, message in (
+        ({"num_loops": [2, 0]}, "num_loops is the number of loops to run: .*; got 0"),
+        ({"num_loops": 2, "min_loops": 9}, "without exit_criterion|min_loops"),
+        ({"exit_criterion": "klx"}, "exit_criterion='klx' is not known"),
+        ({"exit_criterium": "kl"}, "did you mean `exit_criterion`"),
+        ({"num_lops": 1}, "did you mean `num_loops`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate_batch([[3, 4], [5]], max_new_tokens=2, **wrong)
     results = model.generate_batch([[3, 4], []], num_loops=[2, 2], max_new_tokens=2, **GREEDY)
     assert results["req_0"].error is None and len(results["req_0"].generated_tokens) == 2
     assert "at least one token" in results["req_1"].error and results["req_1"].generated_tokens == []
