@@ -21,8 +21,8 @@ def on_device(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """A slice of all rows would be copied in the backward pass. Their number stays a symbol in exported programs, which
-    len would make a constant."""
+    """A slice of all rows would be copied in the backward pass. In exported programs their number stays a symbol,
+    which len would make a constant."""
     return tensor if count == tensor.shape[0] else tensor[:count]
 
 

@@ -626,3 +626,24 @@ def test_chat_refuses_what_it_cannot_do(folder):
         chat.main([str(folder), "a", "--max-new-tokens", "0"])
     with pytest.raises(ValueError, match="there is no folder"):
         chat.main([str(folder / "nothing"), "a"])
+
+
+def test_chat_leaves_out_the_beginning_where_there_is_no_more_room(folder, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn['role'][0] }} {{ turn['content'] }} {% endfor %}"
+    model = tiny_model(position_embedding="learned", max_position_embeddings=16, eos_token_id=None)
+    conversation = chat.Conversation(model, tokenizer, {"max_new_tokens": 6, "do_sample": False}, "be kind")
+    for _ in range(6):
+        conversation.answer("a b")
+    assert "of the beginning left out: no more room]" in capsys.readouterr().out
+    assert conversation.turns[0]["role"] == "system" and len(conversation.turns) < 13
+    with pytest.raises(ValueError, match="tokens are more than the max_position_embeddings=16 .*: write less"):
+        conversation.answer("a " * 40)
+
+
+def test_chat_writes_no_more_than_the_model_reads():
+    model = tiny_model(position_embedding="learned", max_position_embeddings=16, eos_token_id=None)
+    conversation = chat.Conversation(model, tiny_tokenizer(), {"max_new_tokens": 200, "do_sample": False})
+    prompt = conversation.prompt_of("a b c")
+    conversation.answer("a b c")  # and no position beyond those that it has learned
+    assert conversation.room_after(prompt) == 17 - prompt["input_ids"].shape[1]

@@ -156,7 +156,7 @@ def test_conversations(served):
         ({"echo": "yes"}, "echo='yes' must be true or false"),
         ({"seed": "one"}, "seed='one' is no integer"),
         ({"seed": 2**63}, "seed=9223372036854775808 is no integer of 64 bits"),
-        ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain sampling"),
+        ({"seed": 1, "temperature": 1, "draft_loops": 1}, "seed=1 goes with plain .* not with draft_loops: leave one"),
         ({"stop": [5]}, "stop=.5. must be a text or a list of texts"),
         ({"stop": "zz"}, "stop='zz' is not served: this model's tokenizer does not give 'abcdef' back"),
         ({"logit_bias": {"a": 5}}, "logit_bias=.* must have numbers of tokens as names"),
@@ -166,6 +166,12 @@ def test_conversations(served):
             {"generation_config": '{"num_return_sequences": 2, "do_sample": true}'},
             "num_return_sequences=2: say n=2 in the request",
         ),
+        ({"generation_config": "[1]"}, "must hold an object"),
+        ({"generation_config": '{"top_kk": 1}'}, "no argument `top_kk`; did you mean `top_k`"),
+        ({"generation_config": '{"zzqq": 1}'}, "generation_config has zzqq, which nothing reads"),
+        ({"generation_config": '{"max_new_tokens": 2}'}, "max_tokens and generation_config both say how long"),
+        ({"top_k": 5}, "top_k: put it in generation_config, a text that holds JSON"),
+        ({"max_tokens": 0}, "max_tokens=0 asks for nothing"),
         ({"generation_config": '{"max_length": 200}', "max_tokens": None}, "max_position_embeddings=80"),
     ],
     ids=str,
@@ -312,7 +318,7 @@ def test_a_stream_that_fails_says_why(served, monkeypatch):
     monkeypatch.setattr(passes, "generate", fails)
     with pytest.raises(openai.APIError) as error:
         list(complete(client, "a b", 3, {}, stream=True))
-    assert error.value.body == 'no "room"\nleft'
+    assert error.value.message == 'no "room"\nleft' and error.value.body["type"] == "server_error"
 
 
 @pytest.mark.parametrize("option", ["--max-loops", "--max-rows", "--max-tokens", "--num-loops"])

@@ -53,6 +53,8 @@ def texts_of(path: str) -> Iterator[str]:
             raise ValueError(f"{path} has no column 'text'; it has {', '.join(rows.column_names)}")
         yield from (row["text"] or "" for row in rows)
         return
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path!r} (looked from {Path.cwd()})")
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:

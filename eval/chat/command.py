@@ -7,6 +7,7 @@ from transformers import TextStreamer
 
 from looped_eval.common.findings import loops_in_words
 from looped_eval.common.model_folder import open_config, open_tokenizer
+from looped_recipes.common.words import counted
 from modeling_looped import LoopedForCausalLM
 
 from .options import parse
@@ -28,11 +29,34 @@ class Conversation:
             self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self.model.device)
 
+    def room_after(self, prompt: dict[str, torch.Tensor]) -> int:
+        """For new tokens; the last one is not read again."""
+        return self.model.config.max_position_embeddings + 1 - prompt["input_ids"].shape[1]
+
+    def prompt_of(self, text: str) -> dict[str, torch.Tensor]:
+        """With as many turns before it as there is room for, and for an answer half as long as one may be."""
+        prompt, first = self.ids_of(text), 1 if self.turns and self.turns[0]["role"] == "system" else 0
+        forgotten, wanted = 0, min(self.settings["max_new_tokens"], self.model.config.max_position_embeddings // 2)
+        while self.room_after(prompt) < wanted and len(self.turns) > first + 2:
+            del self.turns[first : first + 2]  # a question and its answer
+            forgotten += 1
+            self.turns.pop()  # which ids_of adds again
+            prompt = self.ids_of(text)
+        if forgotten:
+            print(f"[{counted(forgotten, 'turn')} of the beginning left out: no more room]")
+        if self.room_after(prompt) < 1:
+            raise ValueError(
+                f"{prompt['input_ids'].shape[1]} tokens are more than the max_position_embeddings="
+                f"{self.model.config.max_position_embeddings} that this model reads: write less"
+            )
+        return prompt
+
     def answer(self, text: str) -> tuple[str, float]:
         """What the model writes, printed as it comes, and the mean loops of its tokens."""
-        prompt = self.ids_of(text)
+        prompt = self.prompt_of(text)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        outputs = self.model.generate(**prompt, **self.settings, streamer=streamer, return_dict_in_generate=True)
+        settings = {**self.settings, "max_new_tokens": min(self.settings["max_new_tokens"], self.room_after(prompt))}
+        outputs = self.model.generate(**prompt, **settings, streamer=streamer, return_dict_in_generate=True)
         written = self.tokenizer.decode(outputs.sequences[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         if self.answers_in_turns:
             self.turns.append({"role": "assistant", "content": written})
@@ -62,6 +86,8 @@ def main(arguments: list[str] | None = None):
     model = LoopedForCausalLM.from_pretrained(folder, dtype=args.dtype).to(args.device).eval()
     names = ("num_loops", "exit_criterion", "exit_threshold", "min_loops")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.exit_criterion == "none":  # of those that were saved with the model
+        settings["exit_criterion"] = None
     settings |= {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
     if args.temperature > 0:
         settings["temperature"] = args.temperature
@@ -74,4 +100,4 @@ def main(arguments: list[str] | None = None):
         print(f"{folder} {how}, with {full} loops at most; Ctrl-D ends")
     for prompt in [" ".join(args.prompt)] if args.prompt else prompts_of(sys.stdin):
         _, loops = conversation.answer(prompt)
-        print(f"[{loops_in_words(loops, full)} a token]")
+        print(f"[{loops_in_words(loops, full, ' a token')}]")

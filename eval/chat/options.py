@@ -15,7 +15,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="a saved model, or the folder of its training run")
     parser.add_argument("prompt", nargs="*", help="without one, prompts are read from the terminal")
     parser.add_argument("--num-loops", type=int, help="the most loops a token may take; default: that of the model")
-    parser.add_argument("--exit-criterion", help="default: that saved with the model, if any")
+    parser.add_argument("--exit-criterion", help="default: that saved with the model, if any; none leaves it out")
     parser.add_argument("--exit-threshold", type=float, help="default: the published one")
     parser.add_argument("--min-loops", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=256)

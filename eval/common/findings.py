@@ -12,10 +12,10 @@ LESS_IS_BETTER = re.compile(r"\b(perplexity|bits per byte|loss)\b")  # where lm-
 MOST = 3  # measures of which a sentence speaks
 
 
-def loops_in_words(mean: float, full: float) -> str:
-    """E.g. "2.30 of 4 loops, 42 % of them saved"."""
+def loops_in_words(mean: float, full: float, each: str = "") -> str:
+    """E.g. "2.30 of 4 loops a token, 42 % of them saved"; each: " a token"."""
     saved = f", {percent(1 - mean / full)} of them saved" if mean < full else ""
-    return f"{mean:.2f} of {full:g} loops{saved}"
+    return f"{mean:.2f} of {full:g} loops{each}{saved}"
 
 
 def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -> str:
@@ -26,9 +26,10 @@ def best_depths(curves: Curves, more_is_better: dict[str, bool] | None = None) -
     known = more_is_better or {}
     measures = [name for name in curves if name != "mean loops" and not says_the_same(name, curves)]
     said = "; ".join(best_point(name, curves[name], known.get(name)) for name in measures[:MOST])
-    rest = f"; of {len(measures) - MOST} more the table tells" if len(measures) > MOST else ""
+    rest = f"; {len(measures) - MOST} more in the table" if len(measures) > MOST else ""
     exits = [point for points in curves.get("mean loops", {}).values() for point in points.items()]
-    saved = "".join(f" With exits: {loops_in_words(mean, depth)}." for depth, (mean, _) in exits)
+    saved = "; ".join(loops_in_words(mean, depth) for depth, (mean, _) in exits)
+    saved = f" With exits: {saved}." if exits else ""
     return f"{said}{rest}.{saved}" if measures else f"Nothing was scored.{saved}"
 
 

@@ -179,6 +179,8 @@ def main(arguments: list[str]):
     runs = [target for target in results if training_run(target) is not None]
     then = [typed("looped report", *runs)] if runs else []
     say_result(f"{args.measure} of {len(results)} of {len(targets)} models.", *then)
+    if missing := [target for target in targets if target in args.model and target not in results]:
+        raise DiagnoseError(f"{', '.join(missing)}: left out, for the reason above")
 
 
 def measure_model(args: argparse.Namespace, target: str, overrides: list[str], beside: dict[str, dict]) -> dict:

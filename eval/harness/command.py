@@ -179,6 +179,8 @@ def main(arguments: list[str]):
     if run is not None and not config.output_path:
         config.output_path = str(results_folder(config.model_args["pretrained"]) / "lm_eval")
         check_writable(Path(config.output_path))
+    if config.output_path and (table_before := Path(config.output_path) / "depth.md").is_file():
+        print(f"note: {table_before} and depth.svg will be replaced; --output names another folder")
     options = options_of(config)
     options["task_manager"], options["tasks"] = asked_tasks(config)
     check_tasks(options["task_manager"], options["tasks"])

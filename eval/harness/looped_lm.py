@@ -86,6 +86,9 @@ class LoopedLM(HFLM):
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
         if state_seed is not None:
             check_starts_from_noise(self.config)
+        saved = getattr(self.model.generation_config, "exit_criterion", None)
+        if saved is not None and self.rule is None:
+            logger.warning(f"Exits by {saved!r}, saved with this model, are not used: name exit_criterion for that")
         if hasattr(self, "accelerator"):  # HFLM shares the requests out on several GPUs only
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.answers = {} if answers is None else open_answers(f"{answers}_rank{self.rank}.db")

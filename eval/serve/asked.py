@@ -9,10 +9,8 @@ from typing import Any
 from modeling_looped.depth_options import DEPTH_FIELDS, DepthOptions
 
 from .likelihoods import Likelihood
+from .request_checks import SAY_LENGTH
 from .stop_texts import StopTexts
-
-
-SAY_LENGTH = ("max_tokens", "max_completion_tokens")
 
 
 def has_length(config: Any) -> bool:

@@ -11,8 +11,9 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
 
 from .asked import Asked, current_request
+from .http import with_whole_errors
 from .likelihoods import Likelihood, of_chat, of_completion
-from .request_checks import check_body, check_conversation, check_several, check_stop, check_tools
+from .request_checks import check_body, check_conversation, check_names, check_several, check_stop, check_tools
 from .several import all_or_none, joined, one_by_one
 from .shared_generation import SharedGenerateManager, bad_request
 from .stop_texts import StopTexts
@@ -62,6 +63,7 @@ class TakesDepth:
         asked = Asked.taken_from(body)
         current_request.set(asked)
         try:
+            check_names(body, self._valid_params_class.__mutable_keys__)  # pyrefly: ignore[missing-attribute]
             return await super().handle_request(body, request_id)  # pyrefly: ignore[missing-attribute]
         except HTTPException:
             raise
@@ -99,6 +101,11 @@ class TakesDepth:
         if asked.is_prompt_alone:
             choice["finish_reason"] = "length"
         return JSONResponse({**body, **asked.fields_of_loops()})
+
+    def _streaming(self, *args, **kwargs):
+        response = super()._streaming(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
+        response.body_iterator = with_whole_errors(response.body_iterator)
+        return response
 
     def _build_chunk_sse(self, *args, finish_reason=None, **kwargs) -> str:
         line = super()._build_chunk_sse(*args, finish_reason=finish_reason, **kwargs)  # pyrefly: ignore

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from uuid import uuid4
 
 from fastapi import Request
@@ -11,11 +13,25 @@ from fastapi.responses import Response
 REQUEST_ID = "x-request-id"
 
 
-def error_response(status: int, message: str, kind: str = "invalid_request_error") -> Response:
-    """An error in the form of OpenAI."""
-    error = {"error": {"message": message, "type": kind, "code": status}}
-    # ASCII, also where half a character came
-    return Response(json.dumps(error), status, media_type="application/json")
+def error_of(status: int, message: str, kind: str = "invalid_request_error") -> str:
+    """An error in the form of OpenAI, in ASCII, also where half a character came."""
+    return json.dumps({"error": {"message": message, "type": kind, "code": status}})
+
+
+def error_response(status: int, *said: str) -> Response:
+    return Response(error_of(status, *said), status, media_type="application/json")
+
+
+async def with_whole_errors(parts: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+    """The parts of a stream of transformers, which tells an error as a text, where clients read an object."""
+    async with aclosing(parts):
+        async for part in parts:
+            lines = part.split("\n\n")
+            for i, line in enumerate(lines):
+                if line.startswith('data: {"error": "'):
+                    message = json.loads(line.removeprefix("data: "))["error"]
+                    lines[i] = "data: " + error_of(500, message, "server_error")
+            yield "\n\n".join(lines)
 
 
 class LimitedSize:

@@ -1,11 +1,15 @@
 """What the server refuses of a request, with the reason: fields that would have no effect, and forms that fail."""
 
 import json
+from collections.abc import Collection, Iterable
 from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
+
+from modeling_looped.depth_options import DEPTH_FIELDS
+from modeling_looped.foreign_names import GENERATION_FIELDS, refuse_foreign
 
 
 # of fields that transformers would convert: "false" to a stream, 2.7 tokens to 2
@@ -19,6 +23,7 @@ FORMS = {
     "n": ((int,), "a whole number"),
     "echo": ((bool,), "true or false"),
 }
+SAY_LENGTH = ("max_tokens", "max_completion_tokens")
 # fields of OpenAI's that are not served, and the values with which they ask for nothing; None always does
 ASK_FOR_NOTHING = {
     "best_of": (1,),
@@ -76,11 +81,10 @@ def check_body(body: dict):
     if tools and body.get("tool_choice") == "none":
         raise ValueError("tool_choice='none' is not served beside tools, which the model would see: leave tools out")
     check_template_kwargs(body.get("chat_template_kwargs"))
+    if body.get("max_tokens") == 0 and not body.get("echo"):
+        raise ValueError("max_tokens=0 asks for nothing: with echo=true it tells the prompt")
     if (config := body.get("generation_config")) is not None:
-        try:
-            json.loads(config)
-        except ValueError as error:
-            raise ValueError(f"generation_config={config!r} must be a text that holds JSON: {error}") from None
+        check_config(config, body)
     if tools is not None and not are_tools(tools):
         form = '{"type": "function", "function": {"name": ...}}'
         raise ValueError(f"tools={tools!r} must be a list of functions, each {form}")
@@ -132,6 +136,32 @@ def check_characters(body: dict):
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"the request holds {half!r}, which is half of a character: send whole ones") from None
+
+
+def check_config(text: str, body: dict):
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"generation_config={text!r} must be a text that holds JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"generation_config={text!r} must hold an object")
+    if unread := sorted(config.keys() - GENERATION_FIELDS - DEPTH_FIELDS.keys()):
+        refuse_foreign(unread, GENERATION_FIELDS | DEPTH_FIELDS.keys(), "generation_config")
+        raise ValueError(f"generation_config has {', '.join(unread)}, which nothing reads: leave it out")
+    lengths = [name for name in SAY_LENGTH if body.get(name) is not None]
+    if lengths and {"max_new_tokens", "max_length"} & config.keys():
+        raise ValueError(f"{lengths[0]} and generation_config both say how long the answer is: leave one out")
+
+
+def check_names(names: Iterable[str], known: Collection[str]):
+    """Of fields of a request: what generate knows goes into generation_config."""
+    if unknown := sorted(set(names) - set(known)):
+        if of_generation := [name for name in unknown if name in GENERATION_FIELDS]:
+            raise ValueError(
+                f"{', '.join(of_generation)}: put it in generation_config, a text that holds JSON, such as "
+                f"{json.dumps(json.dumps({of_generation[0]: 5}))}"
+            )
+        refuse_foreign(unknown, {*known, *DEPTH_FIELDS}, "a request")
 
 
 def check_template_kwargs(given: Any):

@@ -194,7 +194,11 @@ class SharedGenerateManager(GenerateManager):
                     f"num_loops={asked.full_depth} is more than the {self.max_loops} that this server runs"
                 )
             if asked.seed is not None and prepared.do_sample and not options.shares_passes:
-                raise ValueError(f"seed={asked.seed} goes with plain sampling and exits that stop: leave it out")
+                beside = {"draft_loops": options.draft_loops, "state_seed": options.state_seed}
+                name = next((name for name, value in beside.items() if value is not None), "exit_selection")
+                raise ValueError(
+                    f"seed={asked.seed} goes with plain sampling and exits that stop, not with {name}: leave one out"
+                )
             new_tokens = gen_config.max_new_tokens
             if new_tokens > room:
                 raise ValueError(

@@ -16,7 +16,7 @@ from .files import write_whole
 
 LIST = "checksums.json"  # beside the files of a folder
 SEAL = "checksum"  # key of a JSON object that has its own checksum
-SETTINGS = ("config.json", "generation_config.json")  # of a saved model, which people edit
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")  # of a saved model, which people edit
 BLOCK = 2**20
 
 

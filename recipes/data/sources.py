@@ -181,7 +181,7 @@ class Source:
         column = self.column
         columns = documents.column_names or list(next(iter(documents), {column: None}))
         field, wanted = ("text_field", "text") if self.token_field is None else ("token_field", "token ids")
-        advice = f"set data.{field} to the one that holds the {wanted}"
+        advice = f"name that of the {wanted} so, or set data.{field} to it in a recipe"
         if column not in columns:
             listed = ", ".join(map(repr, columns))
             raise RecipeError(f"{self.name!r} has no column {column!r}; it has {listed}: {advice}")
