@@ -441,6 +441,9 @@ def test_what_a_trainer_can_not_do_with_the_models_own_loss(tmp_path, warnings_o
     trainer = fine_tuning(Finetuning, model, tmp_path, loss_type="dft")
     with pytest.raises(ValueError, match="loss_type='dft' would be replaced by the model's own loss"):
         trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+    trainer.args = SimpleNamespace(label_smoothing_factor=0, use_liger_kernel=False, loss_type=["sigmoid"])  # of DPO
+    with pytest.raises(ValueError, match="is for a Trainer and for TRL's SFTTrainer; Finetuning computes a loss of"):
+        trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
     model.train()(ids)  # as transformers' Trainer calls it for label smoothing: without labels
     assert len(warnings_of_clients) == 1
 

@@ -742,7 +742,10 @@ def test_columns_that_are_no_tokens_are_refused(make_data, tmp_path):
     source = tmp_path / "tokens.parquet"
     datasets.Dataset.from_dict({"input_ids": [[5, 400]] * 40, "text": ["a"] * 40}).to_parquet(source)
     for fields, message in (
-        ({"token_field": "ids"}, "no column 'ids'; it has .*: set data.token_field to the one that holds the token"),
+        (
+            {"token_field": "ids"},
+            "no column 'ids'; it has .*: rename the one that holds the token ids, or, in a recipe, set data.token_field",
+        ),
         ({"token_field": "text"}, "holds Value.*, not token ids"),
         ({"text_field": "input_ids"}, "not text; .*data.token_field reads a column of token ids"),
         ({"token_field": "input_ids"}, "a document holds token 400, but data.tokenizer has 320"),

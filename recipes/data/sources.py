@@ -181,7 +181,7 @@ class Source:
         column = self.column
         columns = documents.column_names or list(next(iter(documents), {column: None}))
         field, wanted = ("text_field", "text") if self.token_field is None else ("token_field", "token ids")
-        advice = f"name that of the {wanted} so, or set data.{field} to it in a recipe"
+        advice = f"rename the one that holds the {wanted}, or, in a recipe, set data.{field} to it"
         if column not in columns:
             listed = ", ".join(map(repr, columns))
             raise RecipeError(f"{self.name!r} has no column {column!r}; it has {listed}: {advice}")
@@ -366,6 +366,11 @@ def _builder_of(path: Path) -> str | None:
 
 def _builder(name: str, files: list[Path]) -> str:
     kinds = sorted({_builder_of(path) or f"unknown ({path.name})" for path in files})
+    if kinds[0].startswith("unknown") and len(files) == 1:
+        raise RecipeError(
+            f"{name!r} is of a kind that is not read; known are {', '.join(BUILDERS)} (pandas makes them of tables: "
+            "read_csv(...).to_parquet(...))"
+        )
     if len(kinds) > 1 or kinds[0].startswith("unknown"):
         raise RecipeError(
             f"{name!r} stands for files of kind {', '.join(kinds)}; name files of one kind, with a pattern such as "

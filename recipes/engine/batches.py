@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from looped_recipes.common.words import counted
 from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
@@ -57,9 +58,9 @@ class Batches:
         training, world = self.recipe.training, data_rank(self.accelerator).world
         if self.has_dropout and training.rows_per_step % (training.micro_batch_size * world):
             raise RecipeError(
-                f"with dropout the {world} processes share whole micro batches, but training.rows_per_step="
-                f"{training.rows_per_step} is not a multiple of {world} times training.micro_batch_size="
-                f"{training.micro_batch_size}: lower training.micro_batch_size, or use fewer processes"
+                "with dropout a process takes whole micro batches, but training.rows_per_step="
+                f"{training.rows_per_step} is not a multiple of training.micro_batch_size="
+                f"{training.micro_batch_size} times {counted(world, 'reader')}: change one"
             )
 
     @property

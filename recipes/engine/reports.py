@@ -70,7 +70,7 @@ class StepReports:
         if skipped >= limit:
             rows = self.steps.batches.data_rows(step)
             left_out = f" after {skipped} steps that were left out" if skipped else ""
-            raise Divergence(f"{what} on training rows {rows}{left_out}; the checkpoints are good. {ADVICE}")
+            raise Divergence(f"{what} on training rows {rows}{left_out}; checkpoints before it are good. {ADVICE}")
         self.progress.num_skipped += 1
         self.accelerator.print(f"{what}: left out, {skipped + 1} of {limit} at most")
 

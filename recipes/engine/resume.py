@@ -3,8 +3,8 @@
 Refused if different: the model, the tokens, their order and depths, the kind of optimizer, the precision. Rates,
 other settings of optimizers and the schedule may be changed on purpose (`training.resume=changed`), and the length of
 the run and its validation text at any time; what was changed is printed, and so are other versions of code and
-libraries. Everything else (logging, saving, compiling, processes, micro batches) changes no step beyond rounding and
-is not compared.
+libraries. Everything else (logging, saving, compiling, processes, and without dropout micro batches) changes no step
+beyond rounding and is not compared.
 """
 
 import dataclasses
@@ -97,6 +97,8 @@ def refuse_other_config(path: Path, saved: dict, config: dict, may_change: Calla
     advice += "set training.resume=changed"
     if [name for name, _, _ in refused] == ["precision"]:
         advice = f"Launch with the same: accelerate launch --mixed_precision {saved['precision']}"
+    of_dropout = "training.micro_batch_size, by whose rows dropout is drawn,"
+    refused = [(of_dropout if name == "rows_of_dropout" else name, *values) for name, *values in refused]
     raise CheckpointError(f"{path} is a checkpoint of another config: {shown(refused)}. {advice}")
 
 

@@ -80,7 +80,8 @@ class RunCheckpoints:
 
     def write_beginning(self, step: int, checkpoint: Path | None):
         """The files of the run as they are at `step`, before it begins or goes on from a checkpoint."""
-        remove_leftovers(self.output)
+        for folder in (self.output, self.folder):
+            remove_leftovers(folder)
         self.metrics.start(step, None if checkpoint is None else checkpoint / METRICS)
         self.recipe.save(self.output / "recipe.yaml")
         append_line(self.output / "provenance.jsonl", json.dumps({"step": step, **provenance()}))  # each launch

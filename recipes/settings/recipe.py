@@ -23,7 +23,8 @@ from modeling_looped import LoopedConfig, curriculum
 from modeling_looped.foreign_names import FIELD_OF, meant
 from modeling_looped.formats.dense import start_from_dense
 
-from .model_fields import check_model_fields
+from .foreign_keys import place_of
+from .model_fields import OWN_FIELDS, check_model_fields
 from .paths import expanded, named_in, recipe_file
 from .ranges import check_ranges
 from .relations import check_relations, decay_of_product, refuse_idle
@@ -175,7 +176,8 @@ def recipe_of_run(run: str | Path) -> Recipe:
 def split_override(override: str) -> tuple[str, typing.Any]:
     key, equals, value = override.partition("=")
     if not equals or not all(key.partition(".")):
-        raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. training.steps=100")
+        example = f"{place_of(key) or 'training.steps'}={value or 100}"
+        raise RecipeError(f"{override!r} is not an override: write section.key=value, e.g. {example}")
     parsed, text = parse_yaml(value, f"{override!r} is not an override: {value!r}"), value.strip()
     is_quoted = text[:1] in ("'", '"') and text[:1] == text[-1:]  # else a comment may follow the quotes
     as_written = text.lower() in ("", "~", "null") if parsed is None else is_quoted or parsed == text
@@ -256,7 +258,7 @@ def _model_fields(fields: dict, where: str) -> dict:
     for key in fields:
         if key not in known and (advice := meant(str(key), known, FIELD_OF)):
             raise RecipeError(f"{where}: unknown key in model: {shortly(key)}; did you mean {advice!r}?")
-    refuse_unknown(fields, known, where, "key in model")
+    refuse_unknown(fields, known, where, "key in model", [*OWN_FIELDS, "preset"])
     fields = {key: as_number(value) for key, value in fields.items()}
     check_model_fields(fields, where)
     return fields
@@ -299,7 +301,8 @@ def _checked(value, hint, key: str, where: str):
         for o in options
         if o is not type(None)
     )
-    raise RecipeError(f"{where}: {key} must be {wanted}, got {shortly(value)}")
+    in_list = f"; write {[value]}" if wanted == "list" and isinstance(value, (str, int, float)) else ""
+    raise RecipeError(f"{where}: {key} must be {wanted}, got {shortly(value)}{in_list}")
 
 
 def _as_float(number: int | float) -> float:

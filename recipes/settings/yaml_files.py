@@ -29,11 +29,12 @@ def shortly(value) -> str:
     return shortener.repr(value)
 
 
-def refuse_unknown(given: Iterable, known: list[str], where: str, what: str):
+def refuse_unknown(given: Iterable, known: list[str], where: str, what: str, listed: Iterable[str] | None = None):
+    """listed: those that are named where none is like it; by default all."""
     for key in given:
         if key not in known:
             close, place = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5), place_of(str(key))
-            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            advice = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(listed or known)}"
             advice = advice if place is None else f"here that is {place}"
             raise RecipeError(f"{where}: unknown {what}: {shortly(key)}; {advice}")
 
