@@ -66,8 +66,8 @@ class OwnLoss:
         loss_type = getattr(self.args, "loss_type", "nll")
         refuse_if(
             loss_type != "nll" and "SFTConfig" not in [cls.__name__ for cls in type(self.args).__mro__],
-            f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {type(self).__name__} computes a loss of its own: take "
-            "it as it is",
+            f"OwnLoss is for a Trainer and for TRL's SFTTrainer; {type(self).__name__} computes a loss of its own: "
+            "take it as it is",
         )
         refuse_if(
             loss_type != "nll",

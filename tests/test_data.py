@@ -744,7 +744,7 @@ def test_columns_that_are_no_tokens_are_refused(make_data, tmp_path):
     for fields, message in (
         (
             {"token_field": "ids"},
-            "no column 'ids'; it has .*: rename the one that holds the token ids, or, in a recipe, set data.token_field",
+            "no column 'ids'; it has .*: rename the one that holds the token ids, or, .* set data.token_field",
         ),
         ({"token_field": "text"}, "holds Value.*, not token ids"),
         ({"text_field": "input_ids"}, "not text; .*data.token_field reads a column of token ids"),

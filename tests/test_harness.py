@@ -15,6 +15,7 @@ import transformers
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from looped_eval.harness import command as harness
@@ -609,3 +610,20 @@ def test_one_depth_of_a_model_scaled_by_the_run(tmp_path, manager):
     folder = save_model_and_tokenizer(tmp_path, residual_scaling="sqrt", residual_depth="run")
     found = ours(folder, manager, 2, 7, tasks=["choice", "rolling"])[2]
     assert_same(found, stock(folder, manager, 2, tasks=["choice", "rolling"]), ["choice", "rolling"])
+
+
+def test_the_largest_batch_is_looked_for_once(model, monkeypatch):
+    """Not at every depth again."""
+    looked = []
+    monkeypatch.setattr(HFLM, "_detect_batch_size", lambda self, requests=None, pos=0: looked.append(requests) or 7)
+    lm = LoopedLM(model, num_loops="1..3", batch_size="auto", device="cpu")
+    assert [lm.at(depth)._detect_batch_size() for depth in lm.depths] == [7, 7, 7] and looked == [None]
+    assert lm._detect_batch_size([("", [1], [2])]) == 7 and len(looked) == 2
+
+
+def test_what_the_command_is_not_called_with(tmp_path):
+    with pytest.raises(ValueError, match="is no command of lm-eval: name the model so, --model looped"):
+        harness.main([str(tmp_path), "--tasks", "some"])
+    arguments = ["--model", "looped", "--model_args", f"pretrained={tmp_path}", "--tasks", "some"]
+    with pytest.raises(ValueError, match="--include_path nowhere: there is no such folder"):
+        harness.main([*arguments, "--include_path", "nowhere"])

@@ -164,11 +164,18 @@ def show(curves: Curves, chance: dict[str, float], output: str | None):
 
 
 def main(arguments: list[str]):
+    if arguments and Path(arguments[0]).is_dir():
+        raise ValueError(
+            f"{arguments[0]!r} is no command of lm-eval: name the model so, --model looped --model_args "
+            f"pretrained={arguments[0]} --tasks ..."
+        )
     setup_logging()
     sys.argv[1:] = as_lm_eval_spells(arguments)  # lm-eval reads it again
     cli = HarnessCLI()
     args = cli.parse_args()
     if args.command == "run":
+        if args.include_path and not Path(args.include_path).is_dir():
+            raise ValueError(f"--include_path {args.include_path}: there is no such folder (looked from {Path.cwd()})")
         args.include_path = [path for path in (TASKS, args.include_path) if path]  # the last one wins
     config = EvaluatorConfig.from_cli(args) if args.command == "run" else None
     if config is None or config.model != "looped":

@@ -95,11 +95,20 @@ class LoopedLM(HFLM):
         self._state_of_model = [] if answers is None else self._what_decides(kwargs)
         self.cache_hook = SimpleNamespace(add_partial=self._keep_generated)
         self.state_seed = state_seed
+        self._largest_batch: int | None = None
         self._generated_loops = []  # (loops, tokens) of the rows that are being generated
         self.at(self.depths[-1])
 
     def __str__(self):
         return "looped"
+
+    def _detect_batch_size(self, requests=None, pos: int = 0) -> int:
+        """Of texts as long as may be it is looked for once: every depth runs the same pass, that of the deepest."""
+        if requests:
+            return super()._detect_batch_size(requests, pos)
+        if self._largest_batch is None:
+            self._largest_batch = super()._detect_batch_size()
+        return self._largest_batch
 
     def at(self, depth: int) -> "LoopedLM":
         """The depth for which requests are answered from now on."""
