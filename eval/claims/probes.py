@@ -67,10 +67,12 @@ def growth(model, batch: dict) -> dict:
 
 
 def future_slope(model, batch: dict) -> float | None:
-    """Equation 4: exponent of the scale in what the loss one loop later says of it, once the scale grows evenly."""
-    found = future_signal(model, batch, num_loops=FAR)
+    """Equation 4: exponent of the scale in what the loss one loop later says of it, once the scale grows evenly; None
+    where a norm between loops holds it."""
+    found = future_signal(model, batch, num_loops=FAR, horizon=1)
     settled = slice(SETTLED - 1, FAR - 1)
-    return slope(found["scale"][settled], [sizes[1] for sizes in found["size"][settled]])
+    scales = found["scale"][settled]
+    return slope(scales, [sizes[1] for sizes in found["size"][settled]]) if max(scales) > min(scales) else None
 
 
 def halting(model, run: Path, rows: int = HALTED_ROWS) -> dict:

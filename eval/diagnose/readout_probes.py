@@ -222,12 +222,13 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
     }
 
 
-def future_signal(model, batch: dict, *, num_loops: int | None = None) -> dict:
+def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: int | None = None) -> dict:
     """What the losses of later loops say of a loop's scale (equation 4).
 
     signal[k][t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and what comes
     later follows; size[k][t] is the sum over tokens of the absolute derivatives by each token's own log s. t = 0 is
-    the readout after the loop itself. The estimate says size <= C t / s_k, so C is at least
+    the readout after the loop itself, and no t is above `horizon`, if there is one. The estimate says size <= C t / s_k,
+    so C is at least
 
         constant[k][t] = size[k][t] s_k / t,    t >= 1
     """
@@ -249,7 +250,9 @@ def future_signal(model, batch: dict, *, num_loops: int | None = None) -> dict:
     }
     for last, logits in enumerate(every_loop):
         loss = next_token_losses(logits, batch["input_ids"]).mean()
-        for k, gradient in enumerate(torch.autograd.grad(loss, factors[: last + 1], retain_graph=True)):
+        first = 0 if horizon is None else max(0, last - horizon)
+        gradients = torch.autograd.grad(loss, factors[first : last + 1], retain_graph=True)
+        for k, gradient in enumerate(gradients, start=first):
             size = gradient.double().abs().sum().item()
             result["signal"][k].append(gradient.double().sum().item())
             result["size"][k].append(size)
