@@ -10,7 +10,7 @@ from .exit_criteria import ExitRule
 from .formats import register_public_formats, save_public
 from .heads import LoopedForQuestionAnswering, LoopedForSequenceClassification, LoopedForTokenClassification
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
-from .samplers import SAMPLERS, balanced_ranks, curriculum, depths_of_step, generator_of, initial_state_of_step
+from .samplers import SAMPLERS, depths_of_step, generator_of, initial_state_of_step
 from .shared_passes import SharedPasses
 
 
@@ -34,8 +34,6 @@ __all__ = [
     "LoopedPreTrainedModel",
     "SAMPLERS",
     "SharedPasses",
-    "balanced_ranks",
-    "curriculum",
     "depths_of_step",
     "generator_of",
     "initial_state_of_step",

@@ -7,7 +7,6 @@ goes on with another number of processes, draws the same.
 import hashlib
 import math
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 import torch
 
@@ -97,35 +96,6 @@ DRAWS = {
 }
 
 
-def curriculum(
-    shape: str, target: str, ramp_steps: int, step: int, mean: float, backprop_loops: int | None
-) -> tuple[float, int | None]:
-    """The mean depth and the number of loops with gradients at `step`, on the way to `mean` and `backprop_loops`.
-
-    A depth is made of t loops without gradients and s with (Parcae). Up to `ramp_steps` those that `target` names,
-    t ("forward"), s ("backward") or both, are ceil(f t) and max(1, ceil(f s)), where with p = step / ramp_steps
-    f = p ("linear") or f = 1 - sqrt(1 - p) ("sqrt"). With "total" the mean is max(1, ceil(f (t + s))), and as many
-    loops of it as there are up to s have gradients (retrofitted recurrence).
-    """
-    if step >= ramp_steps:
-        return mean, backprop_loops
-    factor = RAMPS[shape](step / ramp_steps)
-    with_gradients = mean if backprop_loops is None else min(backprop_loops, mean)
-    if target == "total":
-        mean = max(1, math.ceil(factor * mean))
-        return mean, None if backprop_loops is None else min(backprop_loops, mean)
-    without = mean - with_gradients
-    if target in ("forward", "both"):
-        without = math.ceil(factor * without)
-    if target in ("backward", "both"):
-        with_gradients = max(1, math.ceil(factor * with_gradients))
-        backprop_loops = None if backprop_loops is None else with_gradients
-    return without + with_gradients, backprop_loops
-
-
-RAMPS = {"linear": lambda progress: progress, "sqrt": lambda progress: 1 - math.sqrt(1 - progress)}
-
-
 def truncated_normal_(tensor: torch.Tensor, std: float, generator: torch.Generator | None) -> torch.Tensor:
     """Normal, cut at three standard deviations: the inverse of its distribution, of uniform numbers. torch's own draws
     again what lies outside, for which the host would wait for a GPU in every step."""
@@ -145,28 +115,6 @@ def initial_state_of_step(
     model = getattr(model, "module", model)  # inside DDP
     generators = (generator_of("initial_state", seed, step, int(row), device=device) for row in rows)
     return torch.cat([model.sample_initial_state(1, length, generator) for generator in generators])
-
-
-def balanced_ranks(depths: Sequence[int], num_processes: int) -> list[list[int]]:
-    """Which rows each process takes: equally many, and about equally many loops.
-
-    The deepest row left goes to the process with the fewest loops among those that have room. A process gets its rows
-    deepest first, so that rows of one micro-batch have similar depths, here and on the other processes.
-    """
-    if len(depths) % num_processes:
-        raise ValueError(
-            f"{len(depths)} rows cannot be split evenly over {num_processes} processes: choose a number of rows per "
-            f"step that is a multiple of {num_processes}"
-        )
-    room = len(depths) // num_processes
-    ranks = [[] for _ in range(num_processes)]
-    with_room = [(0, rank) for rank in range(num_processes)]  # (loops, rank), a heap
-    for row in sorted(range(len(depths)), key=lambda row: (-depths[row], row)):
-        loops, rank = heappop(with_room)
-        ranks[rank].append(row)
-        if len(ranks[rank]) < room:
-            heappush(with_room, (loops + depths[row], rank))
-    return ranks
 
 
 def _whole(number: float, sampler: str) -> int:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from looped_recipes.engine.background import Background
+from looped_recipes.engine.balance import balanced_ranks
 from looped_recipes.engine.checkpoint import load_checkpoint, save_checkpoint
 from looped_recipes.engine.distributed import (
     bare,
@@ -41,7 +42,7 @@ from looped_recipes.engine.optimizers import (
 from looped_recipes.engine.saving import CheckpointError
 from looped_recipes.engine.tensor_parallel import add_up_gradients, clip_gradients, data_rank
 from looped_recipes.settings.recipe import OptimizerConfig, ScheduleConfig
-from modeling_looped.samplers import balanced_ranks, depths_of_step, initial_state_of_step
+from modeling_looped.samplers import depths_of_step, initial_state_of_step
 
 from .helpers import random_ids, tiny_model
 

@@ -260,6 +260,8 @@ def test_future_signal_is_that_of_scaled_states(preset):
         assert all(size >= abs(value) - 1e-12 for size, value in zip(sizes, signal))
         bound = [size * result["scale"][k - 1] / t for t, size in enumerate(sizes[1:], start=1)]
         assert result["constant"][k - 1] == pytest.approx(bound)
+    near = readout_probes.future_signal(model, BATCH, horizon=1)
+    assert near["size"] == [pytest.approx(sizes[:2]) for sizes in result["size"]]
     assert result["largest_future"] == max(size for sizes in result["size"] for size in sizes[1:]) > 1e-3
     if preset == "readout_per_loop_rmsnorm":
         assert result["largest_immediate"] < 1e-3 * result["largest_future"]

@@ -180,7 +180,7 @@ def test_published_sizes():
 
 def test_the_ramp_of_the_whole_depth():
     """Retrofitted recurrence: the mean is ceil(f N) and at least 1, gradients flow through at most 8 of it."""
-    from modeling_looped import curriculum
+    from looped_recipes.settings.curriculum import curriculum
 
     for shape in ("linear", "sqrt"):
         for step in range(0, 110, 9):

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from modeling_looped import SAMPLERS, balanced_ranks, curriculum, depths_of_step, initial_state_of_step
+from looped_recipes.engine.balance import balanced_ranks
+from looped_recipes.settings.curriculum import curriculum
+from modeling_looped import SAMPLERS, depths_of_step, initial_state_of_step
 from modeling_looped.samplers import truncated_normal_
 
 from .helpers import tiny_model

@@ -227,8 +227,8 @@ def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: 
 
     signal[k][t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and what comes
     later follows; size[k][t] is the sum over tokens of the absolute derivatives by each token's own log s. t = 0 is
-    the readout after the loop itself, and no t is above `horizon`, if there is one. The estimate says size <= C t / s_k,
-    so C is at least
+    the readout after the loop itself; horizon: the largest t, by default that of the last loop. The estimate says
+    size <= C t / s_k, so C is at least
 
         constant[k][t] = size[k][t] s_k / t,    t >= 1
     """

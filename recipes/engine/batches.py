@@ -15,9 +15,10 @@ from looped_recipes.common.words import counted
 from looped_recipes.data.packing import PackedRows
 from looped_recipes.data.shuffle import rows_of_step
 from looped_recipes.settings.recipe import Recipe, RecipeError
-from modeling_looped import LoopedForCausalLM, balanced_ranks, depths_of_step, initial_state_of_step
+from modeling_looped import LoopedForCausalLM, depths_of_step, initial_state_of_step
 from modeling_looped.cross_entropy import IGNORE_INDEX, shift
 
+from .balance import balanced_ranks
 from .tensor_parallel import data_rank
 
 

@@ -19,10 +19,11 @@ from transformers import AutoConfig
 
 from looped_recipes.common.command_line import typed
 from looped_recipes.common.files import write_whole
-from modeling_looped import LoopedConfig, curriculum
+from modeling_looped import LoopedConfig
 from modeling_looped.foreign_names import FIELD_OF, meant
 from modeling_looped.formats.dense import start_from_dense
 
+from .curriculum import curriculum
 from .foreign_keys import place_of
 from .model_fields import OWN_FIELDS, check_model_fields
 from .paths import expanded, named_in, recipe_file
