@@ -1,10 +1,12 @@
 """Classification and question answering: the heads of transformers on a looped trunk."""
 
+import functools
 from typing import Any
 
 from torch import nn
 
 from .borrowed import class_or_missing
+from .checks import refuse_if
 from .configuration_looped import LoopedConfig
 from .modeling_looped import LoopedModel, LoopedPreTrainedModel
 
@@ -27,23 +29,41 @@ class _LoopedClassifier:
         self.post_init()
 
 
+def without_states_of_loops(head: type):
+    """The forward pass of a head, whose outputs have no room for what the trunk returns of every loop."""
+
+    @functools.wraps(head.forward)
+    def forward(self, *args, **kwargs):
+        asked = [name for name in ("output_loop_hidden_states", "output_loop_readout_states") if kwargs.get(name)]
+        refuse_if(bool(asked), f"{type(self).__name__} does not return {', '.join(asked)}: ask its `model` for that")
+        return head.forward(self, *args, **kwargs)
+
+    return forward
+
+
 def label_scores(config: LoopedConfig, bias: bool) -> nn.Linear:
     assert config.num_labels is not None  # transformers fills it in
     return nn.Linear(config.hidden_size, config.num_labels, bias=bias)
 
 
 class LoopedForSequenceClassification(_LoopedClassifier, GenericForSequenceClassification, LoopedPreTrainedModel):
+    forward = without_states_of_loops(GenericForSequenceClassification)
+
     def __init__(self, config: LoopedConfig):
         self._build(config, score=label_scores(config, bias=False))
 
 
 class LoopedForTokenClassification(_LoopedClassifier, GenericForTokenClassification, LoopedPreTrainedModel):
+    forward = without_states_of_loops(GenericForTokenClassification)
+
     def __init__(self, config: LoopedConfig):
         dropout = 0.1 if config.classifier_dropout is None else config.classifier_dropout
         self._build(config, dropout=nn.Dropout(dropout), score=label_scores(config, bias=True))
 
 
 class LoopedForQuestionAnswering(_LoopedClassifier, GenericForQuestionAnswering, LoopedPreTrainedModel):
+    forward = without_states_of_loops(GenericForQuestionAnswering)
+
     def __init__(self, config: LoopedConfig):
         self._build(config, qa_outputs=nn.Linear(config.hidden_size, 2))
 

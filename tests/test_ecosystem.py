@@ -249,6 +249,14 @@ def logged_losses(run: Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
+def test_heads_return_no_states_of_loops():
+    """For which their outputs have no room; the trunk returns them."""
+    model, ids = tiny_model(LoopedForSequenceClassification, num_labels=2, pad_token_id=0), random_ids(1, 4)
+    with pytest.raises(ValueError, match="does not return output_loop_hidden_states: ask its `model`"):
+        model(ids, output_loop_hidden_states=True)
+    assert model.model(ids, output_loop_hidden_states=True).loop_hidden_states
+
+
 def test_the_trainer_finds_our_labels():
     assert find_labels(LoopedForCausalLM) == ["labels"]
     assert find_labels(LoopedForSequenceClassification) == find_labels(LoopedForTokenClassification) == ["labels"]
