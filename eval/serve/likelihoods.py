@@ -23,13 +23,11 @@ def likelihoods(tokenizer, ids: list[int], logits: torch.Tensor, count: int) -> 
     told = ids[-len(logits) :]
     log_probabilities = logits.float().log_softmax(-1).clamp(min=LEAST)
     chosen = log_probabilities.gather(1, torch.tensor(told, device=logits.device)[:, None])[:, 0].tolist()
-    best = log_probabilities.topk(count)
-    found = []
-    for token, text, own, *others in zip(
-        told, pieces(tokenizer, ids)[-len(told) :], chosen, best.indices.tolist(), best.values.tolist()
-    ):
-        texts = [text if other == token else tokenizer.decode(other) for other in others[0]]
-        found.append(Likelihood(text, own, list(zip(texts, others[1]))))
+    best = log_probabilities.topk(min(count, logits.shape[-1]))
+    texts, found = pieces(tokenizer, ids)[-len(told) :], []
+    for token, text, own, others, values in zip(told, texts, chosen, best.indices.tolist(), best.values.tolist()):
+        written = [text if other == token else tokenizer.decode(other) for other in others]
+        found.append(Likelihood(text, own, list(zip(written, values))))
     return found
 
 
