@@ -51,7 +51,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_it_is_saved(runs, tmp
     """With one checkpoint kept: it is from before, and the run goes on from it as if nothing had been."""
     with monkeypatch.context() as patch:
         poison(patch, "fill_missing_gradients", 4, nan_gradient)
-        said = "gradient norm of step 3 is nan on training rows .*checkpoints are good.*skip_nonfinite_steps"
+        said = "gradient norm of step 3 is nan on training rows .*checkpoints before it are good.*skip_nonfinite_steps"
         with pytest.raises(Divergence, match=said):
             runs.train(tmp_path, "training.keep_last=1", f"optimizer.clip={clip}", "training.save_every=1")
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"step-00000002", "step-00000003"}
