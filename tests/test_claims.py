@@ -32,6 +32,7 @@ from looped_eval.claims.papers import PAPERS
 from looped_eval.claims.rules import AtMost, Differs, Effect, Estimate, Near, over_seeds, share, verdict
 from looped_eval.claims.slope import with_interval_of_fit
 from looped_eval.claims.sweeps import shortened
+from looped_recipes.common.metrics import read_metrics
 from modeling_looped import LoopedConfig, LoopedForCausalLM
 from tests.helpers_processes import import_paths
 
@@ -395,7 +396,7 @@ def test_spikes_and_rates_that_train(tmp_path):
     losses = [5.0] * 15 + [5.6] + [5.0] * 15
     lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert parcae_depths.spikes(tmp_path) == 1
+    assert parcae_depths.spikes(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
     def run(loss, radius, injection="concat"):
         return {"model.block_norm": "pre", "model.injection": injection, "loss": loss, "spectral_radius": radius}

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line, ordered
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import read_metrics, series
 
 from .definition import SIX_SEEDS, Beyond, Claim, Figure, Measurement, Paper, each_seed, loss_of, losses_by_name
 from .rules import AtMost, Differs, Effect, Estimate, Near, Rule, over_seeds, share
@@ -90,10 +90,7 @@ def with_gradients(read: Callable[[Path], dict | None]) -> Callable[[Path], dict
         found = read(folder)
         for run in found["runs"] if found is not None else ():
             records = read_metrics(folder / run["name"] / "metrics.jsonl")
-            run["gradient_norms"] = {
-                name: [norm for each in records if (norm := each.get(f"gradient_norm/{name}")) is not None]
-                for name in BLOCKS
-            }
+            run["gradient_norms"] = {name: series(records, f"gradient_norm/{name}") for name in BLOCKS}
         return found
 
     return read_both

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from looped_recipes.common.chart import Chart, Line
-from looped_recipes.common.metrics import read_metrics
+from looped_recipes.common.metrics import read_metrics, series
 from looped_recipes.common.words import counted
 
 from .definition import SIX_SEEDS, Claim, Measurement, each_seed, losses_by_name
@@ -48,18 +48,14 @@ PAPER_LOSSES = {  # perplexities of the 100M models at these depths
 }
 
 
-def series(run: Path, name: str) -> list[float]:
-    return [record[name] for record in read_metrics(run / "metrics.jsonl") if name in record]
-
-
-def spikes(run: Path) -> int:
-    losses = series(run, "loss")
+def spikes(records: list[dict]) -> int:
+    losses = series(records, "loss")
     return sum(losses[i] > fmean(losses[i - 10 : i]) + SPIKE for i in range(10, len(losses)))
 
 
-def last_change(run: Path) -> float:
+def last_change(records: list[dict]) -> float:
     """How far the last loop still moves the state, as a part of it: mean over the later half of training."""
-    change, state = (series(run, name) for name in ("state_change", "residual_norm"))
+    change, state = (series(records, name) for name in ("state_change", "residual_norm"))
     later = len(change) // 2
     return fmean(change[later:]) / fmean(state[later:])
 
@@ -68,9 +64,10 @@ def read_sampling(folder: Path) -> dict | None:
     found = runs_of(folder)
     if found is None:
         return None
+    records = {run["name"]: read_metrics(folder / run["name"] / "metrics.jsonl") for run in found["runs"]}
     measures = {"spikes": spikes, "last_change": last_change}
-    names = [run["name"] for run in found["runs"]]
-    return {**found, **{key: {name: measure(folder / name) for name in names} for key, measure in measures.items()}}
+    of_runs = {key: {name: measure(of) for name, of in records.items()} for key, measure in measures.items()}
+    return {**found, **of_runs}
 
 
 def uses_depth(content: dict) -> bool:

@@ -21,6 +21,10 @@ BUDGETS = "width 64, 1 + 1 + 1 layers, budgets of 2.5e11, 5e11 and 1e12 operatio
 MISFITS = {"exponential": 2.52, "shifted_power": 5.42, "power": 11.11, "power_without_floor": 112.89}  # table 12, 140M
 FLOOR = 0.16  # %, of 140M in table 13
 DELTA = 1e-3  # of the Huber loss
+WITHOUT_EXPONENTS = {
+    "exponents": "at every budget in every seed the loss rises with mean depth, so there is no best depth to fit",
+    "law": "the law's fit to all budgets finds no floor of the loss in any seed, and so no exponents",
+}
 
 
 # table 5
@@ -89,19 +93,15 @@ def law_claims() -> list[Claim]:
     def claim(where: str, says: str, number: str, read, rule, without: str = "") -> Claim:
         return Claim(where, says, number, BUDGETS, "claims/isoflop", each_seed(read), rule, without=without)
 
-    def exponent_claim(says: str, of: str, published: float) -> Claim:
-        without = "at every budget in every seed the loss rises with mean depth, so there is no best depth to fit"
-        return claim("figure 5", says, "exponent", lambda c: c.get("exponents", {}).get(of), Near(published, 0.15),
-                     without)  # fmt: skip
-
-    def law_claim(says: str, of: str, published: float) -> Claim:
-        without = "the law's fit to all budgets finds no floor of the loss in any seed, and so no exponents"
-        return claim("table 11", says, "exponent", lambda c: (c.get("law") or {}).get(of), Near(published, 0.15),
-                     without)  # fmt: skip
+    def exponent_claim(where: str, says: str, law: str, of: str, published: float) -> Claim:
+        return claim(where, says, "exponent", lambda c: (c.get(law) or {}).get(of), Near(published, 0.15),
+                     WITHOUT_EXPONENTS[law])  # fmt: skip
 
     return [
-        exponent_claim("the best mean depth grows with operations as their power of 0.40", "mean_depth", 0.40),
-        exponent_claim("the best number of tokens grows as their power of 0.78", "tokens", 0.78),
+        exponent_claim("figure 5", "the best mean depth grows with operations as their power of 0.40", "exponents",
+                       "mean_depth", 0.40),
+        exponent_claim("figure 5", "the best number of tokens grows as their power of 0.78", "exponents", "tokens",
+                       0.78),
         claim("figures 4 and 6", "at a fixed budget the best looped model beats the one without loops",
               "loss without loops less the least with them, mean of three budgets", lambda c: fmean(c["gains"]),
               Effect()),
@@ -109,8 +109,9 @@ def law_claims() -> list[Claim]:
               "the held-out models of section 5.1, whose tokens are fixed, to 1.3 %, 140M",
               "mean error at the largest budget, which the fit has not seen, %", lambda c: c.get("held_out_percent"),
               AtMost(1.3), "the law's fit to the two smaller budgets does not converge in any seed"),
-        law_claim("and its loss falls with effective parameters as their power of -0.771, 140M", "x", 0.771),
-        law_claim("and with tokens as their power of -0.525, 140M", "y", 0.525),
+        exponent_claim("table 11", "and its loss falls with effective parameters as their power of -0.771, 140M",
+                       "law", "x", 0.771),
+        exponent_claim("table 11", "and with tokens as their power of -0.525, 140M", "law", "y", 0.525),
         *(
             claim("figure 8, table 12", "the loss over loops at test time is nearer to an exponential than to "
                   f"{words}, 140M", f"log10 of the misfit of {words} over that of an exponential",

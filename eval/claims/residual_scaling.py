@@ -183,11 +183,8 @@ def theorem_claims() -> list[Claim]:
     def first(kind: str):
         return each_seed(lambda content: content["theorem_1"][kind]["slope"])
 
-    def third(over: str):
-        return each_seed(lambda content: content["theorem_3"][f"slope_over_{over}"])
-
-    def sixth(over: str):
-        return each_seed(lambda content: content["theorem_6"][f"slope_over_{over}"])
+    def of_stack(theorem: int, over: str):
+        return each_seed(lambda content: content[f"theorem_{theorem}"][f"slope_over_{over}"])
 
     said = "slope of the logarithm of the squared norm of all that is added on log"
     source = "claims/theorems"
@@ -200,14 +197,14 @@ def theorem_claims() -> list[Claim]:
               "slope of log R on log N at alpha = 1/2; interval of the fit over N", of_half,
               "diagnose/theorems/theorem_1", growth_without_bound, Effect()),
         Claim("theorem 3", "in L layers it grows as N^2", f"{said} N, 16 layers, N = 1 to 8", of_third, source,
-              third("loops"), Near(2.0, BAND), by_construction=True),
+              of_stack(3, "loops"), Near(2.0, BAND), by_construction=True),
         Claim("theorem 3", "and as L", f"{said} L, L = 1 to 16, 8 loops", of_third, source,
-              third("layers"), Near(1.0, BAND)),
+              of_stack(3, "layers"), Near(1.0, BAND)),
         Claim("theorem 6", "its premise: one layer's weights change another's branch by at most a constant times "
               "(eps N)^2, whatever N", "slope of the logarithm of that constant on log N, 16 layers, N = 1 to 8",
-              of_third, source, sixth("loops"), AtMost(BAND, 0)),
+              of_third, source, of_stack(6, "loops"), AtMost(BAND, 0)),
         Claim("theorem 6", "and whatever L", "slope of the logarithm of that constant on log L, L = 2 to 16, 8 loops",
-              of_third, source, sixth("layers"), AtMost(BAND, 0)),
+              of_third, source, of_stack(6, "layers"), AtMost(BAND, 0)),
     ]  # fmt: skip
 
 

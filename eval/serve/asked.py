@@ -9,17 +9,14 @@ from typing import Any
 from modeling_looped.depth_options import DEPTH_FIELDS, DepthOptions
 
 from .likelihoods import Likelihood
-from .request_checks import SAY_LENGTH
+from .request_checks import LENGTHS_OF_CONFIG, SAY_LENGTH
 from .stop_texts import StopTexts
 
 
-def has_length(config: Any) -> bool:
-    """Whether the JSON of a generation config says how long the answer is."""
-    try:
-        fields = json.loads(config)
-    except (TypeError, ValueError):  # refused later
-        return False
-    return isinstance(fields, dict) and any(fields.get(name) is not None for name in ("max_new_tokens", "max_length"))
+def has_length(config: str | None) -> bool:
+    """Whether the JSON of a generation config, which has been checked, says how long the answer is."""
+    fields = {} if config is None else json.loads(config)
+    return any(fields.get(name) is not None for name in LENGTHS_OF_CONFIG)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Log-probabilities of tokens, in the forms in which OpenAI's clients read them."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -38,10 +39,7 @@ def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def of_completion(found: list[Likelihood]) -> dict:
-    offsets, length = [], 0
-    for each in found:
-        offsets.append(length)
-        length += len(each.text)
+    *offsets, _ = accumulate((len(each.text) for each in found), initial=0)
     return {
         "tokens": [each.text for each in found],
         "token_logprobs": [each.logprob for each in found],

@@ -23,7 +23,7 @@ FORMS = {
     "n": ((int,), "a whole number"),
     "echo": ((bool,), "true or false"),
 }
-SAY_LENGTH = ("max_tokens", "max_completion_tokens")
+SAY_LENGTH, LENGTHS_OF_CONFIG = ("max_tokens", "max_completion_tokens"), ("max_new_tokens", "max_length")
 # fields of OpenAI's that are not served, and the values with which they ask for nothing; None always does
 ASK_FOR_NOTHING = {
     "best_of": (1,),
@@ -149,7 +149,7 @@ def check_config(text: str, body: dict):
         refuse_foreign(unread, GENERATION_FIELDS | DEPTH_FIELDS.keys(), "generation_config")
         raise ValueError(f"generation_config has {', '.join(unread)}, which nothing reads: leave it out")
     lengths = [name for name in SAY_LENGTH if body.get(name) is not None]
-    if lengths and {"max_new_tokens", "max_length"} & config.keys():
+    if lengths and config.keys() & LENGTHS_OF_CONFIG:
         raise ValueError(f"{lengths[0]} and generation_config both say how long the answer is: leave one out")
 
 

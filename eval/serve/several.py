@@ -6,12 +6,15 @@ from collections.abc import Awaitable, Callable
 
 from fastapi.responses import JSONResponse, Response
 
+from .request_checks import is_prompt
+
+
+OF_LOOPS = ("token_loops", "saved_percent")  # what this server tells of loops
+
 
 def prompts_of(body: dict) -> list[str | list[int]]:
     """Of completions: a text or the numbers of its tokens, or a list of such."""
-    prompt = body["prompt"]
-    is_list_of_prompts = isinstance(prompt, list) and not all(type(each) is int for each in prompt)
-    return prompt if is_list_of_prompts else [prompt]
+    return [body["prompt"]] if is_prompt(body["prompt"]) else body["prompt"]
 
 
 def one_by_one(body: dict) -> list[dict]:
@@ -37,11 +40,10 @@ def joined(responses: list[Response], answers_each: int) -> JSONResponse:
     """One answer with all choices. What this server tells of loops stands in each of them."""
     bodies = [json.loads(response.body) for response in responses]
     choices = [
-        {**body["choices"][0], "index": i, **{name: body[name] for name in ("token_loops", "saved_percent")}}
-        for i, body in enumerate(bodies)
+        {**body["choices"][0], "index": i, **{name: body[name] for name in OF_LOOPS}} for i, body in enumerate(bodies)
     ]
     prompt = sum(body["usage"]["prompt_tokens"] for body in bodies[::answers_each])
     answer = sum(body["usage"]["completion_tokens"] for body in bodies)
     usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-    told = {name: value for name, value in bodies[0].items() if name not in ("token_loops", "saved_percent")}
+    told = {name: value for name, value in bodies[0].items() if name not in OF_LOOPS}
     return JSONResponse({**told, "choices": choices, "usage": usage})

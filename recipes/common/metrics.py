@@ -66,6 +66,11 @@ def last_values(records: list[dict]) -> dict:
     return last
 
 
+def series(records: list[dict], name: str) -> list[float]:
+    """All values of one metric, as far as they are numbers."""
+    return [value for record in records if (value := record.get(name)) is not None]
+
+
 def last_validation(records: list[dict], measure: str) -> dict[int, float]:
     """{depth: value} of the last validation that was logged; measure: loss or bits_per_byte."""
     return last_by_number(records, f"validation/{measure}_at_")
