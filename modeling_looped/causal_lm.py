@@ -119,7 +119,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
             "position_ids": position_ids,
             "cache": one_cache(cache, past_key_values),
             "use_cache": use_cache,
-            "num_loops": None if num_loops is None else depths,
+            "num_loops": depths,
             "initial_state": initial_state,
         }
         asked = AskedOutputs(

@@ -10,6 +10,15 @@ from .depth import DepthPlan
 logger = logging.get_logger(__name__)
 
 
+# fields that a model reads when it is built, and not again
+FIELDS_OF_BUILDING = (
+    "injection", "injection_norm", "loop_embedding", "loop_damping", "loop_change_gate", "prelude_norm", "block_norm",
+    "norm_affine", "norm_offset", "norm_rounding", "rms_norm_eps", "window_pattern", "sliding_window", "qk_norm",
+    "attention_bias", "attention_softcap", "attention_scale", "hidden_act", "mlp_gated", "mlp_activation_scale",
+    "position_embedding", "rope_parameters", "rope_pattern", "rope_rounding", "exit_gate",
+)  # fmt: skip
+
+
 def refuse_if(stands: bool, message: str):
     if stands:
         raise ValueError(message)
@@ -59,6 +68,28 @@ def why_no_cache(config, plan: DepthPlan, reads_out_every_loop: bool) -> str | N
     if plan.ends_together:
         return f"with backprop_loops, rows of depths {plan.depths} are aligned at their last loops, not their first"
     return None
+
+
+def warn_of_changes(config, built_with: dict):
+    """Of fields that were assigned when the model was built already."""
+    changed = {name: getattr(config, name) for name in FIELDS_OF_BUILDING if getattr(config, name) != built_with[name]}
+    if changed:
+        values = ", ".join(f"{name}={value!r} (built with {built_with[name]!r})" for name, value in changed.items())
+        logger.warning(
+            f"Since this model was built its config has changed: {values}. The model has not, but what is opened from "
+            "the saved folder will follow the config."
+        )
+
+
+def check_layers(config, prelude, core, coda):
+    """Caches have a slot for each layer that the config counts."""
+    for name, blocks in (("prelude", prelude), ("core", core), ("coda", coda)):
+        counted = getattr(config, f"num_{name}_layers")
+        refuse_if(
+            len(blocks) != counted,
+            f"this model has {len(blocks)} layers in its {name}, but config.num_{name}_layers={counted}: set that to "
+            f"{len(blocks)} too where layers were added or taken away",
+        )
 
 
 def check_starts_from_noise(config):

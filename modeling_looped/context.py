@@ -29,9 +29,9 @@ class PassContext:
     cache: Any  # a cache, or what else has its `update`
     site: Callable[[int], Any]  # where a slot attends
     slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
-    # by layer whose loops share them, the last keys and values that it attended to, of at least these rows
+    # by first slot of layers whose loops share them: keys and values of the last loop, of at least these rows
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    options: dict = field(default_factory=dict)  # of transformers and its attention kernels
+    options: dict = field(default_factory=dict)  # of transformers, its attention kernels and blocks of others
     has_regions: bool = False  # blocks are compiled once for all loops
 
     def run(
@@ -39,16 +39,17 @@ class PassContext:
         block,
         x,
         residual_factor,
+        first_slot: int,
         slots_before: int = 0,
         query_states=None,
         time=None,
         loop_set=None,
         makes_keys: bool | torch.Tensor = True,
     ):
-        """One block on the stream, [rows, length, hidden]. slots_before: cache slots of earlier loops; time,
-        loop_set, makes_keys: as the block takes them."""
-        keeps_keys = block.layer in self.kept
-        kept = self.kept[block.layer] if keeps_keys and makes_keys is not True else (None, None)
+        """One block on the stream, [rows, length, hidden]. first_slot: of the cache, that of its place in the first
+        loop; slots_before: those of earlier loops; time, loop_set, makes_keys: as the block takes them."""
+        keeps_keys = first_slot in self.kept
+        kept = self.kept[first_slot] if keeps_keys and makes_keys is not True else (None, None)
         query_states = None if query_states is x else query_states  # to a region no tensor is given twice
         if getattr(block, "gradient_checkpointing", False) and not x.requires_grad and torch.is_grad_enabled():
             x = x.detach().requires_grad_()  # reentrant checkpoints have no gradient where their input has none
@@ -69,16 +70,16 @@ class PassContext:
             "position_embeddings": self.position_embeddings.get(block.rope),
             **self.options,
         }
-        slot = block.first_slot + slots_before
+        slot = first_slot + slots_before
         held = slot_of_region(self.cache, slot) if self.has_regions else None
         if held is None:
             output = block(*args, site=self.site(slot), cache=self.cache, **kwargs)
             output, *states = output if keeps_keys else (output,)
         else:
-            kwargs["site"] = self.site(block.first_slot)  # the same in every loop
+            kwargs["site"] = self.site(first_slot)  # the same in every loop
             output, states = run_as_region(block, held, args, kwargs), held[:2]
         if keeps_keys:
-            self.kept[block.layer] = tuple(states)
+            self.kept[first_slot] = tuple(states)
         return output
 
     def of_first_rows(self, count: int) -> "PassContext":
@@ -92,6 +93,9 @@ class PassContext:
         def of_rows(batched):  # what is the same for all rows has a batch size of 1
             return take_rows(batched, rows) if batched is not None and batched.shape[0] > count else batched
 
+        def has_rows(option) -> bool:
+            return isinstance(option, torch.Tensor) and option.shape[:1] == (self.num_rows,)
+
         return replace(
             self,
             num_rows=count,
@@ -101,6 +105,7 @@ class PassContext:
                 kind: tuple(map(of_rows, tables)) for kind, tables in self.position_embeddings.items()
             },
             value_embeddings={layer: of_rows(values) for layer, values in self.value_embeddings.items()},
+            options={name: of_rows(value) if has_rows(value) else value for name, value in self.options.items()},
             # the first rows keep theirs for all contexts of this pass
             kept=self.kept
             if isinstance(rows, slice)

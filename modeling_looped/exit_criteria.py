@@ -120,12 +120,19 @@ class Criterion(NamedTuple):
     default: float | None = None
     every_loop: bool = False  # reads every loop, also those at which nothing may exit
     remembers: tuple[str, ...] = ()  # of the last reading, with which it compares
+    counts_readings: bool = False  # the score is a number of readings, so as many come before the first check
+    least: float = 0.0  # score that there can be
 
     def after_loop(self, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory) -> Score:
         """Score of the state H after a loop. model: the causal LM. logits: of that state, asked for if needed."""
-        if self.needs == "logits":
-            return self.score(logits(), memory)
-        return self.score(state if self.needs == "state" else model.gate(state), memory)
+        seen = logits() if self.needs == "logits" else state if self.needs == "state" else model.gate(state)
+        score, new_memory = self.score(seen, memory)
+        if undeclared := new_memory.keys() - set(self.remembers):
+            raise ValueError(
+                f"{self.score.__name__} returns {', '.join(sorted(undeclared))} to be remembered, but its Criterion "
+                f"has remembers={self.remembers}: name it there"
+            )
+        return score, new_memory
 
 
 ExitCriterion = Literal[
@@ -150,7 +157,12 @@ CRITERIA = {
     "latent_diff": Criterion(latent_diff, "state", exits_above=False, default=0.03, remembers=("last_state",)),
     "cosine": Criterion(cosine, "state", exits_above=False, default=1e-3, remembers=("last_state",)),
     "argmax_stability": Criterion(
-        argmax_stability, "logits", exits_above=True, default=5, remembers=("best", "count")
+        argmax_stability,
+        "logits",
+        exits_above=True,
+        default=5,
+        remembers=("best", "count"),
+        counts_readings=True,
     ),
     "gate": Criterion(gate, "gate", exits_above=True, default=1.0, every_loop=True, remembers=("stay",)),
 }
@@ -188,7 +200,7 @@ class ExitRule:
         if self.criterion.every_loop or (self.per_sequence and self.criterion.remembers):
             return True
         warm_up = 0  # readings before the first check, so that it has something to compare with
-        if self.name == "argmax_stability":
+        if self.criterion.counts_readings:
             warm_up = max(0, self.threshold)
         elif self.criterion.remembers:
             warm_up = 1
@@ -235,9 +247,10 @@ class ExitRule:
             )
         if isinstance(threshold, bool) or not isinstance(threshold, Real):
             raise TypeError(f"exit_threshold must be a number, got {threshold!r}")
-        if math.isnan(threshold) or (threshold < 0 and math.isfinite(threshold)):
+        if math.isnan(threshold) or (threshold < self.criterion.least and math.isfinite(threshold)):
             raise ValueError(
-                f"exit_threshold={threshold} is never meant: every score of {criterion!r} is at least 0. "
+                f"exit_threshold={threshold} is never meant: every score of {criterion!r} is at least "
+                f"{self.criterion.least:g}. "
                 f"Exits are {'above' if self.criterion.exits_above else 'below'} the threshold."
             )
         if criterion in ("max_prob", "gate") and 1 < float(threshold) < math.inf:

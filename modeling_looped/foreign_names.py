@@ -238,4 +238,6 @@ def check_arguments(given: Iterable[str], known: Collection[str], what: str):
             refuse_foreign([name], known, what)
             if not torch.compiler.is_compiling():
                 # the same words of head and trunk, so that they are said once
-                logger.warning_once(f"No argument is called `{name}`: it is passed on to the attention kernel only.")
+                logger.warning_once(
+                    f"No argument is called `{name}`: it is passed on to the blocks and their attention kernel."
+                )

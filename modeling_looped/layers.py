@@ -346,10 +346,9 @@ class LoopedBlock(GradientCheckpointingLayer):
     residual_sandwich   x  = norm_out(x + eps * f(norm_in x))
     """
 
-    def __init__(self, config, sizes, layer: int, first_slot: int, layer_type: str, rope: str | None):
+    def __init__(self, config, sizes, layer: int, layer_type: str, rope: str | None):
         super().__init__()
         self.layer = layer  # counted once, whatever the depth
-        self.first_slot = first_slot  # of the cache, in the first loop
         self.layer_type = layer_type
         self.rope = rope  # the kind of its rotary tables, or None
         self.arrangement = config.block_norm

@@ -16,6 +16,13 @@ OPENERS: dict[str, Callable] = {}
 STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 
 
+# what our own classes are called in config.json
+CLASSES = tuple(
+    f"Looped{name}"
+    for name in ("ForCausalLM", "Model", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+)
+
+
 class LoopedCheckpointError(ValueError, RuntimeError):
     """A checkpoint that does not fit the model: a `ValueError`, and the `RuntimeError` that transformers raises."""
 
@@ -62,6 +69,33 @@ def refuse_layers_without_scales(model, missing):
             f"the blocks of quantization_config do not divide {shown}, which would be wrong once the model was saved "
             f"and opened: leave such layers as they are, with modules_to_not_convert={names} in quantization_config"
         )
+
+
+def refuse_class_of_others(path, cls, architectures: list[str] | None):
+    """Whose forward pass may be another, also where all tensors fit."""
+    is_ours = cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
+    if is_ours and architectures and not {*CLASSES, cls.__name__}.intersection(architectures):
+        raise LoopedCheckpointError(
+            f"the checkpoint {path} was saved by {', '.join(architectures)}, a class that is not of this package, so "
+            f"{cls.__name__} may compute something else: open it with that class. strict=False opens it all the same."
+        )
+
+
+def refuse_unset_parameters(model, missing):
+    """Memory is all that is in parameters which no checkpoint has, and which nothing says how to fill."""
+    parameters = {name for name, _ in model.named_parameters()} if missing else set()
+    for name in parameters & set(missing):
+        module = model.get_submodule(name.rpartition(".")[0])
+        if not (hasattr(module, "init_parameters") or is_filled_by_transformers(module)):
+            raise LoopedCheckpointError(
+                f"{name} is not in the checkpoint, and {type(module).__name__} does not say what it is in a new "
+                "model: give that class a method init_parameters() that fills it, with functions of "
+                "transformers.initialization"
+            )
+
+
+def is_filled_by_transformers(module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") or "Norm" in type(module).__name__
 
 
 class StrictLoadingMixin:
@@ -119,7 +153,9 @@ class StrictLoadingMixin:
         if public is not None:
             public.finish(model, cls, info, refuses)
         elif refuses:
+            refuse_class_of_others(pretrained_model_name_or_path, cls, model.config.architectures)
             cls.refuse_misfits(pretrained_model_name_or_path, model, info)
+        refuse_unset_parameters(model, info["missing_keys"])
         return (model, info) if wants_info else model
 
     @classmethod

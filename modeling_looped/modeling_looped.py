@@ -18,6 +18,7 @@
 language model on top), losses, heads (all others).
 """
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
@@ -34,14 +35,17 @@ from transformers.modeling_utils import PreTrainedModel
 from .borrowed import CACHE, captured, config_defaults, named_cache, one_cache
 from .cache import CacheView, view_for_pass
 from .checks import (
+    FIELDS_OF_BUILDING,
     check_computes_again,
     check_inputs,
+    check_layers,
     check_pass,
     check_softcap,
     check_starts_from_noise,
     is_recorded,
     leave_out_cache,
     refuse_if,
+    warn_of_changes,
     why_no_cache,
 )
 from .clients import (
@@ -105,6 +109,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         check_for_engine(self.config)
         self.trained_depth = config.trained_depth  # of this model, whatever depth the config is set to from here on
+        self.built_with = {name: copy.copy(getattr(config, name)) for name in FIELDS_OF_BUILDING}
 
     def _sdpa_can_dispatch(self, *args, **kwargs) -> bool:
         """Asked by transformers, which takes eager attention where this fails, unless sdpa was asked for."""
@@ -120,6 +125,7 @@ class LoopedPreTrainedModel(StrictLoadingMixin, PreTrainedModel):
         super().set_use_kernels(use_kernels, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
+        warn_of_changes(self.config, self.built_with)
         given, self.config.trained_num_loops = self.config.trained_num_loops, self.trained_depth
         try:
             return super().save_pretrained(*args, **kwargs)
@@ -170,9 +176,9 @@ class LoopedModel(LoopedPreTrainedModel):
         ropes = config.section_ropes()
         self.ropes = sorted({rope for of_section in ropes for rope in of_section if rope is not None})
         sections = (
-            self._blocks("prelude", prelude, ropes[0], first_layer=0, first_slot=0),
-            self._blocks("core", core, ropes[1], first_layer=len(prelude), first_slot=config.core_slot(0)),
-            self._blocks("coda", coda, ropes[2], first_layer=len(prelude + core), first_slot=len(prelude)),
+            self._blocks("prelude", prelude, ropes[0], first_layer=0),
+            self._blocks("core", core, ropes[1], first_layer=len(prelude)),
+            self._blocks("coda", coda, ropes[2], first_layer=len(prelude + core)),
         )
         self.prelude, self.core, self.coda = (nn.ModuleList(blocks) for blocks in sections)
         # in one flat list by slot, where serving engines look for them
@@ -208,11 +214,11 @@ class LoopedModel(LoopedPreTrainedModel):
         self.post_init()
 
     def _blocks(
-        self, section: str, layer_types: list[str], ropes: list[str | None], first_layer: int, first_slot: int
+        self, section: str, layer_types: list[str], ropes: list[str | None], first_layer: int
     ) -> list[LoopedBlock]:
         sizes = self.config.block_sizes(section)
         return [
-            LoopedBlock(self.config, sizes, first_layer + i, first_slot + i, layer_type, rope)
+            LoopedBlock(self.config, sizes, first_layer + i, layer_type, rope)
             for i, (layer_type, rope) in enumerate(zip(layer_types, ropes))
         ]
 
@@ -230,7 +236,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     @property
     def computes_again(self) -> bool:
-        return self.checkpoints_loops or any(block.gradient_checkpointing for block in self.core)
+        return self.checkpoints_loops or any(getattr(block, "gradient_checkpointing", False) for block in self.core)
 
     @config_defaults
     @captured
@@ -274,6 +280,7 @@ class LoopedModel(LoopedPreTrainedModel):
         depths = self.config.num_loops if num_loops is None else num_loops
         plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
+        check_layers(self.config, self.prelude, self.core, self.coda)
         check_pass(self.config, plan, inputs_embeds, cache, initial_state, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)
@@ -288,7 +295,8 @@ class LoopedModel(LoopedPreTrainedModel):
         input_ids, inputs_embeds, attention_mask, position_ids, initial_state = (
             plan.sort(tensor) for tensor in (input_ids, inputs_embeds, attention_mask, position_ids, initial_state)
         )
-        inputs, options = (input_ids, inputs_embeds, attention_mask, position_ids), {"use_cache": use_cache, **kwargs}
+        inputs = input_ids, inputs_embeds, attention_mask, position_ids
+        options = {"use_cache": use_cache, **{name: plan.sort(value) for name, value in kwargs.items()}}
         x, context, cache = self._enter(*inputs, cache, plan, may_exit, options)
         embedded = self.run_prelude(x, context)
         state = self.initial_state(embedded, initial_state)
@@ -345,7 +353,7 @@ class LoopedModel(LoopedPreTrainedModel):
             cache=view,
             site=self.site,
             slots_per_loop=len(self.core),
-            kept={cast(LoopedBlock, block).layer: () for block in self.core if self.config.shares_keys},
+            kept={self.config.core_slot(0) + i: () for i in range(len(self.core)) if self.config.shares_keys},
             options=options,
             has_regions=has_regions and view is cache,
         )
@@ -386,9 +394,9 @@ class LoopedModel(LoopedPreTrainedModel):
     def run_prelude(self, x, context: PassContext | None):
         """From embeddings to what every loop may read again. Without a prelude the context does not matter."""
         scale = self.config.residual_factor(1)
-        for block in self.prelude:
+        for slot, block in enumerate(self.prelude):
             assert context is not None
-            x = context.run(block, x, scale)
+            x = context.run(block, x, scale, slot)
         return x if self.prelude_norm is None else self.prelude_norm(x)
 
     def loop(self, embedded, state, plan: DepthPlan, every_loop: bool, context: PassContext):
@@ -431,6 +439,7 @@ class LoopedModel(LoopedPreTrainedModel):
         first."""
         # where each row has its own loop (a list) there is no cache, or a view that knows the loop of each row
         slots_before = self.config.stored_loop(loop) * context.slots_per_loop if isinstance(loop, int) else 0
+        first_slot = self.config.core_slot(0)
         device, sets = embedded.device, self.num_loop_sets
         first = one_or_rows(lambda t: t == 0, loop, device, 3) if self.looks_at_first else False
         scale = one_or_rows(self._residual_factor, depth, device, 3, embedded.dtype)
@@ -442,7 +451,7 @@ class LoopedModel(LoopedPreTrainedModel):
             x = x if self.config.loop_embedding == "modulation" else x + time
         for layer, block in enumerate(self.core):
             x, queries = self.injection.before_layer(layer, x, state, first)
-            x = context.run(block, x, scale, slots_before, queries, time, loop_set, makes_keys)
+            x = context.run(block, x, scale, first_slot + layer, slots_before, queries, time, loop_set, makes_keys)
         x = x if self.change_gate is None else self.change_gate(state, x, first)
         return x if self.state_alone is None else self.state_alone(x)
 
@@ -454,7 +463,7 @@ class LoopedModel(LoopedPreTrainedModel):
     @property
     def looks_at_first(self) -> bool:
         """Whether the first loop is run otherwise than later ones."""
-        return self.injection.looks_at_first or self.change_gate is not None
+        return getattr(self.injection, "looks_at_first", False) or self.change_gate is not None
 
     def to_next_loop(self, state):
         """What the next loop starts from."""
@@ -471,9 +480,9 @@ class LoopedModel(LoopedPreTrainedModel):
         elif self.coda_proj is not None:
             state = project(self.coda_proj, state)
         scale = self.config.residual_factor(1)
-        for block in self.coda:
+        for slot, block in enumerate(self.coda, start=len(self.prelude)):
             assert context is not None
-            state = context.of_first_rows(state.shape[0]).run(block, state, scale)
+            state = context.of_first_rows(state.shape[0]).run(block, state, scale, slot)
         return state
 
     def run_coda_after_all(self, states: list, plan: DepthPlan, context: PassContext):

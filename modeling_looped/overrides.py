@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 
+KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners."
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -26,11 +27,16 @@ def is_as_written(module, *methods: str) -> bool:
     def is_ours(name: str) -> bool:
         if name in own and not is_wrapped(module, own[name]):
             return False
-        cls = next(each for each in type(module).__mro__ if name in vars(each))
-        parts = cls, vars(cls)[name]  # functools.wraps gives a function the module of what it wraps, but not a class
-        return all(part.__module__.rpartition(".")[0] == package for part in parts)
+        return all(each.rpartition(".")[0] == package for each in modules_of_method(type(module), name))
 
     return all(map(is_ours, methods))
+
+
+def modules_of_method(cls: type, name: str) -> tuple[str, str]:
+    """Where the class is defined that has it, and where the function: functools.wraps gives a function the module of
+    what it wraps, but not a class."""
+    owner = next(each for each in cls.__mro__ if name in vars(each))
+    return owner.__module__, vars(owner)[name].__module__
 
 
 def is_wrapped(module, method) -> bool:
@@ -44,15 +50,23 @@ def is_changed(module: nn.Module) -> bool:
     """Whether it carries hooks of others, of its own or of its parameters, or runs or reads other than it was built
     with."""
     own, weights = vars(module), module.parameters(recurse=False)
-    is_other = "forward" in own or any(torch.is_tensor(value) for value in own.values())
+    is_other = any(torch.is_tensor(value) or replaces_method(module, name) for name, value in own.items())
+    known = *KNOWN_PACKAGES, __name__.rpartition(".")[0] + "."
+    is_other |= not all(each.startswith(known) for each in modules_of_method(type(module), "forward"))
     return has_foreign_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
 
 
+def replaces_method(module, name: str) -> bool:
+    """Whether an attribute of the instance hides a method of its class."""
+    return callable(getattr(type(module), name, None))
+
+
 def has_foreign_hooks(module) -> bool:
-    """Those of this package watch the prompts of single calls, and change nothing."""
-    package = __name__.rpartition(".")[0]
+    """Those of this package watch the prompts of single calls, and change nothing; those by which transformers records
+    what blocks return do nothing outside of the model's own forward."""
+    packages = __name__.rpartition(".")[0], "transformers.utils"
     hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
-    return any(getattr(hook, "__module__", "").rpartition(".")[0] != package for hook in hooks)
+    return any(getattr(hook, "__module__", "").rpartition(".")[0] not in packages for hook in hooks)
 
 
 def is_split(model) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .borrowed import CACHE, look_up, named_cache
 from .cache import LoopedCache, sharing_of
@@ -16,6 +18,7 @@ from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .depth import check_depths
 from .exit_criteria import ExitRule
+from .layers import LoopedBlock
 from .outputs import LoopedGenerateOutput
 from .overrides import has_hooks, is_as_written, is_split
 from .row_graphs import RowGraphs, can_have_graphs
@@ -48,7 +51,7 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
         "a quantized cache, which cannot be cropped": isinstance(cache, quantized),
         "an offloaded cache": getattr(cache, "offloading", False),
         ADAPTERS_OF_ROWS: gives_rows_adapters(model),
-        "a forward or loop that is not the model's own": not has_own_passes(model),
+        "a forward, loop or attention that is not the model's own": not has_own_passes(model),
         "hooks on the model, its trunk or its attention_sites": has_hooks_on_passes(model),
     }
     standing = next((name for name, stands in obstacles.items() if stands), None)
@@ -63,8 +66,17 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
 
 
 def has_own_passes(model) -> bool:
-    """Whether a pass is what it was written as; rows apart are run in parts of one."""
-    return is_as_written(model, "forward") and is_as_written(model.model, "forward", "loop")
+    """Whether a pass is what it was written as: rows apart are run in parts of one, and attend in their own way."""
+    trunk = model.model
+    attentions = [block.self_attn for block in trunk.modules() if isinstance(block, LoopedBlock)]
+    parts = {
+        model: ("forward",),
+        trunk: ("forward", "loop", "_enter", "_input_embeddings", "attention_masks"),
+        **dict.fromkeys(attentions, ("forward", "attend")),
+        **dict.fromkeys(trunk.attention_sites, ("forward",)),
+    }
+    has_own_kernel = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    return has_own_kernel and all(is_as_written(part, *methods) for part, methods in parts.items())
 
 
 def has_hooks_on_passes(model) -> bool:

@@ -37,7 +37,7 @@ LENGTH_STEP = 256  # places by which the attention of a graph is longer than tha
 MOST = 64  # graphs of an engine: each takes some memory of the device
 AFTER = 2  # passes of a kind that run without a graph: a call that ends soon needs none
 WITHOUT_MEMORY = 100  # passes of a kind that run without a graph, after one for which there was no memory
-KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", __name__.partition(".")[0] + "."
+RECORDED_PACKAGES = "torch.", "transformers.", "peft.tuners.lora.", __name__.partition(".")[0] + "."
 
 
 class CannotRecord(RuntimeError):
@@ -61,7 +61,7 @@ def can_have_graphs(model, is_int8: bool) -> bool:
 
 def can_be_recorded(module: nn.Module, device: str) -> bool:
     """Nobody watches its calls, and its kernels are launched where torch is told to."""
-    is_known = type(module).__module__.startswith(KNOWN_PACKAGES) and module._compiled_call_impl is None
+    is_known = type(module).__module__.startswith(RECORDED_PACKAGES) and module._compiled_call_impl is None
     return (
         is_known
         and not is_changed(module)

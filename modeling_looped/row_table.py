@@ -1,5 +1,6 @@
 """What all rows that decode have on the device, in one table."""
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -8,8 +9,8 @@ from .exit_criteria import INITIAL
 from .tensors import on_device
 
 
-# by name: the value of a token that begins
-AT_FIRST = {**INITIAL, "exit_loop": 0}  # the loop at which it passed a check that has not been read back
+# by name: the value of a token that begins. exit_loop: at which it passed a check that has not been read back
+AT_FIRST: ChainMap[str, float] = ChainMap({"exit_loop": 0}, INITIAL)  # with what others add to INITIAL
 
 
 class RowTable(dict):

@@ -12,7 +12,7 @@ from tests.helpers import random_ids, tiny_config
 class KnownBlock(nn.Module):
     """F(H) = H + along * u + across * turned(u), u = H / rms(H): lemma 2 with a_rad and |b_perp| chosen."""
 
-    layer, first_slot, layer_type, rope = 0, 0, "full_attention", None
+    layer, layer_type, rope = 0, "full_attention", None
 
     def __init__(self, along: float, across: float):
         super().__init__()

@@ -12,7 +12,6 @@ from accelerate.state import AcceleratorState
 
 from modeling_looped import LoopedForCausalLM, LoopedModel, generation
 from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion, ExitCriterion, ExitRule
-from modeling_looped.row_table import AT_FIRST
 
 from .helpers import random_ids, tiny_config, tiny_model
 from .naive_exits import EXITS_ABOVE, SCORES, NaiveRule, Readings
@@ -302,7 +301,6 @@ def test_what_a_new_criterion_remembers_needs_a_value_to_begin_with(monkeypatch)
     with pytest.raises(ValueError, match="'second' remembers readings, .* put it in exit_criteria.INITIAL"):
         model.generate(random_ids(2, 3), **arguments)
     monkeypatch.setitem(INITIAL, "readings", 0)
-    monkeypatch.setitem(AT_FIRST, "readings", 0)
     loops = model.generate(random_ids(2, 3), **arguments).token_loops
     assert loops[:, 1:].tolist() == [[2, 2, 2]] * 2
 
@@ -335,8 +333,8 @@ def hooked(name: str):
 @pytest.mark.parametrize(
     "change, obstacle",
     [
-        (with_own_loop, "a forward or loop that is not the model's own"),
-        (with_own_forward, "a forward or loop that is not the model's own"),
+        (with_own_loop, "a forward, loop or attention that is not the model's own"),
+        (with_own_forward, "a forward, loop or attention that is not the model's own"),
         (hooked("model"), "hooks on the model, its trunk or its attention_sites"),
         (hooked("model.attention_sites.1"), "hooks on the model, its trunk or its attention_sites"),
     ],
@@ -397,7 +395,7 @@ def test_a_changed_forward_is_refused_with_exits(of_class):
     else:
         model.forward = changes_logits(model.forward)
     assert model.generate(ids, max_new_tokens=3)[0, 3:].tolist() == [5, 5, 5]
-    with pytest.raises(ValueError, match="a forward or loop that is not the model's own"):
+    with pytest.raises(ValueError, match="a forward, loop or attention that is not the model's own"):
         model.generate(ids, max_new_tokens=3, exit_criterion="kl")
 
 

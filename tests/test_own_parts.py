@@ -1,0 +1,283 @@
+"""Parts that users put in the place of ours: followed everywhere, or refused with a reason, and never dropped."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import initialization as init
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling_looped import ExitRule, LoopedForCausalLM, LoopedForSequenceClassification, checks
+from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion
+from modeling_looped.injection import Injection
+from modeling_looped.layers import AttentionSite, LoopedAttention, LoopedBlock
+from modeling_looped.loading import LoopedCheckpointError
+from modeling_looped.modeling_looped import LoopedModel
+from modeling_looped.overrides import is_changed
+
+from .helpers import random_ids, tiny_config, tiny_model
+
+
+class Half(Injection):
+    def forward(self, state, embedded):
+        return state + embedded / 2
+
+
+class HalfForCausalLM(LoopedForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.injection = Half(config)
+        self.post_init()
+
+
+class Gated(Injection):
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.zeros(config.hidden_size))
+
+    def forward(self, state, embedded):
+        return state + torch.sigmoid(self.gate) * embedded
+
+
+class GatedForCausalLM(LoopedForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.injection = Gated(config)
+        self.post_init()
+
+
+class FilledGated(Gated):
+    def init_parameters(self):
+        init.constant_(self.gate, 0.25)
+
+
+class FilledGatedForCausalLM(LoopedForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.injection = FilledGated(config)
+        self.post_init()
+
+
+# What a folder holds
+
+
+@pytest.mark.parametrize("cls", [LoopedForCausalLM, AutoModelForCausalLM, LoopedForSequenceClassification])
+def test_a_folder_of_another_class_whose_tensors_all_fit_is_refused(cls, tmp_path):
+    model = HalfForCausalLM(tiny_config(injection="add")).eval()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(LoopedCheckpointError, match="saved by HalfForCausalLM"):
+        cls.from_pretrained(tmp_path)
+    ids = random_ids(2, 7)
+    assert torch.equal(HalfForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+    assert not torch.equal(LoopedForCausalLM.from_pretrained(tmp_path, strict=False)(ids).logits, model(ids).logits)
+
+
+def test_a_class_of_others_opens_folders_of_ours(tmp_path):
+    tiny_model(injection="add").save_pretrained(tmp_path)
+    assert type(HalfForCausalLM.from_pretrained(tmp_path)) is HalfForCausalLM
+
+
+def test_parameters_that_nothing_fills_are_refused(tmp_path):
+    tiny_model(injection="add").save_pretrained(tmp_path / "plain")
+    with pytest.raises(LoopedCheckpointError, match="missing from it: model.injection.gate"):
+        GatedForCausalLM.from_pretrained(tmp_path / "plain")
+    with pytest.raises(LoopedCheckpointError, match=r"gate is not in the checkpoint, and Gated .*init_parameters\(\)"):
+        GatedForCausalLM.from_pretrained(tmp_path / "plain", strict=False)
+    opened = FilledGatedForCausalLM.from_pretrained(tmp_path / "plain", strict=False)
+    assert opened.model.injection.gate.tolist() == [0.25] * opened.config.hidden_size
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3)).save_pretrained(tmp_path / "dense")
+    sections = {"num_prelude_layers": 1, "num_coda_layers": 1, "num_loops": 2, "injection": "add"}
+    with pytest.raises(LoopedCheckpointError, match="Gated does not say what it is"):
+        GatedForCausalLM.from_dense(tmp_path / "dense", **sections)
+    made = FilledGatedForCausalLM.from_dense(tmp_path / "dense", **sections)
+    assert made.model.injection.gate.tolist() == [0.25] * 16
+
+
+def test_a_config_that_changed_after_the_model_was_built_is_told(tmp_path, monkeypatch):
+    model, said = tiny_model(), []
+    monkeypatch.setattr(checks.logger, "warning", said.append)
+    model.config.num_loops, model.config.logit_softcap = 7, 30.0  # followed
+    model.save_pretrained(tmp_path)
+    assert not said
+    model.config.injection, model.config.rms_norm_eps = "add", 0.5
+    model.save_pretrained(tmp_path)
+    assert "injection='add' (built with 'none')" in said[0] and "rms_norm_eps=0.5" in said[0]
+
+
+# Blocks: a slot of the cache belongs to a place, not to a block
+
+
+def grown(model):
+    model.model.core.append(copy.deepcopy(model.model.core[0]))
+    model.config.num_core_layers += 1
+
+
+def pruned(model):
+    del model.model.core[1]
+    model.config.num_core_layers -= 1
+
+
+def tied(model):
+    model.model.core[2] = model.model.core[0]
+
+
+def reordered(model):
+    model.model.core = nn.ModuleList(reversed(model.model.core))
+
+
+def moved(model):
+    model.model.core[1] = model.model.prelude[0]
+
+
+@pytest.mark.parametrize("change", [tied, grown, pruned, reordered, moved], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("fields", [{}, {"key_value_interval": 2}], ids=["own_keys", "shared_keys"])
+def test_layers_can_be_tied_added_taken_away_and_moved(change, fields):
+    model = tiny_model(num_core_layers=3, num_prelude_layers=1, num_coda_layers=1, num_loops=4, **fields)
+    change(model)
+    ids = random_ids(2, 7)
+    torch.testing.assert_close(model(ids).logits, model(ids, use_cache=False).logits)
+    settings = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **settings)
+    assert torch.equal(model.generate(ids, **settings), expected)
+    assert torch.equal(model.generate(ids, exit_criterion="kl", exit_threshold=0.0, **settings), expected)
+    if not fields:
+        assert torch.equal(model.generate(ids, draft_loops=2, **settings), expected)
+
+
+def test_a_core_that_the_config_does_not_count_is_refused():
+    model = tiny_model(num_core_layers=2)
+    model.model.core.append(copy.deepcopy(model.model.core[0]))
+    with pytest.raises(ValueError, match="3 layers in its core, but config.num_core_layers=2: set that to 3"):
+        model(random_ids(2, 7))
+
+
+class Steered(LoopedBlock):
+    def forward(self, hidden_states, *args, steer=None, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs) + steer
+
+
+def test_arguments_of_own_blocks_go_with_their_rows():
+    model, ids = tiny_model(num_loops=4), random_ids(3, 7)
+    for block in model.model.core:
+        block.__class__ = Steered
+    steer, depths = torch.randn(3, 1, model.config.hidden_size), [2, 1, 4]
+    mixed = model(ids, num_loops=depths, steer=steer).logits
+    rule = ExitRule("latent_diff", 0.3)
+    exits = model(ids, steer=steer, exit_rule=rule).token_loops
+    for row in range(3):
+        alone = {"input_ids": ids[row : row + 1], "steer": steer[row : row + 1]}
+        torch.testing.assert_close(mixed[row : row + 1], model(**alone, num_loops=depths[row]).logits)
+        assert torch.equal(exits[row : row + 1], model(**alone, exit_rule=rule).token_loops)
+
+
+# Ways of decoding that do not call what was replaced are refused
+
+
+class Sharper(LoopedAttention):
+    def attend(self, site, queries, keys, values, mask, kwargs):
+        return super().attend(site, 4 * queries, keys, values, mask, kwargs)
+
+
+class SharperSite(AttentionSite):
+    def forward(self, queries, *args, **kwargs):
+        return super().forward(4 * queries, *args, **kwargs)
+
+
+class NearTokens(LoopedModel):
+    def attention_masks(self, *args):
+        masks = super().attention_masks(*args)
+        return {kind: masks[kind] for kind in masks}
+
+
+def with_own_attention(model, monkeypatch):
+    for block in model.model.core:
+        block.self_attn.__class__ = Sharper
+
+
+def with_own_site(model, monkeypatch):
+    for site in model.model.attention_sites:
+        site.__class__ = SharperSite
+
+
+def with_own_masks(model, monkeypatch):
+    model.model.__class__ = NearTokens
+
+
+def with_own_kernel(model, monkeypatch):
+    registered = ALL_ATTENTION_FUNCTIONS._global_mapping  # of `register`, which cannot be undone
+    of_torch = registered["sdpa"]
+    monkeypatch.setitem(registered, "sdpa", lambda *args, **kwargs: of_torch(*args, **kwargs))
+
+
+@pytest.mark.parametrize("change", [with_own_attention, with_own_site, with_own_masks, with_own_kernel])
+@pytest.mark.parametrize("options", [{"exit_criterion": "kl"}, {"draft_loops": 2}], ids=["exits", "drafts"])
+def test_decoding_in_rows_refuses_attention_that_it_would_not_call(change, options, monkeypatch):
+    model = tiny_model(num_loops=4)
+    change(model, monkeypatch)
+    with pytest.raises(ValueError, match="attention that is not the model's own"):
+        model.generate(random_ids(2, 7), max_new_tokens=3, **options)
+
+
+def test_a_head_that_reads_weights_of_others_passes_their_gradients():
+    class TiedHead(nn.Module):
+        def __init__(self, embedding):
+            super().__init__()
+            self.proj = nn.Linear(embedding.weight.shape[1], embedding.weight.shape[1])
+            self.embedding = [embedding]  # not registered again
+
+        def forward(self, x):
+            return self.proj(x) @ self.embedding[0].weight.T
+
+    model, ids = tiny_model(loop_loss="per_loop", num_loops=3), random_ids(2, 7)
+    model.lm_head = TiedHead(model.model.embed_tokens)
+    weight = model.model.embed_tokens.weight
+    (ours,) = torch.autograd.grad(model(ids, labels=ids).loss, weight)
+    losses = [
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        for logits in model(ids, output_loop_logits=True).loop_logits
+    ]
+    torch.testing.assert_close(ours, torch.autograd.grad(sum(losses) / 3, weight)[0])
+
+
+def test_what_changes_a_module_is_seen_and_what_only_records_is_not(monkeypatch):
+    model = tiny_model(injection="add")
+    model(random_ids(2, 7), output_hidden_states=True)  # leaves hooks of transformers
+    assert not any(map(is_changed, model.modules()))
+    model.model.core_pass = lambda *args: model.model.forward(*args)
+    assert is_changed(model.model)
+    monkeypatch.setattr(type(model.model.injection), "forward", lambda self, state, embedded: state)
+    assert is_changed(model.model.injection)
+
+
+# Criteria
+
+
+def test_what_an_own_criterion_remembers_begins_anew_with_every_token(monkeypatch):
+    def third(state, memory):
+        count = memory.get("readings", INITIAL["readings"]) + torch.ones(state.shape[:-1])
+        return count, {"readings": count}
+
+    monkeypatch.setitem(INITIAL, "readings", 0)
+    declared = Criterion(third, "state", exits_above=True, default=3, remembers=("readings",), counts_readings=True)
+    monkeypatch.setitem(CRITERIA, "third", declared)
+    monkeypatch.setitem(CRITERIA, "undeclared", declared._replace(remembers=()))
+    model, ids = tiny_model(num_loops=6), random_ids(1, 7)
+    settings = {"max_new_tokens": 5, "return_dict_in_generate": True}
+    assert model.generate(ids, exit_criterion="third", **settings).token_loops[0, 1:].tolist() == [3] * 4
+    with pytest.raises(ValueError, match=r"third returns readings to be remembered, .* remembers=\(\)"):
+        model.generate(ids, exit_criterion="undeclared", **settings)
+
+
+def test_a_criterion_says_its_least_score(monkeypatch):
+    def log_probability(logits, memory):
+        return logits.log_softmax(-1).amax(-1), {}
+
+    ours = Criterion(log_probability, "logits", exits_above=True, least=-float("inf"))
+    monkeypatch.setitem(CRITERIA, "log_probability", ours)
+    model, ids = tiny_model(num_loops=3), random_ids(1, 7)
+    loops = model(ids, exit_rule=ExitRule("log_probability", -1e9)).token_loops
+    assert loops.eq(1).all()
