@@ -211,6 +211,11 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def gate(self, state):
         """Gate logit of H: [batch, length]."""
+        refuse_if(
+            self.exit_gate is None,
+            f"loop_loss={self.config.loop_loss!r} and the outputs of exits read a gate, but this model was built with "
+            "exit_gate='none': build it with exit_gate='raw' or 'normed'",
+        )
         if self.config.exit_gate == "normed":
             state = self.model.norm(state)
         if self.config.loop_loss == "gate":  # stage II trains nothing but the gate
@@ -219,6 +224,12 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
 
     def _gates(self, outputs) -> torch.Tensor:
         """Gate logits after every loop, [loops, batch, length]."""
+        trains_gate = self.config.loop_loss == "gate" and self.training and torch.is_grad_enabled()
+        refuse_if(
+            trains_gate and not any(weight.requires_grad for weight in self.exit_gate.parameters()),
+            "loop_loss='gate' trains the exit gate alone, whose weights are frozen here, so nothing would be trained: give "
+            "them requires_grad, with PEFT by modules_to_save=['exit_gate']",
+        )
         return torch.stack([self.gate(state) for state in outputs.loop_hidden_states])
 
     def _exit_probabilities(self, gates, depths: int | list[int]) -> torch.Tensor:

@@ -108,6 +108,19 @@ def test_a_config_that_changed_after_the_model_was_built_is_told(tmp_path, monke
     assert "injection='add' (built with 'none')" in said[0] and "rms_norm_eps=0.5" in said[0]
 
 
+def test_a_gate_that_was_not_built_or_is_frozen_is_told():
+    model, ids = tiny_model(), random_ids(2, 7)
+    model.config.loop_loss = "exit_weighted"
+    with pytest.raises(ValueError, match="loop_loss='exit_weighted' .* built with exit_gate='none'"):
+        model(ids, labels=ids)
+    model = tiny_model(exit_gate="raw", loop_loss="gate").train()
+    model(ids, labels=ids).loss.backward()
+    model.exit_gate.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"whose weights are frozen here, .* modules_to_save=\['exit_gate'\]"):
+        model(ids, labels=ids)
+    assert model.eval()(ids, labels=ids).loss > 0
+
+
 # Blocks: a slot of the cache belongs to a place, not to a block
 
 
