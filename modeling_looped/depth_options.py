@@ -124,7 +124,8 @@ class DepthOptions:
         if self.exit_criterion is None:
             alone = [name for name in FIELDS_BESIDE_CRITERION if asked.get(name) not in (None, DEPTH_FIELDS[name])]
             if alone:
-                raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. 'logit_margin'")
+                criterion = "gate" if self.exit_selection == "weighted" else "logit_margin"
+                raise ValueError(f"{', '.join(alone)} without exit_criterion: name the criterion, e.g. {criterion!r}")
         elif self.exit_selection == "weighted":
             if unread := [name for name in FIELDS_OF_CHECKS if asked.get(name) not in (None, DEPTH_FIELDS[name])]:
                 raise ValueError(

@@ -15,6 +15,7 @@ import transformers
 import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -627,3 +628,9 @@ def test_what_the_command_is_not_called_with(tmp_path):
     arguments = ["--model", "looped", "--model_args", f"pretrained={tmp_path}", "--tasks", "some"]
     with pytest.raises(ValueError, match="--include_path nowhere: there is no such folder"):
         harness.main([*arguments, "--include_path", "nowhere"])
+
+
+@pytest.mark.parametrize("task", ["arc_easy", "ai2_arc", "mmlu", "gsm8k", "parcae_zero_shot"])
+def test_tasks_and_tags_of_lm_eval_are_checked(task):
+    """Tasks of its index name their tags, and tags their tasks."""
+    harness.check_tasks(*harness.asked_tasks(EvaluatorConfig(tasks=[task], include_path=[harness.TASKS])))

@@ -1,6 +1,5 @@
 """A saved model's config and tokenizer, opened before its weights, so that a mistake costs no loading."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -19,10 +18,10 @@ def open_config(target: str) -> tuple[Path, LoopedConfig]:
     """`target`: a saved model, or the folder of its training run."""
     folder = model_folder(target)
     if folder is None:
-        raise ValueError(f"there is no folder {target!r}: name a saved model or its training run")
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type")
-    if model_type != LoopedConfig.model_type:
-        raise ValueError(f"{target!r} has model_type {model_type!r}, which has no loops")
+        raise ValueError(
+            f"there is no folder {target!r}: name a saved model, its training run, or a published model that was fetched "
+            "(`hf download NAME --local-dir FOLDER`)"
+        )
     return folder, LoopedConfig.from_pretrained(folder)
 
 

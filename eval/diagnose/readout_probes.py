@@ -225,12 +225,12 @@ def exit_weighted(model, batch: dict, *, num_loops: int | None = None) -> dict:
 def future_signal(model, batch: dict, *, num_loops: int | None = None, horizon: int | None = None) -> dict:
     """What the losses of later loops say of a loop's scale (equation 4).
 
-    signal[k][t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and what comes
-    later follows; size[k][t] is the sum over tokens of the absolute derivatives by each token's own log s. t = 0 is
+    signal[k, t] = dL_{k+t} / dlog s_k, where the states of all tokens after loop k are scaled together and what comes
+    later follows; size[k, t] is the sum over tokens of the absolute derivatives by each token's own log s. t = 0 is
     the readout after the loop itself; horizon: the largest t, by default that of the last loop. The estimate says
     size <= C t / s_k, so C is at least
 
-        constant[k][t] = size[k][t] s_k / t,    t >= 1
+        constant[k, t] = size[k, t] s_k / t,    t >= 1
     """
     depth = depth_of(model, num_loops)
     factors, scale = [], []

@@ -108,7 +108,7 @@ def check_tasks(manager: TaskManager, tasks: list):
         config = task if isinstance(task, dict) else (entry and entry.cfg) or {}
         refuse_depths_in(config.get("generation_kwargs") or {}, f"the generation_kwargs of task {config.get('task')}")
         members = config.get("task") if isinstance(config.get("task"), list) else []
-        tagged = [name for name, other in manager.task_index.items() if task in other.tags] if entry else []
+        tagged = sorted(entry.tags) if entry and task in manager.all_tags else []  # of a task: the tags that it has
         check_tasks(manager, [member for member in (*members, *tagged) if member != task])
 
 

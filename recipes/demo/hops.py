@@ -4,6 +4,7 @@ Pairs say which symbol follows which, and a question asks for the one so many ho
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from modeling_looped.exit_criteria import ExitRule
 RECIPE = Path(__file__).with_name("hops.yaml")
 HOPS = [1, 2, 3, 4]
 QUESTIONS = 252  # of each number of hops
+FORM = r"[a-z]{2}( [a-z]{2})* ; [a-z][1-9]"  # of a question
 CERTAINTY = 0.9  # of the most probable answer, at which a question stops looping
 
 
@@ -113,7 +115,13 @@ def ask(folder: Path, question: str):
     if not (folder / "config.json").is_file():
         raise ValueError(f"there is no trained model in {folder}: run `looped demo` first, or name its --output")
     model = Answerer(folder)
-    asked = [(question, None)] if question else [unseen_question(hops) for hops in HOPS]
+    if question and not re.fullmatch(FORM, question):
+        raise ValueError(
+            f"{question!r} is not a question of this model: write which symbol follows which, and one question, e.g. "
+            "'cd fa ec bh hf ge ag db ; h2', what stands two steps after h"
+        )
+    # others than those of the page, and of numbers that differ, since the answer follows from the number
+    asked = [(question, None)] if question else [unseen_question(hops, QUESTIONS + hops) for hops in HOPS]
     for text, right in asked:
         print(f"\n{text} ?" + ("" if right is None else f"   (right: {right})"))
         said = model.after_each_loop(text)
