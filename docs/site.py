@@ -1,14 +1,22 @@
-"""Pages of the site that lie elsewhere in the repository: READMEs, results, and the notebooks as text."""
+"""Pages of the site that lie elsewhere in the repository: READMEs, results, and the notebooks as text; and tables of
+settings and fields, which are made of the source."""
 
+import ast
 import json
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recipes.settings.help import meanings  # noqa: E402
+
+
 PAGES = ["README.md", "MODEL_CARD.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/*.md", "examples/README.md"]
 PAGES += ["recipes/*/*.md", "examples/*.ipynb"]
 
@@ -27,6 +35,39 @@ def pages() -> dict[str, str]:
 def as_markdown(notebook: str) -> str:
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(notebook)["cells"]]
     return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells)
+
+
+def settings() -> str:
+    """A table of each section of a recipe."""
+    parts = []
+    for section, keys in meanings().items():
+        rows = [f"| `{key}` | `{default}` | {in_cell(meaning)} |" for key, (default, meaning) in keys.items()]
+        parts.append("\n".join([f"## {section}", "", "| key | default | what |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def fields() -> str:
+    """A table of the fields of `LoopedConfig`."""
+    module = ast.parse((ROOT / "modeling_looped/configuration_looped.py").read_text(encoding="utf-8"))
+    config = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "LoopedConfig")
+    # what is private, and what transformers asks of a class, has no place in a config.json
+    own = [node for node in config.body if isinstance(node, ast.AnnAssign) and not isinstance(node.value, ast.Call)]
+    rows = [
+        f"| `{node.target.id}` | {in_cell(words_of(node.annotation))} | `{ast.unparse(node.value)}` |" for node in own
+    ]
+    return "\n".join(["| field | values | default |", "|---|---|---|", *rows])
+
+
+def words_of(annotation: ast.expr) -> str:
+    said = ast.unparse(annotation)
+    return ", ".join(f"`{word}`" for word in re.findall(r"'(.*?)'", said)) or f"`{said}`"
+
+
+def in_cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+TABLES = {"SETTINGS": settings, "FIELDS": fields}
 
 
 def on_files(files, config):
@@ -52,4 +93,7 @@ def on_page_markdown(markdown, page, config, files):
         path = posixpath.relpath(address, posixpath.dirname(page.file.src_uri))
         return f"{bang}[{words}]({path}{'#' * bool(anchor)}{anchor})"
 
+    for name, table in TABLES.items():
+        if f"<!-- {name} -->" in markdown:
+            markdown = markdown.replace(f"<!-- {name} -->", table())
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", mend, markdown)

@@ -80,6 +80,10 @@ class LoopedConfig(DerivedFields):
     logits after loop k:  lm_head( readout_norm( coda( coda_input(H_k) ) ) )
     ```
 
+    Sizes
+        vocab_size, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim,
+            max_position_embeddings (`int`): as in Llama, of embedding, prelude and coda, and of the core where it has
+            none of its own.
     Depth
         num_prelude_layers, num_core_layers, num_coda_layers (`int`): unique layers before, inside and after the loop.
         num_loops (`int`): loops of a pass that asks for no other depth.
@@ -156,11 +160,16 @@ class LoopedConfig(DerivedFields):
             "attention" or "mlp".
         hidden_act, mlp_gated, mlp_activation_scale: the MLP is down(scale * act(gate x) * up x) or
             down(scale * act(up x)). mlp_bias: whether its matrices have biases.
+        rms_norm_eps (`float`): added to the mean square in norms. use_cache: as in transformers.
+        attention_dropout, residual_dropout, embedding_dropout, classifier_dropout (`float`): of attention's weights,
+            of branches, of embeddings, and of classification heads.
         value_embeddings: gated token embeddings added to the values of every other layer (Parcae).
         embedding_scale: what embeddings are multiplied by; round_embedding_scale: after it was rounded to the dtype
             of the embeddings (Gemma).
         init_scheme: "normal", "scaled_zero" (Parcae), "takase" (Huginn), "zero_output" (FLT), "torch" (the defaults
-            of nn.Linear and nn.Embedding, the readout paper's).
+            of nn.Linear and nn.Embedding, the readout paper's). initializer_range: the standard deviation of "normal",
+            cut at three of them.
+        tie_word_embeddings: the head is the embedding. pad_token_id, bos_token_id, eos_token_id: as in transformers.
 
     `num_hidden_layers` is derived: the number of key/value slots, `P + Q + C * num_loops` (of the loops, those that
     compute keys and values), which is what caches and serving engines take it for.

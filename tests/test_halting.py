@@ -409,7 +409,6 @@ def test_models_that_cannot_exit_are_refused(tmp_path):
     for change, words in [
         ({"residual_depth": "run"}, "residual_depth='run'"),
         ({"num_loops": 1}, "with a single loop"),
-        ({"model_type": "llama"}, "model_type 'llama'"),
     ]:
         fields = json.loads((folder / "config.json").read_text())
         fields.pop("num_hidden_layers")
@@ -423,6 +422,9 @@ def test_models_that_cannot_exit_are_refused(tmp_path):
         halting.run(halting.parse(command(folder)))
     with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
         halting.run(halting.parse(["nowhere"]))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="model_type='llama' in its config.json, which is no looped model"):
+        halting.run(halting.parse(command(folder)))
 
 
 @pytest.mark.parametrize("shared", [{}, {"num_key_value_loops": 1}, {"key_value_interval": 2}], ids=str)

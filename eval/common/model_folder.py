@@ -19,8 +19,8 @@ def open_config(target: str) -> tuple[Path, LoopedConfig]:
     folder = model_folder(target)
     if folder is None:
         raise ValueError(
-            f"there is no folder {target!r}: name a saved model, its training run, or a published model that was fetched "
-            "(`hf download NAME --local-dir FOLDER`)"
+            f"there is no folder {target!r}: name a saved model, its training run, or a published model that was "
+            "fetched (`hf download NAME --local-dir FOLDER`)"
         )
     return folder, LoopedConfig.from_pretrained(folder)
 

@@ -87,6 +87,11 @@ class Reckoned:
         self.passing = 2 * self.multiplied + self.kept + LOGITS_AT_ONCE
         self.saving = self.checkpoint / cluster.disk
 
+    def fits(self, micro: float) -> bool:
+        """Whether a GPU has memory for so many rows at a time, under FSDP2."""
+        kept = self.run.kept * micro * self.run.length
+        return self.sharded + self.passing - self.kept + kept <= self.cluster.memory
+
     def hours(self, traffic: float) -> float:
         """traffic: seconds of a step for which the GPUs wait."""
         return self.run.steps * (self.step + traffic + self.saving / self.run.save_every) / 3600
@@ -141,8 +146,8 @@ def lines_of_memory(reckoned: Reckoned) -> list[Line]:
         Line(
             "activations",
             f"{reckoned.kept / GIGA:.1f} GB",
-            f"{run.kept:,.0f} bytes x {reckoned.micro:g} x {run.length} tokens: 32 d + 8 f of a layer with gradients; "
-            f"d = {d}, f = {f}; less with gradient checkpointing",
+            f"{run.kept:,.0f} bytes x {reckoned.micro:g} x {run.length} tokens: 32 d + 8 f of a layer with gradients, "
+            f"d = {d}, f = {f}, or what gradient checkpointing keeps of it",
         ),
         Line(
             "memory of a GPU, DDP",
@@ -154,7 +159,17 @@ def lines_of_memory(reckoned: Reckoned) -> list[Line]:
             f"{(reckoned.sharded + reckoned.passing) / GIGA:.0f} of {memory / GIGA:.0f} GB",
             "the same",
         ),
+        *([] if reckoned.fits(reckoned.micro) else [Line("does not fit", "", advice_of_memory(reckoned))]),
     ]
+
+
+def advice_of_memory(reckoned: Reckoned) -> str:
+    """What to set so that a step fits into a GPU under FSDP2."""
+    halves = [reckoned.micro / 2**i for i in range(1, 10)]
+    rows = next((int(micro) for micro in halves if micro >= 1 and reckoned.fits(micro)), None)
+    fewer = [] if rows is None else [f"training.micro_batch_size={rows}"]
+    ways = [*fewer, "more of training.gradient_checkpointing (selective, true, loops)", "more GPUs"]
+    return f"it needs {' or '.join(ways)}"
 
 
 def lines_of_the_run(reckoned: Reckoned) -> list[Line]:
