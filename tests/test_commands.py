@@ -365,8 +365,8 @@ def exits_at(loops: float, speedup: float, ratio: float = 1.0) -> list[dict]:
     [
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.4, 1.5), "kl takes 2.40 of 4 loops, 40 % of them saved"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5), "no smaller fixed depth is"),
-        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "a fixed depth of 2: exits gain nothing over that"),
-        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "a fixed depth of 3: exits gain over that"),
+        (at_depths(1.5, 1.005, 1, 1), exits_at(2.3, 1.5), "of 2 stays within that too. Exits gain nothing over that"),
+        (at_depths(1.5, 1.2, 1, 1), exits_at(2.3, 1.5), "of 3 stays within that too. Exits need fewer loops"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(2.3, 1.5, 1.02), "on the other text it is 2.00 % worse"),
         (at_depths(1.5, 1, 1, 1), exits_at(3.9, 0.95), "num_loops=2 is enough"),
         (at_depths(1.5, 1.2, 1.1, 1), exits_at(3.9, 0.95), "needs its 4 loops"),

@@ -47,7 +47,7 @@ train("loops", "plain", [2, 4], "pretended")
 def run(*command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": import_paths(), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1700
     )
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
     return ended.stdout

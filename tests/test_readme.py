@@ -207,8 +207,8 @@ def test_headline_numbers_are_those_of_the_results():
         [100 * seed["systems"][system]["3"]["accuracy"][-1] for seed in seeds]
         for system in ("looped", "as_many_parameters")
     )
-    compared.append(f"four loops are right in {min(of_loops):.0f} to {max(of_loops):.0f} % of the questions")
-    compared.append(f"a model of the same layer with one loop in {min(of_one):.0f} to {max(of_one):.0f} %")
+    compared.append(f"the model with four loops is right in {min(of_loops):.0f} to {max(of_loops):.0f} %")
+    compared.append(f"a model with one loop of the same layer in {min(of_one):.0f} to {max(of_one):.0f} %")
     steps, decoding = (speedups(f"python -m eval.benchmark {name}") for name in ("train", "decode --new-tokens 48"))
     alone = speedups("python -m eval.benchmark decode --batch 1 --new-tokens 48")
     compared += [

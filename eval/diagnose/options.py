@@ -91,7 +91,8 @@ def add_option(parser: argparse.ArgumentParser, option: Option):
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
         return
     default = option.default
-    about = f"default: {' '.join(map(str, default)) if isinstance(default, tuple) else default}"
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    about = "default: that of the model, or of the measure" if default is None else f"default: {shown}"
     several = {"nargs": "+", "default": argparse.SUPPRESS}
     if option.name == "loops":
         about = f"several depths, 1 2 4 or 1..4; {about}"

@@ -82,7 +82,7 @@ def gradient_norms(result: dict) -> str:
         return "The gradients are zero or not finite."
     worst = max(known, key=known.get)
     factor = math.exp(known[worst])
-    return f"From step to step gradients change by a factor of {factor:.2f} as a rule, most in {layer_name(worst)}."
+    return f"From step to step gradients typically change by a factor of {factor:.2f}, most in {layer_name(worst)}."
 
 
 def loop_cosine(result: dict) -> str:

@@ -34,5 +34,5 @@ def conclusion(fixed: list[dict], tokens: list[dict], budget: float, num_loops: 
         found += f" (on the other text it is {100 * best['ratio'] - 100:.2f} % worse)"
     if shallowest == num_loops:
         return f"{found}; no smaller fixed depth is."
-    verdict = "exits gain over that" if exits_gain(fixed, tokens, budget) else "exits gain nothing over that"
-    return f"{found}; so is a fixed depth of {shallowest}: {verdict}."
+    verdict = "Exits need fewer loops" if exits_gain(fixed, tokens, budget) else "Exits gain nothing over that"
+    return f"{found}. A fixed depth of {shallowest} stays within that too. {verdict}."

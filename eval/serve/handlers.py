@@ -80,7 +80,7 @@ class TakesDepth:
             config.do_sample = True
         if (bias := body.get("logit_bias")) is not None:  # left out of completions otherwise, and refused as integers
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()} or None
-        if config.top_k is None:  # transformers would sample of the 50 likeliest
+        if config.top_k is None and config.do_sample:  # transformers would sample of the 50 likeliest
             config.top_k = 0
         config._seed = current_request.get().seed
         config.stop_strings = config.stop_strings or None

@@ -155,6 +155,6 @@ def main(arguments: list[str]) -> Shown:
     output = Path(args.output)
     write_whole(output, page(shown))
     print(f"\nthe page: {output}")
-    mean = f"In the mean a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."
+    mean = f"On average a token took {loops_in_words(shown.mean_loops, shown.num_loops)}; {shown.rule}."
     say_result(mean, typed("looped halting", args.model))
     return shown

@@ -39,7 +39,7 @@ srun --kill-on-bad-exit=1 bash -c '
         --machine_rank "$SLURM_NODEID" \
         --main_process_ip "$first_machine" \
         --main_process_port "${MASTER_PORT:-29500}" \
-        -m recipes.pretrain "$@"
+        -m looped_recipes.pretrain "$@"
 ' launcher "$@" &
 run=$!
 [ -z "$stopped" ] || kill -TERM "$run" 2>/dev/null || true  # it came before there was a run

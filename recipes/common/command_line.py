@@ -47,6 +47,11 @@ class OneLineErrors(argparse.ArgumentParser):
             advice = did_you_mean(str(value), map(str, action.choices))
             raise argparse.ArgumentError(action, f"there is no {value!r}; {advice}")
 
+    def format_help(self) -> str:
+        for action in self._actions:
+            tell_default(action)
+        return super().format_help()
+
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
 
@@ -88,6 +93,16 @@ class Parser(OneLineErrors):
             return argument
         name = option[0].replace("_", "-")
         return self.renamed.get(name, name) + argument[option.end() :]
+
+
+def tell_default(action: argparse.Action):
+    """At the end of its help, where that does not say it."""
+    default = action.default
+    if default is None or default is argparse.SUPPRESS or isinstance(default, bool) or default in ("", [], ()):
+        return
+    if "default" not in (action.help or ""):
+        said = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
+        action.help = "; ".join(filter(None, [action.help, f"default: {said.replace('%', '%%')}"]))
 
 
 def device_of(name: str | None) -> str:

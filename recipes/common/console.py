@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from importlib.metadata import version
 
 from looped_recipes.common import command_line
 from looped_recipes.common.commands import COMMANDS, GROUPS
@@ -20,6 +21,9 @@ def main():
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
+        return
+    if arguments[0] in ("-V", "--version"):
+        print(version("modeling-looped"))
         return
     name, *rest = arguments
     if name not in COMMANDS:
