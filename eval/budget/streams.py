@@ -48,7 +48,15 @@ def texts_of(path: str) -> Iterator[str]:
         from datasets import load_dataset
 
         file = path if "://" in path else glob.escape(str(Path(path).absolute()))  # brackets in names are names
-        rows = load_dataset("parquet", data_files=file, split="train", streaming=True)
+        try:
+            rows = load_dataset("parquet", data_files=file, split="train", streaming=True)
+        except Exception as error:  # of many libraries
+            if "://" not in path:
+                raise
+            raise ValueError(
+                f"{path} cannot be fetched ({type(error).__name__}: {shortly(str(error))}): check the network, or name a "
+                "file that was fetched before, --stream NAME=FILE"
+            ) from error
         if rows.column_names is not None and "text" not in rows.column_names:
             raise ValueError(f"{path} has no column 'text'; it has {', '.join(rows.column_names)}")
         yield from (row["text"] or "" for row in rows)

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from looped_eval.common.model_folder import LONG_TEXTS
 from looped_recipes.common.checksums import LIST, checksum, read_sealed
 from looped_recipes.common.hub import model_inside
 from modeling_looped import generator_of, register_public_formats
@@ -84,6 +85,7 @@ class LoopedLM(HFLM):
         )
         register_public_formats()
         super().__init__(pretrained, revision=revision, device=device or "auto", **{"backend": "causal", **kwargs})
+        self.tokenizer.deprecation_warnings[LONG_TEXTS] = True  # lm-eval cuts texts into windows
         if state_seed is not None:
             check_starts_from_noise(self.config)
         saved = getattr(self.model.generation_config, "exit_criterion", None)
