@@ -54,8 +54,8 @@ def texts_of(path: str) -> Iterator[str]:
             if "://" not in path:
                 raise
             raise ValueError(
-                f"{path} cannot be fetched ({type(error).__name__}: {shortly(str(error))}): check the network, or name "
-                "a file that was fetched before, --stream NAME=FILE"
+                f"{path} cannot be fetched ({type(error).__name__}: {shortly(str(error))}): check the network, or "
+                "name a file that was fetched before, --stream NAME=FILE"
             ) from error
         if rows.column_names is not None and "text" not in rows.column_names:
             raise ValueError(f"{path} has no column 'text'; it has {', '.join(rows.column_names)}")
