@@ -227,7 +227,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         trains_gate = self.config.loop_loss == "gate" and self.training and torch.is_grad_enabled()
         refuse_if(
             trains_gate and not any(weight.requires_grad for weight in self.exit_gate.parameters()),
-            "loop_loss='gate' trains the exit gate alone, whose weights are frozen: nothing would be trained: "
+            "loop_loss='gate' trains the exit gate alone, whose weights are frozen, so that nothing would be trained: "
             "give them requires_grad, with PEFT by modules_to_save=['exit_gate']",
         )
         return torch.stack([self.gate(state) for state in outputs.loop_hidden_states])
