@@ -197,7 +197,7 @@ def test_slurm_starts_one_launcher_per_machine(tmp_path):
     lines = [line.strip("|").split("|") for line in done.stdout.splitlines()]
     assert len(lines) == 2
     for rank, arguments in enumerate(lines):
-        assert arguments[-4:] == ["-m", "recipes.pretrain", *run[2:]]
+        assert arguments[-4:] == ["-m", "looped_recipes.pretrain", *run[2:]]
         options = dict(zip(arguments[1:-4:2], arguments[2:-4:2]))
         assert options["--machine_rank"] == str(rank) and options["--main_process_ip"] == "first"
         assert options["--num_machines"] == "2" and options["--num_processes"] == "8"
