@@ -50,7 +50,7 @@ def fields() -> str:
     """A table of the fields of `LoopedConfig`."""
     module = ast.parse((ROOT / "modeling_looped/configuration_looped.py").read_text(encoding="utf-8"))
     config = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "LoopedConfig")
-    # what is private, and what transformers asks of a class, has no place in a config.json
+    # but for format_version, a call, which tells of the file
     own = [node for node in config.body if isinstance(node, ast.AnnAssign) and not isinstance(node.value, ast.Call)]
     rows = [
         f"| `{node.target.id}` | {in_cell(words_of(node.annotation))} | `{ast.unparse(node.value)}` |" for node in own
