@@ -14,7 +14,10 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recipes.settings.help import meanings  # noqa: E402
+from recipes.settings.help import config_class, meanings  # noqa: E402
+
+
+CONFIG = config_class()  # now: mkdocs takes ROOT out of the path afterwards
 
 
 PAGES = ["README.md", "MODEL_CARD.md", "CONTRIBUTING.md", "CHANGELOG.md", "results/*.md", "examples/README.md"]
@@ -48,10 +51,8 @@ def settings() -> str:
 
 def fields() -> str:
     """A table of the fields of `LoopedConfig`."""
-    module = ast.parse((ROOT / "modeling_looped/configuration_looped.py").read_text(encoding="utf-8"))
-    config = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "LoopedConfig")
     # but for format_version, a call, which tells of the file
-    own = [node for node in config.body if isinstance(node, ast.AnnAssign) and not isinstance(node.value, ast.Call)]
+    own = [node for node in CONFIG.body if isinstance(node, ast.AnnAssign) and not isinstance(node.value, ast.Call)]
     rows = [
         f"| `{node.target.id}` | {in_cell(words_of(node.annotation))} | `{ast.unparse(node.value)}` |" for node in own
     ]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -26,7 +25,7 @@ from .cpu import attend_single_query, is_slow_single_query, project
 from .cpu_gradients import attend_causally
 from .loop_parameters import LoopDeltas
 from .norms import LoopedNorm, block_norm, weighted_norm
-from .overrides import has_hooks
+from .overrides import has_hooks, sdpa_is_as_written
 
 
 VALUE_GATE_CHANNELS = 32
@@ -76,7 +75,7 @@ def with_role(module: LinearOrTable, role: str, width: int | None = None) -> Lin
 def attend_on_cpu(queries, keys, values, mask, scaling: float) -> torch.Tensor | None:
     """Attention of [rows, heads, length, head_dim], causal if there is no mask; None where torch is as fast, and where
     another function was registered as sdpa."""
-    if torch.compiler.is_compiling() or ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+    if torch.compiler.is_compiling() or not sdpa_is_as_written():
         return None
     if is_slow_single_query(queries):
         return attend_single_query(queries, keys, values, mask, scaling)

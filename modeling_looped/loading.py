@@ -8,6 +8,7 @@ from typing import Any
 from .borrowed import look_up
 from .depth_options import DEPTH_FIELDS
 from .foreign_names import UnknownNameError
+from .overrides import PACKAGE
 
 
 # Readers of layouts that are not ours: "public" and "dense" open models, "config" reads config.json. formats/ fills
@@ -16,11 +17,14 @@ OPENERS: dict[str, Callable] = {}
 STRICTLY: ContextVar[tuple[str, str] | None] = ContextVar("path and class of what is loaded strictly", default=None)
 
 
-# what our own classes are called in config.json
-CLASSES = tuple(
-    f"Looped{name}"
-    for name in ("ForCausalLM", "Model", "ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
-)
+# those of auto_classes.py, which imports this file, as config.json names them
+OUR_CLASSES = {
+    "LoopedModel",
+    "LoopedForCausalLM",
+    "LoopedForQuestionAnswering",
+    "LoopedForSequenceClassification",
+    "LoopedForTokenClassification",
+}
 
 
 class LoopedCheckpointError(ValueError, RuntimeError):
@@ -73,8 +77,8 @@ def refuse_layers_without_scales(model, missing):
 
 def refuse_class_of_others(path, cls, architectures: list[str] | None):
     """Whose forward pass may be another, also where all tensors fit."""
-    is_ours = cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
-    if is_ours and architectures and not {*CLASSES, cls.__name__}.intersection(architectures):
+    is_ours = cls.__module__.rpartition(".")[0] == PACKAGE
+    if is_ours and architectures and not OUR_CLASSES.intersection(architectures):
         raise LoopedCheckpointError(
             f"the checkpoint {path} was saved by {', '.join(architectures)}, a class that is not of this package, so "
             f"{cls.__name__} may compute something else: open it with that class. strict=False opens it all the same."

@@ -2,9 +2,12 @@
 
 import torch
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners."
+PACKAGE = __name__.rpartition(".")[0]  # this one, also where it lies beside a saved model
+KNOWN_PACKAGES = "torch.", "transformers.", "peft.tuners.", f"{PACKAGE}."
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -22,12 +25,12 @@ def has_global_hooks() -> bool:
 
 def is_as_written(module, *methods: str) -> bool:
     """Whether these methods of a module are of this package: no other function has replaced them."""
-    package, own = __name__.rpartition(".")[0], vars(module)
+    own = vars(module)
 
     def is_ours(name: str) -> bool:
         if name in own and not is_wrapped(module, own[name]):
             return False
-        return all(each.rpartition(".")[0] == package for each in modules_of_method(type(module), name))
+        return all(each.rpartition(".")[0] == PACKAGE for each in modules_of_method(type(module), name))
 
     return all(map(is_ours, methods))
 
@@ -51,8 +54,7 @@ def is_changed(module: nn.Module) -> bool:
     with."""
     own, weights = vars(module), module.parameters(recurse=False)
     is_other = any(torch.is_tensor(value) or replaces_method(module, name) for name, value in own.items())
-    known = *KNOWN_PACKAGES, __name__.rpartition(".")[0] + "."
-    is_other |= not all(each.startswith(known) for each in modules_of_method(type(module), "forward"))
+    is_other |= not all(each.startswith(KNOWN_PACKAGES) for each in modules_of_method(type(module), "forward"))
     return has_foreign_hooks(module) or is_other or any(weight._backward_hooks for weight in weights)
 
 
@@ -64,9 +66,14 @@ def replaces_method(module, name: str) -> bool:
 def has_foreign_hooks(module) -> bool:
     """Those of this package watch the prompts of single calls, and change nothing; those by which transformers records
     what blocks return do nothing outside of the model's own forward."""
-    packages = __name__.rpartition(".")[0], "transformers.utils"
+    packages = PACKAGE, "transformers.utils"
     hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
     return any(getattr(hook, "__module__", "").rpartition(".")[0] not in packages for hook in hooks)
+
+
+def sdpa_is_as_written() -> bool:
+    """Whether "sdpa" is transformers' own function: another may have been registered under that name."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
 
 
 def is_split(model) -> bool:

@@ -6,11 +6,10 @@ Passes over its rows: `row_passes.py`.
 import math
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .borrowed import CACHE, look_up, named_cache
 from .cache import LoopedCache, sharing_of
@@ -18,9 +17,8 @@ from .checks import check_length, refuse_if
 from .clients import ADAPTERS_OF_ROWS, gives_rows_adapters
 from .depth import check_depths
 from .exit_criteria import ExitRule
-from .layers import LoopedBlock
 from .outputs import LoopedGenerateOutput
-from .overrides import has_hooks, is_as_written, is_split
+from .overrides import has_hooks, is_as_written, is_split, sdpa_is_as_written
 from .row_graphs import RowGraphs, can_have_graphs
 from .row_pages import PagedRows, Pages
 from .row_passes import TOKENS_OF_COPIES, TokensOfEngine, enter
@@ -68,15 +66,15 @@ def obstacle_to_row_engine(model, processors, criteria, config, synced_gpus: boo
 def has_own_passes(model) -> bool:
     """Whether a pass is what it was written as: rows apart are run in parts of one, and attend in their own way."""
     trunk = model.model
-    attentions = [block.self_attn for block in trunk.modules() if isinstance(block, LoopedBlock)]
+    blocks = chain(trunk.prelude, trunk.core, trunk.coda)
+    attentions = [block.self_attn for block in blocks if hasattr(block, "self_attn")]
     parts = {
         model: ("forward",),
         trunk: ("forward", "loop", "_enter", "_input_embeddings", "attention_masks"),
         **dict.fromkeys(attentions, ("forward", "attend")),
         **dict.fromkeys(trunk.attention_sites, ("forward",)),
     }
-    has_own_kernel = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
-    return has_own_kernel and all(is_as_written(part, *methods) for part, methods in parts.items())
+    return sdpa_is_as_written() and all(is_as_written(part, *methods) for part, methods in parts.items())
 
 
 def has_hooks_on_passes(model) -> bool:

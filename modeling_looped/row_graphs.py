@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .cache import index_of_loop
 from .context import PassContext, rotary_by_kind
-from .overrides import has_global_hooks, is_changed
+from .overrides import has_global_hooks, is_changed, sdpa_is_as_written
 from .row_view import attend_to_all, visible
 from .switches import is_switched_on
 from .tensors import on_device
@@ -49,8 +47,12 @@ def can_have_graphs(model, is_int8: bool) -> bool:
     config, device = model.config, model.device.type
     if device not in DEVICES or _failed or not is_switched_on(SWITCH, "passes of rows as CUDA graphs"):
         return False
-    has_other_kernel = ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
-    if has_other_kernel or config._attn_implementation != "sdpa" or config.attention_softcap is not None or is_int8:
+    if (
+        not sdpa_is_as_written()
+        or config._attn_implementation != "sdpa"
+        or config.attention_softcap is not None
+        or is_int8
+    ):
         return False
     # numbers of the host, which are read once
     if config.shares_keys or model.model.loop_embedding is not None:

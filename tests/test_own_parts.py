@@ -10,10 +10,11 @@ from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_looped import ExitRule, LoopedForCausalLM, LoopedForSequenceClassification, checks
+from modeling_looped.auto_classes import AUTO_CLASSES
 from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion
 from modeling_looped.injection import Injection
 from modeling_looped.layers import AttentionSite, LoopedAttention, LoopedBlock
-from modeling_looped.loading import LoopedCheckpointError
+from modeling_looped.loading import OUR_CLASSES, LoopedCheckpointError
 from modeling_looped.modeling_looped import LoopedModel
 from modeling_looped.overrides import is_changed
 
@@ -25,11 +26,17 @@ class Half(Injection):
         return state + embedded / 2
 
 
-class HalfForCausalLM(LoopedForCausalLM):
+class WithInjection(LoopedForCausalLM):
+    part: type[Injection]
+
     def __init__(self, config):
         super().__init__(config)
-        self.model.injection = Half(config)
+        self.model.injection = self.part(config)
         self.post_init()
+
+
+class HalfForCausalLM(WithInjection):
+    part = Half
 
 
 class Gated(Injection):
@@ -41,11 +48,8 @@ class Gated(Injection):
         return state + torch.sigmoid(self.gate) * embedded
 
 
-class GatedForCausalLM(LoopedForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.injection = Gated(config)
-        self.post_init()
+class GatedForCausalLM(WithInjection):
+    part = Gated
 
 
 class FilledGated(Gated):
@@ -53,11 +57,8 @@ class FilledGated(Gated):
         init.constant_(self.gate, 0.25)
 
 
-class FilledGatedForCausalLM(LoopedForCausalLM):
-    def __init__(self, config):
-        super().__init__(config)
-        self.model.injection = FilledGated(config)
-        self.post_init()
+class FilledGatedForCausalLM(WithInjection):
+    part = FilledGated
 
 
 # What a folder holds
@@ -72,6 +73,10 @@ def test_a_folder_of_another_class_whose_tensors_all_fit_is_refused(cls, tmp_pat
     ids = random_ids(2, 7)
     assert torch.equal(HalfForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
     assert not torch.equal(LoopedForCausalLM.from_pretrained(tmp_path, strict=False)(ids).logits, model(ids).logits)
+
+
+def test_the_classes_of_ours_are_those_of_auto_classes():
+    assert OUR_CLASSES == {cls.__name__ for cls in AUTO_CLASSES.values()}
 
 
 def test_a_class_of_others_opens_folders_of_ours(tmp_path):
@@ -200,10 +205,9 @@ class SharperSite(AttentionSite):
         return super().forward(4 * queries, *args, **kwargs)
 
 
-class NearTokens(LoopedModel):
+class OwnMasks(LoopedModel):
     def attention_masks(self, *args):
-        masks = super().attention_masks(*args)
-        return {kind: masks[kind] for kind in masks}
+        return super().attention_masks(*args)
 
 
 def with_own_attention(model, monkeypatch):
@@ -217,7 +221,7 @@ def with_own_site(model, monkeypatch):
 
 
 def with_own_masks(model, monkeypatch):
-    model.model.__class__ = NearTokens
+    model.model.__class__ = OwnMasks
 
 
 def with_own_kernel(model, monkeypatch):

@@ -54,12 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         every = chosen(args.only, None)  # also the seeds of earlier sittings
         for path in collect(every, setting, args.results / "claims"):
             print(f"written: {path}")
-    if missing and not (args.results / "claims").is_dir():
-        say_result(
-            "The time is up, and nothing is whole yet.", f"{typed('looped claims run', args.folder)}  # goes on"
-        )
-        return 0
     if not (args.results / "claims").is_dir():
+        if missing:
+            say_result(
+                "The time is up, and nothing is whole yet.", f"{typed('looped claims run', args.folder)}  # goes on"
+            )
+            return 0
         raise ValueError(
             f"there are no measurements in {args.results / 'claims'}: `looped claims run FOLDER` makes some, and "
             "--results names another folder"

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from looped_recipes.common.command_line import Depths, Parser, folder
+from looped_recipes.common.command_line import Depths, Parser, as_typed, folder
 
 
 RENAMED = {"--loops": "--num-loops"}
@@ -91,8 +91,7 @@ def add_option(parser: argparse.ArgumentParser, option: Option):
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
         return
     default = option.default
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    about = "default: that of the model, or of the measure" if default is None else f"default: {shown}"
+    about = f"default: {'that of the model, or of the measure' if default is None else as_typed(default)}"
     several = {"nargs": "+", "default": argparse.SUPPRESS}
     if option.name == "loops":
         about = f"several depths, 1 2 4 or 1..4; {about}"

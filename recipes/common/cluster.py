@@ -83,14 +83,14 @@ class Reckoned:
         self.state, self.checkpoint = 16 * p - 4 * self.muon_size, 12 * p - 4 * self.muon_size
         self.sharded = self.state / gpus + 8 * p
         self.multiplied = run.sizes.without_embedding - run.sizes.value_tables
-        self.kept = run.kept * self.micro * run.length
+        self.row = run.kept * run.length
+        self.kept = self.row * self.micro
         self.passing = 2 * self.multiplied + self.kept + LOGITS_AT_ONCE
         self.saving = self.checkpoint / cluster.disk
 
     def fits(self, micro: float) -> bool:
         """Whether a GPU has memory for so many rows at a time, under FSDP2."""
-        kept = self.run.kept * micro * self.run.length
-        return self.sharded + self.passing - self.kept + kept <= self.cluster.memory
+        return self.sharded + self.passing + self.row * (micro - self.micro) <= self.cluster.memory
 
     def hours(self, traffic: float) -> float:
         """traffic: seconds of a step for which the GPUs wait."""

@@ -101,8 +101,11 @@ def tell_default(action: argparse.Action):
     if default is None or default is argparse.SUPPRESS or isinstance(default, bool) or default in ("", [], ()):
         return
     if "default" not in (action.help or ""):
-        said = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
-        action.help = "; ".join(filter(None, [action.help, f"default: {said.replace('%', '%%')}"]))
+        action.help = "; ".join(filter(None, [action.help, f"default: {as_typed(default).replace('%', '%%')}"]))
+
+
+def as_typed(default) -> str:
+    return " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
 
 
 def device_of(name: str | None) -> str:

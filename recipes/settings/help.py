@@ -31,10 +31,13 @@ def indented(text: str) -> str:
 
 
 def model_fields() -> str:
+    return ast.get_docstring(config_class())
+
+
+def config_class() -> ast.ClassDef:
     folder = Path(find_spec("modeling_looped").origin).parent
     module = ast.parse((folder / "configuration_looped.py").read_text(encoding="utf-8"))
-    config = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "LoopedConfig")
-    return ast.get_docstring(config)
+    return next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "LoopedConfig")
 
 
 def keys_of(meanings: dict[str, tuple[str, str]]) -> str:
