@@ -11,7 +11,7 @@ from statistics import fmean
 from looped_recipes.common.chart import Chart, Line, ordered
 from looped_recipes.common.optimum import optimum, shift
 
-from .definition import Claim, Measurement, each_seed
+from .definition import SIX_SEEDS, Claim, Measurement, each_seed
 from .rules import Differs, Effect, Estimate, Near, over_seeds
 from .sweeps import commands_of, runs_of
 
@@ -32,7 +32,7 @@ LEARNT = 4.3  # nats; a run that ends above has learnt next to nothing (the pape
 FEWEST_LEARNT = 3  # rates, as many as a parabola needs
 UNTRAINED = "under 1/sqrt(N) no seed has three rates that end below 4.3 at N = 8: it does not train"
 AT_EDGE = "a bound where a best rate is the last of the grid"
-BEST_RATES = Measurement("best_rates", commands_of("best_rates"), runs_of)
+BEST_RATES = Measurement("best_rates", commands_of("best_rates"), runs_of, SIX_SEEDS)
 
 
 def losses_over_rates(content: dict, panel: str, loops: int) -> dict[float, float]:
