@@ -30,6 +30,7 @@ def facts(run: RunFolder) -> dict[str, str]:
     sampler, mean_depth = run.setting("depth.sampler", "fixed"), run.setting("depth.mean") or trained or "–"
     if sampler == "poisson_lognormal" and mean_depth != "–":
         mean_depth += 1  # which the papers' mean does not count
+    most = run.setting("depth.maximum")
     losses, bits = run.last_by_number(LOSS_AT), run.last_by_number(BITS_AT)
     read = depth_of_loss(losses, trained or 0) if losses else trained
     where = "" if read == trained else f" after {counted(read, 'loop')}"
@@ -39,7 +40,7 @@ def facts(run: RunFolder) -> dict[str, str]:
         "made by": pretrain(run) if run.recipe else "–",
         "parameters": number(run.num_parameters),
         "architecture": architecture(run.config),
-        "depth in training": f"{sampler}, mean {mean_depth}",
+        "depth in training": f"{sampler}, mean {mean_depth}" + (f", none above {most}" if most else ""),
         "data": f"{run.setting('data.source', '–')}, {number(tokens)} tokens seen",
         "training": f"{number(run.steps)} steps, {optimizer or '–'}, {schedule or '–'} schedule, "
         f"seed {run.setting('training.seed', '–')}",
