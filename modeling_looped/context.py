@@ -111,3 +111,17 @@ class PassContext:
             if isinstance(rows, slice)
             else {i: tuple(x[rows] for x in k) for i, k in self.kept.items()},
         )
+
+
+def context_of_tokens(trunk, ids, rotary, view, masks: dict | None = None) -> PassContext:
+    """Of tokens that stand at places and loops of their own, which `view` knows. rotary: of `rotary_by_kind`."""
+    return PassContext(
+        num_rows=len(ids),
+        masks=dict.fromkeys(trunk.layer_types) if masks is None else masks,
+        position_ids=None,
+        position_embeddings=rotary_by_kind(trunk, rotary),
+        value_embeddings=trunk.value_embeddings(ids),
+        cache=view,
+        site=trunk.site,
+        options={"row_attention": view.row_attention},
+    )

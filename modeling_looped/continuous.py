@@ -90,11 +90,10 @@ class ContinuousDecoder:
     def emit(self, rows: list[int], logits: torch.Tensor):
         """The next tokens of `rows`, which exit; those that have got theirs begin the next."""
         if self.prompt is None:
-            loops = [self.loops[row] for row in rows]
-            self.engine.cache.leave_in_deeper_loops(rows, loops, self.engine.last_places(rows))
+            emitted = self.engine.emit(rows, logits, [self.loops[row] for row in rows])
         else:
-            self.prompt, loops = None, self.engine.depths_of_prompts
-        emitted = self.selector.emit(rows, logits, loops)
+            self.prompt = None
+            emitted = self.selector.emit(rows, logits, self.engine.depths_of_prompts)
         self.starting = [row for row in emitted if self.selector.unfinished[row]]
 
 

@@ -29,7 +29,7 @@ import torch
 from torch.linalg import vector_norm
 
 from .depth import check_count
-from .tensors import at_least_fp32
+from .tensors import as_float64, at_least_fp32
 
 
 MIN_P = 0.1
@@ -108,7 +108,7 @@ def argmax_stability(logits: torch.Tensor, memory: Memory) -> Score:
 
 def gate(gate_logit: torch.Tensor, memory: Memory) -> Score:
     """1 - prod_j (1 - lambda_j), in float64: in half precision sigmoid(6.25) is 1."""
-    stay = remembered(memory, "stay") * torch.sigmoid(-gate_logit.double())
+    stay = remembered(memory, "stay") * torch.sigmoid(-as_float64(gate_logit))
     return 1 - stay, {"stay": stay}
 
 
@@ -216,10 +216,17 @@ class ExitRule:
 
     def exits(self, score: torch.Tensor) -> torch.Tensor:
         if self.per_sequence:
-            score = score.double().mean(-1)
+            score = as_float64(score).mean(-1)
         if self.name == "gate" and self.threshold == 1:  # reached by rounding only
             return torch.zeros_like(score, dtype=torch.bool)
         return score >= self.threshold if self.criterion.exits_above else score <= self.threshold
+
+    def read(self, depth: int, model, state: torch.Tensor, logits: Callable[[], torch.Tensor], memory: Memory):
+        """Which tokens or rows pass the check after `depth` loops (None: no check), and what to remember."""
+        if not self.scores_at(depth):
+            return None, memory
+        score, memory = self.criterion.after_loop(model, state, logits, memory)
+        return (self.exits(score) if self.checks_at(depth) else None), memory
 
     def checked(self, config, num_loops: int | None = None) -> "ExitRule":
         """This rule, if it fits the model and a pass of this depth, by default the model's own."""

@@ -42,11 +42,10 @@ class ExitWatch:
     def exits(self, depth: int, limits: torch.Tensor, state: torch.Tensor, logits: Callable) -> torch.Tensor:
         """Which tokens or rows stop after `depth` loops, by the criterion or at their limit."""
         exits = limits <= depth
-        if self.rule.scores_at(depth) and depth < self.deepest:
-            score, self.memory = self.rule.criterion.after_loop(self.model, state, logits, self.memory)
-            if self.rule.checks_at(depth):
-                exits = exits | self.rule.exits(score)
-        return exits
+        if depth == self.deepest:
+            return exits
+        passed, self.memory = self.rule.read(depth, self.model, state, logits, self.memory)
+        return exits if passed is None else exits | passed
 
     def logits(self, depth: int, state: torch.Tensor, context: PassContext) -> torch.Tensor:
         return self.model.logits_after_loop(unrecorded(self.model.model.run_coda, state, context), depth - 1)
@@ -180,12 +179,9 @@ def chosen_after(model, rule: ExitRule, inputs: dict, depths: list[int], keep, o
     loops, memory, chosen = limits.expand(states[0].shape[:2]), {}, readouts[-1]
     running = torch.ones_like(loops, dtype=torch.bool)
     for depth, (state, readout) in enumerate(zip(states, readouts), start=1):
-        if not rule.scores_at(depth):
-            continue
         decode = functools.partial(model.logits_after_loop, readout, depth - 1, depths)
-        score, memory = rule.criterion.after_loop(model, state, decode, memory)
-        if rule.checks_at(depth):
-            passes = rule.exits(score)
+        passes, memory = rule.read(depth, model, state, decode, memory)
+        if passes is not None:
             exits = running & (passes[:, None] if rule.per_sequence else passes) & (depth < limits)
             loops = torch.where(exits, depth, loops)
             chosen = torch.where(exits.unsqueeze(-1), readout, chosen)

@@ -43,8 +43,7 @@ def decode_in_step(engine: RowEngine):
     try:
         while rows := running():
             logits = next_logits(engine, rows, depth)
-            engine.cache.leave_in_deeper_loops(rows, [depth] * len(rows), engine.last_places(rows))
-            engine.selector.emit(rows, logits[:, -1], [depth] * len(rows))
+            engine.emit(rows, logits[:, -1], [depth] * len(rows))
     except BaseException:  # of a streamer, say: the caller's cache holds what was computed
         if engine.config.cache_is_given and running():
             engine.store_back(max(engine.last_places(running())))

@@ -260,6 +260,11 @@ class RowEngine:
         """Of the last token of each row."""
         return [self.held_before + self.selector.lengths[row] - 1 for row in rows]
 
+    def emit(self, rows: list[int], logits: torch.Tensor, loops: list[int], noise: torch.Tensor | None = None):
+        """The next token of `rows`, whose last one took so many loops; those that have got theirs."""
+        self.cache.leave_in_deeper_loops(rows, loops, self.last_places(rows))
+        return self.selector.emit(rows, logits, loops, noise)
+
     def at_last_tokens(self, rows: list[int]) -> TokensOfEngine:
         return TokensOfEngine(self, rows, self.last_places(rows))
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.utils import logging
 
 from .cache import index_of_loop
-from .context import PassContext, rotary_by_kind
+from .context import PassContext, context_of_tokens
 from .overrides import has_global_hooks, is_changed, sdpa_is_as_written
 from .row_view import attend_to_all, visible
 from .switches import is_switched_on
@@ -87,7 +87,10 @@ class StaticView:
         self.rows, self.loops, self.places = rows, loops, places
         self.masks_by_window = {}
 
-    def attend(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
+    def go_to(self, loops: list[int]):
+        self.loops = loops[0]  # of all
+
+    def row_attention(self, queries, keys, values, slot: int, scaling: float) -> torch.Tensor:
         buffer, window = self.cache.buffers[slot], self.cache.windows[slot]
         new = torch.cat([keys, values], dim=2)
         if isinstance(self.loops, int):
@@ -192,12 +195,7 @@ class RowGraphs:
 
         def logits(held: dict, view: StaticView) -> torch.Tensor:
             trunk, context = self.trunk, self.context(held, view)
-            embedded = self._enter(held, view)
-            state = trunk.initial_state(embedded, None)
-            for loop in range(self.depth):
-                view.loops = loop
-                state = state if loop == 0 else trunk.to_next_loop(state)
-                state = trunk.core_pass(state, embedded, loop, self.depth, context)
+            state = trunk.loop_in_step(self._enter(held, view), self.depth, context)
             view.loops = 0
             return self.model.logits(trunk.readout(trunk.run_coda(state, context), self.depth))
 
@@ -273,17 +271,7 @@ class RowGraphs:
         return sum(each.graph is not None for each in self.passes.values())
 
     def context(self, held: dict, view: StaticView) -> PassContext:
-        trunk = self.trunk
-        return PassContext(
-            num_rows=len(view.places),
-            masks=dict.fromkeys(trunk.layer_types),
-            position_ids=None,
-            position_embeddings=rotary_by_kind(trunk, held.get("rotary")),
-            value_embeddings=trunk.value_embeddings(held["ids"]) if trunk.config.value_embeddings else {},
-            cache=view,
-            site=trunk.site,
-            options={"row_attention": view.attend},
-        )
+        return context_of_tokens(self.trunk, held["ids"], held.get("rotary"), view)
 
 
 _failed: list[str] = []  # why no more graphs are recorded in this process

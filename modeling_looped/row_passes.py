@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .checks import check_length
-from .context import PassContext, rotary_by_kind
+from .context import PassContext, context_of_tokens
 from .depth import one_or_each
 from .row_graphs import RowGraphs
 from .row_pages import PagedView
@@ -68,13 +68,7 @@ class Tokens:
 
     def run_all_loops(self, num_loops: int) -> torch.Tensor:
         """From h_0 to H of the last loop, in step."""
-        trunk, context = self.trunk, self.context([0] * len(self.ids))
-        state = trunk.initial_state(self.embedded, None)
-        for loop in range(num_loops):
-            context.cache.go_to([loop] * len(self.ids))
-            state = state if loop == 0 else trunk.to_next_loop(state)
-            state = trunk.core_pass(state, self.embedded, loop, num_loops, context)
-        return state
+        return self.trunk.loop_in_step(self.embedded, num_loops, self.context([0] * len(self.ids)))
 
     def read_logits(self, loops: list[int], state: torch.Tensor) -> torch.Tensor:
         """Of H after `loops` loops. What the coda writes stands if they are a token's last, else it is overwritten."""
@@ -102,17 +96,9 @@ class Tokens:
 
     def context(self, loops: list[int]) -> PassContext:
         trunk, view = self.trunk, self.view(loops)
-        attend, eager = view.row_attention, trunk.config._attn_implementation == "eager"
-        return PassContext(
-            num_rows=len(loops),
-            masks=dict.fromkeys(trunk.layer_types) if attend else view.masks(trunk.dtype if eager else None),
-            position_ids=None,
-            position_embeddings=rotary_by_kind(trunk, self.rotary),
-            value_embeddings=trunk.value_embeddings(self.ids) if trunk.config.value_embeddings else {},
-            cache=view,
-            site=trunk.site,
-            options={"row_attention": attend},
-        )
+        eager = trunk.config._attn_implementation == "eager"
+        masks = None if view.row_attention else view.masks(trunk.dtype if eager else None)
+        return context_of_tokens(trunk, self.ids, self.rotary, view, masks)
 
     def view(self, loops: list[int]) -> Any:
         """Of the caches: a RowView, JointView or PagedView."""

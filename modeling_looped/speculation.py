@@ -123,8 +123,7 @@ class Pipeline:
         start, rows = perf_counter(), self.selector.running()
         tokens = [InFlight(row, place, -1, False) for row, place in zip(rows, self.engine.last_places(rows))]
         logits, loops = next_logits(self.engine, rows, self.num_loops), [self.num_loops] * len(rows)
-        self.engine.cache.leave_in_deeper_loops(rows, loops, [token.place for token in tokens])
-        self.selector.emit(rows, logits[:, -1], loops, self.noise_of(tokens))
+        self.engine.emit(rows, logits[:, -1], loops, self.noise_of(tokens))
         self.noises.clear()
         self.entries, self.verified = self.entries + 1, self.verified + len(rows)
         self.row_passes += self.num_loops * len(rows)
@@ -218,8 +217,7 @@ class Pipeline:
             return
         tokens = [self.flight[reads[member]] for member in members]
         rows, loops = [token.row for token in tokens], [self.num_loops] * len(tokens)
-        self.engine.cache.leave_in_deeper_loops(rows, loops, [token.place for token in tokens])
-        self.selector.emit(rows, logits[members], loops, self.noise_of(tokens))
+        self.engine.emit(rows, logits[members], loops, self.noise_of(tokens))
         probed = any(token.is_probe for token in tokens)
         for token in tokens:
             token.is_dropped = True

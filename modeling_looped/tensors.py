@@ -12,6 +12,11 @@ def at_least_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(wide_dtype(tensor))
 
 
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """float64, or float32 on Apple's GPUs, which have no float64."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
 def on_device(values, device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Numbers of the host on a device. The host waits for a GPU where memory that is not pinned is copied."""
     tensor = torch.as_tensor(values, dtype=dtype)

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,9 @@ from looped_recipes.common.command_line import say_result, typed
 from looped_recipes.common.files import check_writable, write_whole
 from looped_recipes.common.provenance import finite, provenance, rounded, write_json
 
-from . import dynamics, growth, page, premises, readout_probes, theorems, transfer
+from . import page
 from .model_and_text import DiagnoseError, ModelAndText, open_model_and_text
-from .options import parse
+from .options import FILES, parse
 
 
 GIVEN = ("model", "batch", "config", "classes")  # of the subject, to measures that take them
@@ -44,31 +45,22 @@ class Measure(NamedTuple):
 
 
 LITTLE = {"loops": [1, 2, 4, 8], "seeds": 1, "steps": 3, "num_tokens": 64}
+QUICK = {  # options in `all`
+    "residual_norm": LITTLE,
+    "loop_cosine": {"copies": 8, "steps": 3, "num_tokens": 64},
+    "update_size": LITTLE,
+    "lr_transfer": {"loops": [1, 4], "rates": [2.5e-4, 1e-3, 4e-3], "steps": 10, "rows_per_step": 2},
+}
+MONITORED = {  # names in a run's metrics.jsonl
+    "norm_trajectory": "residual_norm/",
+    "spectral": "spectral_radius",
+    "state_dynamics": "state_change",
+    "gradient_norms": "gradient_norm/",
+}
 MEASURES = {
-    "residual_norm": Measure(growth.residual_norm, LITTLE),
-    "loop_cosine": Measure(growth.loop_cosine, {"copies": 8, "steps": 3, "num_tokens": 64}),
-    "update_size": Measure(growth.update_size, LITTLE),
-    "premises": Measure(premises.premises),
-    "theorem_1": Measure(theorems.theorem_1),
-    "theorem_2": Measure(theorems.theorem_2),
-    "theorem_3": Measure(theorems.theorem_3),
-    "norm_trajectory": Measure(dynamics.norm_trajectory, monitored="residual_norm/"),
-    "lr_transfer": Measure(
-        transfer.lr_transfer,
-        {"loops": [1, 4], "rates": [2.5e-4, 1e-3, 4e-3], "steps": 10, "rows_per_step": 2},
-    ),
-    "radial_gradient": Measure(readout_probes.radial_gradient),
-    "scale_sweep": Measure(readout_probes.scale_sweep),
-    "radial_clamp": Measure(readout_probes.radial_clamp),
-    "update_decomposition": Measure(readout_probes.update_decomposition),
-    "token_norms": Measure(readout_probes.token_norms),
-    "future_signal": Measure(readout_probes.future_signal),
-    "exit_weighted": Measure(readout_probes.exit_weighted),
-    "depth_curve": Measure(dynamics.depth_curve),
-    "spectral": Measure(dynamics.spectral, monitored="spectral_radius"),
-    "state_dynamics": Measure(dynamics.state_dynamics, monitored="state_change"),
-    "sensitivity": Measure(dynamics.sensitivity),
-    "gradient_norms": Measure(dynamics.gradient_norms, monitored="gradient_norm/"),
+    name: Measure(getattr(import_module(f".{file}", __package__), name), QUICK.get(name, {}), MONITORED.get(name))
+    for file, names in FILES.items()
+    for name in names
 }
 
 

@@ -1,4 +1,4 @@
-"""The charts of every measure: `CHARTS[measure](result)` draws what the measure returned."""
+"""The charts of every measure: the function of its name draws what it returned."""
 
 import re
 
@@ -368,21 +368,3 @@ def training(series: dict[str, dict]) -> list:
     y = of.replace("_", " ") if lines else ""
     log = spread(*(points["value"] for points in series.values()))
     return [Chart("While the model trained", "step", y, lines, log_y=log)]
-
-
-CHARTS = {
-    chart.__name__: chart
-    for chart in (
-        residual_norm,
-        loop_cosine,
-        loop_cosine_fresh,
-        update_size,
-        premises,
-        theorem_1,
-        theorem_2,
-        theorem_3,
-        norm_trajectory,
-    )
-    + (lr_transfer, radial_gradient, scale_sweep, radial_clamp, update_decomposition, token_norms, future_signal)
-    + (exit_weighted, depth_curve, spectral, state_dynamics, sensitivity, gradient_norms)
-}

@@ -2,8 +2,8 @@
 
 from looped_eval.common.page import Charts, Finding, Folded, Heading, Section, Table, Text, numbers
 
-from . import figures
-from .readings import READINGS, Reading
+from . import figures, sentences
+from .readings import READINGS
 
 
 HEADLINES = ("depth_curve", "norm_trajectory", "radial_gradient")
@@ -15,21 +15,21 @@ def parts(name: str, result: dict) -> list[str]:
     return [part for part in PARTS.get(name, (name,)) if part != "loop_cosine_fresh" or "looped" in result]
 
 
-def said(reading: Reading, result: dict) -> str:
+def said(part: str, result: dict) -> str:
     try:
-        return reading.finding(result)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # None stands where a number was not finite
+        return getattr(sentences, part)(result)
+    except (TypeError, ValueError, ZeroDivisionError):  # None stands where a number was not finite
         return "Some of what was measured is not a finite number."
 
 
 def findings(name: str, result: dict) -> list[str]:
     """What a measure found, a sentence for each of its readings."""
-    return [said(READINGS[part], result) for part in parts(name, result)]
+    return [said(part, result) for part in parts(name, result)]
 
 
 def charts_of(name: str, result: dict, beside: dict[str, dict] | None = None) -> list:
     """Everything that is drawn of a result."""
-    drawn = [chart for part in parts(name, result) for chart in figures.CHARTS[part](result)]
+    drawn = [chart for part in parts(name, result) for chart in getattr(figures, part)(result)]
     if beside:
         drawn = figures.depth_curve(result, beside)
     return drawn + figures.training(result.get("training", {}))
@@ -49,10 +49,10 @@ def without_training(result: dict) -> dict:
 def measured(part: str, result: dict) -> list:
     """The blocks of one reading, its finding first."""
     reading = READINGS[part]
-    charts = figures.CHARTS[part](result)
+    charts = getattr(figures, part)(result)
     if not reading.fresh:
         charts += figures.training(result.get("training", {}))
-    blocks = [Finding(said(reading, result)), Charts(charts), reading.explanation]
+    blocks = [Finding(said(part, result)), Charts(charts), reading.explanation]
     table = numbers(without_training(result))
     return blocks + ([Folded("Numbers", table)] if table.rows else [])
 
@@ -76,4 +76,4 @@ def sections(results: dict[str, dict], left_out: dict[str, str] | None = None) -
 
 
 def headlines(results: dict[str, dict]) -> list[str]:
-    return [said(READINGS[name], results[name]) for name in HEADLINES if name in results]
+    return [said(name, results[name]) for name in HEADLINES if name in results]

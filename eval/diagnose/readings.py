@@ -1,16 +1,13 @@
-"""What every measure is called, how it is read, and which sentence says what it found."""
+"""What every measure is called and how it is read; the functions of its name in sentences.py and figures.py say and
+draw what it found."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from looped_eval.common.page import Explanation
 
-from . import sentences
-
 
 class Reading(NamedTuple):
     title: str
-    finding: Callable[[dict], str]
     explanation: Explanation
     fresh: bool = False  # of models that the measure makes anew from the config
 
@@ -19,7 +16,6 @@ SCALE_PAPER = "Readout Blind Spot"
 READINGS = {
     "depth_curve": Reading(
         "Loss over depth",
-        sentences.depth_curve,
         Explanation(
             "Cross-entropy of held-out text after every loop, up to twice the trained depth.",
             "It falls until the trained depth and does not rise much beyond it; a flat curve makes no use of loops.",
@@ -29,7 +25,6 @@ READINGS = {
     ),
     "norm_trajectory": Reading(
         "Norm over loops",
-        sentences.norm_trajectory,
         Explanation(
             "The norm of the state before the first loop and after each.",
             "It stays of one size, also beyond the trained depth.",
@@ -39,7 +34,6 @@ READINGS = {
     ),
     "state_dynamics": Reading(
         "State and change",
-        sentences.state_dynamics,
         Explanation(
             "How far each loop moves the state, and its norm at every stage of a loop.",
             "Changes shrink with every loop: the state settles, and more loops do no harm.",
@@ -48,7 +42,6 @@ READINGS = {
     ),
     "spectral": Reading(
         "Injection",
-        sentences.spectral,
         Explanation(
             "The loop's linear maps h → A h + B e and, into the coda, C h.",
             "A spectral radius of A below 1: what came before fades, and the state cannot explode by it.",
@@ -57,7 +50,6 @@ READINGS = {
     ),
     "sensitivity": Reading(
         "Small changes",
-        sentences.sensitivity,
         Explanation(
             "What each loop multiplies a small change of the state by, in the direction where it grows most.",
             "Below 1: loops forget small errors and come to the same state again. Above 1 they do not settle.",
@@ -66,7 +58,6 @@ READINGS = {
     ),
     "loop_cosine": Reading(
         "Directions of loops",
-        sentences.loop_cosine,
         Explanation(
             "Cosines between what different loops add to the state.",
             "No loop undoes another. The more alike they are, the faster the state grows without residual scaling.",
@@ -75,7 +66,6 @@ READINGS = {
     ),
     "premises": Reading(
         "Overlap of branches",
-        sentences.premises,
         Explanation(
             "How much what attention and MLP add agrees between loops, and how their last matrix scales it.",
             "Theorem 1 holds where loops overlap whatever their number; theorem 3 where layers do not.",
@@ -84,7 +74,6 @@ READINGS = {
     ),
     "radial_gradient": Reading(
         "What readouts see of scale",
-        sentences.radial_gradient,
         Explanation(
             "The part of each readout's gradient that points along the state.",
             "Above about 0.01; or, where it is 0, a norm or a penalty that holds the scale, as this loss cannot.",
@@ -93,7 +82,6 @@ READINGS = {
     ),
     "scale_sweep": Reading(
         "Loss of a rescaled state",
-        sentences.scale_sweep,
         Explanation(
             "Cross-entropy of the last readout when the state is multiplied by α.",
             "Flat with a norm before the head; a valley at α = 1 without one.",
@@ -102,7 +90,6 @@ READINGS = {
     ),
     "radial_clamp": Reading(
         "What growth of scale is worth",
-        sentences.radial_clamp,
         Explanation(
             "Loss when every token keeps the scale of its first loop, or only what turns the state is added.",
             "No cost: then predictions do not hang on a growing norm.",
@@ -111,7 +98,6 @@ READINGS = {
     ),
     "update_decomposition": Reading(
         "Updates along and across",
-        sentences.update_decomposition,
         Explanation(
             "What each of 30 loops adds, along the state and across it.",
             "Small updates that mostly turn the state; a large part along it only makes it longer.",
@@ -121,7 +107,6 @@ READINGS = {
     ),
     "token_norms": Reading(
         "Norms of tokens",
-        sentences.token_norms,
         Explanation(
             "The norm of the last state, token by token, and by what the token is.",
             "Mean and median are close, and no kind of token stands out.",
@@ -131,7 +116,6 @@ READINGS = {
     ),
     "future_signal": Reading(
         "What later losses see",
-        sentences.future_signal,
         Explanation(
             "How the loss after a loop, and those after later loops, change with the state's scale.",
             "Some signal, or a norm or penalty: only then is the scale trained.",
@@ -140,7 +124,6 @@ READINGS = {
     ),
     "exit_weighted": Reading(
         "The exit gate",
-        sentences.exit_weighted,
         Explanation(
             "Loss of the logits mixed by the exit gate's probabilities, and where the gate exits.",
             "Mixed logits are no worse than the last loop's, and exits are not all at one loop.",
@@ -150,7 +133,6 @@ READINGS = {
     ),
     "gradient_norms": Reading(
         "Gradients",
-        sentences.gradient_norms,
         Explanation(
             "Gradients of single blocks before clipping, over a few optimizer steps of a copy.",
             "Of one size in all blocks, and steady from step to step.",
@@ -160,7 +142,6 @@ READINGS = {
     ),
     "residual_norm": Reading(
         "Norm over the number of loops",
-        sentences.residual_norm,
         Explanation(
             "The norm of the last state of models of N loops, in their first optimizer steps.",
             "It does not grow with N: then a model can be made deeper at the same settings.",
@@ -170,7 +151,6 @@ READINGS = {
     ),
     "update_size": Reading(
         "Updates over the number of loops",
-        sentences.update_size,
         Explanation(
             "How far one optimizer step moves the last state of models of N loops.",
             "It does not grow with N: then one learning rate serves every depth.",
@@ -180,7 +160,6 @@ READINGS = {
     ),
     "loop_cosine_fresh": Reading(
         "Directions of loops, fresh",
-        sentences.loop_cosine_fresh,
         Explanation(
             "Cosines between what passes add, with the same layers in each pass and with layers of their own.",
             "Alike with shared layers, orthogonal with layers of their own: this is why looped models grow faster.",
@@ -190,7 +169,6 @@ READINGS = {
     ),
     "lr_transfer": Reading(
         "Learning rates",
-        sentences.lr_transfer,
         Explanation(
             "Held-out loss of short runs over the learning rate, for several N.",
             "The best rate stays where it is when N grows.",
@@ -200,7 +178,6 @@ READINGS = {
     ),
     "theorem_1": Reading(
         "Theorem 1",
-        sentences.theorem_1,
         Explanation(
             "Growth of the sum of residuals in the theorem's own model, residual scale N^-α.",
             "Exponents as in theory where the theorem's premises hold.",
@@ -210,7 +187,6 @@ READINGS = {
     ),
     "theorem_2": Reading(
         "Theorem 2",
-        sentences.theorem_2,
         Explanation(
             "What one update of the shared matrix changes in the theorem's own model.",
             "Exponents as in theory where the theorem's premises hold.",
@@ -220,7 +196,6 @@ READINGS = {
     ),
     "theorem_3": Reading(
         "Theorem 3",
-        sentences.theorem_3,
         Explanation(
             "Growth of the sum of all branches over loops and layers in the theorem's own model.",
             "Exponents as in theory.",

@@ -3,7 +3,7 @@
 from collections.abc import Container
 from typing import NamedTuple
 
-from looped_eval.common.page import Folded, Heading, Section, Table, Text, single_numbers, to_html
+from looped_eval.common.page import Folded, Heading, Section, Table, Text, numbers, to_html
 from looped_recipes.common.files import write_whole
 from looped_recipes.common.provenance import write_json
 
@@ -100,15 +100,8 @@ def of_one(piece: Piece, ledger: Ledger) -> Section:
     state = "not run" if ended is None else f"{ended.how} after {ended.seconds:.0f} s. {ended.said}"
     section = Section(piece.name.replace("_", " "), [Text(f"{piece.what}; {state}")])
     for name, result in results.items():
-        numbers = single_numbers(result)
-        table = Table(
-            ["", name], [[key.replace("_", " ").replace(".", ", "), shown(value)] for key, value in numbers.items()]
-        )
-        section.blocks += [Heading(name), table] if len(numbers) < 12 else [Folded(name, table)]
+        table = numbers(result)
+        section.blocks += [Heading(name), table] if len(table.rows) < 12 else [Folded(name, table)]
         said = result.get("said")
         section.blocks += [Folded("what was said", "\n".join(said))] if said else []
     return section
-
-
-def shown(value) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -359,7 +359,7 @@ class LoopedLM(HFLM):
                 F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(-1, tokens.targets[:, None])[:, 0]
             )
             misses.append(logits.argmax(-1) != tokens.targets)
-            if self.rule is not None and self.rule.scores_at(loop):
+            if self.rule is not None:
                 seen = outputs.loop_hidden_states
                 watch.read(loop, self.model, seen and seen[loop - 1][tokens.rows, tokens.places], logits)
         taken = torch.stack([watch.loops.clamp(max=depth) for depth in self.depths])  # [depths, tokens]
@@ -439,9 +439,9 @@ class ExitCount:
         self.running = torch.ones_like(self.loops, dtype=torch.bool)
 
     def read(self, loop: int, model, state: torch.Tensor | None, logits: torch.Tensor):
-        score, self.memory = self.rule.criterion.after_loop(model, state, lambda: logits, self.memory)
-        if self.rule.checks_at(loop):
-            exits = self.running & self.rule.exits(score)
+        passed, self.memory = self.rule.read(loop, model, state, lambda: logits, self.memory)
+        if passed is not None:
+            exits = self.running & passed
             self.loops[exits] = loop
             self.running &= ~exits
 

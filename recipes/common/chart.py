@@ -17,7 +17,7 @@ from looped_recipes.common.chart_style import STEPS, STYLE
 from looped_recipes.common.files import write_whole
 
 
-WIDTH, LEFT, RIGHT, PLOT = 360, 46, 12, 170
+WIDTH, RIGHT, PLOT = 360, 12, 170
 MANY = 300  # points of a line; more are not seen
 ROOM_FOR_A_VALUE = 30  # the side of a cell of a matrix
 

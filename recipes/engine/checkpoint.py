@@ -105,51 +105,49 @@ def save_checkpoint(
     if background is not None:
         background.wait()  # what is still written is no leftover
     name, temporary = on_main_process(lambda: begin(folder, step, model, optimizers), folder)
-    state, writer = training_state(model, optimizers), TensorWriter(temporary)
+    path, writer = folder / name, TensorWriter(temporary)
     logged = metrics.read_bytes() if metrics is not None and metrics.exists() else None
-    if background is None:
-        write(state, writer, folder / name, marker, logged, tokenizer, keep_last)
-    else:
-        state, group = writer.stage(state), background.group
-        background.start(lambda: write(state, writer, folder / name, marker, logged, tokenizer, keep_last, group))
-    return folder / name
 
-
-def write(
-    state: dict,
-    writer: "TensorWriter",
-    path: Path,
-    marker: dict,
-    metrics: bytes | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    keep_last: int,
-    group: dist.ProcessGroup | None = None,
-):
-    folder, temporary = path.parent, Path(writer.path)
-    ignore_missing_group()
-    try:
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-        own = lambda: {path.name: checksum(path) for path in temporary.glob(f"__{process_index()}_*")}  # noqa: E731
-        parts = from_all_processes(own, folder, group)
-        checksums = {name: digest for part in parts for name, digest in part.items()}
-    except (OSError, CheckpointException) as error:
-        # every process gets here, with the reason of the one that failed
-        if is_main_process():
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise error_of_saving(folder, root_cause(error)) from error
-
-    def finish():
-        if metrics is not None:
-            write_whole(temporary / METRICS, metrics)
+    def finish(checksums: dict[str, str]):
+        if logged is not None:
+            write_whole(temporary / METRICS, logged)
         if tokenizer is not None:
             save_tokenizer(tokenizer, temporary / TOKENIZER)
             sync_all(temporary / TOKENIZER)
         write_marker(temporary, marker, checksums)
         os.rename(temporary, path)
         sync(folder)
-        remove_old(folder, path.name, keep_last)
+        remove_old(folder, name, keep_last)
 
-    on_main_process(finish, folder, group)
+    def write(state: dict, group: dist.ProcessGroup | None = None):
+        checksums = write_tensors(state, writer, folder, group)
+        on_main_process(lambda: finish(checksums), folder, group)
+
+    state = training_state(model, optimizers)
+    if background is None:
+        write(state)
+    else:
+        state = writer.stage(state)
+        background.start(lambda: write(state, background.group))
+    return path
+
+
+def write_tensors(
+    state: dict, writer: "TensorWriter", folder: Path, group: dist.ProcessGroup | None
+) -> dict[str, str]:
+    """The checksums of the files of all processes."""
+    temporary = Path(writer.path)
+    ignore_missing_group()
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        own = lambda: {path.name: checksum(path) for path in temporary.glob(f"__{process_index()}_*")}  # noqa: E731
+        parts = from_all_processes(own, folder, group)
+        return {name: digest for part in parts for name, digest in part.items()}
+    except (OSError, CheckpointException) as error:
+        # every process gets here, with the reason of the one that failed
+        if is_main_process():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise error_of_saving(folder, root_cause(error)) from error
 
 
 class TensorWriter(dcp.FileSystemWriter):

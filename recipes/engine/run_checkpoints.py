@@ -141,7 +141,6 @@ class RunCheckpoints:
         if is_best:
             progress.best = progress.last_validation
         extra = {
-            "step": progress.step,
             "best": progress.best,
             "monitor": self.monitor.state_dict(),
             "skipped_steps": progress.num_skipped,
