@@ -214,7 +214,8 @@ class LoopedCache(DynamicCache):
         for slot, held in enumerate(cache.layers):
             first_slot, loop = self.model_config.split_slot(slot)
             buffer = self.buffers[first_slot]
-            if cache is not self or type(held) is not PreallocatedLayer:
+            # a full window of a static cache takes no update without tokens
+            if start < length and (cache is not self or type(held) is not PreallocatedLayer):
                 # of a cache that is deeper than this run, the deeper slots too
                 tokens = buffer[:, min(loop, buffer.shape[1] - 1), :, :, start:length]
                 keys, values = self.as_read(tokens).unbind(2)

@@ -15,7 +15,8 @@ FIELDS_OF_BUILDING = (
     "injection", "injection_norm", "loop_embedding", "loop_damping", "loop_change_gate", "prelude_norm", "block_norm",
     "norm_affine", "norm_offset", "norm_rounding", "rms_norm_eps", "window_pattern", "sliding_window", "qk_norm",
     "attention_bias", "attention_softcap", "attention_scale", "hidden_act", "mlp_gated", "mlp_activation_scale",
-    "position_embedding", "rope_parameters", "rope_pattern", "rope_rounding", "exit_gate",
+    "position_embedding", "rope_parameters", "rope_pattern", "rope_rounding", "exit_gate", "head_dim",
+    "num_attention_heads", "readout_norm", "readout_alpha", "round_embedding_scale", "inter_loop_norm",
 )  # fmt: skip
 
 
@@ -100,8 +101,13 @@ def check_starts_from_noise(config):
         )
 
 
-def check_length(config, length: int):
-    if config.position_embedding == "learned" and length > config.max_position_embeddings:
+def check_length(config, length: int, position_ids: torch.Tensor | None = None):
+    """position_ids: where the caller gives them; they start again at each document of a row."""
+    if config.position_embedding != "learned" or length <= config.max_position_embeddings:
+        return
+    if position_ids is not None:
+        length = int(position_ids.max()) + 1
+    if length > config.max_position_embeddings:
         raise ValueError(
             f"{length} tokens are more than the max_position_embeddings={config.max_position_embeddings} positions "
             "that this model has learned: shorten the input"
@@ -133,13 +139,16 @@ def is_recorded(config, options: dict) -> bool:
     return any(recorded(config, options).values())
 
 
-def check_pass(config, plan: DepthPlan, inputs_embeds, cache, initial_state, every_loop: bool, options: dict):
+def check_pass(
+    config, plan: DepthPlan, inputs_embeds, position_ids, cache, initial_state, every_loop: bool, options: dict
+):
     """Refuses arguments of a pass that do not go together, or not with this model.
 
     options: the keyword arguments of transformers."""
     if not packs_requests(config._attn_implementation, cache):
         past = 0 if cache is None else cache.get_seq_length()
-        check_length(config, inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past))  # static: on the device
+        length = inputs_embeds.shape[1] + (0 if torch.is_tensor(past) else past)  # a static cache's is on the device
+        check_length(config, length, position_ids)
     if initial_state is not None:
         shape = (*inputs_embeds.shape[:-1], config.state_size)
         if initial_state.shape != shape:

@@ -106,6 +106,12 @@ def warn_of_another_loss(config):
         return
     own = [f"loop_loss={config.loop_loss!r}"] * (config.loop_loss != "terminal")
     own += [f"{name}={value}" for name, value in config.state_losses.items()]
+    if config.exit_gate != "none" and torch.distributed.is_available() and torch.distributed.is_initialized():
+        logger.warning_once(
+            "The exit gate of this model has no part in this training, and DistributedDataParallel fails at weights "
+            "without a gradient: freeze it (model.exit_gate.requires_grad_(False)), or pass "
+            "ddp_find_unused_parameters=True."
+        )
     if own:
         logger.warning_once(
             f"{' and '.join(own)} of this model {'has' if len(own) == 1 else 'have'} no part in this training: a loss "

@@ -54,6 +54,13 @@ class DepthPlan(NamedTuple):
     def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.inverse is None else tensor[on_device(self.inverse, tensor.device)]
 
+    def first_state(self, state: torch.Tensor) -> torch.Tensor:
+        """h_0, sorted, in the order of the batch: a constant, as H_1 is, in rows whose first loop has no gradient."""
+        constant = max((tick.rows for tick in self.ticks if not tick.has_gradient), default=0)
+        if constant:
+            state = torch.cat([state[:constant].detach(), state[constant:]])
+        return self.unsort(state)
+
     def spread(self, states: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """States of the ticks, [rows of the tick, ...] in sorted order, as states of the loops, [batch, ...].
 

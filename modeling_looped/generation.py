@@ -193,6 +193,10 @@ class LoopedGenerationMixin(Generative):
             )
         options.check_cache(self.config, model_kwargs.get(CACHE), config)
         refuse_if(
+            not config.use_cache and has_prefix(self),
+            "use_cache=False does not go with prefix tuning, whose virtual tokens come in a cache: leave it out",
+        )
+        refuse_if(
             options.cache_sharing != "none" and has_prefix(self),
             f"cache_sharing={options.cache_sharing!r} does not go with prefix tuning, whose virtual tokens come in a "
             "cache of their own: leave it out",

@@ -106,7 +106,7 @@ class AttentionSite(nn.Module):
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.softcap = config.attention_softcap
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads  # in the core too
-        self.attention_dropout = config.attention_dropout
+        self.attention_dropout = nn.Dropout(config.attention_dropout)  # where trainers find it that turn dropout off
         self.is_causal = True
         self.sliding_window = config.sliding_window if layer_type == "sliding_attention" else None
 
@@ -123,7 +123,7 @@ class AttentionSite(nn.Module):
             keys,
             values,
             attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
+            dropout=self.attention_dropout.p if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **kwargs,
@@ -281,7 +281,7 @@ class LoopedAttention(LoopedLayer):
     def attend(self, site, queries, keys, values, mask, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[rows, length, heads, head_dim], and weights where there are some."""
         is_plain = self.config._attn_implementation == "sdpa" and not kwargs.keys() & {"cache", "is_causal"}
-        if is_plain and not has_hooks(site) and not (self.training and site.attention_dropout):
+        if is_plain and not has_hooks(site) and not (self.training and site.attention_dropout.p):
             output = attend_on_cpu(queries, keys, values, mask, site.scaling)
             if output is not None:
                 return output.transpose(1, 2), None

@@ -195,6 +195,7 @@ class LoopedModel(LoopedPreTrainedModel):
         self.num_loop_sets = config.num_loop_sets if config.has_sets_in_core else None
         self.loop_embedding = LOOP_EMBEDDINGS[config.loop_embedding](config)
         self.inter_loop_norm = block_norm(config, config.state_size) if config.inter_loop_norm == "own" else None
+        self.loops_share_norm = config.inter_loop_norm == "shared"
         self.damping = LoopDamping(config) if config.loop_damping else None
         self.change_gate = LoopChangeGate(config) if config.loop_change_gate else None
         # where blocks return keys and values too, a module for hooks that returns H alone
@@ -281,7 +282,7 @@ class LoopedModel(LoopedPreTrainedModel):
         plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_layers(self.config, self.prelude, self.core, self.coda)
-        check_pass(self.config, plan, inputs_embeds, cache, initial_state, every_loop, kwargs)
+        check_pass(self.config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)
         no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
@@ -316,7 +317,7 @@ class LoopedModel(LoopedPreTrainedModel):
             last_hidden_state=self.readout(final, plan.depths if exit_watch is None else exit_watch.token_loops),
             loop_hidden_states=plan.spread(states) if output_loop_hidden_states else None,
             loop_readout_states=loop_readout_states,
-            initial_state=plan.unsort(state) if output_loop_hidden_states else None,
+            initial_state=plan.first_state(state) if output_loop_hidden_states else None,
             **named_cache(cache),
         )
 
@@ -433,6 +434,15 @@ class LoopedModel(LoopedPreTrainedModel):
             state = self.to_next_loop(state)
         return watch.final
 
+    def loop_in_step(self, embedded, num_loops: int, context: PassContext):
+        """H of the last loop, of tokens that decode apart but are all at one loop, which their view is told."""
+        state = self.initial_state(embedded, None)
+        for loop in range(num_loops):
+            context.cache.go_to([loop] * len(embedded))
+            state = state if loop == 0 else self.to_next_loop(state)
+            state = self.core_pass(state, embedded, loop, num_loops, context)
+        return state
+
     def core_pass(self, state, embedded, loop: Any, depth: int | list[int], context: PassContext):
         """One loop: from h_t to H_{t+1}. loop: t, counted from 0; depth: the loops of the run that it is part of. Each
         is one int for all rows, or one per row; a tensor where models ask of a loop no more than whether it is the
@@ -467,7 +477,7 @@ class LoopedModel(LoopedPreTrainedModel):
 
     def to_next_loop(self, state):
         """What the next loop starts from."""
-        if self.config.inter_loop_norm == "shared":
+        if self.loops_share_norm:
             state = self.norm(state)
         elif self.inter_loop_norm is not None:
             state = self.inter_loop_norm(state)

@@ -87,4 +87,11 @@ class OwnLoss:
         first = before + self.args.process_index * len(given)
         rows = list(range(first, first + len(given)))
         plain = self.accelerator.unwrap_model(model)
+        method = getattr(plain, "active_peft_config", None)
+        refuse_if(
+            getattr(method, "is_prompt_learning", False)
+            and (getattr(method, "peft_type", None) == "PREFIX_TUNING" or plain.config.state_init == "normal"),
+            f"{type(method).__name__} does not go with DrawnDepths here: virtual tokens have no noise to start from, "
+            "and a prefix has the depth that it was made at: use LoRA and its like, or leave out `depths`",
+        )
         return self.depths.of_step(plain, self.args.seed, step, rows, given.shape[1], given.device)

@@ -403,3 +403,15 @@ def test_sites_beyond_the_configured_depth_can_be_copied():
     slot = trunk.config.core_slot(7)
     copied = copy.copy(trunk.site(slot))
     assert (copied.layer_idx, copied.scaling) == (slot, trunk.site(0).scaling)
+
+
+def test_documents_in_a_row_may_be_longer_together_than_learned_positions():
+    """Positions start again at each; where they do not, the row is refused as one without positions is."""
+    model, ids = tiny_model(**SYSTEMS["learned_positions"], max_position_embeddings=6), random_ids(1, 10)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
+    logits = model(ids, position_ids=positions, use_cache=False).logits
+    apart = torch.cat([model(ids[:, :6]).logits, model(ids[:, 6:]).logits], dim=1)
+    torch.testing.assert_close(logits, apart, rtol=1e-4, atol=1e-4)
+    for given in (None, torch.arange(10)[None]):
+        with pytest.raises(ValueError, match="10 tokens are more than the max_position_embeddings=6"):
+            model(ids, position_ids=given)

@@ -380,6 +380,49 @@ def test_fine_tuning_at_drawn_depths(per, tmp_path):
     assert not torch.equal(noise[0][:, :3], noise[1][:, :3]) and torch.equal(rest[0]["initial_state"], noise[4])
 
 
+def test_drawn_depths_do_not_go_with_a_prefix():
+    peft = pytest.importorskip("peft")
+    from modeling_looped.trainers import DrawnDepths, OwnLoss
+
+    class AtDepths(OwnLoss):
+        state, args = SimpleNamespace(global_step=0), SimpleNamespace(seed=0, world_size=1, process_index=0)
+        accelerator, depths = SimpleNamespace(unwrap_model=lambda model: model), DrawnDepths("poisson", mean=3)
+
+    inputs, noisy = {"input_ids": random_ids(2, 5)}, {"injection": "concat", "state_init": "normal"}
+    for kind, fields, fits in [
+        ("PrefixTuningConfig", {}, False),
+        ("PromptTuningConfig", noisy, False),
+        ("PromptTuningConfig", {}, True),
+    ]:
+        method = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        model = peft.get_peft_model(tiny_model(**fields), method)
+        if fits:
+            assert AtDepths()._drawn(model, inputs)["num_loops"] >= 1
+        else:
+            with pytest.raises(ValueError, match=f"{kind} does not go with DrawnDepths"):
+                AtDepths()._drawn(model, inputs)
+
+
+def test_several_processes_are_told_of_a_gate_without_gradient(warnings_of_clients, monkeypatch):
+    """DistributedDataParallel would say that some parameter was not used, and not which."""
+    model, ids = tiny_model(exit_gate="raw").train(), random_ids(2, 5)
+    model.model(ids)
+    assert not warnings_of_clients
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    model.model(ids)
+    assert "model.exit_gate.requires_grad_(False)" in warnings_of_clients[0]
+
+
+def test_trainers_turn_all_dropout_off():
+    from trl.trainer.utils import disable_dropout_in_model
+
+    rates = {"attention_dropout": 0.3, "residual_dropout": 0.3, "embedding_dropout": 0.3}
+    model, ids = tiny_model(num_loops=5, **rates).train(), random_ids(2, 9)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    disable_dropout_in_model(model)
+    assert torch.equal(model(ids).logits, model.eval()(ids).logits)
+
+
 def test_no_two_rows_of_a_step_draw_alike():
     """Also where the last micro-batch of a step is smaller, in each of two processes."""
     from modeling_looped.trainers import OwnLoss

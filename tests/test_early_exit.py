@@ -483,3 +483,15 @@ def test_a_window_that_records_goes_on_recording():
         model(random_ids(1, 6), cache=cache, exit_rule=ExitRule("latent_diff", 0.0))
     cache.crop(-2)
     assert cache.get_seq_length() == 4  # of 6
+
+
+@pytest.mark.parametrize("how", [{"exit_criterion": "max_prob", "exit_threshold": 0.5}, {"draft_loops": 1}], ids=str)
+@pytest.mark.parametrize("ends", ["at the limit", "with eos"])
+def test_nothing_follows_a_prompt_that_fills_a_static_window(how, ends):
+    model, ids = tiny_model(window_pattern="SL", sliding_window=3), random_ids(2, 5)[:1]
+    settings = {"do_sample": False, "cache_implementation": "static", "return_dict_in_generate": True}
+    first = model.generate(ids, max_new_tokens=1, do_sample=False)
+    stop = (
+        {"max_new_tokens": 1} if ends == "at the limit" else {"eos_token_id": int(first[0, -1]), "max_new_tokens": 4}
+    )
+    assert torch.equal(model.generate(ids, **settings, **how, **stop).sequences, first)

@@ -154,6 +154,8 @@ def test_prefix_tuning(system):
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
     assert torch.equal(logits[:, -5:-1].argmax(-1), tokens[:, -4:])  # cached decoding sees the prefix as scoring does
+    with pytest.raises(ValueError, match="use_cache=False does not go with prefix tuning"):
+        model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, use_cache=False)
     if not base.config.shares_keys:
         with pytest.raises(ValueError, match="cache_sharing='last' does not go with prefix tuning"):
             model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, cache_sharing="last")

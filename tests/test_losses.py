@@ -910,3 +910,14 @@ def test_a_latent_loss_is_zero_for_states_that_walk_straight_to_the_next_embeddi
     step = step * 1.1
     model.config.latent_loss = 1.0
     assert model(ids, labels=ids, output_logits=False).loss > without_latent_losses() + 1e-4
+
+
+@pytest.mark.parametrize("depths", [4, [4, 2, 1]], ids=str)
+def test_a_latent_loss_leaves_what_came_before_the_last_loops_alone(depths):
+    """h_0 of a row is a constant like the states after it, where its first loop has no gradient."""
+    model, ids = float64_model(latent_loss=1.0, num_loops=4, tie_word_embeddings=False), random_ids(3, 6)
+    given = []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: given.append(output))
+    loss = model(ids, labels=ids, num_loops=depths, backprop_loops=1, output_logits=False).loss
+    (gradient,) = torch.autograd.grad(loss, given[0])  # of the inputs; the targets are looked up after them
+    assert gradient.flatten(1).any(1).tolist() == [False, False, depths != 4]

@@ -1,6 +1,8 @@
 """Parts that users put in the place of ours: followed everywhere, or refused with a reason, and never dropped."""
 
 import copy
+import dataclasses
+from typing import get_args
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_looped import ExitRule, LoopedForCausalLM, LoopedForSequenceClassification, checks
+from modeling_looped import ExitRule, LoopedConfig, LoopedForCausalLM, LoopedForSequenceClassification, checks
 from modeling_looped.auto_classes import AUTO_CLASSES
+from modeling_looped.config_errors import LoopedConfigError
 from modeling_looped.exit_criteria import CRITERIA, INITIAL, Criterion
 from modeling_looped.injection import Injection
 from modeling_looped.layers import AttentionSite, LoopedAttention, LoopedBlock
@@ -111,6 +114,45 @@ def test_a_config_that_changed_after_the_model_was_built_is_told(tmp_path, monke
     model.config.injection, model.config.rms_norm_eps = "add", 0.5
     model.save_pretrained(tmp_path)
     assert "injection='add' (built with 'none')" in said[0] and "rms_norm_eps=0.5" in said[0]
+
+
+def other_values(field) -> list:
+    """Values that a field of the config may have besides its default; some are refused beside the others."""
+    now = field.default
+    if isinstance(now, bool):
+        return [not now]
+    if isinstance(now, str):
+        return [word for word in get_args(field.type) if word != now]
+    if isinstance(now, (int, float)):
+        return [2 * now + 1]
+    kinds = str(field.type)
+    return [True] if "bool" in kinds else [2] if "int" in kinds else [0.5] if "float" in kinds else []
+
+
+def test_no_field_changes_what_is_saved_without_a_word(tmp_path, monkeypatch):
+    """Whatever is assigned to the config: the model follows, or it is told, or the folder does not open silently."""
+    ids, told, differ, compared = random_ids(1, 5), [], [], 0
+    monkeypatch.setattr(checks.logger, "warning", told.append)
+    sizes = {"num_core_layers": 1, "num_loops": 2, "norm_affine": False, "embedding_scale": 3.7}
+    built = tiny_model(readout_norm="rmsnorm", **sizes)
+    changes = [(field.name, value) for field in dataclasses.fields(LoopedConfig) for value in other_values(field)]
+    for name, value in changes:
+        model = copy.deepcopy(built)
+        told.clear()
+        try:
+            setattr(model.config, name, value)
+            model.config.validate()
+            with torch.no_grad():
+                expected = model(ids, use_cache=False).logits
+                model.save_pretrained(tmp_path)
+                reopened, report = LoopedForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+                logits = reopened(ids, use_cache=False).logits
+        except (LoopedConfigError, ValueError, TypeError, IndexError, RuntimeError, AttributeError):
+            continue  # refused
+        compared += 1
+        if not told and not report["missing_keys"] and not torch.equal(logits, expected):  # transformers tells of keys
+            differ.append((name, value))
+    assert not differ and compared > 60
 
 
 def test_a_gate_that_was_not_built_or_is_frozen_is_told():

@@ -267,6 +267,7 @@ def test_auto_classes_on_request(tmp_path):
         assert type(model) is LoopedForCausalLM and model.config.num_loops == 4
         direct = LoopedForCausalLM.from_pretrained(folder, num_loops=4)
         assert torch.equal(model(IDS).logits, direct(IDS).logits)
+        assert AutoConfig.from_pretrained(folder).auto_map == {}  # TRL asks, where transformers has no such class
         AutoModelForSequenceClassification.from_pretrained(folder)
         assert pipeline("text-generation", str(folder), max_new_tokens=3, do_sample=False)("a b c")
         model.save_pretrained(tmp_path / f"{name} saved")

@@ -100,4 +100,5 @@ def open_public(path, kwargs: dict) -> PublicFolder | None:
 def read_public_config(config: dict, path, kwargs: dict) -> dict:
     """A config.json of any layout as one of ours."""
     found = find_layout(config, path, hub_arguments(kwargs))
-    return config if found is None else found.read_config()
+    # TRL reads the field of every model that transformers does not have itself
+    return config if found is None else {**found.read_config(), "auto_map": {}}
