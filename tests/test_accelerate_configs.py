@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
@@ -20,6 +21,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from packaging.version import Version
 
+from looped_recipes.engine import distributed
 from looped_recipes.engine.distributed import _check_mesh, check_split, check_units, make_accelerator
 from looped_recipes.engine.tensor_parallel import check_heads
 from looped_recipes.settings.recipe import RecipeError, load_recipe
@@ -140,6 +142,14 @@ def test_one_process_where_several_were_asked_for_is_refused(monkeypatch):
         monkeypatch.setenv(name, environment[name])
     with pytest.raises(RecipeError, match="asked for several processes, but started one.*MASTER_ADDR.*127.0.0.1"):
         make_accelerator()
+
+
+def test_apples_gpus_are_not_trained_on(monkeypatch):
+    """They have no float64, in which losses are added up."""
+    asked = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(distributed, "Accelerator", lambda **kwargs: asked.append(kwargs) or Accelerator(**kwargs))
+    assert make_accelerator().device.type == "cpu" and asked[0]["cpu"]
 
 
 def test_processes_of_mpi_are_counted(monkeypatch):

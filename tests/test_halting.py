@@ -247,6 +247,9 @@ def command(folder, *options) -> list[str]:
 
 def test_the_command_measures_and_writes(tmp_path, capsys):
     folder = make_folder(tmp_path)
+    before = LoopedForCausalLM.from_pretrained(folder)  # what another calibration, or other exits, left in the folder
+    vars(before.generation_config).update(exit_selection="after", exit_interval=2, prompt_loops=1, draft_loops="auto")
+    before.generation_config.save_pretrained(folder)
     halting.run(halting.parse(command(folder, "--budget", "0.05", "--min-loops", "2", "--write", "entropy")))
     printed = capsys.readouterr().out
     assert "gate is left out" in printed and "fixed depth" in printed

@@ -19,6 +19,7 @@ from looped_recipes.common.provenance import note_what_is_replaced, write_json
 from looped_recipes.data.sources import training_source
 from looped_recipes.settings.recipe import DataConfig
 from modeling_looped import LoopedConfig, LoopedForCausalLM
+from modeling_looped.depth_options import EXIT_FIELDS
 from modeling_looped.exit_criteria import CRITERIA, ExitRule
 
 from .calibration import Units, calibrate, exit_loops, mean_perplexity, perplexity_at
@@ -192,6 +193,9 @@ def token_level(
 
 # What is left behind
 
+# what the folder says of exits and of drafts, which cannot be together with them
+REPLACED = (*EXIT_FIELDS, "num_loops", "draft_loops", "draft_tokens")
+
 
 def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args) -> str:
     """Let generate exit as calibrated for tokens; what was done, in words."""
@@ -206,7 +210,8 @@ def write_threshold(model, folder: Path, criterion: str, rows: list[dict], args)
     chosen = {"exit_criterion": row["criterion"], "exit_threshold": row["threshold"], "min_loops": args.min_loops}
     if args.num_loops != model.config.num_loops:
         chosen["num_loops"] = args.num_loops
-    vars(model.generation_config).pop("num_loops", None)  # of an earlier calibration, at another depth
+    for name in REPLACED:
+        vars(model.generation_config).pop(name, None)
     for name, value in chosen.items():
         setattr(model.generation_config, name, value)
     model.generation_config._from_model_config = False  # else it is made anew at loading, without these fields

@@ -14,9 +14,10 @@ def written(value: float, digits: int = 4) -> str:
         return "not a number" if math.isnan(value) else "infinite"
     if value == 0:
         return "0"
-    size = math.floor(math.log10(abs(value)) + 1e-9)
+    size = int(f"{value:.{max(0, digits - 1)}e}".partition("e")[2])  # of the rounded number
     if not -4 <= size < 6:
-        head = f"{value / 10**size:.{max(0, min(digits, 3) - 1)}f}".rstrip("0").rstrip(".")
+        mantissa, _, size = f"{value:.{max(0, min(digits, 3) - 1)}e}".partition("e")
+        head, size = (mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa), int(size)
         power = f"10{str(size).translate(SUPERSCRIPTS)}"
         return power if head == "1" else f"−{power}" if head == "-1" else f"{head}×{power}".replace("-", "−")
     text = f"{value:,.{max(0, digits - 1 - size)}f}"

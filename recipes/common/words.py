@@ -8,7 +8,7 @@ def counted(count: int | str, noun: str) -> str:
 
 def percent(share: float) -> str:
     """38 %, 1.2 %, 99.7 %: whole where it is neither small nor nearly all."""
-    value = 100 * share
+    value = 100 * share if share >= 1 else min(100 * share, 99.9)  # only all is 100
     return f"{value:{'.2g' if abs(value) < 10 else '.1f' if 99.5 <= value < 100 else '.0f'}} %"
 
 

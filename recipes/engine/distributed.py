@@ -38,15 +38,21 @@ from .tensor_parallel import can_split, split, split_over
 SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
 
+def is_apples() -> bool:
+    device = torch.accelerator.current_accelerator()
+    return device is not None and device.type == "mps"
+
+
 def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelerator:
     """The accelerator that `accelerate launch` asks for.
 
     Without GPUs accelerate would silently use DDP for FSDP2, or start independent runs in one folder: not here.
+    Apple's GPUs are not used: losses are added up in float64, which they do not have.
     """
     ddp = DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True)
     _check_launcher()
     num_processes = get_int_from_env(SIZES, 1)
-    if num_processes > 1 and not torch.accelerator.is_available():
+    if is_apples() or num_processes > 1 and not torch.accelerator.is_available():
         kwargs["cpu"] = True
     has_mesh = is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
     if has_mesh:
