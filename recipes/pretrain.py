@@ -8,7 +8,7 @@ short names from any folder. The run is a function of the recipe alone: which to
 depends on (seed, step, row of the global batch), so it resumes bit for bit after any interruption, and the number of
 processes does not matter. Written to `training.output_dir`: recipe.yaml (resolved), metrics.jsonl, checkpoints/, and
 final/ to load. SIGTERM and Ctrl-C end it after the step it is at, with a checkpoint; the exit status is then that of
-the signal (143, 130).
+the signal (143, 130), under `accelerate launch` of several processes 1.
 """
 
 from pathlib import Path

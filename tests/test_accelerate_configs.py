@@ -122,7 +122,14 @@ def test_a_mesh_that_would_be_dropped_is_refused(monkeypatch, name):
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(RecipeError, match=f"parallelism_config_{name.lower()}_size.*2.*would be dropped.*hsdp.yaml"):
-        _check_mesh(ParallelismConfig(), is_fsdp=True)
+        _check_mesh(ParallelismConfig(), is_fsdp=True, num_processes=2)
+
+
+def test_a_mesh_of_another_size_is_refused():
+    config = ParallelismConfig(dp_replicate_size=1, dp_shard_size=4, tp_size=2)
+    _check_mesh(config, is_fsdp=True, num_processes=8)
+    with pytest.raises(RecipeError, match="4 processes were launched, but .*dp_shard_size=4 times .*tp_size=2 is 8"):
+        _check_mesh(config, is_fsdp=True, num_processes=4)
 
 
 def test_processes_that_do_not_find_each_other_are_refused(monkeypatch):

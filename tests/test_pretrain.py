@@ -18,6 +18,7 @@ import yaml
 from accelerate.state import AcceleratorState, PartialState
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
+from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -341,6 +342,31 @@ def test_the_speed_is_measured_where_a_step_is_logged_anyway(monkeypatch):
     assert len(rates) == 1  # measured before the steps, not among them
 
 
+def test_steps_longer_than_a_launcher_waits_are_told(monkeypatch):
+    monkeypatch.setattr(reports, "reference_rate", lambda accelerator: 1.0)
+    clock, told = iter(range(0, 1000, 10)), []  # read at the start and at the end of each step
+    monkeypatch.setattr(reports.time, "perf_counter", lambda: next(clock))
+    accelerator = SimpleNamespace(num_processes=1, is_main_process=True, print=told.append)
+    recipe = load_recipe(SMOKE / "lt.yaml", ["logging.every=1"])
+    steps = SimpleNamespace(recipe=recipe, accelerator=accelerator, total_steps=9)
+    operations = SimpleNamespace(tokens_per_step=10, per_token=lambda step: 1.0)
+    silent = SimpleNamespace(warnings=lambda metrics: ())
+
+    def say(number: int):
+        said = StepReports(steps, silent, Progress(), lambda *_: None, tqdm(disable=True), operations)
+        for step in range(number):
+            said.say(step, {"loss": 1.0, "loops": 2.0})
+
+    say(3)
+    assert not told  # no launcher
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "15")
+    say(1)
+    assert not told  # the first step compiles
+    say(3)
+    assert len(told) == 1 and "a step takes 10 s" in told[0] and "kills its processes 15 s after SIGTERM" in told[0]
+
+
 @pytest.mark.parametrize(
     "name, rate",
     [
@@ -468,6 +494,20 @@ def test_the_number_of_processes_does_not_matter(config, training_text, tmp_path
         for folder in (output, tmp_path / "one")
     ]
     assert evaluations[0][-1] == pytest.approx(evaluations[1][-1], rel=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # three launches of four processes
+def test_four_processes_of_ddp_go_on_bit_for_bit(training_text, tmp_path):
+    """Their sums depend on the buckets of gradients, which DDP changes after its first backward pass."""
+    more = ["model.hidden_size=128", "model.intermediate_size=512", "model.num_core_layers=2"]
+    more += ["training.rows_per_step=8", "training.micro_batch_size=2"]
+    for name, stop in (("whole", None), ("in two", 3), ("in two", None)):
+        stops = [] if stop is None else [f"training.stop_after={stop}"]
+        result = launch("flt", smoke_settings(training_text, tmp_path / name, *more, *stops), 4, "ddp")
+        assert result.returncode == 0, result.stdout + result.stderr
+    one, other = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "in two"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow

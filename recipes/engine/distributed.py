@@ -8,6 +8,7 @@ fsdp_auto_wrap_policy makes every block a unit, which is gathered and reduced in
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from looped_recipes.settings.recipe import Recipe, RecipeError
 from .tensor_parallel import can_split, split, split_over
 
 
+MESH = ("dp_replicate", "dp_shard", "tp")  # the dimensions that training knows
 # where launchers say how many processes there are: torch's, and those of MPI that accelerate knows
 SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"]
 
@@ -56,7 +58,7 @@ def make_accelerator(find_unused_parameters: bool = False, **kwargs) -> Accelera
         kwargs["cpu"] = True
     has_mesh = is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
     if has_mesh:
-        _check_mesh(ParallelismConfig(), is_set("ACCELERATE_USE_FSDP"))
+        _check_mesh(ParallelismConfig(), is_set("ACCELERATE_USE_FSDP"), num_processes)
     # its check of a mesh knows no CPUs
     with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false") if kwargs.get("cpu") else nullcontext():
         accelerator = Accelerator(kwargs_handlers=[ddp], **kwargs)
@@ -165,6 +167,12 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def puts_gradients_into_other_buckets(model: nn.Module) -> bool:
+    """Whether DDP does, after its first backward pass. The sum of more than two processes depends on the buckets."""
+    is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    return is_ddp and torch.distributed.get_world_size() > 2 and not model.find_unused_parameters
+
+
 def bare_optimizer(optimizer) -> torch.optim.Optimizer:
     """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -237,7 +245,7 @@ def _check_options(accelerator: Accelerator):
         )
 
 
-def _check_mesh(config: ParallelismConfig, is_fsdp: bool):
+def _check_mesh(config: ParallelismConfig, is_fsdp: bool, num_processes: int):
     others = {name: getattr(config, f"{name}_size") for name in ("cp", "sp")}
     others = {f"parallelism_config_{name}_size": size for name, size in others.items() if size > 1}
     if others:
@@ -250,6 +258,13 @@ def _check_mesh(config: ParallelismConfig, is_fsdp: bool):
             f"parallelism_config_tp_size={config.tp_size} goes with FSDP2 and parallelism_config_dp_shard_size of 2 "
             f"or more, not with {'FSDP2' if is_fsdp else 'DDP'} and {config.dp_shard_size}: start from "
             "recipes/accelerate/tensor_parallel.yaml"
+        )
+    sizes = {f"parallelism_config_{name}_size": getattr(config, f"{name}_size") for name in MESH}
+    if num_processes > 1 and math.prod(sizes.values()) != num_processes:
+        given = " times ".join(f"{name}={size}" for name, size in sizes.items())
+        raise RecipeError(
+            f"{num_processes} processes were launched, but {given} is {math.prod(sizes.values())}: change the sizes "
+            "in a copy of the launch file together with --num_processes"
         )
 
 

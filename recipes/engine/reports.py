@@ -1,6 +1,7 @@
 """Reports of steps: read, logged, and the end of a run whose loss or gradients are no longer numbers."""
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class StepReports:
     clock: float = field(init=False)
     timed_steps: int = field(init=False)
     timed_flops: float = field(init=False)  # of one token, added up over these steps
+    has_warned_of_long_steps: bool = field(default=False, init=False)
 
     def __post_init__(self):
         self.recipe, self.accelerator = self.steps.recipe, self.steps.accelerator
@@ -88,6 +90,8 @@ class StepReports:
             seconds = time.perf_counter() - self.clock
             speed = self.timed_steps * self.operations.tokens_per_step / seconds
             metrics.update(tokens_per_second=speed, mfu=speed * self.timed_flops / self.timed_steps / self.peak)
+            if step > 0:  # the first one compiles
+                self.warn_of_long_steps(seconds / self.timed_steps)
             self.start_clock()
             self.bar.set_postfix_str(
                 f"loss {metrics.get('loss', math.nan):.3f}, {speed:.0f} tok/s, MFU {metrics['mfu']:.0%}, "
@@ -97,6 +101,16 @@ class StepReports:
         if is_timed or step % logging.monitor_every == 0:
             self.log(step, metrics)
         self.bar.update(1)
+
+    def warn_of_long_steps(self, seconds: float):
+        """A launcher kills its processes some time after SIGTERM, whether they have saved the step or not."""
+        limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+        if "TORCHELASTIC_RUN_ID" in os.environ and seconds > limit / 2 and not self.has_warned_of_long_steps:
+            self.has_warned_of_long_steps = True
+            self.accelerator.print(
+                f"a step takes {seconds:.0f} s, but the launcher kills its processes {limit:.0f} s after SIGTERM, "
+                "perhaps before the step is saved: launch with TORCH_ELASTIC_SHUTDOWN_TIMEOUT set to more seconds"
+            )
 
     def start_clock(self):
         self.clock, self.timed_steps, self.timed_flops = time.perf_counter(), 0, 0.0

@@ -19,7 +19,7 @@ from modeling_looped import generator_of
 from .batches import Batches
 from .behind import Behind
 from .compiling import begin_step
-from .distributed import bare, fill_missing_gradients
+from .distributed import bare, fill_missing_gradients, puts_gradients_into_other_buckets
 from .interruption import Interruption
 from .monitor import Monitor, StateNorms
 from .optimizers import apply_step_settings, learning_rates, set_learning_rates
@@ -53,6 +53,15 @@ class Steps:
         """Whether a step is updated before its report is read."""
         may_be_left_out = self.recipe.training.skip_nonfinite_steps or self.scaler is not None
         return self.accelerator.device.type != "cpu" and not may_be_left_out
+
+    def begin(self):
+        """Where DDP would add up the first step of a launch otherwise than the steps after it, a pass comes first that
+        is thrown away: a run that goes on then adds up as one that was never stopped."""
+        if puts_gradients_into_other_buckets(self.model):
+            begin_step(self.recipe.training.compile == "cuda_graphs")
+            self.backward(0, None)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
 
     def compute(self, step: int, monitor: Monitor | None, interruption: Interruption) -> Report:
         """Loss and gradients of a step. monitor: measures states and gradients too."""

@@ -209,6 +209,9 @@ class Pretraining:
         profile = Profile(self.output / "profile", first, recipe.logging.profile_steps)
         if self.exports and not on_main_process((self.export_folder / "config.json").is_file, self.output):
             self.export_to(self.export_folder)  # the run was stopped after its checkpoint and before this
+        if self.step < self.total_steps and not self.leaves_off:
+            self.steps.begin()
+            reports.start_clock()
         while self.step < self.total_steps and not self.leaves_off:
             with profile.of_step(self.step):
                 self.take_step(self.step, reports)
