@@ -1,6 +1,7 @@
 """Data of the recipes: sources, packing, shards that survive what happens to them, and the order of the rows."""
 
 import errno
+import gzip
 import json
 import math
 import multiprocessing
@@ -952,6 +953,25 @@ def test_other_columns_may_differ(tmp_path, kind, streaming):
     assert {"text", "body", "meta"} <= set(plain.column_names)
 
 
+def test_a_row_without_text_among_others_is_named(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"text": "a"}\n' * 3 + '{"text": 5}\n' + '{"text": "a"}\n')
+    with pytest.raises(
+        RecipeError, match="row 3 .from 0. of .*mixed.jsonl' holds '5' .* not text as 4 other"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_the_line_that_is_not_utf8_is_named(tmp_path, ending):
+    path = tmp_path / f"latin.txt{ending}"
+    with (gzip.open if ending else open)(path, "wb") as file:
+        file.write(b"plain\n" * 30 + b"caf\xe9\n")
+    with pytest.raises(RecipeError, match="UnicodeDecodeError: .*line 31, byte 3 of it"):
+        with readable(source := sources.training_source(DataConfig(source=str(path)))):
+            list(source.load())
+
+
 def test_a_file_without_the_column_has_no_documents(tmp_path):
     (tmp_path / "0.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "1.jsonl").write_text('{"words": "b"}\n')
@@ -967,9 +987,9 @@ def test_too_little_text_is_refused_with_advice(make_data, tmp_path):
     with pytest.raises(RecipeError, match="documents for train hold .*sequence_length=100000 is longer than all"):
         shards.prepare(make_data(sequence_length=100_000))
     few = write_jsonl(tmp_path / "few.jsonl", make_documents(30))
-    with pytest.raises(RecipeError, match="0 documents for validation.*raise data.validation_fraction=0.0001"):
+    with pytest.raises(RecipeError, match="0 documents for validation, .*raise data.validation_fraction=0.0001"):
         shards.prepare(make_data(source=few, validation_fraction=0.0001))
-    with pytest.raises(RecipeError, match="0 documents for train .*30 more were left out.*also in validation"):
+    with pytest.raises(RecipeError, match="0 documents for train, .*30 more were left out.*also in validation"):
         shards.prepare(make_data(source=few, validation_source=str(few)))
 
 

@@ -356,6 +356,8 @@ def _refuse_empty(split: str, data: DataConfig, manifest: dict):
         f"{counts[split]['documents']} documents for {split} hold {counts[split]['tokens']} tokens, fewer than one "
         f"row: data.sequence_length={data.sequence_length} is longer than all of them; make it shorter"
     )
+    if not counts[split]["documents"]:
+        fewer = f"0 documents for {split}, where equal ones stay together: give more that differ"
     if not any(of["documents"] for of in counts.values()) and not overlapping:
         raise RecipeError(f"the documents of {data.source!r} hold no text: all are empty")
     if split == "train":

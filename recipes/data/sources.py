@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+import fsspec
 from datasets import (
     Dataset,
     DatasetBuilder,
@@ -188,6 +189,8 @@ class Source:
         feature = (documents.features or {}).get(column)
         if isinstance(feature, Value) and feature.dtype == "null":
             raise RecipeError(f"{self.name!r} holds no documents: column {column!r} is empty in every row")
+        if type(feature).__name__ == "Json" and field == "text_field":  # what `datasets` makes of mixed types
+            self.refuse_mixed_types(documents)
         if feature is not None and not (is_text_feature(feature) if field == "text_field" else is_tokens(feature)):
             also = "; data.token_field reads a column of token ids" if is_tokens(feature) else ""
             raise RecipeError(
@@ -198,6 +201,18 @@ class Source:
         if self.token_field is not None:
             documents = documents.with_format("numpy")
         return documents if column == "text" else documents.rename_column(column, "text")
+
+    def refuse_mixed_types(self, documents: Documents):
+        """Names the first row without text, where other rows have some."""
+        values = [row[self.column] for row in documents]
+        texts = sum(isinstance(value, str) for value in values)
+        others = (i for i, value in enumerate(values) if value is not None and not isinstance(value, str))
+        other = next(others, None)
+        if texts and other is not None:
+            raise RecipeError(
+                f"row {other} (from 0) of {self.name!r} holds {shortly(repr(values[other]))} in column "
+                f"{self.column!r}, not text as {texts} other rows do: repair it or leave it out"
+            )
 
 
 def is_text_feature(feature) -> bool:
@@ -251,8 +266,9 @@ def what_is_wrong(source: Source, error: Exception) -> str:
     for file in tqdm(files, "look for the damaged file", disable=None) if len(files) > 1 else []:
         own_error = why_unreadable(replace(source, name=str(file), config=None, split="train", streaming=True))
         if own_error is not None:
-            return f"{str(file)!r}: {reason_of(own_error)}; repair this file or leave it out"
-    return f"{source.name!r}: {reason_of(error)}; check the file{'s' * (len(files) != 1)}{settings}"
+            return f"{str(file)!r}: {reason_of(own_error, file)}; repair this file or leave it out"
+    reason = reason_of(error, files[0] if len(files) == 1 else None)
+    return f"{source.name!r}: {reason}; check the file{'s' * (len(files) != 1)}{settings}"
 
 
 def why_unreadable(source: Source) -> Exception | None:
@@ -264,11 +280,23 @@ def why_unreadable(source: Source) -> Exception | None:
         return error
 
 
-def reason_of(error: Exception) -> str:
+def where_undecodable(file: Path) -> str:
+    """The first line that is not UTF-8, for a person who must find it."""
+    with fsspec.open(str(file), "rb", compression="infer") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f" (line {number}, byte {error.start} of it)"
+    return ""
+
+
+def reason_of(error: Exception, file: Path | None = None) -> str:
     reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
     said = " ".join(str(reason).split())
     said = said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."  # pyarrow quotes whole documents
-    return f"{type(reason).__name__}: {said}"
+    is_undecodable = isinstance(reason, UnicodeDecodeError) and file is not None
+    return f"{type(reason).__name__}: {said}{where_undecodable(file) if is_undecodable else ''}"
 
 
 def local_files(name: str) -> list[Path] | None:
