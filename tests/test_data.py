@@ -956,9 +956,7 @@ def test_other_columns_may_differ(tmp_path, kind, streaming):
 def test_a_row_without_text_among_others_is_named(tmp_path):
     path = tmp_path / "mixed.jsonl"
     path.write_text('{"text": "a"}\n' * 3 + '{"text": 5}\n' + '{"text": "a"}\n')
-    with pytest.raises(
-        RecipeError, match="row 3 .from 0. of .*mixed.jsonl' holds '5' .* not text as 4 other"
-    ):
+    with pytest.raises(RecipeError, match="row 3 .from 0. of .*mixed.jsonl' holds '5' .* not text as 4 other"):
         load(path)
 
 
