@@ -322,7 +322,7 @@ READOUT = Paper(
     [
         Measurement("core", commands_of("core", "probes", "frequencies"), read, SIX_SEEDS),
         Measurement("table_2", commands_of("table_2", "probes", "frequencies"), read, SIX_SEEDS),
-        Measurement("table_2_rest", commands_of("table_2_rest", "probes", "frequencies"), read, beside="table_2"),
+        Measurement("table_2_rest", commands_of("table_2_rest", "probes", "frequencies"), read, SIX_SEEDS, "table_2"),
     ],
     [  # each at the longer training, if that has its models
         *about_four(LONG),
