@@ -251,7 +251,7 @@ class LoopedForCausalLM(LoopedPreTrainedModel, LoopedGenerationMixin):
         return self.logits(self._exit_weighted(kept, exit_probabilities[:, :, keep], depths))
 
     def save_pretrained(self, *args, **kwargs):
-        self._keep_depth_fields()
+        self._prepare_generation_config_for_saving()
         return super().save_pretrained(*args, **kwargs)
 
     parameter_groups = parameter_groups

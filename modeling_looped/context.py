@@ -21,14 +21,16 @@ def rotary_by_kind(trunk, stacked: torch.Tensor | None) -> dict[str, tuple[torch
 
 @dataclass
 class PassContext:
+    """What is the same for all blocks of one pass; `run` runs a block with it."""
+
     num_rows: int
     masks: dict  # per kind of attention
     position_ids: torch.Tensor | None  # read by nothing but some attention kernels
     position_embeddings: dict[str, tuple[torch.Tensor, ...]]  # the two of `rotary_tables`, by kind
     value_embeddings: dict[int, torch.Tensor]  # by layer
-    cache: Any  # a cache, or what else has its `update`
+    cache: Any  # a cache, or a view with the same `update`
     site: Callable[[int], Any]  # where a slot attends
-    slots_per_loop: int = 0  # by which loops are apart in it; 0 if it knows by itself at which loops its rows are
+    slots_per_loop: int = 0  # cache slots of one loop; 0 if a view knows at which loop each row is
     # by first slot of layers whose loops share them: keys and values of the last loop, of at least these rows
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     options: dict = field(default_factory=dict)  # of transformers, its attention kernels and blocks of others
@@ -90,7 +92,7 @@ class PassContext:
         if count == self.num_rows:
             return self
 
-        def of_rows(batched):  # what is the same for all rows has a batch size of 1
+        def select(batched):  # what is the same for all rows has a batch size of 1
             return take_rows(batched, rows) if batched is not None and batched.shape[0] > count else batched
 
         def has_rows(option) -> bool:
@@ -99,13 +101,13 @@ class PassContext:
         return replace(
             self,
             num_rows=count,
-            masks={kind: of_rows(mask) for kind, mask in self.masks.items()},
-            position_ids=of_rows(self.position_ids),
+            masks={kind: select(mask) for kind, mask in self.masks.items()},
+            position_ids=select(self.position_ids),
             position_embeddings={
-                kind: tuple(map(of_rows, tables)) for kind, tables in self.position_embeddings.items()
+                kind: tuple(map(select, tables)) for kind, tables in self.position_embeddings.items()
             },
-            value_embeddings={layer: of_rows(values) for layer, values in self.value_embeddings.items()},
-            options={name: of_rows(value) if has_rows(value) else value for name, value in self.options.items()},
+            value_embeddings={layer: select(values) for layer, values in self.value_embeddings.items()},
+            options={name: select(value) if has_rows(value) else value for name, value in self.options.items()},
             # the first rows keep theirs for all contexts of this pass
             kept=self.kept
             if isinstance(rows, slice)

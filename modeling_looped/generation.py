@@ -154,8 +154,8 @@ class LoopedGenerationMixin(Generative):
                 )
             )
 
-    def _keep_depth_fields(self):
-        """Before saving: of a generation config that says it came of the model's, loading leaves them out."""
+    def _prepare_generation_config_for_saving(self):
+        """Clear the flag that makes loading drop depth fields, and warn if exits are saved."""
         fields = set_fields(self.generation_config)
         self.generation_config._from_model_config = False
         if "exit_criterion" in fields:

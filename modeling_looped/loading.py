@@ -40,7 +40,7 @@ def refuse_arguments_of_generate(kwargs: dict):
         )
 
 
-def report_misfits(path, model_name: str, missing, unexpected, mismatched):
+def refuse_tensors_that_do_not_fit(path, model_name: str, missing, unexpected, mismatched):
     """Refuses a checkpoint if any of its tensors does not fit."""
     misfits = {
         "missing from it": missing,
@@ -62,7 +62,7 @@ def report_misfits(path, model_name: str, missing, unexpected, mismatched):
 
 
 def refuse_layers_without_scales(model, missing):
-    """Of a layer that its blocks do not divide a quantiser keeps the weight, but saves it as one that is quantised."""
+    """Refuse layers whose shape the quantisation blocks do not divide: the quantiser would save them wrongly."""
     layers = dict(model.named_modules())
     parts = [name.rpartition(".") for name in missing] if getattr(model, "hf_quantizer", None) is not None else []
     found = {layer: layers[layer] for layer, _, part in parts if part == "weight_scale_inv" and layer in layers}
@@ -171,7 +171,7 @@ class StrictLoadingMixin:
             sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
             missing = sum(sizes.get(name, 0) for name in info.missing_keys)
             most = info.missing_keys if missing > sum(sizes.values()) / 2 else ()
-            report_misfits(*loaded, most, (), info.mismatched_keys)
+            refuse_tensors_that_do_not_fit(*loaded, most, (), info.mismatched_keys)
         of_transformers: Any = super()
         return of_transformers._finalize_model_loading(model, *args, **kwargs)
 
@@ -192,7 +192,7 @@ class StrictLoadingMixin:
         def in_trunk(name: str) -> bool:  # a trunk that was saved alone has no prefix
             return name.startswith(prefix) or hasattr(trunk, name.split(".")[0])
 
-        report_misfits(
+        refuse_tensors_that_do_not_fit(
             path,
             cls.__name__,
             [name for name in info["missing_keys"] if same_class or in_trunk(name)],

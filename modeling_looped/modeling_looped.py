@@ -269,28 +269,19 @@ class LoopedModel(LoopedPreTrainedModel):
         has_loss: the model's own loss is made of what this pass returns; else a training pass says what it leaves out.
         """
         check_arguments(kwargs, TRUNK_ARGUMENTS, type(self).__name__)
-        cache = one_cache(cache, past_key_values)
-        is_training_pass = self.training and torch.is_grad_enabled()
-        if is_training_pass and not has_loss:
+        if self.training and torch.is_grad_enabled() and not has_loss:
             warn_of_another_loss(self.config)
-        if is_training_pass and self.computes_again:  # blocks that run a second time would fill a cache twice
-            check_computes_again(self.config, self.checkpoints_loops)
-            leave_out_cache(cache)
-            cache, use_cache = None, False
         inputs_embeds = self._input_embeddings(input_ids, inputs_embeds)
         depths = self.config.num_loops if num_loops is None else num_loops
         plan = plan_depths(depths, inputs_embeds.shape[0], backprop_loops)
+        may_exit = exit_watch is not None and exit_watch.needs_cache
+        cache = one_cache(cache, past_key_values)
+        cache, use_cache = self._usable_cache(cache, use_cache, plan, may_exit, output_loop_readout_states)
         every_loop = output_loop_hidden_states or output_loop_readout_states
         check_layers(self.config, self.prelude, self.core, self.coda)
         check_pass(self.config, plan, inputs_embeds, position_ids, cache, initial_state, every_loop, kwargs)
         if plan.is_mixed or exit_watch is not None:
             refuse_adapters_of_rows(self)
-        no_cache_because = why_no_cache(self.config, plan, output_loop_readout_states)
-        may_exit = exit_watch is not None and exit_watch.needs_cache
-        if no_cache_because and (cache is not None or may_exit):
-            raise ValueError(f"this pass cannot fill a cache: {no_cache_because}. Run without a cache.")
-        if no_cache_because:  # use_cache is True by default, so it is no error if no cache can be made
-            use_cache = False
 
         # from here to the end of the loop, rows are sorted by depth
         input_ids, inputs_embeds, attention_mask, position_ids, initial_state = (
@@ -320,6 +311,21 @@ class LoopedModel(LoopedPreTrainedModel):
             initial_state=plan.first_state(state) if output_loop_hidden_states else None,
             **named_cache(cache),
         )
+
+    def _usable_cache(
+        self, cache: Cache | None, use_cache: bool | None, plan: DepthPlan, may_exit: bool, reads_every_loop: bool
+    ) -> tuple[Cache | None, bool | None]:
+        """The cache of this pass and whether one is made, or an error where a given one cannot be filled."""
+        if self.training and torch.is_grad_enabled() and self.computes_again:
+            check_computes_again(self.config, self.checkpoints_loops)
+            leave_out_cache(cache)  # blocks that run a second time would fill it twice
+            cache, use_cache = None, False
+        reason = why_no_cache(self.config, plan, reads_every_loop)
+        if reason is None:
+            return cache, use_cache
+        if cache is not None or may_exit:
+            raise ValueError(f"this pass cannot fill a cache: {reason}. Run without a cache.")
+        return None, False  # use_cache is True by default, so it is no error if no cache can be made
 
     def _enter(
         self,

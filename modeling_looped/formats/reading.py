@@ -3,7 +3,7 @@
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from ..loading import LoopedCheckpointError, report_misfits
+from ..loading import LoopedCheckpointError, refuse_tensors_that_do_not_fit
 from .conversion import leave_loading_class, loading_class
 from .folder import check_indices, hub_arguments
 from .registry import ForeignFolder, find_folder_layout, find_layout
@@ -76,7 +76,7 @@ class PublicFolder:
             for name in info["missing_keys"]
             if model.base_model is model or name.startswith(trunk) or not name.startswith(own_heads)
         ]
-        report_misfits(self.path, model_class.__name__, missing, unexpected, info["mismatched_keys"])
+        refuse_tensors_that_do_not_fit(self.path, model_class.__name__, missing, unexpected, info["mismatched_keys"])
         embedding = model.get_input_embeddings()
         if is_lm and model.config.tie_word_embeddings and model.lm_head.weight is not embedding.weight:
             raise LoopedCheckpointError(
