@@ -76,7 +76,8 @@ class Operations:
 
 
 def drawn_depth(recipe: Recipe, mean: float, window: int | None) -> float:
-    """The mean of what is drawn. The papers count `mean`; but Huginn's sampler adds a loop, and a maximum cuts."""
+    """The mean depth by which operations are counted: the papers' `mean`, but Huginn's sampler adds a loop, and a
+    maximum cuts. A Poisson's zeros, which are run as one loop, add exp(-mean) more, which the papers do not count."""
     depth = recipe.depth
     if depth.maximum is None:
         return mean + (depth.sampler == "poisson_lognormal")
